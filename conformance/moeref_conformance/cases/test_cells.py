@@ -1,0 +1,53 @@
+"""The matrix as pytest tests: one for every rule in every cell. A cell runs once, when its first rule is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moeref_conformance.api import Cell
+from moeref_conformance.plugin import plan_of
+from moeref_conformance.report.view import lines
+from moeref_conformance.rules import Rule
+from moeref_conformance.runner import Runner
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One parameter set a cell and rule of the plan; what the selection leaves out is not collected."""
+    plan = plan_of(metafunc.config)
+    grouped = metafunc.config.pluginmanager.hasplugin("xdist")
+    metafunc.parametrize(
+        ("cell", "rule"),
+        [
+            pytest.param(
+                cell,
+                rule,
+                id=f"{cell.id}-{rule.id}",
+                marks=[pytest.mark.cell(cell.id), pytest.mark.rule(rule.id)]
+                + ([pytest.mark.xdist_group(cell.id)] if grouped else []),
+            )
+            for cell in plan.cells
+            for rule in plan.rules_of(cell)
+            if plan.enabled(cell, rule)
+        ],
+    )
+
+
+@pytest.fixture(scope="session")
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """The one that runs cells, with its worlds open as long as the session lasts."""
+    with Runner(plan_of(request.config)) as opened:
+        yield opened
+
+
+def test_rule(runner: Runner, cell: Cell, rule: Rule) -> None:
+    """A failure of a MUST fails; unclaimed and untested are skipped with their reason; known failures are xfail."""
+    verdict = next(v for v in runner.cell(cell)[0] if v.rule == rule.id)
+    text = "\n".join(lines(verdict))
+    if verdict.status in ("unclaimed", "untested"):
+        pytest.skip(f"{verdict.status}: {verdict.reason}")
+    if verdict.status == "xfail" or (verdict.status == "fail" and rule.level == "SHOULD"):
+        pytest.xfail(text)
+    if verdict.status != "pass":
+        pytest.fail(text, pytrace=False)

@@ -1,0 +1,52 @@
+"""Bad input: the one error for it, and the checks that matrices, known failures and target names share."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class BadInput(ValueError):
+    """What the user gave cannot be used. Raised before any work is done; the command line exits with 2."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` with the closest known name, else `; known: a, b, c` when there are few, else nothing."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(names)}" if 0 < len(names) <= 12 else ""
+
+
+def check_keys(where: str, table: Mapping[str, Any], known: Iterable[str], required: Iterable[str] = ()) -> None:
+    """Raise `BadInput` for a key of `table` that is not known or a required one that is absent."""
+    known = list(known)
+    for key in table:
+        if key not in known:
+            raise BadInput(f"{where}: unknown key {key!r}{nearest(key, known)}")
+    for key in required:
+        if key not in table:
+            raise BadInput(f"{where}: {key!r} is missing")
+
+
+def text_list(where: str, value: Any) -> list[str]:
+    """`value` as a list of strings: a lone string is a list of one. Anything else raises `BadInput`."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and all(isinstance(v, str) for v in value) and value:
+        return list(value)
+    raise BadInput(f"{where}: expected a string or a non-empty list of strings, got {value!r}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The parsed file, or `BadInput` saying what is wrong with it."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: not valid TOML: {error}") from error

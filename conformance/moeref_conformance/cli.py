@@ -1,0 +1,164 @@
+"""The command line: `list`, `smoke`, `run`, `report`, `diff`.
+
+Exit codes: 0 conformant, 1 not conformant, 2 bad input or an error of the kit, 3 incomplete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from moeref_conformance import matrix as matrices
+from moeref_conformance.checks import BadInput
+from moeref_conformance.rules import load_rules, select
+
+OUT = Path("conformance-report")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and give its exit code. Nothing but a verdict of not conformant gives 1."""
+    options = _parser().parse_args(arguments)
+    # As with `python -m`: an adapter next to where one stands can be named by module:attr.
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except BadInput as error:
+        print(f"moeref-conformance: {error}", file=sys.stderr)
+    except Exception:  # Python would exit with 1, which means "not conformant" here
+        traceback.print_exc()
+        print("moeref-conformance: this is an error of the kit, not a verdict", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moeref-conformance", description=__doc__.splitlines()[0] if __doc__ else None
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    listing = commands.add_parser("list", help="cells of a matrix and rules")
+    listing.add_argument("--target", help="say of each cell whether this target claims it")
+    listing.add_argument("--json", action="store_true", help="machine-readable")
+    _selection(listing)
+    listing.set_defaults(command=_list)
+
+    for name, help_text in (("run", "judge a target"), ("smoke", "judge the adapter in seconds")):
+        run = commands.add_parser(name, help=help_text)
+        run.add_argument("--target", required=True, help="a name or module:attr; `moeref` is built in")
+        run.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"where results go (default: {OUT})")
+        run.add_argument("--known", type=Path, metavar="FILE", help="known failures (default: known/<target>.toml)")
+        run.add_argument("--deadline", type=float, default=120.0, metavar="S", help="seconds a cell may take")
+        run.add_argument("--jobs", type=int, default=0, metavar="N", help="cells side by side (default: by cores)")
+        run.add_argument("--strict", action="store_true", help="known failures and SHOULD rules count as failures")
+        run.add_argument("--keep", type=Path, metavar="DIR", help="keep the records of all ranks here")
+        _selection(run, matrix="smoke" if name == "smoke" else "cpu")
+        run.set_defaults(command=_run)
+
+    report = commands.add_parser("report", help="write the reports of a results.jsonl again")
+    report.add_argument("results", type=Path)
+    report.add_argument("--out", type=Path, metavar="DIR", help="default: next to the results")
+    report.set_defaults(command=_report)
+
+    difference = commands.add_parser("diff", help="what changed between two runs; 1 if anything is worse")
+    difference.add_argument("old", type=Path)
+    difference.add_argument("new", type=Path)
+    difference.set_defaults(command=_diff)
+    return parser
+
+
+def _selection(parser: argparse.ArgumentParser, matrix: str = "cpu") -> None:
+    parser.add_argument("--matrix", default=matrix, help=f"a shipped matrix or a file (default: {matrix})")
+    parser.add_argument("--cell", action="append", default=[], help="only cells of this id, glob or tag; repeatable")
+    parser.add_argument(
+        "--rule", action="append", default=[], help="only rules with this prefix, and what they require"
+    )
+
+
+def _list(options: argparse.Namespace) -> int:
+    matrix = matrices.load(options.matrix)
+    cells, chosen = matrix.select(options.cell), select(options.rule)
+    claims = None
+    if options.target:
+        from moeref_conformance.targets import resolve
+
+        claims = resolve(options.target).claims
+    rules = [rule for rule in load_rules().values() if rule.id in chosen]
+    rows = [(cell, claims.why_not(cell) if claims else None) for cell in cells]
+    if options.json:
+        data: dict[str, Any] = {
+            "matrix": {"name": matrix.name, "hash": matrix.hash},
+            "cells": [
+                {"id": cell.id, "layout": cell.layout.text, "tags": cell.tags}
+                | ({"claimed": why is None, "why_not": why} if claims else {})
+                for cell, why in rows
+            ],
+            "rules": [{"id": rule.id, "level": rule.level, "text": rule.text} for rule in rules],
+        }
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+        return 0
+    width = max(len(cell.id) for cell in cells)
+    print(f"matrix {matrix.name}@{matrix.hash}: {len(cells)} cells")
+    for cell, why in rows:
+        print(f"  {cell.id:{width}}  {cell.layout.text}" + (f"  (unclaimed: {why})" if why else ""))
+    print(f"rules: {len(rules)}")
+    for rule in rules:
+        print(f"  {rule.id}  {rule.level:6}  {rule.text}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from moeref_conformance.plan import Settings, prepare
+    from moeref_conformance.progress import Progress
+    from moeref_conformance.report import write_all
+    from moeref_conformance.runner import run
+
+    plan = prepare(
+        Settings(
+            target=options.target,
+            matrix=options.matrix,
+            cells=tuple(options.cell),
+            rules=tuple(options.rule),
+            known=options.known,
+            deadline=options.deadline,
+            jobs=options.jobs,
+            strict=options.strict,
+            keep=options.keep,
+        )
+    )
+    with Progress(len(plan.cells)) as progress:
+        results = run(plan, options.out, progress)
+    return _say(results, write_all(results, options.out))
+
+
+def _report(options: argparse.Namespace) -> int:
+    from moeref_conformance.report import write_all
+    from moeref_conformance.results import read
+
+    results = read(options.results)
+    return _say(results, write_all(results, options.out or options.results.parent))
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from moeref_conformance.diff import diff
+    from moeref_conformance.results import read
+
+    changes = diff(read(options.old), read(options.new))
+    print("\n".join(changes.lines))
+    return 1 if changes.worse else 0
+
+
+def _say(results: Any, page: Path) -> int:
+    from moeref_conformance.results import EXIT_WORDS
+
+    counts = ", ".join(f"{number} {status}" for status, number in results.counts.items() if number)
+    print(f"{results.header['target']['name']} {results.header['target']['version']}: {counts}")
+    print(f"report: {page}")
+    print(f"{EXIT_WORDS[results.exit_code]}: {results.headline}")
+    return int(results.exit_code)

@@ -1,0 +1,78 @@
+"""Bitwise comparison of two tensors: NaN equals the same NaN, and -0.0 is not 0.0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How `got` differs from `expected`. `kind` is shape, dtype or bytes; the rest is filled for bytes.
+
+    `flat` and `index` are the first differing element; `count` of `total` elements differ.
+    """
+
+    kind: str
+    expected: str
+    got: str
+    flat: int | None = None
+    index: tuple[int, ...] | None = None
+    count: int = 0
+    total: int = 0
+
+    @property
+    def text(self) -> str:
+        """One sentence without the names."""
+        if self.kind != "bytes":
+            return f"{self.kind} is {self.got}, expected {self.expected}"
+        return f"{self.count} of {self.total} elements differ, first at {list(self.index or ())}"
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, `[numel, itemsize]` uint8, in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, dtype and bytes."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(raw(a), raw(b))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def value_text(tensor: torch.Tensor, flat: int) -> str:
+    """An element as a number and as its bits: `0.15625 (0x3e200000)`."""
+    octets = raw(tensor.detach().reshape(-1)[flat].reshape(1)).flatten().tolist()
+    bits = "".join(f"{octet:02x}" for octet in reversed(octets))
+    return f"{tensor.detach().reshape(-1)[flat].item()!r} (0x{bits})"
+
+
+def compare(expected: torch.Tensor, got: torch.Tensor, rows: int | None = None) -> Difference | None:
+    """The difference of two tensors, or None if shape, dtype and bytes agree.
+
+    `rows` limits the comparison of bytes to the first rows; those after them are padding.
+    """
+    if expected.shape != got.shape:
+        return Difference("shape", str(list(expected.shape)), str(list(got.shape)))
+    if expected.dtype != got.dtype:
+        return Difference("dtype", dtype_name(expected.dtype), dtype_name(got.dtype))
+    if rows is not None:
+        expected, got = expected[:rows], got[:rows]
+    differs = (raw(expected) != raw(got)).any(dim=1)
+    count = int(differs.sum())
+    if not count:
+        return None
+    flat = int(differs.to(torch.uint8).argmax())
+    index, rest = [], flat
+    for size in reversed(expected.shape):
+        index.append(rest % size)
+        rest //= size
+    where = tuple(reversed(index))
+    want, have = value_text(expected, flat), value_text(got, flat)
+    return Difference("bytes", want, have, flat, where, count, expected.numel())

@@ -1,0 +1,109 @@
+"""Judges: one pure function per rule, from the records of a cell to findings. Here are their types and registry.
+
+`JUDGES` maps a rule id to its judge; the first look at it imports the modules that hold them, and with them torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moeref_conformance.api import Cell, Target
+    from moeref_conformance.oracles.checkpoint import Expected
+    from moeref_conformance.records import Observation
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, with all that is known of where. `layer` and `expert` are global numbers."""
+
+    stage: str
+    message: str
+    rank: int | None = None
+    coords: str = ""
+    hf_name: str = ""
+    local_name: str = ""
+    global_name: str = ""
+    layer: int | None = None
+    expert: int | None = None
+    index: tuple[int, ...] | None = None
+    expected: str = ""
+    got: str = ""
+    diagnosis: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rule says of one cell: findings (none is good), how closely it was met, or why it cannot be judged."""
+
+    findings: tuple[Finding, ...] = ()
+    met: str = "exact"
+    untested: str = ""
+
+
+@dataclass
+class Case:
+    """What a judge may look at. `baseline` is the one-rank run of the same variant."""
+
+    cell: Cell
+    expected: Expected | None
+    observation: Observation | None
+    baseline: Observation | None
+    target: Target
+
+
+Judge = Callable[[Case], Outcome]
+_REGISTRY: dict[str, Judge] = {}
+if TYPE_CHECKING:
+    JUDGES: dict[str, Judge] = _REGISTRY
+#: Findings kept of one rule in one cell.
+MOST = 20
+
+
+def judges(rule: str) -> Callable[[Judge], Judge]:
+    """Register a function as the judge of a rule; ValueError if the rule has one."""
+
+    def register(function: Judge) -> Judge:
+        if rule in _REGISTRY:
+            raise ValueError(f"rule {rule} has two judges: {_REGISTRY[rule].__name__} and {function.__name__}")
+        _REGISTRY[rule] = function
+        return function
+
+    return register
+
+
+def grouped(findings: list[Finding], most: int = MOST) -> tuple[Finding, ...]:
+    """At most `most` findings: the first of every pattern, then more while there is room.
+
+    A pattern is the stage with the diagnosis (or the message without its numbers); the first finding of a pattern that
+    was shortened says how many more there are.
+    """
+    patterns: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        key = "".join(c for c in finding.diagnosis or finding.message if not c.isdigit())
+        patterns.setdefault((finding.stage, key), []).append(finding)
+    room = [len(group) for group in patterns.values()]
+    share = max(1, most // max(1, len(room)))
+    kept: list[Finding] = []
+    for group in list(patterns.values())[:most]:
+        shown, rest = group[:share], len(group) - share
+        if rest > 0:
+            same = "the same diagnosis" if shown[0].diagnosis else "the same pattern"
+            shown[-1] = replace(shown[-1], message=f"{shown[-1].message} … and {rest} more with {same}")
+        kept += shown
+    left = sum(room[most:])
+    if left:
+        kept[-1] = replace(kept[-1], message=f"{kept[-1].message} … and {left} more of other patterns")
+    return tuple(kept)
+
+
+def __getattr__(name: str) -> dict[str, Judge]:
+    if name != "JUDGES":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return _REGISTRY

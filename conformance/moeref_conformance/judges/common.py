@@ -1,0 +1,83 @@
+"""What judges share: findings with the rank's place filled in, records that are missing, contexts for diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from moeref_conformance.api import NameRow
+from moeref_conformance.judges import Case, Finding, Outcome, grouped
+from moeref_conformance.matching import Context
+from moeref_conformance.oracles import topology
+from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.placement import Placement, hf_numbers
+from moeref_conformance.records import Observation, RankRecord
+
+
+def observed(case: Case) -> Observation:
+    """The run; an empty one if there was none, so that every step is reported as missing."""
+    return case.observation or Observation(case.cell, [])
+
+
+def known(case: Case) -> Expected:
+    """The expected checkpoint; ValueError if the case has none, which is a failure of the kit."""
+    if case.expected is None:
+        raise ValueError(f"cell {case.cell.id}: no expected checkpoint to judge by")
+    return case.expected
+
+
+def outcome(findings: list[Finding], met: str = "exact") -> Outcome:
+    """Findings grouped and cut to a readable number."""
+    return Outcome(findings=grouped(findings), met=met)
+
+
+def finding(case: Case, rank: int | None, stage: str, message: str, **more: Any) -> Finding:
+    """A finding; coordinates come from the rank, layer and expert from the Hugging Face name."""
+    if more.get("hf_name"):
+        layer, expert = hf_numbers(more["hf_name"])
+        more.setdefault("layer", layer)
+        more.setdefault("expert", expert)
+    return Finding(stage, message, rank=rank, coords=place(case, rank), **more)
+
+
+def place(case: Case, rank: int | None) -> str:
+    """`tp0 pp1 ep0 etp0 dp0`, or nothing for a rank outside the layout."""
+    inside = rank is not None and 0 <= rank < case.cell.layout.world
+    return topology.coords_text(case.cell.layout, rank) if inside and rank is not None else ""
+
+
+def without(case: Case, *steps: str) -> list[Finding]:
+    """A finding for every rank that has no record of one of the steps."""
+    run = observed(case)
+    have = {record.rank: record for record in run.ranks}
+    found = []
+    for rank in range(case.cell.layout.world):
+        for step in steps:
+            if rank not in have or not have[rank].has(step):
+                found.append(finding(case, rank, step, f"no record of step {step}"))
+    return found
+
+
+def name_rows(record: RankRecord) -> list[NameRow]:
+    """The names table that this rank gave."""
+    return [NameRow(**{**row, "hf": tuple(row["hf"]), "shape": tuple(row["shape"])}) for row in record.value("names")]
+
+
+def placement(case: Case) -> Placement:
+    """The brute-force placement of the cell's checkpoint."""
+    expected = known(case)
+    return Placement(case.cell, expected.config, expected.tensors)
+
+
+def context(case: Case, factor: float = 1.0) -> Context:
+    """The whole expected checkpoint, times `factor`, for diagnosis."""
+    expected = known(case)
+    tensors = expected.tensors if factor == 1.0 else {k: v * factor for k, v in expected.tensors.items()}
+    return Context(tensors, int(expected.config.get("first_k_dense_replace") or 0))
+
+
+def names_text(names: Iterable[str], most: int = 4) -> str:
+    """The first names and how many more."""
+    listed = sorted(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more

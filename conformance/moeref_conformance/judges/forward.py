@@ -1,0 +1,110 @@
+"""FWD: logits against transformers' own module, and against the one-rank run."""
+
+from __future__ import annotations
+
+import torch
+
+from moeref_conformance.compare import same
+from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.judges.common import finding, known, observed, outcome, without
+from moeref_conformance.oracles import topology
+from moeref_conformance.records import Observation
+
+TRANSFORMERS = 2e-5
+LAYOUT = 2e-6
+
+
+def _logits(run: Observation) -> dict[int, torch.Tensor]:
+    """Logits by rank, of the ranks that have them."""
+    return {r.rank: r.tensors("forward")["logits"] for r in run.ranks if r.has("forward") and r.value("forward")["has"]}
+
+
+def _holders(case: Case) -> list[Finding]:
+    """The ranks of the last stage have logits, the others have none."""
+    found = without(case, "forward")
+    if found:
+        return found
+    have, layout = _logits(observed(case)), case.cell.layout
+    for rank in range(layout.world):
+        last = topology.coords(layout, rank)["pp"] == layout.pp - 1
+        if last != (rank in have):
+            message = (
+                "no logits on a rank of the last stage" if last else "logits on a rank that is not of the last stage"
+            )
+            found.append(finding(case, rank, "forward", message))
+    return found
+
+
+def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
+    """Compare the logits of every rank with `want`; bitwise if `limit` is 0."""
+    found, worst = _holders(case), 0.0
+    for rank, got in _logits(observed(case)).items():
+        if got.shape != want.shape or got.dtype != want.dtype:
+            message = f"logits are {got.dtype} {list(got.shape)}, {whose} {want.dtype} {list(want.shape)}"
+            found.append(finding(case, rank, "forward", message))
+            continue
+        if same(want, got):
+            continue
+        apart = (got.double() - want.double()).abs()
+        # NaN compares with nothing, so it counts as infinitely far.
+        apart = torch.where(apart.isnan(), torch.inf, apart)
+        far = float(apart.max())
+        worst = max(worst, far)
+        if far > limit:
+            found.append(_far(case, rank, want, got, apart, f"{whose} by {far:.2g} > {limit:g}"))
+    if limit == 0.0 or worst == 0.0:
+        return outcome(found)
+    return outcome(found, met=f"{worst:.1e} ≤ {limit:g}")
+
+
+def _far(case: Case, rank: int, want: torch.Tensor, got: torch.Tensor, apart: torch.Tensor, text: str) -> Finding:
+    flat = int(apart.reshape(-1).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), apart.shape))
+    positions = apart.amax(-1) > 0
+    return finding(
+        case,
+        rank,
+        "forward",
+        f"logits differ from {text} at [batch, position, token] {list(index)}",
+        index=index,
+        expected=repr(float(want[index])),
+        got=repr(float(got[index])),
+        diagnosis=_diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ",
+    )
+
+
+def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
+    if not got.any():
+        return "all zero"
+    if got.isnan().any():
+        return f"{int(got.isnan().sum())} of {got.numel()} logits are NaN"
+    if torch.allclose(got, want.flip(0), rtol=0, atol=1e-4) and want.shape[0] > 1:
+        return "microbatches in reverse order"
+    if torch.allclose(got[:, 1:], want[:, :-1], rtol=0, atol=1e-4):
+        return "positions shifted by one"
+    return ""
+
+
+@judges("FWD-001")
+def logits_are_transformers(case: Case) -> Outcome:
+    """In fp32, whatever the layout."""
+    if case.cell.dtype != "float32":
+        return Outcome(untested=f"judged in fp32 only: in {case.cell.dtype} rounding turns routes without replay")
+    return _judge(case, known(case).logits_BSV, "transformers", TRANSFORMERS)
+
+
+@judges("FWD-002")
+def logits_are_the_one_rank_runs(case: Case) -> Outcome:
+    """Bitwise where only pipeline or data parallelism differs, else within a tolerance in fp32."""
+    if case.baseline is None:
+        return Outcome(untested="there is no one-rank run of this variant to compare with")
+    one = _logits(case.baseline)
+    if not one:
+        return Outcome(untested="the one-rank run gave no logits")
+    if case.baseline is case.observation:
+        return Outcome(met="the one-rank run itself")
+    layout = case.cell.layout
+    bitwise = layout.tp == layout.expert_tp == layout.ep == layout.cp == 1
+    if not bitwise and case.cell.dtype != "float32":
+        return Outcome(untested=f"in {case.cell.dtype} sums in another order turn routes; comparing needs replay")
+    return _judge(case, next(iter(one.values())), "the one-rank run", 0.0 if bitwise else LAYOUT)

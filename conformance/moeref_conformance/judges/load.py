@@ -1,0 +1,117 @@
+"""LOD: what every rank holds after loading, and checkpoints that must be refused."""
+
+from __future__ import annotations
+
+import torch
+
+from moeref_conformance.compare import compare
+from moeref_conformance.diagnose import diagnose
+from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.judges.common import context, finding, known, observed, outcome, placement, without
+from moeref_conformance.judges.names import refusal
+from moeref_conformance.matching import Context
+from moeref_conformance.oracles.placement import Held, Placement, Unknown
+from moeref_conformance.records import RankRecord
+
+
+@judges("LOD-001")
+def shards_are_right(case: Case) -> Outcome:
+    """Every parameter and persistent buffer of every rank, and no tensor of the checkpoint without a home."""
+    found = without(case, "inventory", "shards")
+    oracle, whole = placement(case), context(case)
+    for record in observed(case).ranks:
+        if record.has("inventory") and record.has("shards"):
+            found += _rank(case, oracle, record, whole)
+    return outcome(found)
+
+
+def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> list[Finding]:
+    found: list[Finding] = []
+    shards, homes, trouble = record.tensors("shards"), set(), []
+    for item in record.value("inventory"):
+        chunk, local = item["chunk"], item["local"]
+        try:
+            held = oracle.held(record.rank, chunk, local, item["shape"])
+        except Unknown as error:
+            found.append(finding(case, record.rank, "shards", str(error), local_name=local))
+            continue
+        homes |= set(held.hf)
+        got = shards.get(f"{chunk}:{local}")
+        if got is None:
+            found.append(finding(case, record.rank, "shards", f"no record of {local}", local_name=local))
+        elif compare(held.tensor, got, held.rows):
+            trouble.append((chunk, local, held, got))
+    for name in sorted(oracle.hf_names(record.rank) - homes):
+        message = f"no tensor of this rank holds {name}"
+        found.append(finding(case, record.rank, "shards", message, hf_name=name))
+    if trouble:
+        near = _local_context(oracle, record, whole)
+        found += [_differs(case, record.rank, near, whole, *one) for one in trouble]
+    return found
+
+
+def _local_context(oracle: Placement, record: RankRecord, whole: Context) -> Context:
+    """What all local tensors of this rank must hold: a shard is first looked for among its neighbours."""
+    right = {}
+    for item in record.value("inventory"):
+        try:
+            held = oracle.held(record.rank, item["chunk"], item["local"], item["shape"])
+        except Unknown:
+            continue  # already a finding
+        right[_global(item["local"], held)] = held.tensor
+    return Context(right, whole.dense_prefix)
+
+
+def _global(local: str, held: Held) -> str:
+    """A local name with its global layer number, so that a diagnosis speaks of global layers."""
+    parts = local.split(".")
+    if held.layer is not None and "layers" in parts:
+        parts[parts.index("layers") + 1] = str(held.layer)
+    name = ".".join(parts)
+    if held.expert is not None and "local_experts" in parts:
+        parts[parts.index("local_experts") + 1] = str(held.expert)
+        name = ".".join(parts)
+    return name.replace("local_experts.", "experts.") if held.expert is not None else name
+
+
+def _differs(
+    case: Case, rank: int, near: Context, whole: Context, chunk: int, local: str, held: Held, got: torch.Tensor
+) -> Finding:
+    difference = compare(held.tensor, got, held.rows)
+    assert difference is not None
+    name = _global(local, held)
+    want, have = held.tensor, got
+    if held.rows is not None and want.shape == have.shape:
+        want, have = want[: held.rows], have[: held.rows]
+    said = diagnose(name, want, have, near)
+    if said == "no known pattern":
+        said = diagnose(name, want, have, whole)
+    return finding(
+        case,
+        rank,
+        "shards",
+        f"chunk {chunk}: {local}: {difference.text}",
+        local_name=local,
+        global_name=name,
+        hf_name=held.hf[0] if held.hf else "",
+        layer=held.layer,
+        expert=held.expert,
+        index=difference.index,
+        expected=difference.expected,
+        got=difference.got,
+        diagnosis=said,
+    )
+
+
+@judges("LOD-002")
+def surplus_tensor_is_refused(case: Case) -> Outcome:
+    """Every rank raised, and the message names the tensor."""
+    extra = known(case).extra
+    return refusal(case, "refuse_extra", extra, f"the checkpoint has {extra}, which the model lacks")
+
+
+@judges("LOD-003")
+def missing_tensor_is_refused(case: Case) -> Outcome:
+    """Every rank raised, and the message names the tensor."""
+    missing = known(case).missing
+    return refusal(case, "refuse_missing", missing, f"the checkpoint lacks {missing}")

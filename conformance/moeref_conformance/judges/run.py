@@ -1,0 +1,64 @@
+"""RUN and TOP: every rank finishes, collectives agree, process groups are megatron-core's."""
+
+from __future__ import annotations
+
+from moeref_conformance.judges import Case, Outcome, judges
+from moeref_conformance.judges.common import finding, observed, outcome, without
+from moeref_conformance.oracles import topology
+
+#: Name of the error of the checked collectives.
+MISMATCH = "CollectiveMismatch"
+
+
+@judges("RUN-001")
+def every_rank_finishes(case: Case) -> Outcome:
+    """Crashes in the order in which ranks failed, so that the first finding is the one to look at."""
+    run = observed(case)
+    found = []
+    for i, crash in enumerate(run.crashes):
+        first = "failed first: " if i == 0 and len(run.crashes) > 1 else ""
+        message = f"{first}{crash.kind} in step {crash.step}: {crash.detail}"
+        found.append(finding(case, crash.rank, crash.step, message, diagnosis="" if i == 0 else f"{crash.kind} later"))
+    return outcome(found or without(case, "close"))
+
+
+@judges("RUN-002")
+def collectives_agree(case: Case) -> Outcome:
+    """A disagreement raises in every member; one finding a rank."""
+    run = observed(case)
+    found = []
+    for record in run.ranks:
+        for event in record.events:
+            error = event.get("error") or {}
+            if MISMATCH in (error.get("type") or "") or f"{MISMATCH}:" in (error.get("traceback") or ""):
+                found.append(finding(case, record.rank, event["step"], f"{MISMATCH}: {error['message']}"))
+    if not found and run.crashes:
+        crash = run.crashes[0]
+        return Outcome(untested=f"rank {crash.rank} {crash.kind} in step {crash.step}, with no disagreement seen")
+    return outcome(found or without(case, "close"))
+
+
+@judges("TOP-001")
+def groups_are_megatrons(case: Case) -> Outcome:
+    """Coordinates and members of every group, against RankGenerator."""
+    found = without(case, "topology")
+    layout = case.cell.layout
+    groups = topology.groups(layout)
+    for record in observed(case).ranks:
+        if not record.has("topology"):
+            continue
+        value = record.value("topology")
+        if value is None:
+            message = "megatron.core.parallel_state is not initialised"
+            found.append(finding(case, record.rank, "topology", message))
+            continue
+        for axis, want in topology.coords(layout, record.rank).items():
+            if value[axis] != want:
+                message = f"{axis} rank is {value[axis]}, expected {want}"
+                found.append(finding(case, record.rank, "topology", message, expected=str(want), got=str(value[axis])))
+        for kind, members in value["groups"].items():
+            right = next(group for group in groups[kind] if record.rank in group)
+            if list(members) != right:
+                message = f"{kind} group is {members}, expected {right}"
+                found.append(finding(case, record.rank, "topology", message, expected=str(right), got=str(members)))
+    return outcome(found)

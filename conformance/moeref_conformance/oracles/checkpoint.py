@@ -1,0 +1,288 @@
+"""The expected model: a tiny Hugging Face checkpoint and its logits, both made by transformers itself.
+
+Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide; the vocabulary divides by
+nothing, so that padding shows. All values are random, distinct and seeded. Nothing here knows Megatron or a target.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeref_conformance.api import Cell
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+EXTRA = "model.layers.0.kit_extra.weight"
+SEED = 20_260_101
+#: Scores of the last chosen and the first unchosen expert differ by more than this for every token and layer, so that
+#: a sum in another order cannot turn a route.
+MARGIN = 1e-5
+BATCH, SEQUENCE = 2, 16
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 56,
+    "intermediate_size": 144,
+    "vocab_size": 131,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 64,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+}
+_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 6, "num_experts": 16},
+    "glm4_moe": {
+        "head_dim": 8,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The checkpoint of one variant on disk, and what transformers makes of it.
+
+    `inputs` are the paths a rank gets (see `probe.run_rank`); `missing` is the tensor that `checkpoint_missing` lacks
+    and `extra` the one that `checkpoint_extra` has too many.
+    """
+
+    dir: Path
+    inputs: dict[str, str]
+    missing: str
+    extra: str = EXTRA
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json as transformers wrote it."""
+        return dict(json.loads((self.dir / "config" / "config.json").read_text()))
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the checkpoint by Hugging Face name, in the order of their names."""
+        return read_checkpoint(self.dir / "checkpoint")
+
+    @cached_property
+    def tokens_BS(self) -> torch.Tensor:
+        """int64 token ids, the same for every cell."""
+        return load_file(self.dir / "tokens.safetensors")["tokens"]
+
+    @cached_property
+    def logits_BSV(self) -> torch.Tensor:
+        """Logits in fp32 by transformers' own module with eager attention; the weights are the checkpoint's."""
+        return load_file(self.dir / "logits.safetensors")["logits"]
+
+
+def expected(cell: Cell, workdir: Path) -> Expected:
+    """The expected checkpoint of the cell's variant, made on first use and cached in `workdir/<variant>/`.
+
+    Raises ValueError for a family or spelling without a recipe.
+    """
+    final = workdir / cell.variant
+    if not final.exists():
+        workdir.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=workdir, prefix=".making-"))
+        try:
+            _make(cell, scratch)
+            os.rename(scratch, final)  # noqa: PTH104 -- atomic: whoever comes second finds it whole
+        except OSError:
+            if not final.exists():
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    folders = {"hf_config": "config", **{k: k for k in ("checkpoint", "checkpoint_extra", "checkpoint_missing")}}
+    inputs = {key: str(final / folder) for key, folder in folders.items()}
+    inputs["tokens"] = str(final / "tokens.safetensors")
+    return Expected(dir=final, inputs=inputs, missing=(final / "missing.txt").read_text())
+
+
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder, sorted by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return dict(sorted(tensors.items()))
+
+
+def dtype_of(cell: Cell) -> torch.dtype:
+    """The checkpoint's dtype; ValueError for one the kit has no recipe for."""
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if cell.dtype not in known:
+        raise ValueError(f"cell {cell.id}: dtype {cell.dtype} has no recipe; use one of {', '.join(known)}")
+    return known[cell.dtype]
+
+
+def _make(cell: Cell, folder: Path) -> None:
+    dtype = dtype_of(cell)
+    tokens_BS = torch.randint(0, _COMMON["vocab_size"], (BATCH, SEQUENCE), generator=_generator(0))
+    for attempt in range(1, 50):
+        model = _model(cell)
+        _fill(model, dtype, _generator(attempt))
+        logits_BSV, margin = _forward(model, tokens_BS)
+        if margin > MARGIN:
+            break
+    else:
+        raise RuntimeError(f"cell {cell.id}: no seed gives a routing margin over {MARGIN}")
+    save_file({"tokens": tokens_BS}, folder / "tokens.safetensors")
+    save_file({"logits": logits_BSV}, folder / "logits.safetensors")
+    for parameter in model.parameters():  # buffers, the experts' bias among them, stay fp32
+        parameter.data = parameter.data.to(dtype)
+    main = folder / "checkpoint"
+    _save(model, cell, main)
+    (folder / "config").mkdir()
+    shutil.copy(main / "config.json", folder / "config" / "config.json")
+    tensors = read_checkpoint(main)
+    assert_distinct(tensors)
+    missing = _missing_name(cell, tensors)
+    (folder / "missing.txt").write_text(missing)
+    like = next(iter(tensors.values()))
+    extra = torch.randn(3, 5, generator=_generator(99)).to(like.dtype)
+    _edited(main, folder / "checkpoint_extra", add={EXTRA: extra})
+    _edited(main, folder / "checkpoint_missing", drop=missing)
+
+
+def _generator(stream: int) -> torch.Generator:
+    return torch.Generator().manual_seed(SEED + stream)
+
+
+def _model(cell: Cell) -> Any:
+    import transformers
+
+    if cell.family not in _FAMILY:
+        raise ValueError(f"cell {cell.id}: family {cell.family} has no recipe; known: {', '.join(_FAMILY)}")
+    config_of, model_of = {
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    }[cell.family]
+    values = {**_COMMON, **_FAMILY[cell.family], "num_hidden_layers": cell.layers, "tie_word_embeddings": cell.tied}
+    config = config_of(**values)
+    config._attn_implementation = "eager"
+    return model_of(config).eval()
+
+
+def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Random values by kind of tensor, rounded to `dtype` but for the experts' bias, which bf16 must not hold."""
+    seen: set[int] = set()
+    for name, tensor in sorted(model.state_dict().items()):
+        if tensor.data_ptr() in seen:  # a tied head
+            continue
+        seen.add(tensor.data_ptr())
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("e_score_correction_bias"):
+            value = 0.3 + 0.1 * noise
+            assert bool((value.bfloat16().float() != value).all()), "the bias must not fit bf16"
+        else:
+            value = (_center(name) + _spread(name) * noise).to(dtype).float()
+        tensor.copy_(value)
+
+
+def _center(name: str) -> float:
+    return 1.0 if "norm" in name else 0.0
+
+
+def _spread(name: str) -> float:
+    """Standard deviation: activations stay near 1, and attention, experts and router each weigh in the logits."""
+    if "norm" in name:
+        return 0.2
+    if name.endswith("mlp.gate.weight"):
+        return 0.3
+    return 0.05 if name.startswith("lm_head") else 0.12
+
+
+def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Logits, and the smallest distance of any route from turning."""
+    margins: list[float] = []
+    k = model.config.num_experts_per_tok
+
+    def watch(gate: Any, args: tuple[torch.Tensor, ...]) -> None:
+        router_TE = args[0].reshape(-1, gate.weight.shape[1]).float() @ gate.weight.float().T
+        bias_E = getattr(gate, "e_score_correction_bias", None)
+        scores_TE = router_TE.softmax(-1) if bias_E is None else router_TE.sigmoid() + bias_E
+        best = scores_TE.topk(k + 1, dim=-1).values
+        margins.append(float((best[:, k - 1] - best[:, k]).min()))
+
+    handles = [m.register_forward_pre_hook(watch) for n, m in model.named_modules() if n.endswith("mlp.gate")]
+    with torch.no_grad():
+        logits_BSV = model(tokens_BS).logits.float().contiguous()
+    for handle in handles:
+        handle.remove()
+    return logits_BSV, min(margins)
+
+
+def _save(model: Any, cell: Cell, folder: Path) -> None:
+    """Per expert: transformers' own file writer, in several shards. Fused: its state_dict in one file."""
+    from transformers.utils import logging
+
+    if cell.spelling == "per_expert":
+        logging.disable_progress_bar()
+        model.save_pretrained(folder, max_shard_size="800KB" if cell.dtype == "float32" else "400KB")
+    elif cell.spelling == "fused":
+        folder.mkdir()
+        state = dict(model.state_dict())
+        if cell.tied:
+            del state["lm_head.weight"]
+        save_file({k: v.contiguous() for k, v in state.items()}, folder / SINGLE, metadata={"format": "pt"})
+        model.config.dtype = cell.dtype
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+    else:
+        raise ValueError(f"cell {cell.id}: spelling {cell.spelling} has no recipe; use per_expert or fused")
+
+
+def _missing_name(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
+    layer = f"model.layers.{cell.layers - 1}.mlp.experts."
+    name = layer + ("11.up_proj.weight" if cell.spelling == "per_expert" else "down_proj")
+    if name not in tensors:
+        raise RuntimeError(
+            f"cell {cell.id}: transformers wrote no {name}; the recipe of checkpoint_missing is outdated"
+        )
+    return name
+
+
+def _edited(source: Path, folder: Path, add: Mapping[str, torch.Tensor] | None = None, drop: str = "") -> None:
+    """A copy of a checkpoint with tensors added to its last shard or one left out; the index says so."""
+    shutil.copytree(source, folder)
+    files = sorted(folder.glob("*.safetensors"))
+    shards = {file: load_file(file) for file in files}
+    changed = next((f for f, t in shards.items() if drop in t), files[-1])
+    tensors = {k: v for k, v in shards[changed].items() if k != drop}
+    tensors.update(add or {})
+    save_file(tensors, changed, metadata={"format": "pt"})
+    index = folder / INDEX
+    if index.exists():
+        data = json.loads(index.read_text())
+        shards[changed] = tensors
+        data["weight_map"] = {k: file.name for file, held in shards.items() for k in sorted(held)}
+        everything = [t for held in shards.values() for t in held.values()]
+        data["metadata"]["total_parameters"] = sum(t.numel() for t in everything)
+        data["metadata"]["total_size"] = sum(t.numel() * t.element_size() for t in everything)
+        index.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def assert_distinct(tensors: Mapping[str, torch.Tensor]) -> None:
+    """AssertionError if two tensors, or two rows of matrices, hold the same bytes."""
+    rows: dict[bytes, str] = {}
+    for name, tensor in tensors.items():
+        parts = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+        for i, row in enumerate(parts.contiguous().view(torch.uint8).numpy()):
+            key, here = row.tobytes(), f"{name}[{i}]"
+            assert key not in rows, f"{here} equals {rows[key]}: the checkpoint could not tell them apart"
+            rows[key] = here

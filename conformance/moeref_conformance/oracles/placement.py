@@ -1,0 +1,313 @@
+"""Brute force: what every local Megatron tensor of every rank must hold, byte for byte.
+
+Written to be slow and obvious: rows are picked one by one. Layer numbers are asked of megatron-core's own functions,
+coordinates of its RankGenerator (`topology`); which Hugging Face tensors a local tensor is made of is spelled out
+below, name by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from moeref_conformance.api import Cell, Layout
+from moeref_conformance.oracles import topology
+
+_EXPERT_HF = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_LAYER_HF = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYER_LOCAL = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_EXPERT_LOCAL = re.compile(
+    r"^mlp\.experts\.(?:local_experts\.(?P<seq>\d+)\.linear_fc[12]\.weight|linear_fc[12]\.weight(?P<grp>\d+))$"
+)
+#: Rest of the local name -> rest of the Hugging Face name, for tensors every TP rank holds whole.
+_WHOLE = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+}
+#: Cells are judged in several threads, and megatron-core keeps the virtual size in a global.
+_MEGATRON_GLOBALS = threading.Lock()
+
+
+class Held:
+    """What a local tensor must hold: `hf` are the Hugging Face tensors, `tensor` the values, made when first asked for.
+
+    `rows` counts the rows that mean something: a padded vocabulary has more, whose content is the target's business.
+    `read` is False for a replica that no export reads (a tied head on the last stage).
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], torch.Tensor],
+        hf: tuple[str, ...],
+        layer: int | None = None,
+        expert: int | None = None,
+        rows: int | None = None,
+        read: bool = True,
+    ) -> None:
+        self._make, self.hf, self.layer, self.expert, self.rows, self.read = make, hf, layer, expert, rows, read
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """The values this rank must hold, in the shape of the local tensor."""
+        return self._make()
+
+
+class Unknown(LookupError):
+    """A local name that Megatron would not have at this place. `what` is layer, expert or module."""
+
+    def __init__(self, what: str, message: str) -> None:
+        super().__init__(message)
+        self.what = what
+
+
+class Placement:
+    """The placement of one checkpoint under one layout. `tensors` are the full Hugging Face tensors by name."""
+
+    def __init__(self, cell: Cell, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        self.cell, self.layout, self.config, self.tensors = cell, cell.layout, config, tensors
+        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+        self.experts = int(experts or 0)
+        self.fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
+        self.layers = stage_layers(cell)
+        self.moe_layers = {hf_numbers(name)[0] for name in tensors if name.endswith(".mlp.gate.weight")}
+        self._coords: dict[int, dict[str, int]] = {}
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The rank's coordinates (`topology.coords`)."""
+        if rank not in self._coords:
+            self._coords[rank] = topology.coords(self.layout, rank)
+        return self._coords[rank]
+
+    def expert_range(self, rank: int) -> range:
+        """Global numbers of the experts this rank holds: ep_rank · (E / EP) onwards."""
+        each = self.experts // self.layout.ep
+        start = self.coords(rank)["ep"] * each
+        return range(start, start + each)
+
+    def layer_ids(self, rank: int, chunk: int) -> list[int]:
+        """Global layer numbers of one chunk of this rank, in local order; empty for a chunk that does not exist."""
+        return self.layers.get((self.coords(rank)["pp"], chunk), [])
+
+    def hf_names(self, rank: int) -> set[str]:
+        """All Hugging Face tensors of which this rank holds elements that an export reads; needs no module."""
+        pp, experts = self.coords(rank)["pp"], self.expert_range(rank)
+        mine = {layer for (stage, _), layers in self.layers.items() if stage == pp for layer in layers}
+        found = set()
+        for name in self.tensors:
+            layer, expert = hf_numbers(name)
+            if layer is not None:
+                here = layer in mine and (expert is None or expert in experts)
+            elif name == "model.embed_tokens.weight":
+                here = pp == 0
+            else:
+                here = pp == self.layout.pp - 1
+            if here:
+                found.add(name)
+        return found
+
+    def numbers(self, rank: int, chunk: int, local: str) -> tuple[int | None, int | None]:
+        """(global layer, global expert) of a local name; None where there is no such number. Raises Unknown."""
+        match = _LAYER_LOCAL.match(plain_local(local))
+        if match is None:
+            return None, None
+        ids = self.layer_ids(rank, chunk)
+        index = int(match[1])
+        if index >= len(ids):
+            raise Unknown("layer", f"chunk {chunk} of rank {rank} has {len(ids)} layers, so there is no {local}")
+        expert = _EXPERT_LOCAL.match(match[2])
+        if expert is None:
+            return ids[index], None
+        here, experts = int(expert["seq"] or expert["grp"]), self.expert_range(rank)
+        if here >= len(experts):
+            raise Unknown("expert", f"rank {rank} has {len(experts)} experts, so there is no {local}")
+        return ids[index], experts[here]
+
+    def held(self, rank: int, chunk: int, local: str, shape: Sequence[int]) -> Held:
+        """What this local tensor holds. `shape` is asked only for the padded rows of a vocabulary. Raises Unknown."""
+        name, at = plain_local(local), self.coords(rank)
+        layer, expert = self.numbers(rank, chunk, local)
+        if layer is None:
+            return self._outer(name, at, chunk, shape)
+        rest, prefix = name.split(".", 3)[3], f"model.layers.{layer}."
+        if expert is not None:
+            return self._expert(prefix, layer, expert, "linear_fc1" in rest, at["etp"])
+        if rest in _WHOLE:
+            source = self._need(prefix + _WHOLE[rest])
+            return Held(lambda: self.tensors[source], (source,), layer)
+        tp, size = at["tp"], self.layout.tp
+        if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+            kind = rest.rsplit(".", 1)[1]
+            parts = tuple(self._need(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv")
+            return Held(lambda: self._qkv(parts, tp), parts, layer)
+        if rest == "self_attention.linear_proj.weight":
+            source = self._need(prefix + "self_attn.o_proj.weight")
+            return Held(lambda: _column_shard(self.tensors[source], tp, size), (source,), layer)
+        mlp, _, linear = rest.rpartition("linear_")
+        if mlp in ("mlp.", "mlp.shared_experts.") and linear == "fc1.weight":
+            gate, up = self._need(f"{prefix}{mlp}gate_proj.weight"), self._need(f"{prefix}{mlp}up_proj.weight")
+            return Held(lambda: _gate_up(self.tensors[gate], self.tensors[up], tp, size), (gate, up), layer)
+        if mlp in ("mlp.", "mlp.shared_experts.") and linear == "fc2.weight":
+            down = self._need(f"{prefix}{mlp}down_proj.weight")
+            return Held(lambda: _column_shard(self.tensors[down], tp, size), (down,), layer)
+        raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
+
+    def _outer(self, name: str, at: Mapping[str, int], chunk: int, shape: Sequence[int]) -> Held:
+        """Embedding, final norm and head, at the first and the last stage only."""
+        first = at["pp"] == 0 and chunk == 0
+        last = at["pp"] == self.layout.pp - 1 and chunk == max(c for _, c in self.layers)
+        tied = bool(self.config.get("tie_word_embeddings"))
+        if name == "embedding.word_embeddings.weight" and first:
+            return self._vocabulary("model.embed_tokens.weight", at["tp"], shape, read=True)
+        if name == "output_layer.weight" and last:
+            return self._vocabulary(
+                "model.embed_tokens.weight" if tied else "lm_head.weight", at["tp"], shape, not tied
+            )
+        if name == "decoder.final_layernorm.weight" and last:
+            source = self._need("model.norm.weight")
+            return Held(lambda: self.tensors[source], (source,))
+        raise Unknown("module", f"Megatron has no tensor {name} at pipeline rank {at['pp']}, chunk {chunk}")
+
+    def _need(self, name: str) -> str:
+        if name not in self.tensors:
+            raise Unknown("module", f"the checkpoint has no {name}")
+        return name
+
+    def _vocabulary(self, source: str, tp: int, shape: Sequence[int], read: bool) -> Held:
+        """Rows tp·n … tp·n+n−1 of the vocabulary, n being the target's choice; rows past its end are padding."""
+        full, n = self.tensors[self._need(source)], int(shape[0])
+        rows = [i for i in range(tp * n, tp * n + n) if i < len(full)]
+
+        def make() -> torch.Tensor:
+            return torch.stack([full[i] for i in rows] + [torch.zeros_like(full[0])] * (n - len(rows)))
+
+        return Held(make, (source,) if read else (), rows=len(rows), read=read)
+
+    def _qkv(self, parts: tuple[str, ...], tp: int) -> torch.Tensor:
+        """For each KV group of this TP rank: its query heads, then its key head, then its value head, row by row."""
+        q, k, v = (self.tensors[name] for name in parts)
+        heads, groups = int(self.config["num_attention_heads"]), int(self.config["num_key_value_heads"])
+        width = q.shape[0] // heads
+        rows = []
+        for group in range(groups):
+            if group * self.layout.tp // groups != tp:
+                continue
+            for head in range(heads):
+                if head * groups // heads == group:
+                    rows += [q[head * width + i] for i in range(width)]
+            rows += [k[group * width + i] for i in range(width)]
+            rows += [v[group * width + i] for i in range(width)]
+        return torch.stack(rows)
+
+    def _expert(self, prefix: str, layer: int, expert: int, first: bool, etp: int) -> Held:
+        """fc1 (`first`) or fc2 of one expert, from either spelling of the checkpoint."""
+        size = self.layout.expert_tp
+        if self.fused:
+            name = self._need(f"{prefix}mlp.experts.{'gate_up_proj' if first else 'down_proj'}")
+            full = self.tensors[name][expert]
+            half = len(full) // 2
+            if first:
+                return Held(lambda: _gate_up(full[:half], full[half:], etp, size), (name,), layer, expert)
+            return Held(lambda: _column_shard(full, etp, size), (name,), layer, expert)
+        base = f"{prefix}mlp.experts.{expert}."
+        if first:
+            gate, up = self._need(base + "gate_proj.weight"), self._need(base + "up_proj.weight")
+            return Held(lambda: _gate_up(self.tensors[gate], self.tensors[up], etp, size), (gate, up), layer, expert)
+        down = self._need(base + "down_proj.weight")
+        return Held(lambda: _column_shard(self.tensors[down], etp, size), (down,), layer, expert)
+
+
+def _gate_up(gate: torch.Tensor, up: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The rank's chunk of gate, then its chunk of up."""
+    return torch.cat([_row_shard(gate, rank, size), _row_shard(up, rank, size)])
+
+
+def _row_shard(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The rank-th of `size` equal runs of rows."""
+    return torch.stack([row for i, row in enumerate(full) if i * size // len(full) == rank])
+
+
+def _column_shard(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The rank-th of `size` equal runs of columns."""
+    width = full.shape[1]
+    return full[:, [j for j in range(width) if j * size // width == rank]]
+
+
+def plain_local(local: str) -> str:
+    """A local name without the `module.` of wrappers around the chunk."""
+    while local.startswith("module."):
+        local = local.removeprefix("module.")
+    return local
+
+
+def hf_numbers(name: str) -> tuple[int | None, int | None]:
+    """(layer, expert) that a Hugging Face name spells."""
+    layer, expert = _LAYER_HF.match(name), _EXPERT_HF.search(name)
+    return int(layer[1]) if layer else None, int(expert[1]) if expert else None
+
+
+def stage_layers(cell: Cell) -> dict[tuple[int, int], list[int]]:
+    """(pp rank, virtual stage) -> global layer numbers in local order. See `_stage_layers`."""
+    with _MEGATRON_GLOBALS:
+        return _stage_layers(cell.layout, cell.layers)
+
+
+@lru_cache(maxsize=256)
+def _stage_layers(at: Layout, layers: int) -> dict[tuple[int, int], list[int]]:
+    """(pp rank, virtual stage) -> global layer numbers, by megatron-core's own functions on a real TransformerConfig.
+
+    Raises ValueError for a layout that does not hold every layer once: such a cell has no right answer.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    virtual = at.vpp if at.vpp > 1 and at.layout is None else None
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_size=at.pp,
+        virtual_pipeline_model_parallel_size=virtual,
+        num_layers_in_first_pipeline_stage=at.first,
+        num_layers_in_last_pipeline_stage=at.last,
+        account_for_embedding_in_pipeline_split=at.embedding,
+        account_for_loss_in_pipeline_split=at.loss,
+        pipeline_model_parallel_layout=at.layout,
+    )
+    stages = config.virtual_pipeline_model_parallel_size
+    found = {}
+    # A layout string looks at the process-wide virtual size to decide whether to look at the virtual stage at all.
+    before = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
+    try:
+        for pp, stage in itertools.product(range(at.pp), range(stages or 1)):
+            vp_stage = None if stages is None else stage
+            if at.layout is not None:
+                custom = config.pipeline_model_parallel_layout
+                ids = list(custom.get_layer_id_list(LayerType.decoder, vp_stage=stage, pp_rank=pp))
+            else:
+                count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp)
+                start = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp)
+                ids = list(range(start, start + count))
+            found[pp, stage] = ids
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(before)
+    if sorted(i for ids in found.values() for i in ids) != list(range(layers)):
+        raise ValueError(f"{at.text}: megatron-core's stages {found} do not hold each of {layers} layers once")
+    return found

@@ -1,0 +1,72 @@
+"""Where each rank sits, according to megatron-core itself: its RankGenerator, asked for the dense and the expert grid.
+
+The order is megatron-core's default, tp-cp-ep-dp-pp: the dense grid is tp × cp × dp × pp, the expert grid etp × ep ×
+edp × pp. Nothing here does rank arithmetic of its own; a coordinate is a rank's index in its group of that kind.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from moeref_conformance.api import Layout
+
+ORDER = "tp-cp-ep-dp-pp"
+#: kind -> (grid, RankGenerator token). `mp` is the model-parallel group, `emp` its counterpart of the expert grid.
+KINDS = {
+    "tp": ("dense", "tp"),
+    "pp": ("dense", "pp"),
+    "cp": ("dense", "cp"),
+    "dp": ("dense", "dp"),
+    "dp_cp": ("dense", "dp-cp"),
+    "tp_cp": ("dense", "tp-cp"),
+    "mp": ("dense", "tp-pp"),
+    "ep": ("expert", "ep"),
+    "etp": ("expert", "tp"),
+    "edp": ("expert", "dp"),
+    "etp_ep": ("expert", "tp-ep"),
+    "emp": ("expert", "tp-ep-pp"),
+}
+AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "edp")
+
+
+def groups(layout: Layout) -> dict[str, list[list[int]]]:
+    """All groups of every kind in KINDS as lists of global ranks, in RankGenerator's order.
+
+    Raises ValueError if the world is not a multiple of either grid.
+    """
+    return {kind: [list(group) for group in found] for kind, found in _groups(layout).items()}
+
+
+def coords(layout: Layout, rank: int) -> dict[str, int]:
+    """The coordinates of `rank`: its index in its group of each of AXES. Raises ValueError for a rank out of range."""
+    if not 0 <= rank < layout.world:
+        raise ValueError(f"rank {rank} is not in the world of {layout.text} (0..{layout.world - 1})")
+    found = _groups(layout)
+    return {axis: next(group.index(rank) for group in found[axis] if rank in group) for axis in AXES}
+
+
+def coords_text(layout: Layout, rank: int) -> str:
+    """`tp0 pp1 ep1 etp0 dp0`; `cp` is named where the layout has it."""
+    at = coords(layout, rank)
+    axes = ["tp", "pp", *(["cp"] if layout.cp > 1 else []), "ep", "etp", "dp"]
+    return " ".join(f"{axis}{at[axis]}" for axis in axes)
+
+
+@lru_cache(maxsize=256)
+def _groups(layout: Layout) -> dict[str, list[list[int]]]:
+    from megatron.core.parallel_state import RankGenerator
+
+    dense = layout.tp * layout.pp * layout.cp
+    expert = layout.expert_tp * layout.ep * layout.pp
+    for name, size in (("tp·pp·cp", dense), ("etp·ep·pp", expert)):
+        if layout.world % size:
+            raise ValueError(f"layout {layout.text}: world {layout.world} is not a multiple of {name} = {size}")
+    grids = {
+        "dense": RankGenerator(
+            tp=layout.tp, ep=1, dp=layout.world // dense, pp=layout.pp, cp=layout.cp, order=ORDER, rank_offset=0
+        ),
+        "expert": RankGenerator(
+            tp=layout.expert_tp, ep=layout.ep, dp=layout.world // expert, pp=layout.pp, cp=1, order=ORDER, rank_offset=0
+        ),
+    }
+    return {kind: grids[grid].get_ranks(token) for kind, (grid, token) in KINDS.items()}

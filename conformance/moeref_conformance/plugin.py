@@ -1,0 +1,75 @@
+"""The pytest plugin: `pytest --pyargs moeref_conformance --target NAME` from any folder, one test a rule and cell.
+
+It is loaded in every pytest run of an environment that has the kit. So it imports nothing heavy, and adds its options
+only when the kit is what is asked for: options such as `--target` may belong to somebody else's tests otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from moeref_conformance.plan import Plan
+
+PACKAGE = "moeref_conformance"
+_ACTIVE = pytest.StashKey[bool]()
+_PLAN = pytest.StashKey["Plan"]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
+    """Add the options if one of the arguments names the kit's tests."""
+    early_config.stash[_ACTIVE] = any(_names_kit(arg) for arg in args)
+    if not early_config.stash[_ACTIVE]:
+        return
+    group = parser.getgroup(PACKAGE, "conformance of Megatron ↔ Hugging Face targets")
+    group.addoption("--target", help="who is judged: a name or module:attr")
+    group.addoption("--matrix", default="cpu", help="a shipped matrix or a file (default: cpu)")
+    group.addoption("--cell", action="append", default=[], help="only cells of this id, glob or tag; repeatable")
+    group.addoption("--rule", action="append", default=[], help="only rules with this prefix, and what they require")
+    group.addoption("--known", type=Path, help="known failures (default: known/<target>.toml next to the matrix)")
+    group.addoption("--deadline", type=float, default=120.0, help="seconds a cell may take")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers, and for the kit's own runs a hypothesis profile that gives the same verdict every time."""
+    config.addinivalue_line("markers", "rule(id): judges this rule of the conformance kit")
+    config.addinivalue_line("markers", "cell(id): judges this cell of the conformance matrix")
+    if config.stash.get(_ACTIVE, False) and importlib.util.find_spec("hypothesis"):
+        from hypothesis import settings
+
+        settings.register_profile(PACKAGE, derandomize=True, deadline=None, database=None)
+
+
+def plan_of(config: pytest.Config) -> Plan:
+    """The plan that the options describe, made once. Raises pytest.UsageError for bad input."""
+    if _PLAN not in config.stash:
+        from moeref_conformance.checks import BadInput
+        from moeref_conformance.plan import Settings, prepare
+
+        if not config.stash.get(_ACTIVE, False) or not config.getoption("--target"):
+            raise pytest.UsageError(f"run as: pytest --pyargs {PACKAGE} --target NAME|module:attr")
+        try:
+            config.stash[_PLAN] = prepare(
+                Settings(
+                    target=config.getoption("--target"),
+                    matrix=config.getoption("--matrix"),
+                    cells=tuple(config.getoption("--cell")),
+                    rules=tuple(config.getoption("--rule")),
+                    known=config.getoption("--known"),
+                    deadline=config.getoption("--deadline"),
+                )
+            )
+        except BadInput as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[_PLAN]
+
+
+def _names_kit(argument: str) -> bool:
+    """Whether an argument is the package, one of its modules, or a path into it."""
+    place = argument.partition("::")[0]
+    return not argument.startswith("-") and (PACKAGE in Path(place).parts or place.partition(".")[0] == PACKAGE)

@@ -1,0 +1,19 @@
+"""What people read: one HTML page, a Markdown summary, JUnit XML and a badge, all from one `Results`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moeref_conformance.report import badge, html, junit, markdown
+from moeref_conformance.results import Results
+
+
+def write_all(results: Results, out: Path) -> Path:
+    """Write `report.html`, `summary.md`, `junit.xml` and `badge.json` into `out`; gives the path of the page."""
+    out.mkdir(parents=True, exist_ok=True)
+    page = out / "report.html"
+    page.write_text(html.render(results), encoding="utf-8")
+    (out / "summary.md").write_text(markdown.render(results), encoding="utf-8")
+    (out / "junit.xml").write_text(junit.render(results), encoding="utf-8")
+    (out / "badge.json").write_text(badge.render(results), encoding="utf-8")
+    return page

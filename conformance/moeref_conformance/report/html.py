@@ -1,0 +1,48 @@
+"""One page that needs nothing else: styles inline, no script, no request. Its text is in `template.html.j2`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from moeref_conformance.report.view import LEGEND, SHOWN, anchor, view, where
+from moeref_conformance.results import Results
+
+
+def render(results: Results) -> str:
+    """The page. Everything that came from a target or a matrix is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("moeref_conformance.report", ""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters.update(anchor=anchor, where=where)
+    return environment.get_template("template.html.j2").render(
+        v=view(results), results=results, header=results.header, legend=LEGEND, shown=SHOWN, facts=facts(results)
+    )
+
+
+def facts(results: Results) -> list[tuple[str, str]]:
+    """Everything that decided this run, as (label, value)."""
+    header, settings = results.header, results.header["settings"]
+    claims: dict[str, Any] = header["target"]["claims"]
+    chosen = ", ".join([*settings["cells"], *settings["rules"]]) or "everything"
+    known = f"{settings['known']} ({settings['known entries']})" if settings["known"] else "none"
+    claimed = [f"{name}: {', '.join(value)}" for name, value in claims.items() if isinstance(value, list) and value]
+    limits = [f"{axis} ≤ {most}" for axis, most in claims["limits"].items()]
+    return [
+        ("Target", f"{header['target']['spec']} → {header['target']['name']} {header['target']['version']}"),
+        ("Kit", f"{header['kit']}, rules@{header['rules']['hash']}"),
+        ("Matrix", f"{header['matrix']['name']}@{header['matrix']['hash']}, {header['matrix']['cells']} cells"),
+        ("Selection", chosen),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in header["versions"].items())),
+        ("Seed", str(header["seed"])),
+        ("Deadline", f"{settings['deadline']:g} s a cell, {settings['jobs']} at a time"),
+        ("Known failures", known + (", strict" if settings["strict"] else "")),
+        ("Platform", header["platform"]),
+        ("Date", header["date"]),
+        ("Claims", "; ".join([*claimed, *limits]) + ("; tied" if claims["tied"] else "")),
+    ]

@@ -1,0 +1,53 @@
+"""JUnit XML for CI systems: a suite a cell, a case a rule."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+
+from moeref_conformance.report.view import lines
+from moeref_conformance.results import Results, Verdict
+
+# What XML 1.0 cannot hold, even escaped; standard error of a dying rank may contain it.
+_ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render(results: Results) -> str:
+    """The document. Only what makes the run not conformant is a failure; an unfinished run has one case in error."""
+    target, matrix = results.header["target"], results.header["matrix"]
+    root = ET.Element("testsuites", name=f"{target['name']} {target['version']} on {matrix['name']}")
+    for cell_id, rows in results.table.items():
+        seconds = results.seconds.get(cell_id, 0.0)
+        suite = ET.SubElement(root, "testsuite", name=cell_id, time=f"{seconds:.3f}", timestamp=results.header["date"])
+        for verdict in rows.values():
+            _case(suite, verdict, must=results.is_must(verdict.rule))
+        _count(suite)
+    if not results.complete:
+        suite = ET.SubElement(root, "testsuite", name="run")
+        case = ET.SubElement(suite, "testcase", classname="run", name="complete")
+        ET.SubElement(case, "error", message="the run did not finish")
+        _count(suite)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _case(suite: ET.Element, verdict: Verdict, must: bool) -> None:
+    case = ET.SubElement(suite, "testcase", classname=verdict.cell, name=verdict.rule, time=f"{verdict.seconds:.3f}")
+    if verdict.status == "pass":
+        return
+    text = [_ILLEGAL.sub("�", line) for line in lines(verdict)]
+    message = verdict.reason or (verdict.findings[0].message if verdict.findings else verdict.status)
+    message = _ILLEGAL.sub("�", message.splitlines()[0])
+    if verdict.status in ("fail", "xpass") and must:
+        ET.SubElement(case, "failure", message=message, type=verdict.status).text = "\n".join(text)
+    elif verdict.status == "error":
+        ET.SubElement(case, "error", message=message).text = "\n".join(text)
+    else:
+        ET.SubElement(case, "skipped", message=f"{verdict.status}: {message}")
+
+
+def _count(suite: ET.Element) -> None:
+    cases = suite.findall("testcase")
+    suite.set("tests", str(len(cases)))
+    for kind, key in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+        suite.set(key, str(sum(case.find(kind) is not None for case in cases)))

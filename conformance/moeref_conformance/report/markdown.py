@@ -1,0 +1,58 @@
+"""The summary for a CI step page: headline, one table of variants × rule groups, and the failures."""
+
+from __future__ import annotations
+
+from moeref_conformance.report.view import Mark, View, lines, view
+from moeref_conformance.results import Results
+
+MOST = 20  # failures written out; the page and results.jsonl have them all
+
+
+def render(results: Results) -> str:
+    """GitHub-flavoured Markdown."""
+    shown, header = view(results), results.header
+    target, matrix = header["target"], header["matrix"]
+    versions = " · ".join(f"{name} {version}" for name, version in header["versions"].items())
+    parts = [
+        f"## {_text(target['name'])} {_text(target['version'])}: {shown.state}",
+        f"**{results.headline}**",
+        f"kit {header['kit']} · rules@{header['rules']['hash']} · matrix {matrix['name']}@{matrix['hash']} · "
+        f"{versions} · seed {header['seed']} · {header['date']}",
+        " · ".join(f"{number} {status}" for status, number in shown.counts.items() if number),
+        _table(shown),
+    ]
+    if not results.complete:
+        parts.insert(2, "The run did not finish: what is missing here was not judged.")
+    failures = [verdict for failure in shown.red for verdict in failure.verdicts]
+    for title, verdicts in (
+        ("Failures", failures),
+        ("Known failures", [verdict for failure in shown.known for verdict in failure.verdicts]),
+    ):
+        if verdicts:
+            parts.append(f"### {title}")
+            parts += ["```\n" + "\n".join(lines(v, shown=2)).replace("```", "'''") + "\n```" for v in verdicts[:MOST]]
+            if len(verdicts) > MOST:
+                parts.append(f"and {len(verdicts) - MOST} more.")
+    if shown.reasons:
+        parts.append("### Not judged")
+        rows = [
+            f"| {status} | {_text(reason.splitlines()[0] if reason else '')} | {len(rules)} | {len(cells)} |"
+            for status, reason, rules, cells in shown.reasons
+        ]
+        parts.append("\n".join(["| status | reason | rules | cells |", "|---|---|--:|--:|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(shown: View) -> str:
+    groups = [group for group, _ in shown.groups]
+    rows = [f"| variant | world | cells | {' | '.join(groups)} |", "|---|---|--:|" + "---|" * len(groups)]
+    for block in shown.blocks:
+        marks = [block.tallies.get(group, Mark(text="")) for group in groups]
+        marked = [f"**{m.text}**" if m.status in ("fail", "error", "xpass") else m.text for m in marks]
+        rows.append(f"| {block.variant} | {block.world} | {len(block.rows)} | {' | '.join(marked)} |")
+    return "\n".join(rows)
+
+
+def _text(value: str) -> str:
+    """Free text for a table cell or a heading."""
+    return value.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,268 @@
+"""The results arranged for reading: blocks of cells, tallies, failures by rule, reasons. No markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeref_conformance.judges import Finding
+from moeref_conformance.results import EXIT_WORDS, STATUSES, Results, Verdict
+from moeref_conformance.rules import GROUPS, Rule
+
+#: Findings shown in full for one verdict; the others are counted and stand in results.jsonl.
+SHOWN = 5
+
+#: Status -> (symbol, meaning).
+LEGEND = {
+    "pass": (
+        "✓",
+        "passes; “exact” is bitwise, a number the largest deviation, within the rule's tolerance; ✓: see tooltip",
+    ),
+    "fail": ("✗", "fails; the number counts the findings"),
+    "xfail": ("≈", "fails as listed among the known failures; neither green nor red"),
+    "xpass": ("‼", "passes although listed as a known failure; red until the list is right"),
+    "error": ("!", "the kit itself broke; says nothing about the target"),
+    "untested": ("?", "claimed, but could not be judged; the reasons are below"),
+    "unclaimed": ("–", "the target does not claim it"),
+    "disabled": ("○", "left out by the selection"),
+}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One square of the table. `href` is the id of the failure it leads to."""
+
+    status: str = ""  # empty: the rule cannot be judged in this world
+    text: str = "·"
+    title: str = ""
+    href: str = ""
+
+
+@dataclass
+class Row:
+    """One cell of the matrix."""
+
+    id: str
+    name: str
+    layout: str
+    ranks: int
+    seconds: float
+    marks: list[Mark]
+    passing: bool
+
+
+@dataclass
+class Block:
+    """The cells of one variant in one world."""
+
+    variant: str
+    world: str
+    rules: list[Rule]
+    rows: list[Row] = field(default_factory=list)
+    tallies: dict[str, Mark] = field(default_factory=dict)
+
+    @property
+    def anchor(self) -> str:
+        """Usable as an id in a page."""
+        return f"block-{self.variant}-{self.world}".replace("+", "-")
+
+    def groups(self) -> list[tuple[str, str, int]]:
+        """(group, what it is about, number of its rules) in the order of the columns."""
+        found = {rule.group: 0 for rule in self.rules}
+        for rule in self.rules:
+            found[rule.group] += 1
+        return [(group, GROUPS.get(group, group), number) for group, number in found.items()]
+
+
+@dataclass
+class Failure:
+    """One rule and the verdicts about it that are not well, in the order of the matrix."""
+
+    rule: Rule
+    verdicts: list[Verdict]
+
+
+@dataclass
+class View:
+    """All that a report shows."""
+
+    results: Results
+    state: str
+    blocks: list[Block]
+    groups: list[tuple[str, str]]
+    red: list[Failure]
+    known: list[Failure]
+    reasons: list[tuple[str, str, list[str], list[str]]]  # status, reason, rules, cells
+    rules: list[Rule]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """As in the results, in the order of the legend."""
+        return {status: self.results.counts[status] for status in LEGEND}
+
+
+def view(results: Results) -> View:
+    """Arrange `results`; incomplete ones as well."""
+    rules = [_rule(entry) for entry in results.header["rules"]["list"]]
+    blocks = _blocks(results, rules)
+    used = {rule.group for block in blocks for rule in block.rules}
+    by_rule = {rule.id: rule for rule in rules}
+    return View(
+        results=results,
+        state=EXIT_WORDS[results.exit_code],
+        blocks=blocks,
+        groups=[
+            (group, GROUPS.get(group, group)) for group in dict.fromkeys(rule.group for rule in rules) if group in used
+        ],
+        red=_failures(results, by_rule, ("fail", "xpass", "error")),
+        known=_failures(results, by_rule, ("xfail",)),
+        reasons=_reasons(results),
+        rules=rules,
+    )
+
+
+def anchor(verdict: Verdict) -> str:
+    """The id of a verdict's place in a page."""
+    return f"{verdict.rule}-{verdict.cell}".replace("/", "-").replace("+", "-")
+
+
+def where(finding: Finding) -> list[tuple[str, str]]:
+    """The place of a finding as (label, value), without what is not known."""
+    place = "" if finding.rank is None else f"{finding.rank}" + (f" ({finding.coords})" if finding.coords else "")
+    index = "" if finding.index is None else "[" + ", ".join(map(str, finding.index)) + "]"
+    rows = [
+        ("stage", finding.stage),
+        ("rank", place),
+        ("HF name", finding.hf_name),
+        ("global name", finding.global_name),
+        ("local name", finding.local_name),
+        ("layer", "" if finding.layer is None else str(finding.layer)),
+        ("expert", "" if finding.expert is None else str(finding.expert)),
+        ("first index", index),
+        ("expected", finding.expected),
+        ("got", finding.got),
+    ]
+    return [(label, value) for label, value in rows if value]
+
+
+def lines(verdict: Verdict, shown: int = SHOWN) -> list[str]:
+    """A verdict that is not a pass as plain text lines, the first of them its summary."""
+    head = f"{verdict.status.upper()} {verdict.rule} in {verdict.cell}"
+    text = [f"{head}: {verdict.reason}" if verdict.reason else head]
+    for finding in verdict.findings[:shown]:
+        text.append(f"- {finding.message}")
+        text += [f"    {label}: {value}" for label, value in where(finding)]
+        if finding.diagnosis:
+            text.append(f"    diagnosis: {finding.diagnosis}")
+    if len(verdict.findings) > shown:
+        text.append(f"- and {len(verdict.findings) - shown} more findings")
+    if verdict.repeat:
+        text.append(f"repeat: {verdict.repeat}")
+    return text
+
+
+def _rule(entry: dict[str, Any]) -> Rule:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    return Rule(**values)
+
+
+def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
+    blocks: dict[tuple[str, str], Block] = {}
+    table = results.table
+    for cell in results.header["cells"]:
+        # Layouts that need another number of layers belong to the same block as the others.
+        key = (cell["variant"].replace(f"+L{cell['layers']}", ""), cell["world"])
+        if key not in blocks:
+            blocks[key] = Block(*key, rules=[rule for rule in rules if rule.applies(cell["world"])])
+        verdicts = table[cell["id"]]
+        marks = [_mark(verdicts.get(rule.id)) for rule in blocks[key].rules]
+        row = Row(
+            id=cell["id"],
+            name=cell["layout_name"],
+            layout=f"{cell['text']} ({cell['layers']} layers)",
+            ranks=cell["layout"]["world"],
+            seconds=results.seconds.get(cell["id"], 0.0),
+            marks=marks,
+            passing={mark.status for mark in marks} <= {"pass", "unclaimed", "disabled"},
+        )
+        blocks[key].rows.append(row)
+    for block in blocks.values():
+        for group, _, _ in block.groups():
+            block.tallies[group] = _tally(block, group)
+    return sorted(blocks.values(), key=lambda block: block.world == "static")
+
+
+def _mark(verdict: Verdict | None) -> Mark:
+    if verdict is None:
+        return Mark("missing", "", "not reached")
+    symbol, _ = LEGEND[verdict.status]
+    title = f"{verdict.rule}: {verdict.status}"
+    if verdict.status == "pass":
+        number = _short(verdict.met)
+        plain = "exact" if verdict.met == "exact" else symbol
+        return Mark("near" if number else "pass", number or plain, f"{title}, {verdict.met}")
+    if verdict.reason:
+        title += f": {verdict.reason.splitlines()[0]}"
+    elif verdict.findings:
+        title += f": {verdict.findings[0].message}"
+    text = f"{symbol} {len(verdict.findings)}" if verdict.status == "fail" else symbol
+    href = anchor(verdict) if verdict.status in ("fail", "xfail", "xpass", "error") else ""
+    return Mark(verdict.status, text, title, href)
+
+
+def _short(met: str) -> str:
+    """`7.2e-07 ≤ 2e-06` as `7e-7`; nothing for a text that does not begin with a number."""
+    number = met.split()[0] if met else ""
+    try:
+        mantissa, _, exponent = f"{float(number):.0e}".partition("e")
+    except ValueError:
+        return ""
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _tally(block: Block, group: str) -> Mark:
+    """How a rule group fares over all cells of a block: what is worst is what is said."""
+    places = [number for number, rule in enumerate(block.rules) if rule.group == group]
+    rows = [[row.marks[place] for place in places] for row in block.rows]
+    worst = [_worst(marks) for marks in rows]
+    bad = [status for status in ("fail", "error", "xpass", "xfail", "missing", "untested") if status in worst]
+    if bad:
+        text = ", ".join(f"{worst.count(s)} {'not reached' if s == 'missing' else s}" for s in bad[:2])
+        return Mark(bad[0], text, f"of {len(rows)} cells: {text}")
+    claimed = sum(status in ("pass", "near") for status in worst)
+    if not claimed:
+        return Mark(worst[0], worst[0], f"all {len(rows)} cells: {worst[0]}")
+    texts = [mark.text for marks in rows for mark in marks if mark.status == "near"]
+    text = f"≤ {max(texts, key=_value)}" if texts else "exact"
+    return Mark("near" if texts else "pass", text, f"{claimed} of {len(rows)} cells pass")
+
+
+def _worst(marks: Iterable[Mark]) -> str:
+    order = ("fail", "error", "xpass", "xfail", "missing", "untested", "near", "pass", "unclaimed", "disabled")
+    return min((mark.status for mark in marks), key=order.index)
+
+
+def _value(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def _failures(results: Results, rules: dict[str, Rule], statuses: tuple[str, ...]) -> list[Failure]:
+    found: dict[str, list[Verdict]] = {}
+    for verdict in results.verdicts:
+        if verdict.status in statuses:
+            found.setdefault(verdict.rule, []).append(verdict)
+    return [Failure(rule, found[rule.id]) for rule in rules.values() if rule.id in found]
+
+
+def _reasons(results: Results) -> list[tuple[str, str, list[str], list[str]]]:
+    found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    for verdict in results.verdicts:
+        if verdict.status in ("unclaimed", "untested", "disabled"):
+            rules, cells = found.setdefault((verdict.status, verdict.reason), ({}, {}))
+            rules[verdict.rule] = cells[verdict.cell] = None
+    rows = [(status, reason, list(rules), list(cells)) for (status, reason), (rules, cells) in found.items()]
+    return sorted(rows, key=lambda row: (STATUSES.index(row[0]), -len(row[3])))

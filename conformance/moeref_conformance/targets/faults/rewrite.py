@@ -1,0 +1,42 @@
+"""Sessions whose export stream passes through a function: how a fault changes what is sent without touching moeref."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from moeref_conformance.api import Cell, Session, TensorMeta, World
+
+Pair = tuple[TensorMeta, "torch.Tensor | None"]
+
+
+class Rewritten:
+    """The export facet with its stream passed through a function."""
+
+    def __init__(self, session: Session, rewrite: Callable[[Iterator[Pair]], Iterator[Pair]]) -> None:
+        assert session.export is not None
+        self.names, self.forward, self.export = session.names, session.forward, self
+        self._good, self._rewrite = session.export, rewrite
+        self.chunks, self.load, self.plan = self._good.chunks, self._good.load, self._good.plan
+
+    def stream(self) -> Iterator[Pair]:
+        return self._rewrite(self._good.stream())
+
+
+def each(change: Callable[[TensorMeta, torch.Tensor], Pair | None]) -> Callable[[Session, Cell, World], Any]:
+    """Wrap the stream so that `change` sees every tensor on the writer; None drops it."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
+            for meta, tensor in stream:
+                pair = (meta, tensor) if tensor is None else change(meta, tensor)
+                del tensor
+                if pair is not None:
+                    yield pair
+                del pair
+
+        return Rewritten(session, rewrite)
+
+    return wrap

@@ -1,0 +1,95 @@
+"""Worlds run the ranks of a cell. This module owns what every world answers: how each rank ended, and how long it took.
+
+Nothing here imports torch, so that the parent can read an outcome without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: Exit code of a rank in which something raised; the record of the step says what.
+EXIT_RAISED = 3
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank of a cell ended.
+
+    `code` is its exit code (None if a signal ended it), `signal` the signal number (None if it exited).
+    `timed_out`: it was still running when the deadline of the cell passed; the world then ended it.
+    `last_step` is the step of its last event ("start" before the first one), `stderr_tail` the end of its stderr,
+    `coords` its place in the layout such as "tp0 pp1 ep1 etp0 dp0".
+    `first`: it failed before the others did, so it is the place to look at; later failures are often only peers
+    that lost their connection. When ranks hang, the ones furthest behind are marked.
+    `killed`: the world ended it after another rank had failed; `signal` then says nothing about the rank itself.
+    `finished`: it reported the end of its work. A rank that leaves with code 0 but did not finish is a failure.
+    """
+
+    rank: int
+    code: int | None
+    signal: int | None
+    timed_out: bool
+    last_step: str
+    stderr_tail: str
+    coords: str
+    first: bool = False
+    killed: bool = False
+    finished: bool = False
+
+    @property
+    def kind(self) -> Literal["ok", "raised", "died", "hung", "killed"]:
+        """ok, raised (a Python exception), died (a signal or an exit of its own), hung (deadline), killed (victim)."""
+        if self.finished and self.code == 0:
+            return "ok"
+        if self.timed_out:
+            return "hung"
+        if self.killed:
+            return "killed"
+        return "raised" if self.code == EXIT_RAISED else "died"
+
+    @property
+    def text(self) -> str:
+        """For people: `rank 1 (tp1 pp0) died in step load: SIGKILL`."""
+        place = f"rank {self.rank}" + (f" ({self.coords})" if self.coords else "")
+        match self.kind:
+            case "ok":
+                return f"{place} finished"
+            case "raised":
+                return f"{place} raised in step {self.last_step}"
+            case "hung":
+                return f"{place} hung in step {self.last_step} until the deadline"
+            case "killed":
+                return f"{place} was ended in step {self.last_step} because another rank had failed"
+        if self.code == 0:
+            return f"{place} left with exit code 0 in step {self.last_step} before its work was over"
+        how = f"exit code {self.code}" if self.signal is None else signal_name(self.signal)
+        return f"{place} died in step {self.last_step}: {how}"
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a world says about one cell. `error` is a failure of the kit itself (no verdict on the target can be given).
+
+    `strays` counts processes that the target had left behind and the world ended after the cell.
+    """
+
+    exits: tuple[RankExit, ...]
+    seconds: float
+    error: str = ""
+    strays: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Every rank finished."""
+        return not self.error and bool(self.exits) and all(e.kind == "ok" for e in self.exits)
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9; `signal 34` where the platform has no name for it."""
+    import signal
+
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

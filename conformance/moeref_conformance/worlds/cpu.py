@@ -1,0 +1,256 @@
+"""What unedited megatron-core needs to run on a machine without a GPU: a table of substitutions, each with its reason.
+
+Nothing is installed where a GPU is used. The two stages follow the import order: "torch" entries must be in place
+before megatron-core is imported (it captures collectives at import), "megatron" entries patch its modules.
+Numerics are torch's own CPU kernels throughout; no entry computes anything of a model. They are known to hold for
+megatron-core 0.16.1 and 0.19.2 with the local (not Transformer Engine) layer spec.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+Stage = Literal["torch", "megatron"]
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One entry: `install` puts it in place for the rest of the process; `reason` says what fails without it."""
+
+    name: str
+    stage: Stage
+    reason: str
+    install: Callable[[], None]
+
+
+def current_device() -> None:
+    """`torch.cuda.current_device()` answers the CPU device."""
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+
+
+def synchronize() -> None:
+    """`torch.cuda.synchronize()` does nothing: CPU work is finished when the call returns."""
+    torch.cuda.synchronize = lambda device=None: None
+
+
+class Event:
+    """An event that has always happened already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+
+class Stream:
+    """A stream on which everything is already in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = CPU
+
+    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_event(self, event: Event) -> None: ...
+    def record_event(self, event: Event | None = None) -> Event:
+        """The event given, or a new one."""
+        return event or Event()
+
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+
+def streams() -> None:
+    """Streams and events are stand-ins: one default stream, and `with torch.cuda.stream(...)` changes nothing."""
+    default = Stream()
+
+    @contextlib.contextmanager
+    def stream(_: Stream | None) -> Iterator[None]:
+        yield
+
+    torch.cuda.Event = Event  # type: ignore[assignment,misc]
+    torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda device=None: default  # type: ignore[assignment,return-value]
+    torch.cuda.default_stream = lambda device=None: default  # type: ignore[assignment,return-value]
+    torch.cuda.stream = stream  # type: ignore[assignment]
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Sends `device="cuda"` arguments, `Tensor.cuda()` and `Tensor.to("cuda")` to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to:
+            args = tuple(CPU if _is_cuda(a) else a for a in args)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (
+        isinstance(value, str) and value.split(":")[0] == "cuda"
+    )
+
+
+def device_literals() -> None:
+    """`device="cuda"` literals and `.cuda()` calls go to the CPU, by a torch function mode left on for good."""
+    CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
+
+
+def cuda_random() -> None:
+    """The CUDA generator is the CPU generator."""
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
+    torch.cuda.manual_seed = lambda seed: _seed(seed)
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def uneven_all_gather() -> None:
+    """`all_gather` of pieces with unequal first dimensions: gathered padded to the largest, then trimmed.
+
+    Pieces that differ in another dimension or in dtype go to gloo as they are, which refuses them. With
+    `async_op=True` uneven pieces are refused here, since the trimming needs the result.
+    """
+    real = c10d.all_gather
+
+    @functools.wraps(real)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        rows = [piece.shape[0] if piece.dim() else 1 for piece in tensor_list]
+        if len(set(rows)) <= 1 or any(piece.shape[1:] != tensor.shape[1:] for piece in tensor_list):
+            return real(tensor_list, tensor, group, async_op)
+        if async_op:
+            raise NotImplementedError(f"uneven all_gather over gloo is not available with async_op=True (rows {rows})")
+        padded = tensor.new_zeros((max(rows), *tensor.shape[1:]))
+        padded[: tensor.shape[0]] = tensor.detach()
+        out = [torch.empty_like(padded) for _ in rows]
+        real(out, padded, group)
+        with torch.no_grad():
+            for piece, full, n in zip(tensor_list, out, rows, strict=True):
+                piece.copy_(full[:n])
+        return None
+
+    c10d.all_gather = all_gather
+    dist.all_gather = all_gather
+
+
+def megatron_random() -> None:
+    """megatron-core's get/set of the CUDA generator state uses the CPU generator; graph-safe states do not exist."""
+    from megatron.core.tensor_parallel import random
+
+    def get(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        _no_graphs(graph_safe)
+        return torch.get_rng_state()
+
+    def put(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        _no_graphs(graph_safe)
+        torch.set_rng_state(new_state)
+
+    random._get_cuda_rng_state = get
+    random._set_cuda_rng_state = put
+
+
+def _no_graphs(graph_safe: bool) -> None:
+    if graph_safe:
+        raise NotImplementedError("CUDA-graph-safe random states need a GPU: leave use_cudagraphable_rng off")
+
+
+def splits_to_numpy() -> None:
+    """`maybe_move_tensor_to_cpu(as_numpy=True)` gives numpy for a CPU tensor too."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    for module in (moe_utils, token_dispatcher):
+        if hasattr(module, "maybe_move_tensor_to_cpu"):
+            module.maybe_move_tensor_to_cpu = move
+
+
+def router_gemm() -> None:
+    """`moe_utils.te_general_gemm` exists, as None, where Transformer Engine is missing (0.16.1 leaves it undefined)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def sequence_parallel_norm() -> None:
+    """`WrappedTorchNorm` is built with the flag hidden, then its parameters are marked `sequence_parallel`.
+
+    A norm acts on each token alone, so under sequence parallelism only the gradient reduction differs, and that is
+    what the attribute on the parameter asks `finalize_model_grads` for.
+    """
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    real = WrappedTorchNorm.__new__
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return real(cls, config, *args, **kwargs)
+        hidden = copy.copy(config)
+        hidden.sequence_parallel = False
+        norm = real(cls, hidden, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    WrappedTorchNorm.__new__ = new
+
+
+SUBSTITUTIONS = (
+    Substitution("current_device", "torch", "allocations name torch.cuda.current_device()", current_device),
+    Substitution("synchronize", "torch", "pipeline point-to-point synchronises after a batch", synchronize),
+    Substitution("streams", "torch", "the all-to-all dispatcher and shared experts use streams", streams),
+    Substitution("device_literals", "torch", 'the schedules allocate on device="cuda"', device_literals),
+    Substitution("cuda_random", "torch", "model-parallel seeding keeps states of the CUDA generator", cuda_random),
+    Substitution("uneven_all_gather", "torch", "gloo refuses uneven pieces (ETP > 1, all-to-all)", uneven_all_gather),
+    Substitution("megatron_random", "megatron", "its state helpers call into the CUDA generator", megatron_random),
+    Substitution("splits_to_numpy", "megatron", "splits stay CPU tensors, which all_to_all refuses", splits_to_numpy),
+    Substitution("router_gemm", "megatron", "0.16.1 leaves te_general_gemm undefined without TE", router_gemm),
+    Substitution("sequence_parallel_norm", "megatron", "WrappedTorchNorm refuses the flag", sequence_parallel_norm),
+)
+
+_installed: list[str] = []
+
+
+def install(device: str, stage: Stage) -> tuple[str, ...]:
+    """Install the entries of `stage` once and answer the names of all that are in place now.
+
+    For a CUDA `device` nothing is installed. Raises RuntimeError for device "cpu" where torch sees a GPU: the
+    substitutions would redirect real GPU work (hide it with CUDA_VISIBLE_DEVICES=""), ValueError for another device.
+    """
+    if device.split(":")[0] == "cuda":
+        return ()
+    if device != "cpu":
+        raise ValueError(f"device {device!r}: use 'cpu' or 'cuda:N'")
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "torch sees a GPU, so the CPU substitutions are refused; set CUDA_VISIBLE_DEVICES='' for a CPU world"
+        )
+    for entry in SUBSTITUTIONS:
+        if entry.stage == stage and entry.name not in _installed:
+            entry.install()
+            _installed.append(entry.name)
+    return tuple(_installed)

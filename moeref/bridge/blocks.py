@@ -1,0 +1,130 @@
+"""How one rank's shard and full Hugging Face tensors share elements: a list of rectangular blocks.
+
+Load copies each block from the Hugging Face tensor into the shard; export copies the same block back. One
+description serves both ways, so they cannot drift apart; the blocks of all TP ranks tile each Hugging Face tensor once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from moeref.families import Model, Row
+
+Index = tuple[int | slice, ...]
+
+
+class BridgeError(ValueError):
+    """A tensor, name or layout that cannot be bridged; the message names it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """`shard[local] = hf_tensors[source][remote]`. Indices are plain ints and step-1 slices, one per dimension."""
+
+    source: int
+    remote: Index
+    local: Index
+
+
+def _rows(start: int, count: int) -> slice:
+    return slice(start, start + count)
+
+
+def _share(size: int, rank: int, parts: int, what: str) -> slice:
+    if size % parts:
+        raise BridgeError(f"{what}: {size} does not divide over {parts} ranks")
+    return _rows(rank * (size // parts), size // parts)
+
+
+def padded_vocab(model: Model, tp: int, divisible_by: int) -> int:
+    """Rows of the padded vocabulary: the next multiple of divisible_by · TP, as Megatron-LM pads it."""
+    unit = divisible_by * tp
+    return -(-model.vocab // unit) * unit
+
+
+def shard_blocks(
+    model: Model, row: Row, rank: int, parts: int, *, padded: int, expert: int | None = None, fused: bool = False
+) -> tuple[tuple[int, ...], tuple[Block, ...]]:
+    """Shape and blocks of shard `rank` of `parts` (TP for dense rows, ETP for experts) of one row.
+
+    padded: rows of the padded vocabulary. expert: global expert whose row this is; with `fused` the Hugging Face side
+    is the one tensor of all experts. Raises BridgeError where a size does not divide.
+    """
+    dims = model.dims
+    shapes = [tuple(dims[d] for d in t.dims) for t in row.hf]
+    full, what = shapes[0], f"{model.family}: {row.megatron}"
+    tail = tuple(slice(0, n) for n in full[1:])
+    lead: Index = (expert,) if fused and expert is not None else ()
+    if row.how == "replicate":
+        whole = tuple(slice(0, n) for n in full)
+        return full, (Block(0, (*lead, *whole), whole),)
+    if row.how == "vocab":
+        rows = _share(padded, rank, parts, f"{what}: padded vocabulary")
+        real = max(0, min(rows.stop, full[0]) - rows.start)
+        block = Block(0, (_rows(rows.start, real), *tail), (_rows(0, real), *tail))
+        return (rows.stop - rows.start, *full[1:]), (block,) if real else ()
+    if row.how == "column":
+        share = _share(full[0], rank, parts, f"{what} dim 0")
+        size = share.stop - share.start
+        return (size, *full[1:]), (Block(0, (*lead, share, *tail), (_rows(0, size), *tail)),)
+    if row.how == "row":
+        share = _share(full[1], rank, parts, f"{what} dim 1")
+        size, all_rows = share.stop - share.start, slice(0, full[0])
+        return (full[0], size), (Block(0, (*lead, all_rows, share), (all_rows, _rows(0, size))),)
+    if row.how == "gate_up":
+        share = _share(full[0], rank, parts, f"{what}: gate and up rows")
+        size = share.stop - share.start
+        blocks = tuple(
+            Block(0, (*lead, _rows(part * full[0] + share.start, size), *tail), (_rows(part * size, size), *tail))
+            if fused
+            else Block(part, (share, *tail), (_rows(part * size, size), *tail))
+            for part in range(2)
+        )
+        return (2 * size, *full[1:]), blocks
+    return _qkv_blocks(model, rank, parts, tail, full[1:], what)
+
+
+def _qkv_blocks(
+    model: Model, rank: int, parts: int, tail: Index, rest: tuple[int, ...], what: str
+) -> tuple[tuple[int, ...], tuple[Block, ...]]:
+    """Per KV group [its q heads | k | v]; TP takes contiguous groups (megatron-core's SelfAttention)."""
+    d, per_group = model.head_dim, model.heads // model.kv_groups
+    groups = _share(model.kv_groups, rank, parts, f"{what}: KV groups (more TP ranks than groups is not mapped)")
+    blocks: list[Block] = []
+    at = 0
+    for group in range(groups.start, groups.stop):
+        for source, (start, count) in enumerate(
+            ((group * per_group * d, per_group * d), (group * d, d), (group * d, d))
+        ):
+            blocks.append(Block(source, (_rows(start, count), *tail), (_rows(at, count), *tail)))
+            at += count
+    return (at, *rest), tuple(blocks)
+
+
+def bounding(blocks: tuple[Block, ...], source: int) -> Index:
+    """The smallest index of Hugging Face tensor `source` that holds all its blocks: what a rank has to read."""
+    mine = [b.remote for b in blocks if b.source == source]
+    out: list[int | slice] = []
+    for axis in zip(*mine, strict=True):
+        if all(isinstance(i, int) for i in axis):
+            first = min(i for i in axis if isinstance(i, int))
+            out.append(first)
+        else:
+            parts = [i for i in axis if isinstance(i, slice)]
+            out.append(slice(min(i.start for i in parts), max(i.stop for i in parts)))
+    return tuple(out)
+
+
+def relative(remote: Index, base: Index) -> Index:
+    """`remote` as an index into the tensor that indexing with `base` gave (integer axes are gone there)."""
+    return tuple(
+        slice(r.start - b.start, r.stop - b.start)
+        for r, b in zip(remote, base, strict=True)
+        if isinstance(r, slice) and isinstance(b, slice)
+    )
+
+
+def elements(index: Index) -> int:
+    """How many elements an index selects."""
+    return prod(i.stop - i.start for i in index if isinstance(i, slice))

@@ -1,0 +1,128 @@
+"""Reading a Hugging Face safetensors folder: every file opened once, headers checked first, slices read on demand."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moeref.bridge.blocks import BridgeError, Index
+from moeref.bridge.units import HFTensor
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+
+
+class Checkpoint:
+    """An opened folder. Use as a context manager; files stay memory-mapped until it closes.
+
+    Raises BridgeError when there is no safetensors file, a file is truncated or corrupt, or the index names a file or
+    tensor that is not there.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._stack = ExitStack()
+        self._where: dict[str, Any] = {}
+        try:
+            for path in self._files():
+                self._open(path)
+            self._check_index()
+        except BaseException:
+            self.close()
+            raise
+
+    def _files(self) -> list[Path]:
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise BridgeError(f"{self.folder}: no *.safetensors file; expected a Hugging Face checkpoint folder")
+        return files
+
+    def _open(self, path: Path) -> None:
+        try:
+            handle = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise BridgeError(f"{path}: not a whole safetensors file ({error}); download or write it again") from error
+        for name in handle.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
+            if name in self._where:
+                raise BridgeError(f"{path}: tensor {name} is already in another file of {self.folder}")
+            self._where[name] = handle.get_slice(name)
+
+    def _check_index(self) -> None:
+        index = self.folder / "model.safetensors.index.json"
+        if not index.exists():
+            return
+        try:
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise BridgeError(f"{index}: not a safetensors index ({error!r})") from error
+        absent = sorted({f for f in weight_map.values() if not (self.folder / f).exists()})
+        if absent:
+            raise BridgeError(f"{index}: names files that are not there: {', '.join(absent)}")
+        lost = sorted(set(weight_map) ^ set(self._where))
+        if lost:
+            raise BridgeError(f"{index}: index and files disagree on {len(lost)} tensors, first {lost[0]}")
+
+    @property
+    def names(self) -> set[str]:
+        """All tensor names in the folder."""
+        return set(self._where)
+
+    def header(self, name: str) -> HFTensor:
+        """Shape and dtype from the file's header; no data is read."""
+        part = self._where[name]
+        dtype = str(part.get_dtype())
+        return HFTensor(name, tuple(part.get_shape()), _DTYPES.get(dtype, dtype))
+
+    def read(self, name: str, index: Index) -> torch.Tensor:
+        """The slice `index` of tensor `name`, read from the file without the rest of it."""
+        tensor: torch.Tensor = self._where[name][index]
+        return tensor
+
+    def close(self) -> None:
+        """Unmap all files."""
+        self._where.clear()
+        self._stack.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_headers(checkpoint: Checkpoint, wanted: Iterable[HFTensor], family: str, layout: str) -> None:
+    """Refuse a checkpoint whose names, shapes or dtypes differ from the model's, before anything is written.
+
+    Raises BridgeError that names the first few tensors of each kind of difference and what to do.
+    """
+    expected = {t.name: t for t in wanted}
+    missing, extra = sorted(expected.keys() - checkpoint.names), sorted(checkpoint.names - expected.keys())
+    problems: list[str] = []
+    if missing:
+        problems.append(f"{len(missing)} tensors of the model are missing: {_some(missing)}")
+    if extra:
+        near = difflib.get_close_matches(extra[0], missing, n=1, cutoff=0.8)
+        hint = f" (is {extra[0]} meant to be {near[0]}?)" if near else ""
+        problems.append(f"{len(extra)} tensors belong to no row of the table: {_some(extra)}{hint}")
+    for tensor in (expected[name] for name in expected.keys() & checkpoint.names):
+        found = checkpoint.header(tensor.name)
+        if found.shape != tensor.shape:
+            problems.append(f"{tensor.name} has shape {list(found.shape)}, the config says {list(tensor.shape)}")
+        elif found.dtype != tensor.dtype:
+            problems.append(f"{tensor.name} is {found.dtype}, the model holds {tensor.dtype}")
+    if problems:
+        shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
+        raise BridgeError(f"{family}: checkpoint {checkpoint.folder.name} does not fit the model ({layout}): {shown}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f", … ({len(names) - 3} more)" if len(names) > 3 else "")

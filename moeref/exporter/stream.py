@@ -1,0 +1,118 @@
+"""Streaming full Hugging Face tensors out of a sharded model: one alive at a time, all ranks in step, one writer.
+
+Shards travel point to point from their owners to the writer, in plan order; no other rank ever holds a full tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from moeref.bridge.blocks import BridgeError
+from moeref.bridge.loader import DTYPES, bind
+from moeref.bridge.units import HFTensor, Unit
+from moeref.exporter.plan import Plan
+
+
+class ExportError(RuntimeError):
+    """The ranks do not agree on what to export; the message names them."""
+
+
+def export(
+    plan: Plan, rank: int, chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None = None
+) -> Iterator[tuple[HFTensor, torch.Tensor | None]]:
+    """Yield (tensor's description, full tensor on the writer or None elsewhere) for every tensor of the plan, in order.
+
+    All ranks of `group` (default: the world) must iterate to the end. A yielded tensor is the receiver's own: it shares
+    no memory with the model or with a later one. Padded vocabulary rows are left out; a tied head appears once, as the
+    embedding.
+    Raises BridgeError if the chunks hold a tensor that the table does not know; ExportError on every rank, before
+    anything is sent, if any rank's plan differs or was refused.
+    """
+    refused: BridgeError | None = None
+    held: dict[str, torch.Tensor] = {}
+    try:
+        held = {placed.unit.name: tensor for placed, tensor in bind(plan.table, rank, chunks) if placed.unit.exports}
+    except BridgeError as error:
+        refused = error
+    device = next((t.device for t in held.values()), torch.device("cpu"))
+    _agree(plan, rank, refused, device, group)
+    for step in plan.steps:
+        if len(step.tensors) == 1:
+            tensor = step.tensors[0]
+            full = _empty(tensor, device) if rank == plan.writer else None
+            for unit in step.units:
+                _fill(plan, unit, {0: full}, _collect(plan, rank, unit, held, device, group))
+            yield tensor, full
+        else:
+            shards = _collect(plan, rank, step.units[0], held, device, group)
+            for source, tensor in enumerate(step.tensors):
+                full = _empty(tensor, device) if rank == plan.writer else None
+                _fill(plan, step.units[0], {source: full}, shards)
+                yield tensor, full
+                del full
+        full = None
+
+
+def _empty(tensor: HFTensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
+
+
+def _agree(
+    plan: Plan, rank: int, refused: BridgeError | None, device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """One 8-byte all-gather before anything is sent: a rank that cannot export must not leave the others waiting."""
+    if plan.table.layout.world > 1:
+        mine = torch.tensor([-1 if refused else plan.digest], dtype=torch.int64, device=device)
+        all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(all_ranks, mine, group=group)
+        said = [int(t) for t in all_ranks]
+        if not refused and any(s != plan.digest for s in said):
+            bad = [r for r, s in enumerate(said) if s != plan.digest]
+            why = (
+                "refused their plan (their own error says why)" if any(said[r] == -1 for r in bad) else "plan otherwise"
+            )
+            raise ExportError(f"{plan.table.model.family}, rank {rank}: ranks {bad} {why}; nothing was sent")
+    if refused:
+        raise refused
+
+
+def _collect(
+    plan: Plan,
+    rank: int,
+    unit: Unit,
+    held: dict[str, torch.Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> list[torch.Tensor] | None:
+    """The unit's shards in TP (ETP) order on the writer, None elsewhere. The writer's own shard is not copied."""
+    owners = plan.table.owners(unit)
+    if rank != plan.writer:
+        if rank in owners:
+            # gloo and NCCL both send the bytes of a contiguous tensor; a strided view would be copied or refused.
+            dist.send(held[unit.name].contiguous(), dst=plan.writer, group=group)
+        return None
+    shards: list[torch.Tensor] = []
+    for part, owner in enumerate(owners):
+        if owner == rank:
+            shards.append(held[unit.name])
+            continue
+        shape, _ = plan.table.shard(unit, part)
+        shard = torch.empty(shape, dtype=DTYPES[unit.dtype], device=device)
+        dist.recv(shard, src=owner, group=group)
+        shards.append(shard)
+    return shards
+
+
+def _fill(plan: Plan, unit: Unit, fulls: dict[int, torch.Tensor | None], shards: list[torch.Tensor] | None) -> None:
+    """Copy every block of `shards` into the full tensors given by source number."""
+    if shards is None:
+        return
+    for part, shard in enumerate(shards):
+        _, blocks = plan.table.shard(unit, part)
+        for block in blocks:
+            full = fulls.get(block.source)
+            if full is not None:
+                full[block.remote].copy_(shard[block.local])

@@ -1,0 +1,124 @@
+"""Rows that the GQA decoder families share. Source: megatron-core's GPT layer specs and transformers' saved names."""
+
+from __future__ import annotations
+
+from moeref.families.model import Row, Tensor
+
+_L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+EMBEDDING = Row(
+    megatron="embedding.word_embeddings.weight",
+    hf=(Tensor("model.embed_tokens.weight", ("vocab", "hidden")),),
+    how="vocab",
+    on="first",
+)
+HEAD = (
+    Row(megatron="decoder.final_layernorm.weight", hf=(Tensor("model.norm.weight", ("hidden",)),), on="last"),
+    Row(
+        megatron="output_layer.weight",
+        hf=(Tensor("lm_head.weight", ("vocab", "hidden")),),
+        how="vocab",
+        on="last",
+    ),
+)
+
+
+def _qkv(kind: str, dims: tuple[str, ...]) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(f"{_H}self_attn.{part}_proj.{kind}", (size, *dims))
+        for part, size in (("q", "q"), ("k", "kv"), ("v", "kv"))
+    )
+
+
+ATTENTION = (
+    Row(
+        megatron=_L + "input_layernorm.weight",
+        te=_L + "self_attention.linear_qkv.layer_norm_weight",
+        hf=(Tensor(_H + "input_layernorm.weight", ("hidden",)),),
+    ),
+    Row(megatron=_L + "self_attention.linear_qkv.weight", hf=_qkv("weight", ("hidden",)), how="qkv"),
+    Row(megatron=_L + "self_attention.linear_qkv.bias", hf=_qkv("bias", ()), how="qkv", needs="qkv_bias"),
+    Row(
+        megatron=_L + "self_attention.q_layernorm.weight",
+        hf=(Tensor(_H + "self_attn.q_norm.weight", ("head_dim",)),),
+        needs="qk_norm",
+    ),
+    Row(
+        megatron=_L + "self_attention.k_layernorm.weight",
+        hf=(Tensor(_H + "self_attn.k_norm.weight", ("head_dim",)),),
+        needs="qk_norm",
+    ),
+    Row(
+        megatron=_L + "self_attention.linear_proj.weight",
+        hf=(Tensor(_H + "self_attn.o_proj.weight", ("hidden", "q")),),
+        how="row",
+    ),
+)
+
+
+def gated(megatron: str, hf: str, width: str) -> tuple[Tensor, ...]:
+    """The gate and up tensors of a gated MLP of `width` rows each."""
+    return tuple(Tensor(f"{hf}{part}_proj.weight", (width, "hidden")) for part in ("gate", "up"))
+
+
+def mlp(megatron: str, hf: str, width: str, on: str, needs: str = "") -> tuple[Row, ...]:
+    """The two rows of a gated MLP split over TP."""
+    return (
+        Row(
+            megatron=f"{megatron}linear_fc1.weight",
+            hf=gated(megatron, hf, width),
+            how="gate_up",
+            on=on,  # type: ignore[arg-type]
+            needs=needs,
+        ),
+        Row(
+            megatron=f"{megatron}linear_fc2.weight",
+            hf=(Tensor(f"{hf}down_proj.weight", ("hidden", width)),),
+            how="row",
+            on=on,  # type: ignore[arg-type]
+            needs=needs,
+        ),
+    )
+
+
+_POST_NORM = (Tensor(_H + "post_attention_layernorm.weight", ("hidden",)),)
+DENSE = (
+    Row(
+        megatron=_L + "pre_mlp_layernorm.weight",
+        te=_L + "mlp.linear_fc1.layer_norm_weight",
+        hf=_POST_NORM,
+        on="dense",
+    ),
+    *mlp(_L + "mlp.", _H + "mlp.", "ffn", "dense"),
+)
+ROUTER = (
+    Row(megatron=_L + "pre_mlp_layernorm.weight", hf=_POST_NORM, on="moe"),
+    Row(megatron=_L + "mlp.router.weight", hf=(Tensor(_H + "mlp.gate.weight", ("experts", "hidden")),), on="moe"),
+    # A buffer, not a parameter; bf16 keeps 8 of its 238 distinct values (miles#811), so it stays fp32.
+    Row(
+        megatron=_L + "mlp.router.expert_bias",
+        hf=(Tensor(_H + "mlp.gate.e_score_correction_bias", ("experts",)),),
+        on="moe",
+        needs="expert_bias",
+        dtype="float32",
+    ),
+)
+EXPERTS = (
+    Row(
+        megatron=_L + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        grouped=_L + "mlp.experts.linear_fc1.weight{expert}",
+        hf=gated(_L, _H + "mlp.experts.{expert}.", "moe_ffn"),
+        fused=Tensor(_H + "mlp.experts.gate_up_proj", ("experts", "2moe_ffn", "hidden")),
+        how="gate_up",
+        on="moe",
+    ),
+    Row(
+        megatron=_L + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        grouped=_L + "mlp.experts.linear_fc2.weight{expert}",
+        hf=(Tensor(_H + "mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_ffn")),),
+        fused=Tensor(_H + "mlp.experts.down_proj", ("experts", "hidden", "moe_ffn")),
+        how="row",
+        on="moe",
+    ),
+)
+SHARED = mlp(_L + "mlp.shared_experts.", _H + "mlp.shared_experts.", "shared_ffn", "moe", needs="shared_ffn")

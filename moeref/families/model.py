@@ -1,0 +1,153 @@
+"""What moeref knows of a model: sizes and switches read from a Hugging Face config, and the rows of its tensor table.
+
+Everything here is data, without torch. A family file (`qwen3_moe.py`, `glm4_moe.py`, …) fills it in; `bridge` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+How = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up"]
+
+
+class FamilyError(ValueError):
+    """A config that a family cannot take, or a model type that no family has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model as its family reads it. Sizes are counts of elements; `ffn`s count gate (= up) rows."""
+
+    family: str
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_groups: int
+    head_dim: int
+    vocab: int
+    ffn: int
+    moe_ffn: int
+    shared_ffn: int  # 0: no shared experts
+    experts: int
+    top_k: int
+    moe_layers: tuple[bool, ...]  # by global layer; False is a dense layer
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    expert_bias: bool
+    score_function: Literal["softmax", "sigmoid"]
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    n_group: int
+    topk_group: int
+    norm_eps: float
+    rope_theta: float
+    rotary_percent: float
+    max_positions: int
+    param_dtype: str  # of the checkpoint: "bfloat16", "float32"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The sizes that `Tensor.dims` names."""
+        return {
+            "hidden": self.hidden,
+            "q": self.heads * self.head_dim,
+            "kv": self.kv_groups * self.head_dim,
+            "head_dim": self.head_dim,
+            "vocab": self.vocab,
+            "ffn": self.ffn,
+            "moe_ffn": self.moe_ffn,
+            "2moe_ffn": 2 * self.moe_ffn,
+            "shared_ffn": self.shared_ffn,
+            "experts": self.experts,
+        }
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One Hugging Face tensor of a row: its name pattern (`{layer}`, `{expert}`) and its dimensions by name."""
+
+    name: str
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a family's table: a Megatron tensor and the Hugging Face tensors whose elements it holds.
+
+    how: `replicate` on every TP rank · `vocab` rows of dim 0 over TP, padded with zeros · `column` dim 0 over TP ·
+    `row` dim 1 over TP · `qkv` per KV group [its q heads | k | v], contiguous groups over TP · `gate_up` TP rank r
+    holds cat(gate chunk r, up chunk r). A row with `{expert}` is split over ETP and EP instead of TP.
+    """
+
+    megatron: str  # name in the local layer spec, below the chunk; {layer} and {expert}
+    hf: tuple[Tensor, ...]
+    how: How = "replicate"
+    te: str = ""  # name in the Transformer Engine layer spec where it differs
+    grouped: str = ""  # name in grouped expert modules
+    fused: Tensor | None = None  # transformers 5's in-memory spelling: all experts in one tensor, expert first
+    on: Literal["first", "last", "layer", "dense", "moe"] = "layer"
+    needs: str = ""  # a switch of `Model` that must be true
+    dtype: str = ""  # kept in this dtype whatever the model's is
+
+    def present(self, model: Model, layer: int | None) -> bool:
+        """Whether `model` has this row at `layer` (None for rows outside layers)."""
+        if self.needs and not getattr(model, self.needs):
+            return False
+        if layer is None:
+            return self.on in ("first", "last")
+        if self.on in ("dense", "moe"):
+            return model.moe_layers[layer] == (self.on == "moe")
+        return self.on == "layer"
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Which of several names for the same tensor is in use.
+
+    norms: `apart` in the local layer spec, `fused` into the linears in the Transformer Engine spec.
+    experts: Megatron's `sequential` or `grouped` modules. hf: `per_expert` files or the `fused` in-memory form.
+    """
+
+    norms: Literal["apart", "fused"] = "apart"
+    experts: Literal["sequential", "grouped"] = "sequential"
+    hf: Literal["per_expert", "fused"] = "per_expert"
+
+    def megatron(self, row: Row) -> str:
+        """The Megatron name pattern of `row` in this spelling."""
+        if self.experts == "grouped" and row.grouped:
+            return row.grouped
+        return row.te if self.norms == "fused" and row.te else row.megatron
+
+
+def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None) -> Any:
+    """The first of `names` present in `hf`; FamilyError if none is and there is no default."""
+    for name in names:
+        if hf.get(name) is not None:
+            return hf[name]
+    if default is None:
+        raise FamilyError(f"{family}: config.json has no {' or '.join(names)}; is it the text model's own config?")
+    return default
+
+
+def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, float]:
+    """(theta, rotary percent) from `rope_parameters` (transformers 5) or the older top-level keys.
+
+    Raises FamilyError for a scaled rope, which no released config of these families has.
+    """
+    inner = hf.get("rope_parameters") or {}
+    scaling = hf.get("rope_scaling") or {}
+    kinds = {str(d.get("rope_type", d.get("type", "default"))) for d in (inner, scaling)}
+    if kinds - {"default"}:
+        raise FamilyError(f"{family}: rope type {sorted(kinds - {'default'})} is not mapped; only 'default' is")
+    theta = float(inner.get("rope_theta") or require(hf, family, "rope_theta"))
+    return theta, float(inner.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial)
+
+
+def check_switches(hf: Mapping[str, Any], family: str, expected: Mapping[str, Any]) -> None:
+    """Refuse a config whose switches ask for something the table does not describe."""
+    for name, value in expected.items():
+        if name in hf and hf[name] is not None and hf[name] != value:
+            raise FamilyError(f"{family}: {name}={hf[name]!r} is not mapped (only {value!r} is); add it to the family")

@@ -1,0 +1,52 @@
+"""A forward pass through real chunks under megatron-core's own pipeline schedule, giving full logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from moeref.bridge import Table
+
+
+def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+    """`logits_BSV` in fp32 over the unpadded vocabulary on last-stage ranks, None elsewhere. One row a microbatch.
+
+    The interleaved schedule wants microbatches in multiples of PP: missing ones repeat the last row and are left out of
+    the result.
+    """
+    layout = table.layout
+    rows_S = list(tokens_BS)
+    group = layout.pp if layout.vpp > 1 else 1
+    rows_S += [rows_S[-1]] * (-len(rows_S) % group)
+    length = tokens_BS.shape[1]
+    position_ids_1S = torch.arange(length, device=tokens_BS.device)[None]
+    mask_11SS = torch.ones(length, length, dtype=torch.bool, device=tokens_BS.device).triu(1)[None, None]
+
+    def step(rows: Iterator[torch.Tensor], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
+        out = chunk(next(rows)[None], position_ids_1S, mask_11SS)
+        return out, lambda out_1SV, non_loss_data=True: out_1SV
+
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        stored = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(rows_S) for _ in chunks] if len(chunks) > 1 else iter(rows_S),
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(rows_S),
+            seq_length=length,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+        return None
+    local_BSV = torch.cat(stored[: len(tokens_BS)])
+    full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
+    logits_BSV: torch.Tensor = full_BSV[..., : table.model.vocab].float()
+    return logits_BSV

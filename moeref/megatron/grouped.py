@@ -1,0 +1,41 @@
+"""Sequential experts under Transformer Engine's grouped parameter names, where Transformer Engine is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+
+class GroupedNames(torch.nn.Module):
+    """The parameters of a SequentialMLP as `linear_fc{1,2}.weight{i}`; the forward is the SequentialMLP's own.
+
+    Shapes are unchanged: TE's grouped linear holds one [out, in] weight per expert too.
+    """
+
+    def __init__(self, sequential: SequentialMLP) -> None:
+        super().__init__()
+        # Kept out of the module tree: its parameters must appear once, under the grouped names.
+        object.__setattr__(self, "_sequential", sequential)
+        for linear in ("linear_fc1", "linear_fc2"):
+            holder = torch.nn.Module()
+            for i, expert in enumerate(sequential.local_experts):
+                holder.register_parameter(f"weight{i}", getattr(expert, linear).weight)
+            setattr(self, linear, holder)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As SequentialMLP."""
+        forward: Callable[..., Any] = self.__dict__["_sequential"]
+        return forward(*args, **kwargs)
+
+
+def with_grouped_names(chunk: GPTModel) -> GPTModel:
+    """Replace every SequentialMLP of `chunk` in place."""
+    for module in list(chunk.modules()):
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, SequentialMLP):
+            module.experts = GroupedNames(experts)
+    return chunk

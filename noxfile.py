@@ -1,0 +1,143 @@
+"""The project's commands. `nox -l` lists them; arguments after `--` go to the command a session runs.
+
+Every session installs exact versions from `constraints/`, which `nox -s lock` writes. Environments are kept between
+runs, and uv links their files from its cache, so that a second environment with torch costs seconds and little disk.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.10"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.download_python = "never"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+nox.options.sessions = ["lint", "types", "tests", "conformance"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+ROOT = Path(__file__).parent
+
+#: The newest megatron-core that can be installed on each Python; the first row is the one verdicts are published for.
+PYTHON_OF_CORE = {"0.19.2": "3.12", "0.16.1": "3.11"}
+CORE, *OLDER_CORES = PYTHON_OF_CORE
+PYTHON = PYTHON_OF_CORE[CORE]
+
+# One thread an operator: rank processes and test workers fill the cores, and no result may depend on their number.
+ENV = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "UV_PYTHON_DOWNLOADS": "never"}
+
+
+def constraints(python: str) -> Path:
+    """The file that pins every distribution, transitive ones too, for sessions on `python`."""
+    return ROOT / "constraints" / f"py{python.replace('.', '')}.txt"
+
+
+def index_settings() -> dict[str, str]:
+    """Where pip gets packages from, in uv's words, since uv does not read pip's configuration. Settings of uv win."""
+    run = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    settings = dict(line.split("=", 1) for line in run.stdout.splitlines() if "=" in line)
+    found = {}
+    for option, ours, others in (
+        ("index-url", "UV_DEFAULT_INDEX", ("UV_INDEX_URL",)),
+        ("cert", "SSL_CERT_FILE", ("SSL_CERT_DIR",)),
+    ):
+        values = [value.strip("'\"") for key, value in settings.items() if key.rpartition(".")[2] == option]
+        if values and not any(name in os.environ for name in (ours, *others)):
+            found[ours] = values[-1]  # pip lists its environment variables, which win, last
+    return found
+
+
+def install(session: nox.Session, *requirements: str, groups: tuple[str, ...] = ()) -> None:
+    """Install `requirements` and dependency groups at the pinned versions, build backends included."""
+    pins = constraints(str(session.python))
+    wanted = [*requirements, *nox.project.dependency_groups(PYPROJECT, *groups)]
+    env = {**ENV, **index_settings(), "UV_BUILD_CONSTRAINT": str(pins), "PIP_BUILD_CONSTRAINT": str(pins)}
+    session.install("-c", str(pins), *wanted, env=env)
+
+
+def judge(session: nox.Session, matrix: str, out: str) -> None:
+    """Install the checkout and judge a target, moeref unless `-- --target …` names another."""
+    install(session, "-e", ".[kit]")
+    command = ["python", "-m", "moeref_conformance", "run", "--target", "moeref"]
+    session.run(*command, "--matrix", f"matrices/{matrix}.toml", "--out", out, *session.posargs, env=ENV)
+
+
+@nox.session(python=PYTHON)
+def conformance(session: nox.Session) -> None:
+    """Judge moeref in every cell that needs no GPU; the report goes to conformance-report/."""
+    judge(session, "cpu", "conformance-report")
+
+
+def conformance_with(core: str) -> None:
+    # nox's own parametrisation would make plain `nox -s conformance` run every version, so each older one is a
+    # session of its own under the name that parametrisation would give it.
+    @nox.session(python=PYTHON_OF_CORE[core], name=f"conformance(core='{core}')", default=False)
+    def conformance_older(session: nox.Session) -> None:
+        judge(session, "cpu", f"conformance-report/core-{core}")
+
+    conformance_older.__doc__ = f"The same against megatron-core {core}."
+
+
+for _core in OLDER_CORES:
+    conformance_with(_core)
+
+
+@nox.session(python=PYTHON)
+def smoke(session: nox.Session) -> None:
+    """Judge moeref in the few cells of matrices/smoke.toml."""
+    judge(session, "smoke", "conformance-report/smoke")
+
+
+@nox.session(python=PYTHON)
+def tests(session: nox.Session) -> None:
+    """Run all tests that need no GPU; `-- tests/unit -k layout` selects."""
+    install(session, "-e", ".[kit]", groups=("test",))
+    session.run("pytest", "-m", "cpu", "-n", "2", "--dist", "loadgroup", *session.posargs, env=ENV)
+
+
+@nox.session(python=PYTHON)
+def lint(session: nox.Session) -> None:
+    """Check rules and formatting with ruff; `-- --fix` mends."""
+    install(session, groups=("lint",))
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]))
+
+
+@nox.session(python=PYTHON)
+def types(session: nox.Session) -> None:
+    """Check types with mypy --strict."""
+    install(session, "-e", ".[kit]", groups=("types",))
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(python=PYTHON, reuse_venv=False, default=False)
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel, and use the wheel from outside the checkout."""
+    install(session, groups=("build",))
+    with tempfile.TemporaryDirectory() as folder:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", folder, env=ENV)
+        (wheel,) = Path(folder).glob("*.whl")
+        install(session, f"{wheel}[kit]")
+        with session.chdir(folder):
+            session.run("python", "-c", "import moeref; print(moeref.__file__)", env=ENV)
+            session.run("moeref-conformance", "list", env=ENV)
+            judging = ["pytest", "--pyargs", "moeref_conformance", "--target", "moeref"]
+            session.run(*judging, "--matrix", "smoke", "--collect-only", "-q", env=ENV)
+
+
+@nox.session(python=PYTHON, default=False)
+def lock(session: nox.Session) -> None:
+    """Write constraints/ anew; a pin moves only where it must, or everywhere with `-- --upgrade`."""
+    install(session, groups=("nox",))
+    groups = [word for group in PYPROJECT["dependency-groups"] for word in ("--group", group)]
+    for python in PYTHON_OF_CORE.values():
+        pins = constraints(python)
+        command = ["uv", "pip", "compile", "pyproject.toml", "--all-extras", *groups, "--python-version", python]
+        command += ["--quiet", "--no-annotate", "--output-file", str(pins.relative_to(ROOT)), *session.posargs]
+        session.run(*command, env={**ENV, **index_settings(), "UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"})

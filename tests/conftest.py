@@ -1,0 +1,30 @@
+"""What holds for every test: the hypothesis profile, the `cpu` marker, and rank worlds that never run side by side."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Cores are shared, so a slow example says nothing. hypothesis' own `ci` profile is derandomised and has no deadline.
+settings.register_profile("local", deadline=None)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse versions that run rank worlds side by side: pytest-xdist 3.8.0 under pytest 9.2 (pytest-xdist#1386)."""
+    if config.getoption("dist", default="no") == "loadgroup" and pytest.version_tuple >= (9, 2):
+        raise pytest.UsageError(
+            f"pytest {pytest.__version__} ignores --dist loadgroup; install the versions pinned in constraints/"
+        )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects and before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what runs without a GPU, and keep tests that start rank processes on one xdist worker."""
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            item.add_marker(pytest.mark.cpu)
+        if item.get_closest_marker("ranks") is not None and config.pluginmanager.has_plugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group("ranks"))

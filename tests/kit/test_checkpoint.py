@@ -1,0 +1,126 @@
+"""The expected checkpoints: what transformers wrote, distinct values, two spoiled copies, logits that follow."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from moeref_conformance.api import Cell, Layout
+from moeref_conformance.oracles.checkpoint import (
+    EXTRA,
+    INDEX,
+    assert_distinct,
+    expected,
+    read_checkpoint,
+)
+
+pytestmark = pytest.mark.cpu
+FAMILIES = ("qwen3_moe", "glm4_moe")
+VARIANTS = ({}, {"dtype": "bfloat16"}, {"tied": True}, {"spelling": "fused"}, {"layers": 6})
+
+
+def cell(family: str = "glm4_moe", **more: object) -> Cell:
+    return Cell(family=family, layout_name="one", layout=Layout(), **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("expected")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("more", VARIANTS, ids=lambda m: "+".join(map(str, m.values())) or "plain")
+def test_variant(family: str, more: dict[str, object], work: Path) -> None:
+    want = cell(family, **more)
+    made = expected(want, work)
+    assert_distinct(made.tensors)
+    assert made.config["num_hidden_layers"] == want.layers
+    assert made.config["tie_word_embeddings"] is want.tied
+    assert ("lm_head.weight" in made.tensors) is not want.tied
+    fused = any("gate_up_proj" in name for name in made.tensors)
+    assert fused is (want.spelling == "fused")
+    sizes = [made.config[k] for k in ("hidden_size", "moe_intermediate_size", "intermediate_size", "vocab_size")]
+    assert len(set(sizes)) == len(sizes)
+    dtype = getattr(torch, want.dtype)
+    for name, tensor in made.tensors.items():
+        assert tensor.dtype == (torch.float32 if "e_score" in name else dtype), name
+        if "e_score" in name:
+            assert (tensor.bfloat16().float() != tensor).all()
+    assert made.logits_BSV.shape == (2, 16, 131)
+    assert made.logits_BSV.dtype == torch.float32
+    assert made.tokens_BS.dtype == torch.int64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> None:
+    made = expected(cell(family), work)
+    index = json.loads((made.dir / "checkpoint" / INDEX).read_text())
+    assert set(index["weight_map"]) == set(made.tensors)
+    assert len(set(index["weight_map"].values())) >= 3
+    assert "model.layers.1.mlp.experts.15.down_proj.weight" in made.tensors
+
+
+@pytest.mark.parametrize("spelling", ["per_expert", "fused"])
+def test_spoiled_copies(spelling: str, work: Path) -> None:
+    made = expected(cell(spelling=spelling), work)
+    extra = read_checkpoint(Path(made.inputs["checkpoint_extra"]))
+    missing = read_checkpoint(Path(made.inputs["checkpoint_missing"]))
+    assert set(extra) - set(made.tensors) == {EXTRA}
+    assert set(made.tensors) - set(missing) == {made.missing}
+    assert "layers.7" in made.missing
+    for name, tensor in made.tensors.items():
+        assert torch.equal(extra[name], tensor)
+    for folder, tensors in (("checkpoint_extra", extra), ("checkpoint_missing", missing)):
+        index = made.dir / folder / INDEX
+        if spelling == "per_expert":
+            data = json.loads(index.read_text())
+            assert set(data["weight_map"]) == set(tensors)
+            assert data["metadata"]["total_parameters"] == sum(t.numel() for t in tensors.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_it_back_to_the_same_logits(family: str, work: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = expected(cell(family), work)
+    model = AutoModelForCausalLM.from_pretrained(made.inputs["checkpoint"], attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(model(made.tokens_BS).logits, made.logits_BSV)
+
+
+def test_spellings_hold_the_same_weights(work: Path) -> None:
+    per_expert, fused = expected(cell(), work), expected(cell(spelling="fused"), work)
+    gate_up = fused.tensors["model.layers.3.mlp.experts.gate_up_proj"]
+    parts = [per_expert.tensors[f"model.layers.3.mlp.experts.5.{x}_proj.weight"] for x in ("gate", "up")]
+    assert torch.equal(gate_up[5], torch.cat(parts))
+    assert torch.equal(per_expert.logits_BSV, fused.logits_BSV)
+
+
+def test_deterministic_and_cached(tmp_path: Path) -> None:
+    first = expected(cell(), tmp_path / "a")
+    began = time.monotonic()
+    second = expected(cell(), tmp_path / "b")
+    assert time.monotonic() - began < 5
+    assert all(torch.equal(t, second.tensors[n]) for n, t in first.tensors.items())
+    stamp = (first.dir / "checkpoint" / "config.json").stat().st_mtime_ns
+    again = expected(replace(cell(), layout=Layout(tp=2), layout_name="tp2"), tmp_path / "a")
+    assert again.dir == first.dir
+    assert (again.dir / "checkpoint" / "config.json").stat().st_mtime_ns == stamp
+    assert not list((tmp_path / "a").glob(".making-*"))
+
+
+def test_unknown_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="family llama has no recipe"):
+        expected(cell("llama"), tmp_path)
+    with pytest.raises(ValueError, match="dtype int8 has no recipe"):
+        expected(cell(dtype="int8"), tmp_path)
+
+
+def test_equal_rows_are_noticed() -> None:
+    row = torch.randn(1, 4)
+    with pytest.raises(AssertionError, match=r"b\[0\] equals a\[1\]"):
+        assert_distinct({"a": torch.cat([torch.randn(1, 4), row]), "b": row})

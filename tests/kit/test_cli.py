@@ -1,0 +1,91 @@
+"""The command line: what it prints and how it exits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from kit_toy import MATRIX, ToyWorld, failing, run
+from moeref_conformance import cli
+
+
+@pytest.fixture
+def toy(tmp_path):
+    path = tmp_path / "toy.toml"
+    path.write_text(MATRIX)
+    return str(path)
+
+
+def test_list(toy, capsys):
+    assert cli.main(["list", "--matrix", toy, "--target", "kit_toy:target", "--rule", "EXP-002"]) == 0
+    out = capsys.readouterr().out
+    assert "4 cells" in out
+    assert "unclaimed: family=glm4_moe" in out
+    assert "EXP-003" in out
+    assert "EXP-004" not in out
+
+
+def test_list_as_json(toy, capsys):
+    assert cli.main(["list", "--matrix", toy, "--target", "kit_toy:target", "--cell", "*/tp2/*", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [cell["claimed"] for cell in data["cells"]] == [True, False]
+    assert data["matrix"]["name"] == "toy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "--matrix", "cpuu"], "did you mean 'cpu'"),
+        (["run", "--target", "morf"], "unknown target 'morf'; did you mean 'moeref'"),
+        (["smoke", "--target", "kit_toy:target", "--cell", "nothing"], "no cell or tag matches 'nothing'"),
+        (["run", "--target", "kit_toy:target", "--known", "no.toml"], "cannot be read"),
+        (["report", "no.jsonl"], "cannot be read"),
+    ],
+)
+def test_bad_input_exits_with_2_and_writes_nothing(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_error_of_the_kit_is_not_taken_for_a_verdict(tmp_path, capsys):
+    run(tmp_path)
+    target = tmp_path / "file"
+    target.write_text("")
+    assert cli.main(["report", str(tmp_path / "out" / "results.jsonl"), "--out", str(target / "x")]) == 2
+    assert "an error of the kit" in capsys.readouterr().err
+
+
+def test_report_and_diff(tmp_path, capsys):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    run(good)
+    run(bad, ToyWorld(), EXP_002=failing())
+    files = [str(folder / "out" / "results.jsonl") for folder in (good, bad)]
+    assert cli.main(["report", files[1]]) == 1
+    out = capsys.readouterr().out
+    assert "not conformant: 0/3 claimed cells pass; claims cover 3/4" in out
+    assert (bad / "out" / "report.html").is_file()
+    assert cli.main(["report", files[0]]) == 0
+    assert cli.main(["diff", *files]) == 1
+    assert "EXP-002 qwen3_moe/tp2/gloo: exact → fail" in capsys.readouterr().out
+    assert cli.main(["diff", *reversed(files)]) == 0
+
+
+def test_diff_of_other_matrices_is_refused(tmp_path, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    (new / "toy.toml").write_text(MATRIX.replace("tp2 = { tp = 2 }", "tp2 = { tp = 2, world = 4 }"))
+    run(old)
+    run(new)
+    assert cli.main(["diff", *(str(folder / "out" / "results.jsonl") for folder in (old, new))]) == 2
+    assert "do not compare: matrix" in capsys.readouterr().err
+
+
+def test_listing_needs_neither_torch_nor_megatron():
+    code = "import sys, moeref_conformance.cli as c; c.main(['list']); print({'torch', 'megatron'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"

@@ -1,0 +1,66 @@
+"""Unedited megatron-core on CPU: a real MoE GPTModel gives the same logits under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from moeref_conformance.api import Cell, Layout
+from moeref_conformance.worlds import RunOutcome, cpu
+from moeref_conformance.worlds.gloo import GlooWorld
+from toy_targets import Toy
+
+pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
+LAYOUTS = {
+    "tp2": Layout(tp=2),
+    "pp2": Layout(pp=2),
+    "pp2vpp2": Layout(pp=2, vpp=2),
+    "ep2": Layout(ep=2),
+    "tp2ep2etp1": Layout(tp=2, ep=2, etp=1),
+    "ep2etp2": Layout(tp=2, ep=2, etp=2),
+}
+
+
+@pytest.fixture(scope="module", params=["forward", "backward"])
+def world(request: pytest.FixtureRequest) -> Iterator[GlooWorld]:
+    with GlooWorld("toy_targets:target", deadline=60, entry=f"toy_megatron:{request.param}") as found:
+        yield found
+
+
+def run(world: GlooWorld, layout: Layout, folder: Path) -> RunOutcome:
+    cell = Cell(family="toy", layout_name="x", layout=layout)
+    outcome = world.run(cell, folder, {"hf_config": str(folder)}, Toy.claims)
+    assert outcome.ok, outcome.error or next(e.text + "\n" + e.stderr_tail for e in outcome.exits if e.first)
+    return outcome
+
+
+def test_layouts(world: GlooWorld, tmp_path: Path) -> None:
+    run(world, Layout(), tmp_path / "one")
+    for name, layout in LAYOUTS.items():
+        run(world, layout, tmp_path / name)
+        if world.entry.endswith(":forward"):
+            reference = torch.load(tmp_path / "one" / "rank0000" / "logits.pt")
+            found = sorted((tmp_path / name).glob("rank*/logits.pt"))
+            assert len(found) == layout.world // layout.pp
+            for path in found:
+                worst = (torch.load(path) - reference).abs().max().item()
+                assert worst <= 5e-6, f"{name} {path.parent.name}: {worst}"
+
+
+def test_nothing_is_installed_for_a_gpu() -> None:
+    assert cpu.install("cuda:0", "torch") == ()
+    with pytest.raises(ValueError, match="tpu"):
+        cpu.install("tpu", "torch")
+
+
+def test_a_visible_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES"):
+        cpu.install("cpu", "torch")
+
+
+def test_every_entry_has_a_reason() -> None:
+    assert len({s.name for s in cpu.SUBSTITUTIONS}) == len(cpu.SUBSTITUTIONS)
+    assert all(s.reason and s.install.__doc__ for s in cpu.SUBSTITUTIONS)

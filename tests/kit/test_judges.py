@@ -1,0 +1,401 @@
+"""Judges: a faultless run has no findings; each way of spoiling it is found by its rule, and told where and what."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handmade import MANY, ONE, Run, read_run, write_run
+from moeref_conformance.api import NameRow
+from moeref_conformance.judges import JUDGES, Case, Finding, Outcome, grouped, judges
+from moeref_conformance.oracles.checkpoint import Expected, expected
+from moeref_conformance.records import Observation, rank_dir
+from moeref_conformance.rules import load_rules
+from moeref_conformance.worlds import RankExit
+
+pytestmark = pytest.mark.cpu
+DOWN = "model.layers.2.mlp.experts.13.down_proj.weight"
+GATE = "model.layers.2.mlp.experts.13.gate_proj.weight"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+FC1 = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Expected, Path, Observation]:
+    work = tmp_path_factory.mktemp("runs")
+    want = expected(MANY, work)
+    one = read_run(ONE, write_run(ONE, want, work / "one"))
+    return want, write_run(MANY, want, work / "many"), one
+
+
+@pytest.fixture
+def run(good: tuple[Expected, Path, Observation], tmp_path: Path) -> Run:
+    want, folder, one = good
+    shutil.copytree(folder, tmp_path / "many")
+    target: Any = None  # judges look at records, not at the target
+    return Run(Case(MANY, want, read_run(MANY, tmp_path / "many"), one, target), tmp_path / "many")
+
+
+def judge(run: Run, rule: str) -> tuple[Finding, ...]:
+    outcome = JUDGES[rule](run.case)
+    assert not outcome.untested
+    return outcome.findings
+
+
+def test_every_rule_has_a_judge() -> None:
+    assert set(JUDGES) == set(load_rules())
+
+
+@pytest.mark.parametrize("rule", sorted(load_rules()))
+def test_a_faultless_run_has_no_findings(rule: str, run: Run) -> None:
+    assert JUDGES[rule](run.case) == Outcome()
+
+
+@pytest.mark.parametrize("rule", sorted(set(load_rules()) - {"RUN-002"}))
+def test_missing_records_are_findings(rule: str, run: Run) -> None:
+    run.case.observation = Observation(MANY, [])
+    messages = [f.message for f in judge(run, rule)]
+    assert messages
+    assert all("no record of step" in m or "no rank lists" in m for m in messages)
+
+
+def test_all_findings_name_rank_and_coordinates(run: Run) -> None:
+    run.tensors(3, "shards", lambda t: t[f"0:{FC1}"].zero_())
+    (found,) = judge(run, "LOD-001")
+    assert (found.rank, found.coords) == (3, "tp1 pp1 ep1 etp0 dp0")
+    assert (found.layer, found.expert, found.local_name) == (3, 11, FC1)
+    assert found.hf_name == "model.layers.3.mlp.experts.11.gate_proj.weight"
+    assert (found.index, found.diagnosis) == ((0, 0), "all zero")
+    assert found.got == "0.0 (0x00000000)"
+
+
+# Spoiling by name: what is done to the run, the rule that has to see it, and a piece of what it says.
+
+
+def row(rank: int, local: str, /, **new: Any) -> Callable[[Run], None]:
+    def change(rows: list[dict[str, Any]]) -> None:
+        next(r for r in rows if r["local"] == local).update(new)
+
+    return lambda run: run.value(rank, "names", change)
+
+
+def drop_row(rank: int, local: str) -> Callable[[Run], None]:
+    return lambda run: run.value(rank, "names", lambda rows: [r for r in rows if r["local"] != local])
+
+
+def stream(rank: int, step: str, change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Run], None]:
+    return lambda run: run.value(rank, step, change)
+
+
+def tensor(step: str, change: Callable[[dict[str, torch.Tensor]], Any], rank: int = 0) -> Callable[[Run], None]:
+    return lambda run: run.tensors(rank, step, change)
+
+
+def swap(tensors: dict[str, torch.Tensor], a: str, b: str) -> None:
+    tensors[a], tensors[b] = tensors[b].clone(), tensors[a].clone()
+
+
+def error(rank: int, step: str, message: str | None) -> Callable[[Run], None]:
+    def change(events: list[dict[str, Any]]) -> None:
+        event = next(e for e in events if e["step"] == step)
+        if message is None:
+            event["phase"] = "ok"
+        else:
+            event["error"]["message"] = message
+
+    return lambda run: run.events(rank, change)
+
+
+def both(*spoil: Callable[[Run], None]) -> Callable[[Run], None]:
+    return lambda run: [one(run) for one in spoil] and None
+
+
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
+    "wrong ep rank": ("TOP-001", stream(1, "topology", lambda v: v.update(ep=0)), "ep rank is 0, expected 1"),
+    "wrong ep group": (
+        "TOP-001",
+        stream(0, "topology", lambda v: v["groups"].update(ep=[0, 2])),
+        "ep group is [0, 2], expected [0, 1]",
+    ),
+    "bias in no table": (
+        "NAM-001",
+        both(*(drop_row(r, "decoder.layers.1.mlp.router.expert_bias") for r in (0, 1))),
+        f"no rank lists {BIAS}",
+    ),
+    "invented name": (
+        "NAM-001",
+        row(0, "embedding.word_embeddings.weight", hf=["model.embed.weight"]),
+        "model.embed.weight is not in the checkpoint",
+    ),
+    "rank 1 has another name": ("NAM-002", row(1, QKV, global_name="decoder.layers.0.x"), "belongs to 2 tensors"),
+    "rank 1 has other HF names": (
+        "NAM-002",
+        row(1, QKV, hf=["model.layers.1.self_attn.q_proj.weight"]),
+        "on rank 0",
+    ),
+    "wrong kind on all ranks": (
+        "NAM-002",
+        both(*(row(r, "decoder.layers.1.mlp.router.weight", hf=["model.norm.weight"]) for r in range(4))),
+        "decoder.layers.1.mlp.router.weight is made of",
+    ),
+    "dtype differs": ("NAM-002", row(1, QKV, dtype="bfloat16"), "bfloat16 here"),
+    "stage 1 numbered as stage 0": (
+        "NAM-003",
+        row(2, "decoder.layers.1.input_layernorm.weight", hf=["model.layers.1.input_layernorm.weight"]),
+        "is layer 3, the table says 1",
+    ),
+    "layer left out": (
+        "NAM-003",
+        lambda run: run.value(2, "names", lambda rows: [r for r in rows if "layers.1." not in r["local"]]),
+        "chunk 0: layer 3 (local 1) is not in the table",
+    ),
+    "third layer on a stage of two": (
+        "NAM-003",
+        row(2, "decoder.layers.1.input_layernorm.weight", local="decoder.layers.2.input_layernorm.weight"),
+        "has only 2 layers",
+    ),
+    "local expert number": (
+        "NAM-004",
+        row(1, FC1, hf=[f"model.layers.1.mlp.experts.3.{x}_proj.weight" for x in ("gate", "up")]),
+        "is expert 11 (ep_rank · E/EP + local), the table says 3",
+    ),
+    "expert left out": ("NAM-004", drop_row(3, FC1), "layer 3: expert 11 is not in the table"),
+    "ninth expert of eight": (
+        "NAM-004",
+        row(3, FC1, local=FC1.replace("experts.3", "experts.8")),
+        "has 8 experts, so there is no",
+    ),
+    "parameter not in the table": ("NAM-005", drop_row(1, QKV), f"parameter {QKV} is not in the table"),
+    "unpadded shape": (
+        "NAM-005",
+        row(0, "embedding.word_embeddings.weight", shape=[65, 40]),
+        "is [66, 40], the table says [65, 40]",
+    ),
+    "rank 0's table for all": ("NAM-005", row(1, QKV, local="decoder.layers.7.x"), "has no tensor decoder.layers.7.x"),
+    "unmapped: nothing raised": ("NAM-006", error(2, "refuse_parameter", None), "nothing was raised"),
+    "unmapped: not named": ("NAM-006", error(2, "refuse_parameter", "bad model"), "does not name kit_unmapped.weight"),
+    "surplus: nothing raised": ("LOD-002", error(3, "refuse_extra", None), "nothing was raised"),
+    "missing: not named": ("LOD-003", error(3, "refuse_missing", "KeyError"), "does not name model.layers.3.mlp"),
+    "fc1 halves swapped": (
+        "LOD-001",
+        tensor("shards", lambda t: t[f"0:{FC1}"].copy_(t[f"0:{FC1}"].roll(56, 0)), 3),
+        "halves swapped",
+    ),
+    "neighbour's expert": (
+        "LOD-001",
+        tensor("shards", lambda t: swap(t, f"0:{FC1}", f"0:{FC1.replace('experts.3', 'experts.5')}"), 3),
+        "is expert 13",
+    ),
+    "expert of another rank": (
+        "LOD-001",
+        lambda run: run.tensors(3, "shards", lambda t: t[f"0:{FC1}"].copy_(first_experts(run, 3))),
+        "rows 0–55 are rows 0–55 of model.layers.3.mlp.experts.3.gate_proj.weight",
+    ),
+    "expert bias never loaded": (
+        "LOD-001",
+        tensor("shards", lambda t: t["0:decoder.layers.1.mlp.router.expert_bias"].zero_(), 1),
+        "all zero",
+    ),
+    "shard without a record": ("LOD-001", tensor("shards", lambda t: t.pop(f"0:{QKV}"), 1), f"no record of {QKV}"),
+    "buffer missing in the module": (
+        "LOD-001",
+        stream(1, "inventory", lambda v: [t for t in v if "expert_bias" not in t["local"]]),
+        f"no tensor of this rank holds {BIAS}",
+    ),
+    "never sent": ("EXP-001", stream(0, "export", lambda v: [m for m in v if m["name"] != DOWN]), "was never sent"),
+    "sent twice": ("EXP-001", stream(0, "export", lambda v: [*v, v[5]]), "was sent 2 times"),
+    "sent too much": (
+        "EXP-001",
+        stream(0, "export", lambda v: [*v, {**v[5], "name": "lm_head.bias"}]),
+        "lm_head.bias is not in the checkpoint",
+    ),
+    "gate and up swapped": (
+        "EXP-002",
+        tensor("export", lambda t: swap(t, GATE, GATE.replace("gate", "up"))),
+        "gate and up swapped",
+    ),
+    "one bit": ("EXP-002", tensor("export", lambda t: t[DOWN].view(torch.int32)[3, 7].bitwise_xor_(1)), "[3, 7]"),
+    "padded rows": (
+        "EXP-003",
+        tensor("export", lambda t: t.update({"lm_head.weight": torch.cat([t["lm_head.weight"], torch.zeros(1, 40)])})),
+        "1 rows of zeros appended",
+    ),
+    "bias in bf16": (
+        "EXP-003",
+        tensor("export", lambda t: t.update({BIAS: t[BIAS].bfloat16()})),
+        "rounded from float32 to bfloat16",
+    ),
+    "metadata lies": (
+        "EXP-003",
+        stream(0, "export", lambda v: v[3].update(dtype="bfloat16")),
+        "the metadata says dtype",
+    ),
+    "another order on rank 2": ("EXP-004", stream(2, "export", lambda v: v[::-1]), "entry 0 of export is"),
+    "plan is short": ("EXP-004", stream(3, "plan", lambda v: v[:-1]), "entries in plan"),
+    "second stream is another": ("EXP-004", stream(0, "export_changed", lambda v: v[:-2]), "entries in export_changed"),
+    "two writers": (
+        "EXP-005",
+        stream(2, "export", lambda v: [{**m, "materialised": True} for m in v]),
+        "full tensors are materialised here too",
+    ),
+    "kept alive": (
+        "EXP-005",
+        stream(0, "export", lambda v: [{**m, "alive": i} for i, m in enumerate(v)]),
+        "1 earlier tensors are still alive",
+    ),
+    "stale": (
+        "EXP-006",
+        tensor("export_changed", lambda t: t[DOWN].mul_(-2)),
+        "stale: the values of before the change",
+    ),
+    "second stream incomplete": (
+        "EXP-006",
+        stream(0, "export_changed", lambda v: [m for m in v if m["name"] != BIAS]),
+        f"{BIAS} was never sent",
+    ),
+    "order depends on the layout": ("EXP-007", stream(0, "export", lambda v: v[1:] + v[:1]), "the one-rank export has"),
+    "bytes depend on the layout": (
+        "EXP-007",
+        tensor("export", lambda t: t[DOWN].copy_(torch.cat([t[DOWN][:, 28:], t[DOWN][:, :28]], 1))),
+        "halves swapped",
+    ),
+    "aliases": ("EXP-008", stream(0, "own", lambda v: v["changed"].append(f"0:{QKV}")), f"changed {QKV} of chunk 0"),
+    "later tensor": ("EXP-008", stream(0, "own", lambda v: v["later"].append(DOWN)), f"changed {DOWN}"),
+    "logits off": ("FWD-001", tensor("forward", lambda t: t["logits"][1, 3, 5].add_(1e-3), 3), "[1, 3, 5]"),
+    "logits NaN": (
+        "FWD-001",
+        tensor("forward", lambda t: t["logits"][1, 3].fill_(float("nan")), 2),
+        "131 of 4192 logits",
+    ),
+    "no logits": ("FWD-001", stream(3, "forward", lambda _: {"has": False}), "no logits on a rank of the last stage"),
+    "layout changes logits": (
+        "FWD-002",
+        tensor("forward", lambda t: t["logits"].mul_(1 + 1e-4), 3),
+        "the one-rank run by",
+    ),
+}
+
+
+def first_experts(run: Run, layer: int) -> torch.Tensor:
+    assert run.case.expected is not None
+    names = [f"model.layers.{layer}.mlp.experts.3.{x}_proj.weight" for x in ("gate", "up")]
+    return torch.cat([run.case.expected.tensors[n] for n in names])
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_spoiled(name: str, run: Run) -> None:
+    rule, spoil, text = SPOILED[name]
+    spoil(run)
+    found = judge(run, rule)
+    assert found
+    assert any(text in f"{f.message} {f.diagnosis}" for f in found), [(f.message, f.diagnosis) for f in found]
+
+
+def test_no_parallel_state(run: Run) -> None:
+    def forget(events: list[dict[str, Any]]) -> None:
+        next(e for e in events if e["step"] == "topology")["value"] = None
+
+    run.events(1, forget)
+    assert [f.message for f in judge(run, "TOP-001")] == ["megatron.core.parallel_state is not initialised"]
+
+
+def test_crashes_come_in_the_order_of_failure(run: Run) -> None:
+    def crash(message: str, at: float) -> Callable[[list[dict[str, Any]]], None]:
+        def change(events: list[dict[str, Any]]) -> None:
+            del events[7:]
+            what = {"type": "RuntimeError", "message": message, "traceback": ""}
+            events.append({"step": "export", "phase": "raised", "at": at, "seconds": 0.0, "error": what})
+
+        return change
+
+    run.events(0, crash("connection closed by peer", 9.0))
+    run.events(2, crash("shapes differ", 8.0))
+    exits = [
+        RankExit(0, 3, None, False, "export", "", "tp0"),
+        RankExit(1, None, 9, False, "export", "", "tp1", killed=True),
+        RankExit(2, 3, None, False, "export", "", "tp0"),
+        RankExit(3, None, 9, True, "export", "", "tp1"),
+    ]
+    run.reread(exits)
+    found = judge(run, "RUN-001")
+    assert found[0].rank == 2
+    assert found[0].coords == "tp0 pp1 ep0 etp0 dp0"
+    assert found[0].message == "failed first: raised in step export: RuntimeError: shapes differ"
+    assert [f.rank for f in found] == [2, 0, 3, 1]
+    assert JUDGES["RUN-002"](run.case).untested.startswith("rank 2 raised in step export")
+
+
+def test_a_disagreement_in_a_collective(run: Run) -> None:
+    def change(events: list[dict[str, Any]]) -> None:
+        what = {"type": "CollectiveMismatch", "message": "all_to_all_single: …", "traceback": ""}
+        events[7:] = [{"step": "export", "phase": "raised", "at": 1.0, "seconds": 0.0, "error": what}]
+
+    run.events(1, change)
+    (found,) = (f for f in judge(run, "RUN-002") if "Mismatch" in f.message)
+    assert (found.rank, found.stage) == (1, "export")
+
+
+def test_a_rank_cut_off_in_the_middle_of_a_line(run: Run) -> None:
+    path = rank_dir(run.folder, 1) / "events.jsonl"
+    text = path.read_text()
+    path.write_text(text[: text.index('{"step": "export"') + 12])
+    run.reread()
+    record = run.case.observation.ranks[1]  # type: ignore[union-attr]
+    assert record.has("plan")
+    assert record.last_step == "plan"
+    assert any(f.rank == 1 for f in judge(run, "EXP-004"))
+
+
+def test_tolerance_is_told(run: Run) -> None:
+    for rank in (2, 3):
+        run.tensors(rank, "forward", lambda t: t["logits"][0, 0, 0].add_(5e-7))
+    outcome = JUDGES["FWD-002"](run.case)
+    assert not outcome.findings
+    assert outcome.met.endswith("≤ 2e-06")
+    assert float(outcome.met.split()[0]) < 2e-6
+
+
+def test_pipeline_alone_is_bitwise(run: Run) -> None:
+    run.case.cell = replace(MANY, layout=replace(MANY.layout, tp=1, ep=1, etp=1, world=4))
+    run.tensors(3, "forward", lambda t: t["logits"][0, 0, 0].add_(1e-7))
+    assert JUDGES["FWD-002"](run.case).findings
+
+
+def test_what_cannot_be_judged_says_why(run: Run) -> None:
+    run.case.cell = replace(MANY, dtype="bfloat16")
+    assert "fp32 only" in JUDGES["FWD-001"](run.case).untested
+    assert "replay" in JUDGES["FWD-002"](run.case).untested
+    run.case.baseline = None
+    for rule in ("EXP-007", "FWD-002"):
+        assert "no one-rank run" in JUDGES[rule](run.case).untested
+
+
+def test_names_alone_are_enough_for_the_static_rules(run: Run) -> None:
+    tables = {}
+    for record in run.case.observation.ranks:  # type: ignore[union-attr]
+        rows = [{**r, "hf": tuple(r["hf"]), "shape": tuple(r["shape"])} for r in record.value("names")]
+        tables[record.rank] = [NameRow(**r) for r in rows]
+    run.case.observation = Observation.from_tables(MANY, tables)
+    for rule in ("NAM-001", "NAM-002", "NAM-003", "NAM-004"):
+        assert judge(run, rule) == ()
+
+
+def test_many_findings_are_grouped() -> None:
+    found = [Finding("export", f"tensor {i}", diagnosis=f"is expert {i}") for i in range(90)]
+    found += [Finding("export", "other", diagnosis="all zero")]
+    kept = grouped(found)
+    assert len(kept) == 11
+    assert kept[9].message == "tensor 9 … and 80 more with the same diagnosis"
+    assert kept[10].diagnosis == "all zero"
+    assert len(grouped([Finding("a", chr(65 + i)) for i in range(26)])) == 20
+
+
+def test_two_judges_for_one_rule_are_refused() -> None:
+    with pytest.raises(ValueError, match="EXP-001 has two judges"):
+        judges("EXP-001")(lambda case: Outcome())

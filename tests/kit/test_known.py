@@ -1,0 +1,117 @@
+"""Known failures are strict in every direction."""
+
+import datetime
+
+import pytest
+from kit_toy import MATRIX, ToyWorld, cells, failing, run
+from moeref_conformance.checks import BadInput
+from moeref_conformance.judges import Outcome
+from moeref_conformance.known import find, parse
+
+TODAY = datetime.date(2026, 1, 1)
+PASS = Outcome()
+ENTRY = {
+    "rule": "EXP-002",
+    "where": {"layout": "tp2", "family": "qwen3_moe"},
+    "outcome": "fail",
+    "reason": "rows swapped",
+    "link": "https://example.org/1",
+    "expires": datetime.date(2027, 2, 1),
+}
+FILE = """
+[[known]]
+rule = "EXP-002"
+where = { layout = "tp2", family = "qwen3_moe" }
+outcome = "OUTCOME"
+reason = "rows swapped"
+link = "https://example.org/1"
+expires = 9999-01-01
+"""
+
+
+def entries(tmp_path, *tables):
+    return parse({"known": list(tables)}, "toy.toml", cells(MATRIX, tmp_path), TODAY)
+
+
+def test_well_formed(tmp_path):
+    (entry,) = entries(tmp_path, ENTRY)
+    assert entry.text == "rows swapped (https://example.org/1, until 2027-02-01)"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rule": "EXP-02"}, "unknown rule 'EXP-02'; did you mean"),
+        ({"where": {"tp": 16}}, "matches nothing in toy"),
+        ({"where": {"layot": "tp2"}}, "did you mean 'layout'"),
+        ({"where": {}}, "non-empty table"),
+        ({"outcome": "broken"}, "not one of fail, flaky"),
+        ({"reason": ""}, "reason is empty"),
+        ({"link": "issue 5"}, "not a URL"),
+        ({"expires": datetime.date(2025, 12, 31)}, "expired on 2025-12-31"),
+        ({"expires": "2027-02-01"}, "not a date"),
+        ({"until": 1}, "unknown key 'until'"),
+    ],
+)
+def test_mistakes_are_refused(tmp_path, change, message):
+    with pytest.raises(BadInput, match=message):
+        entries(tmp_path, ENTRY | change)
+
+
+@pytest.mark.parametrize("key", sorted(ENTRY))
+def test_nothing_is_optional(tmp_path, key):
+    with pytest.raises(BadInput, match=f"'{key}' is missing"):
+        entries(tmp_path, {k: v for k, v in ENTRY.items() if k != key})
+
+
+def test_two_entries_for_the_same_row_are_refused(tmp_path):
+    with pytest.raises(BadInput, match="already covered by known 1"):
+        entries(tmp_path, ENTRY, ENTRY | {"where": {"tp": 2}})
+
+
+def test_entry_for_another_matrix_need_not_match(tmp_path):
+    assert entries(tmp_path, ENTRY | {"where": {"tp": 16}, "matrix": "gpu"}) == ()
+
+
+def statuses(tmp_path, outcome, **judges):
+    known = tmp_path / "known.toml"
+    known.write_text(FILE.replace("OUTCOME", outcome))
+    results = run(tmp_path, ToyWorld(), {"known": known}, **judges)
+    return results.table["qwen3_moe/tp2/gloo"]["EXP-002"], results
+
+
+def test_expected_failure_is_xfail_and_neither_passes_nor_is_red(tmp_path):
+    verdict, results = statuses(
+        tmp_path, "fail", EXP_002=lambda case: failing()(case) if case.cell.layout.tp == 2 else PASS
+    )
+    assert verdict.status == "xfail"
+    assert verdict.findings
+    assert "rows swapped" in verdict.reason
+    assert (results.exit_code, str(results.headline)) == (0, "2/3 claimed cells pass; claims cover 3/4")
+
+
+def test_unexpected_pass_is_not_conformant(tmp_path):
+    verdict, results = statuses(tmp_path, "fail")
+    assert verdict.status == "xpass"
+    assert results.exit_code == 1
+
+
+def test_flaky_is_never_green(tmp_path):
+    verdict, results = statuses(tmp_path, "flaky")
+    assert verdict.status == "xfail"
+    assert "passed this time" in verdict.reason
+    assert results.exit_code == 0
+
+
+def test_strict_excuses_nothing(tmp_path):
+    known = tmp_path / "known.toml"
+    known.write_text(FILE.replace("OUTCOME", "flaky"))
+    assert run(tmp_path, ToyWorld(), {"known": known, "strict": True}).exit_code == 1
+
+
+def test_file_is_found_by_the_name_of_the_target(tmp_path):
+    matrix = cells(MATRIX, tmp_path)
+    assert find(matrix, "toy") is None
+    (tmp_path / "known").mkdir()
+    (tmp_path / "known" / "toy.toml").write_text(FILE)
+    assert find(matrix, "toy") == tmp_path / "known" / "toy.toml"

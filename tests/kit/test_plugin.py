@@ -1,0 +1,103 @@
+"""The pytest plugin, in pytest runs of its own."""
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+STATIC = """
+schema = 1
+name = "toy"
+layouts = { one = {}, big = { tp = 8, ep = 16, etp = 1 } }
+[[grid]]
+layout = ["one", "big"]
+world = ["static"]
+family = ["qwen3_moe", "glm4_moe"]
+"""
+ADAPTER = """
+from contextlib import contextmanager
+from types import SimpleNamespace
+from moeref_conformance.api import Claims, Info
+
+class Target:
+    info = Info(name="adapter", version="1")
+    claims = Claims(facets=frozenset({"names"}), families=frozenset({"qwen3_moe"}), worlds=frozenset({"static"}))
+
+    @contextmanager
+    def open(self, cell, world):
+        with open("opened.txt", "a") as file:
+            print(cell.id, file=file)
+        yield SimpleNamespace(names=SimpleNamespace(table=lambda rank: []), export=None, forward=None)
+"""
+
+
+@pytest.fixture
+def kit(pytester, monkeypatch):
+    """Runs pytest in an empty folder with the plugin, a matrix of static cells and an adapter that knows no names."""
+    import importlib.metadata
+
+    pytester.makefile(".toml", toy=STATIC)
+    pytester.makepyfile(adapter=ADAPTER)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2] / 'conformance'}:{pytester.path}")
+    installed = any(e.name == "moeref_conformance" for e in importlib.metadata.entry_points(group="pytest11"))
+    plugin = [] if installed else ["-p", "moeref_conformance.plugin"]
+
+    def go(*arguments):
+        return pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", "--strict-markers", *arguments)
+
+    return go
+
+
+def test_one_test_a_rule_and_cell(kit):
+    result = kit(
+        "--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "toy.toml", "--collect-only", "-q"
+    )
+    result.stdout.fnmatch_lines(
+        ["*test_rule?qwen3_moe/one/static-NAM-001?*", "*test_rule?glm4_moe/big/static-NAM-004?*"]
+    )
+
+
+def test_statuses_reach_pytest_and_cells_run_once(kit, pytester):
+    arguments = ("--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "toy.toml", "-rs")
+    result = kit(*arguments, "--rule", "NAM-001", "--rule", "NAM-002")
+    outcomes = result.parseoutcomes()
+    assert outcomes["skipped"] == 4
+    assert outcomes["failed"] + outcomes.get("passed", 0) == 4
+    result.stdout.fnmatch_lines(["*FAIL NAM-001 in qwen3_moe/one/static*", "*family=glm4_moe is not claimed*"])
+    result.stdout.fnmatch_lines(["repeat: moeref-conformance run --target adapter:Target *--rule NAM-001"])
+    assert sorted((pytester.path / "opened.txt").read_text().split()) == [
+        "qwen3_moe/big/static",
+        "qwen3_moe/one/static",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "*pytest --pyargs moeref_conformance --target*"),
+        (("--target", "morf"), "*unknown target 'morf'*"),
+        (("--target", "adapter:Target", "--matrix", "tooy"), "*no matrix 'tooy'*"),
+    ],
+)
+def test_bad_input_is_a_usage_error(kit, arguments, message):
+    result = kit("--pyargs", "moeref_conformance", *arguments)
+    assert result.ret != 0
+    (result.stderr if result.stderr.lines else result.stdout).fnmatch_lines([message])
+
+
+def test_other_runs_are_left_alone(kit, pytester):
+    """Somebody else's `--target` works, nothing heavy is imported, and the markers are there."""
+    pytester.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--target')\n")
+    pytester.makepyfile(
+        test_own="""
+        import sys
+        import pytest
+
+        @pytest.mark.rule("EXP-002")
+        def test_own(request):
+            assert request.config.getoption("--target") == "mine"
+            assert not {"torch", "megatron", "transformers", "rich", "jinja2"} & set(sys.modules)
+        """
+    )
+    kit("--target", "mine", "test_own.py").assert_outcomes(passed=1)

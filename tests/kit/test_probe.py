@@ -1,0 +1,210 @@
+"""The probe against small targets of plain torch modules: what it writes down, and that it sees what it should see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moeref_conformance.api import Cell, Claims, Info, Layout, NameRow, TensorMeta, World
+from moeref_conformance.oracles.checkpoint import read_checkpoint
+from moeref_conformance.probe import StepRaised, run_rank
+from moeref_conformance.records import RankRecord
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.cpu
+CELL = Cell(family="toy", layout_name="one", layout=Layout())
+
+
+class Toy:
+    """A target whose model is one linear layer and a buffer; its export is right unless a subclass spoils it."""
+
+    info = Info(name="toy", version="0")
+    claims = Claims(
+        facets=frozenset({"names", "export", "forward"}), families=frozenset({"toy"}), worlds=frozenset({"gloo"})
+    )
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(3, 4, bias=False)
+        self.model.register_buffer("bias_E", torch.zeros(4))
+        self.model.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.names = self.export = self.forward = self
+
+    @contextmanager
+    def open(self, cell: Cell, world: World) -> Iterator[Any]:
+        yield self
+
+    def table(self, rank: int) -> list[NameRow]:
+        return [NameRow(chunk=0, local="weight", global_name="w", hf=("w",), shape=(4, 3), dtype="float32")]
+
+    def chunks(self) -> list[torch.nn.Module]:
+        return [self.model]
+
+    def held(self) -> dict[str, torch.Tensor]:
+        return {"w": self.model.weight, "b": self.model.get_buffer("bias_E")}
+
+    def load(self, checkpoint: Path) -> None:
+        tensors = read_checkpoint(checkpoint)
+        if set(tensors) != {"w", "b"}:
+            raise ValueError(f"names differ: {set(tensors) ^ {'w', 'b'}}")
+        with torch.no_grad():
+            for name, tensor in self.held().items():
+                tensor.copy_(tensors[name])
+
+    def plan(self) -> list[TensorMeta]:
+        unknown = [n for n, _ in self.model.named_parameters() if n != "weight"]
+        if unknown:
+            raise ValueError(f"no place for {unknown}")
+        return [TensorMeta(name=n, shape=tuple(t.shape), dtype="float32") for n, t in self.held().items()]
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        for meta in self.plan():
+            yield meta, self.held()[meta.name].detach().clone()
+
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        return self.model.weight.detach()[tokens_BS % 4]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> dict[str, str]:
+    right = {"w": torch.randn(4, 3), "b": torch.randn(4)}
+    spoiled = {
+        "checkpoint": right,
+        "checkpoint_extra": {**right, "x": torch.ones(1)},
+        "checkpoint_missing": {"w": right["w"]},
+    }
+    for name, tensors in spoiled.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    save_file({"tokens": torch.arange(6).reshape(2, 3)}, tmp_path / "tokens.safetensors")
+    folders = {name: str(tmp_path / name) for name in spoiled}
+    return {**folders, "hf_config": str(tmp_path), "tokens": str(tmp_path / "tokens.safetensors")}
+
+
+def probe(target: Toy, inputs: dict[str, str], tmp_path: Path) -> RankRecord:
+    world = World(kind="gloo", rank=0, size=1, device="cpu", workdir=tmp_path, hf_config=tmp_path)
+    run_rank(target, CELL, world, inputs, tmp_path / "rank0000")  # type: ignore[arg-type]
+    return RankRecord(0, tmp_path / "rank0000")
+
+
+def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
+    record = probe(Toy(), inputs, tmp_path)
+    right = read_checkpoint(Path(inputs["checkpoint"]))
+    assert [e["step"] for e in record.events if e["phase"] == "begin"] == [
+        *("open", "topology", "names", "inventory", "load", "shards", "plan", "export", "forward", "change"),
+        *("export_changed", "own", "refuse_parameter", "refuse_extra", "refuse_missing", "close"),
+    ]
+    assert record.value("topology") is None
+    assert record.value("names")[0]["hf"] == ["w"]
+    assert [(t["local"], t["kind"]) for t in record.value("inventory")] == [
+        ("weight", "parameter"),
+        ("bias_E", "buffer"),
+    ]
+    assert torch.equal(record.tensors("shards")["0:weight"], right["w"])
+    assert record.value("plan") == [
+        {"name": "w", "shape": [4, 3], "dtype": "float32"},
+        {"name": "b", "shape": [4], "dtype": "float32"},
+    ]
+    assert [(m["materialised"], m["alive"]) for m in record.value("export")] == [(True, 0), (True, 0)]
+    for name, tensor in right.items():
+        assert torch.equal(record.tensors("export")[name], tensor)
+        assert torch.equal(record.tensors("export_changed")[name], tensor * -0.5)
+    assert record.tensors("forward")["logits"].shape == (2, 3, 3)
+    assert record.value("own") == {"changed": [], "later": []}
+    for step, name in (("refuse_parameter", "kit_unmapped.weight"), ("refuse_extra", "x"), ("refuse_missing", "b")):
+        assert name in record.error(step)["message"]  # type: ignore[index]
+
+
+class Aliasing(Toy):
+    """Hands out the live weights."""
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        for meta in self.plan():
+            yield meta, self.held()[meta.name].detach()
+
+
+class Hoarding(Toy):
+    """Keeps all that it handed out."""
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        kept = list(super().stream())
+        yield from kept
+
+
+class OneBuffer(Toy):
+    """Sends every tensor twice, the second time from the buffer of the first."""
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        for meta, tensor in super().stream():
+            yield meta, tensor
+            yield meta, tensor
+
+
+class Permissive(Toy):
+    """Refuses nothing."""
+
+    def plan(self) -> list[TensorMeta]:
+        return [TensorMeta(name=n, shape=tuple(t.shape), dtype="float32") for n, t in self.held().items()]
+
+    def load(self, checkpoint: Path) -> None:
+        tensors = read_checkpoint(checkpoint)
+        for name, tensor in self.held().items():
+            tensor.data.copy_(tensors.get(name, torch.zeros(())))
+
+
+class Broken(Toy):
+    """Fails in the middle of the export, and once more when it is closed."""
+
+    @contextmanager
+    def open(self, cell: Cell, world: World) -> Iterator[Any]:
+        yield self
+        raise AssertionError("not reached")
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        yield next(super().stream())
+        raise RuntimeError("connection lost")
+
+
+def test_an_alias_is_seen_and_put_back(inputs: dict[str, str], tmp_path: Path) -> None:
+    target = Aliasing()
+    record = probe(target, inputs, tmp_path)
+    assert record.value("own")["changed"] == ["0:weight", "0:bias_E"]
+    assert target.model.weight.any()
+
+
+def test_a_hoard_is_counted(inputs: dict[str, str], tmp_path: Path) -> None:
+    assert [m["alive"] for m in probe(Hoarding(), inputs, tmp_path).value("export")] == [0, 1]
+
+
+def test_a_shared_buffer_is_seen_in_the_later_tensor(inputs: dict[str, str], tmp_path: Path) -> None:
+    record = probe(OneBuffer(), inputs, tmp_path)
+    assert record.value("own") == {"changed": [], "later": ["w", "b"]}
+    assert set(record.tensors("export")) == {"w", "w#2", "b", "b#2"}
+
+
+def test_nothing_refused_is_on_record(inputs: dict[str, str], tmp_path: Path) -> None:
+    record = probe(Permissive(), inputs, tmp_path)
+    for step in ("refuse_parameter", "refuse_extra", "refuse_missing"):
+        assert record.has(step)
+        assert record.error(step) is None
+
+
+def test_an_error_ends_the_rank_and_tells_the_step(inputs: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(StepRaised, match="step export: RuntimeError: connection lost"):
+        probe(Broken(), inputs, tmp_path)
+    record = RankRecord(0, tmp_path / "rank0000")
+    error = record.error("export")
+    assert error is not None
+    assert error["type"] == "RuntimeError"
+    assert "in stream" in error["traceback"]
+    assert not record.has("forward")
+
+
+def test_a_claimed_facet_that_is_none(inputs: dict[str, str], tmp_path: Path) -> None:
+    target = Toy()
+    target.export = None  # type: ignore[assignment]
+    with pytest.raises(StepRaised, match="claims the facet 'export'"):
+        probe(target, inputs, tmp_path)

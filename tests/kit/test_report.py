@@ -1,0 +1,120 @@
+"""What people read: complete, escaped, well formed, and in need of nothing else."""
+
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from kit_toy import ToyWorld, failing, run
+from moeref_conformance.judges import Finding, Outcome
+from moeref_conformance.report import badge, html, junit, markdown, write_all
+from moeref_conformance.report.view import view
+
+EVIL = "<script>alert('x')</script> & ```"
+FINDING = Finding(
+    stage="export",
+    message=f"differs {EVIL}\x00\x1b[31m",
+    rank=1,
+    coords="tp=1 pp=0",
+    hf_name="model.layers.3.mlp.experts.5.up_proj.weight",
+    local_name="decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight",
+    global_name="decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight",
+    layer=3,
+    expert=5,
+    index=(0, 7),
+    expected="0.5 (0x3f000000)",
+    got="-0.25 (0xbe800000)",
+    diagnosis="equals its transpose",
+)
+
+
+@pytest.fixture
+def failed(tmp_path):
+    return run(
+        tmp_path, EXP_002=failing(*[FINDING] * 7), NAM_001=lambda case: Outcome(met="7.2e-07 ≤ 2e-06"), LOD_001=broken
+    )
+
+
+def broken(case):
+    raise KeyError(EVIL)
+
+
+def test_page_is_complete_and_escaped(failed):
+    page = html.render(failed)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    for value in ("rank", "1 (tp=1 pp=0)", FINDING.hf_name, FINDING.local_name, FINDING.global_name, "[0, 7]"):
+        assert value in page
+    for value in (FINDING.expected, FINDING.got, FINDING.diagnosis, "--cell qwen3_moe/tp2/gloo --rule EXP-002"):
+        assert value in page
+    assert "and 2 more" in page
+    assert "family=glm4_moe is not claimed" in page
+    assert re.search(r"<b>0<i>/3</i></b>", page)
+    assert re.search(r"<b>3<i>/4</i></b>", page)
+
+
+def test_page_needs_nothing_else(failed):
+    page = html.render(failed)
+    assert not re.search(r"<(link|img|iframe|script)|@import|url\(|src=", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_links_of_the_page_lead_somewhere(failed):
+    page = html.render(failed)
+    identities = re.findall(r'\bid="([^"]+)"', page)
+    assert len(identities) == len(set(identities))
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(identities)
+
+
+def test_squares_say_exact_or_the_tolerance_met(failed):
+    (block, _) = view(failed).blocks
+    (row,) = [row for row in block.rows if row.id == "qwen3_moe/tp2/gloo"]
+    texts = {rule.id: mark.text for rule, mark in zip(block.rules, row.marks, strict=True)}
+    assert (texts["RUN-001"], texts["NAM-001"], texts["EXP-002"], texts["LOD-001"]) == ("exact", "7e-7", "✗ 7", "!")
+
+
+def test_unfinished_run_says_so_everywhere(failed):
+    failed.complete = False
+    failed.verdicts = [v for v in failed.verdicts if v.cell == "qwen3_moe/one/gloo"]
+    assert "The run did not finish" in html.render(failed)
+    assert "did not finish" in markdown.render(failed)
+    assert ET.fromstring(junit.render(failed)).find(".//testcase[@name='complete']/error") is not None
+    assert json.loads(badge.render(failed))["color"] == "lightgrey"
+    assert str(failed.headline) == "0/3 claimed cells pass; claims cover 3/4"
+    tally = view(failed).blocks[0].tallies["RUN"]
+    assert tally.text == "2 not reached"
+
+
+def test_junit_counts_and_survives_control_characters(failed):
+    root = ET.fromstring(junit.render(failed))
+    suite = root.find("testsuite[@name='qwen3_moe/tp2/gloo']")
+    assert suite is not None
+    assert (suite.get("failures"), suite.get("errors")) == ("1", "1")
+    failure = suite.find("testcase[@name='EXP-002']/failure")
+    assert "equals its transpose" in failure.text
+    unclaimed = root.find("testsuite[@name='glm4_moe/tp2/gloo']")
+    assert unclaimed.get("skipped") == unclaimed.get("tests")
+
+
+def test_markdown_fences_hold(failed):
+    text = markdown.render(failed)
+    assert text.count("```") % 2 == 0
+    assert "0/3 claimed cells pass; claims cover 3/4" in text
+    assert "**3 fail**" in text
+
+
+@pytest.mark.parametrize(("judges", "color"), [({}, "green"), ({"EXP_002": failing()}, "red")])
+def test_badge(tmp_path, judges, color):
+    data = json.loads(badge.render(run(tmp_path, ToyWorld(), **judges)))
+    assert (data["schemaVersion"], data["label"], data["color"]) == (1, "conformance toy", color)
+    assert data["message"].endswith("claims 3/4")
+
+
+def test_all_files_are_written(failed, tmp_path):
+    page = write_all(failed, tmp_path / "there")
+    assert sorted(path.name for path in page.parent.iterdir()) == [
+        "badge.json",
+        "junit.xml",
+        "report.html",
+        "summary.md",
+    ]

@@ -1,0 +1,235 @@
+"""The world of forked ranks: every way a rank can end is told apart, named, and survived; no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from moeref_conformance.api import Cell, Layout
+from moeref_conformance.worlds import RankExit, RunOutcome
+from moeref_conformance.worlds.gloo import GlooWorld, WorldError
+from toy_targets import Toy
+
+pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
+ENTRY = "toy_targets:dispatch"
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[GlooWorld]:
+    with GlooWorld("toy_targets:target", deadline=20, grace=2, entry=ENTRY) as found:
+        yield found
+
+
+def cell(entry: str, ranks: int = 2) -> Cell:
+    return Cell(family="toy", layout_name=f"dp{ranks}", layout=Layout(world=ranks), tags=(entry,))
+
+
+def run(world: GlooWorld, folder: Path, entry: str, ranks: int = 2) -> RunOutcome:
+    outcome = world.run(cell(entry, ranks), folder, {"hf_config": str(folder)}, Toy.claims)
+    assert outcome.error == ""
+    assert [e.rank for e in outcome.exits] == list(range(ranks))
+    return outcome
+
+
+def first(outcome: RunOutcome) -> RankExit:
+    (found,) = [e for e in outcome.exits if e.first]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def gone(pids: list[int], seconds: float = 5) -> bool:
+    until = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_ranks_finish(world: GlooWorld, tmp_path: Path) -> None:
+    outcome = run(world, tmp_path, "trivial", 4)
+    assert outcome.ok
+    assert outcome.strays == 0
+    assert [e.coords for e in outcome.exits][1] == "tp0 pp0 ep0 etp0 dp1"
+    assert all(e.last_step == "open" and e.code == 0 and not e.first for e in outcome.exits)
+    seen = [json.loads((tmp_path / f"rank{r:04d}" / "seen.json").read_text()) for r in range(4)]
+    assert [s["sum"] for s in seen] == [6.0] * 4
+    assert [s["env"] for s in seen] == ["0", "1", "2", "3"]
+    assert len({s["sid"] for s in seen}) == 4
+    assert all(s["sid"] == s["pid"] for s in seen)
+    assert world.facts["versions"]["megatron-core"]
+
+
+def test_a_rank_that_finishes_early_waits_for_the_others(world: GlooWorld, tmp_path: Path) -> None:
+    assert run(world, tmp_path, "one_leaves_early", 3).ok
+
+
+@pytest.mark.parametrize(
+    ("entry", "ranks", "culprit", "kind", "code", "number", "text"),
+    [
+        ("raises", 2, 1, "raised", 3, None, "rank 1 (tp0 pp0 ep0 etp0 dp1) raised in step load"),
+        ("leaves", 3, 2, "died", 7, None, "rank 2 (tp0 pp0 ep0 etp0 dp2) died in step load: exit code 7"),
+        ("killed", 3, 0, "died", None, signal.SIGKILL, "rank 0 (tp0 pp0 ep0 etp0 dp0) died in step load: SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_named(
+    world: GlooWorld,
+    tmp_path: Path,
+    entry: str,
+    ranks: int,
+    culprit: int,
+    kind: str,
+    code: int | None,
+    number: int | None,
+    text: str,
+) -> None:
+    outcome = run(world, tmp_path, entry, ranks)
+    found = first(outcome)
+    assert (found.rank, found.kind, found.code, found.signal, found.text) == (culprit, kind, code, number, text)
+    assert not outcome.ok
+    assert not any(e.kind == "ok" for e in outcome.exits)
+    assert outcome.seconds < 10
+
+
+def test_what_was_raised_is_in_the_tail(world: GlooWorld, tmp_path: Path) -> None:
+    assert "ValueError: expert 7 is missing" in first(run(world, tmp_path, "raises")).stderr_tail
+
+
+def test_leaving_with_code_0_is_not_finishing(world: GlooWorld, tmp_path: Path) -> None:
+    outcome = run(world, tmp_path, "quits", 1)
+    assert not outcome.ok
+    assert outcome.exits[0].kind == "died"
+    assert "exit code 0 in step start before its work was over" in outcome.exits[0].text
+
+
+def test_a_hang_ends_at_the_deadline_with_stacks(world: GlooWorld, tmp_path: Path) -> None:
+    world.deadline = 5
+    try:
+        outcome = run(world, tmp_path, "hangs", 3)
+    finally:
+        world.deadline = 20
+    assert [e.kind for e in outcome.exits] == ["hung"] * 3
+    assert first(outcome).rank == 0  # the one furthest behind
+    assert "sleeps_for_ever" in outcome.exits[0].stderr_tail
+    assert "in all_reduce" in outcome.exits[1].stderr_tail
+    assert [e.last_step for e in outcome.exits] == ["open", "load", "load"]
+    assert 5 <= outcome.seconds < 8
+    assert run(world, tmp_path / "next", "trivial").ok
+
+
+def test_output_of_any_size_is_kept_in_files(world: GlooWorld, tmp_path: Path) -> None:
+    outcome = run(world, tmp_path, "prints")
+    assert outcome.ok
+    for rank in ("rank0000", "rank0001"):
+        assert (tmp_path / rank / "stdout.txt").stat().st_size == 64 * 65537 + len("native\n")
+        assert (tmp_path / rank / "stderr.txt").stat().st_size >= 64 * 65537
+    assert len(outcome.exits[0].stderr_tail) <= 8000
+
+
+def test_processes_left_behind_are_ended(world: GlooWorld, tmp_path: Path) -> None:
+    outcome = run(world, tmp_path, "grandchildren")
+    assert outcome.ok
+    assert outcome.strays == 4
+    pids = [pid for r in (0, 1) for pid in json.loads((tmp_path / f"rank{r:04d}" / "pids.json").read_text())]
+    assert len(pids) == 4
+    assert gone(pids, 0.5)
+
+
+def test_disagreeing_splits_are_named_on_every_rank(world: GlooWorld, tmp_path: Path) -> None:
+    outcome = run(world, tmp_path, "splits_disagree")
+    assert [e.kind for e in outcome.exits] == ["raised", "raised"]
+    assert "all_to_all_single in group [0, 1], rank 1: peers send [1, 0] rows, I expect [3, 0]" in (
+        outcome.exits[1].stderr_tail
+    )
+    assert "peers send [1, 0] rows, rank 1 expects [3, 0]" in outcome.exits[0].stderr_tail
+    assert run(world, tmp_path / "next", "trivial").ok
+
+
+def test_a_dead_zygote_is_a_kit_error_and_the_next_cell_runs(world: GlooWorld, tmp_path: Path) -> None:
+    os.kill(world.start()["pid"], signal.SIGKILL)
+    outcome = world.run(cell("trivial"), tmp_path / "a", {"hf_config": "."}, Toy.claims)
+    # Either it was seen dead and restarted at once, or its death was met in the middle.
+    assert outcome.ok or "the zygote died: SIGKILL" in outcome.error
+    assert run(world, tmp_path / "b", "trivial").ok
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        ("no_such_module:target", "cannot import no_such_module"),
+        ("toy_targets:no_such_name", "no_such_name"),
+        ("toy_threads:target", "threads"),
+    ],
+)
+def test_a_target_that_cannot_be_served_is_explained(
+    spec: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_threads.py").write_text(
+        "import threading, time\n"
+        "from toy_targets import target\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True, name='busy').start()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with GlooWorld(spec, entry=ENTRY) as world:
+        with pytest.raises(WorldError, match=part):
+            world.start()
+        outcome = world.run(cell("trivial"), tmp_path / "cell", {"hf_config": "."}, Toy.claims)
+        assert part in outcome.error
+
+
+def test_bad_requests_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    world = GlooWorld("toy_targets:target", entry=ENTRY)
+    with pytest.raises(ValueError, match="family=toy is not claimed"):
+        world.run(cell("trivial"), tmp_path, {"hf_config": "."}, replace(Toy.claims, families=frozenset()))
+    with pytest.raises(ValueError, match="lack 'hf_config'"):
+        world.run(cell("trivial"), tmp_path, {}, Toy.claims)
+    (tmp_path / "rank0000").mkdir()
+    with pytest.raises(ValueError, match="records of an earlier run"):
+        world.run(cell("trivial"), tmp_path, {"hf_config": "."}, Toy.claims)
+    with pytest.raises(ValueError, match="deadline"):
+        GlooWorld("x", deadline=0)
+    assert world.facts == {}
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from test_world import ENTRY, GlooWorld, Toy, cell
+with GlooWorld("toy_targets:target", deadline=60, entry=ENTRY) as world:
+    print(world.start()["pid"], flush=True)
+    world.run(cell(sys.argv[2], 2), Path(sys.argv[1]), {"hf_config": "."}, Toy.claims)
+"""
+
+
+@pytest.mark.parametrize("entry", ["waits_for_test", "grandchildren_then_wait"])
+def test_nothing_survives_a_killed_parent(tmp_path: Path, entry: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path)}
+    command = [sys.executable, "-c", PARENT, str(tmp_path), entry]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline())]
+        files = [tmp_path / f"rank{r:04d}" / "pid" for r in (0, 1)]
+        until = time.monotonic() + 30
+        while not all(f.exists() and f.read_text() for f in files):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for file in files:
+            pids += [int(pid) for pid in file.read_text().split()]
+        assert all(alive(pid) for pid in pids)
+        parent.kill()
+    assert gone(pids)

@@ -1,0 +1,122 @@
+"""A layout transform moves elements and nothing else: tag each with its identity, shard it, and look where it came out."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moeref import families
+from moeref.bridge import BridgeError, padded_vocab, shard_blocks
+from moeref.bridge.blocks import bounding, relative
+from tests.unit.models import CONFIGS, model
+
+pytestmark = pytest.mark.cpu
+ROWS = [(name, i) for name in CONFIGS for i in range(len(families.rows(model(name))))]
+
+
+def _tagged(row: families.Row, m: families.Model) -> list[np.ndarray]:
+    """Full HF tensors whose elements are numbered 1… without repetition."""
+    out, start = [], 1
+    for tensor in row.hf:
+        shape = [m.dims[d] for d in tensor.dims]
+        out.append(np.arange(start, start + np.prod(shape)).reshape(shape))
+        start += int(np.prod(shape))
+    return out
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize(("name", "index"), ROWS)
+def test_shards_and_tensors_share_every_element_once(name: str, index: int, parts: int) -> None:
+    m = model(name)
+    row = families.rows(m)[index]
+    padded = padded_vocab(m, parts, 128)
+    full = _tagged(row, m)
+    back = [np.zeros_like(t) for t in full]
+    seen: list[int] = []
+    for rank in range(parts):
+        shape, blocks = shard_blocks(m, row, rank, parts, padded=padded)
+        shard = np.zeros(shape, dtype=int)
+        for block in blocks:
+            assert not shard[block.local].any(), "two blocks write the same place"
+            shard[block.local] = full[block.source][block.remote]
+        assert row.how == "vocab" or shard.all(), "a place of the shard is left unset"
+        seen += shard[shard > 0].tolist()
+        for block in blocks:
+            back[block.source][block.remote] = shard[block.local]
+        for source in {b.source for b in blocks}:
+            base = bounding(blocks, source)
+            piece = full[source][base]
+            for block in (b for b in blocks if b.source == source):
+                assert np.array_equal(piece[relative(block.remote, base)], full[source][block.remote])
+    assert all(np.array_equal(a, b) for a, b in zip(full, back, strict=True))
+    copies = parts if row.how == "replicate" else 1
+    assert sorted(seen) == sorted(list(range(1, 1 + sum(t.size for t in full))) * copies)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_fused_experts_hold_what_the_separate_ones_hold(parts: int) -> None:
+    m = model("qwen3_moe")
+    for row in (r for r in families.rows(m) if r.fused):
+        separate = _tagged(row, m)
+        fused = np.zeros([m.dims[d] for d in row.fused.dims], dtype=int)  # type: ignore[union-attr]
+        fused[5] = np.concatenate(separate) if len(separate) == 2 else separate[0]
+        for rank in range(parts):
+            shape, apart = shard_blocks(m, row, rank, parts, padded=0, expert=5)
+            fused_shape, together = shard_blocks(m, row, rank, parts, padded=0, expert=5, fused=True)
+            assert shape == fused_shape
+            a, b = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
+            for block in apart:
+                a[block.local] = separate[block.source][block.remote]
+            for block in together:
+                b[block.local] = fused[block.remote]
+            assert np.array_equal(a, b)
+            assert a.all()
+            base = bounding(together, 0)
+            assert base[0] == 5
+            for block in together:
+                assert np.array_equal(fused[base][relative(block.remote, base)], fused[block.remote])
+
+
+def test_qkv_groups_are_contiguous_and_interleaved() -> None:
+    """Group g is [its q heads | k | v]; TP rank r has groups r·G/TP …"""
+    m = model("qwen3_moe")
+    row = next(r for r in families.rows(m) if r.how == "qkv")
+    q, k, v = _tagged(row, m)
+    expected = []
+    for group in range(4, 8):
+        for head in (2 * group, 2 * group + 1):
+            expected += list(q[head * 6 : head * 6 + 6])
+        expected += [*k[group * 6 : group * 6 + 6], *v[group * 6 : group * 6 + 6]]
+    shape, blocks = shard_blocks(m, row, 1, 2, padded=0)
+    shard = np.zeros(shape, dtype=int)
+    for block in blocks:
+        shard[block.local] = (q, k, v)[block.source][block.remote]
+    assert np.array_equal(shard, np.array(expected))
+
+
+@pytest.mark.parametrize(("how", "parts"), [("qkv", 16), ("gate_up", 3), ("row", 5), ("column", 5)])
+def test_sizes_that_do_not_divide_are_refused(how: str, parts: int) -> None:
+    m = model("qwen3_moe")
+    row = next(r for r in families.rows(m) if r.how == ("gate_up" if how == "column" else how) and r.on != "dense")
+    with pytest.raises(BridgeError, match="does not divide") as error:
+        shard_blocks(m, replace(row, how=how), 0, parts, padded=0)  # type: ignore[arg-type]
+    assert "qwen3_moe" in str(error.value)
+
+
+def test_padded_vocabulary() -> None:
+    m = model("qwen3_moe")
+    assert [padded_vocab(m, tp, 128) for tp in (1, 2, 8)] == [256, 256, 1024]
+    assert padded_vocab(m, 1, 1) == 131
+    row = families.rows(m)[0]
+    sizes = [sum(b.local[0].stop for b in shard_blocks(m, row, r, 8, padded=1024)[1]) for r in range(8)]  # type: ignore[union-attr]
+    assert sizes == [128, 3, 0, 0, 0, 0, 0, 0]
+
+
+def test_pairwise_distinct_sizes() -> None:
+    for name, tied in itertools.product(CONFIGS, (False, True)):
+        dims = model(name, tie_word_embeddings=tied).dims
+        sizes = [v for k, v in dims.items() if v and not (k == "moe_ffn" or k == "shared_ffn")]
+        assert len(set(sizes)) == len(sizes), dims

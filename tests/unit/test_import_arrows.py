@@ -1,0 +1,151 @@
+"""Who may import whom: the rooms of moeref from left to right, the kit apart from the reference, and short modules."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KIT = "conformance/moeref_conformance"
+
+#: A room -> the rooms it may import. A new room gets its place here first.
+ROOMS: dict[str, set[str]] = {
+    "layout": set(),
+    "seeds": {"layout"},
+    "config": {"layout", "families"},
+    "dispatcher": {"layout"},
+    "replay": {"layout"},
+    "families": {"layout"},
+    "bridge": {"layout", "families"},
+    "exporter": {"layout", "families", "bridge"},
+    "sync": {"layout", "families", "bridge", "exporter"},
+}
+#: Rooms at the border import any room, and no room above imports one of them.
+BORDERS = {"megatron", "vllm", "cli", "__main__"}
+#: Distributions with one door into moeref.
+DOORS = {"megatron": "megatron", "vllm": "vllm"}
+#: Rooms that are arithmetic and data.
+WITHOUT_TORCH = {"layout", "families"}
+MOST_LINES = 350
+
+
+def imported(module: tuple[str, ...], is_package: bool, source: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything that `source`, the text of `module`, imports, also inside functions."""
+    package = module if is_package else module[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            names = ".".join((*base, *(node.module or "").split("."))).strip(".")
+            # `from moeref import bridge` imports a room by its alias, so aliases count as modules.
+            yield from ((node.lineno, f"{names}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__"):
+                yield node.lineno, str(node.args[0].value)
+
+
+def refusal(file: PurePosixPath, module: tuple[str, ...], name: str) -> str | None:
+    """Why `module`, found at `file`, must not import `name`; None if it may."""
+    top, *rest = name.split(".")
+    if module[0] == "moeref_conformance":
+        allowed = top != "moeref" or file == PurePosixPath(KIT, "targets/moeref.py")
+        return None if allowed else "the kit imports the reference only in targets/moeref.py"
+    room = module[1] if len(module) > 1 else ""
+    if top == "moeref_conformance":
+        return "the reference never imports the kit"
+    if top in DOORS and room != DOORS[top]:
+        return f"only moeref/{DOORS[top]} imports {top}"
+    if top == "torch" and room in WITHOUT_TORCH:
+        return f"moeref/{room} is arithmetic and data, without torch"
+    if top != "moeref" or room in BORDERS or not rest:
+        return None
+    if rest[0] in BORDERS or (room in ROOMS and rest[0] in ROOMS and rest[0] not in ROOMS[room] | {room}):
+        return f"moeref/{room} may import {', '.join(sorted(ROOMS.get(room, ()))) or 'no other room'}"
+    return None
+
+
+def violations(file: PurePosixPath, source: str) -> list[str]:
+    """Broken arrows and excess length of one module; `file` is relative to the repository root."""
+    parts = file.with_suffix("").parts
+    module = parts[parts.index("moeref_conformance") :] if str(file).startswith(KIT) else parts
+    is_package = module[-1] == "__init__"
+    module = module[:-1] if is_package else module
+    found = [
+        f"{file}:{line}: imports {name}: {why}"
+        for line, name in imported(module, is_package, source)
+        if (why := refusal(file, module, name))
+    ]
+    if module[0] == "moeref" and len(module) > 1 and module[1] not in ROOMS.keys() | BORDERS:
+        found.append(f"{file}: moeref/{module[1]} has no place among the rooms in this test")
+    if (length := len(source.splitlines())) > MOST_LINES:
+        found.append(f"{file}: {length} lines, more than {MOST_LINES}")
+    return found
+
+
+MODULES = sorted(
+    PurePosixPath(path.relative_to(ROOT).as_posix()) for top in ("moeref", KIT) for path in (ROOT / top).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("file", MODULES, ids=str)
+def test_module_keeps_to_the_arrows(file: PurePosixPath) -> None:
+    assert violations(file, (ROOT / file).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("moeref/layout.py", "import torch"),
+        ("moeref/families/model.py", "def f():\n    from torch import nn"),
+        ("moeref/layout.py", "from moeref import families"),
+        ("moeref/layout/__init__.py", "from ..seeds import SEEDS"),
+        ("moeref/families/common.py", "from moeref.bridge.units import Unit"),
+        ("moeref/bridge/units.py", "from .. import exporter"),
+        ("moeref/exporter/plan.py", "import moeref.sync"),
+        ("moeref/replay/rows.py", "from moeref.bridge import units"),
+        ("moeref/bridge/units.py", "import megatron.core"),
+        ("moeref/exporter/plan.py", "from megatron.core import parallel_state"),
+        ("moeref/exporter/plan.py", "import importlib\nimportlib.import_module('megatron.core')"),
+        ("moeref/bridge/units.py", "from moeref.megatron import build"),
+        ("moeref/megatron/build.py", "import vllm"),
+        ("moeref/megatron/build.py", "from moeref_conformance import api"),
+        ("moeref/__init__.py", "from moeref import megatron"),
+        ("moeref/attic.py", ""),
+        ("moeref/layout.py", "x = 1\n" * 351),
+        (f"{KIT}/api.py", "from moeref.layout import Layout"),
+        (f"{KIT}/oracles/placement.py", "from moeref import bridge"),
+        (f"{KIT}/targets/faulty.py", "import moeref.bridge.units as units"),
+        (f"{KIT}/cli.py", "x = 1\n" * 351),
+    ],
+)
+def test_violation_is_found(file: str, source: str) -> None:
+    assert len(violations(PurePosixPath(file), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("moeref/bridge/units.py", "import torch\nfrom moeref import families\nfrom .blocks import Block"),
+        ("moeref/megatron/build.py", "from megatron.core import parallel_state\nfrom moeref.exporter import plan"),
+        ("moeref/layout.py", "x = 1\n" * 350),
+        (f"{KIT}/targets/moeref.py", "from moeref.megatron import build\nfrom ..api import Cell"),
+        (f"{KIT}/targets/faulty.py", "from moeref_conformance.targets import moeref\nfrom . import moeref as good"),
+        (f"{KIT}/oracles/topology.py", "from megatron.core.parallel_state import RankGenerator"),
+    ],
+)
+def test_legal_import_is_left_alone(file: str, source: str) -> None:
+    assert violations(PurePosixPath(file), source) == []
+
+
+def test_import_moeref_loads_no_framework() -> None:
+    heavy = ["megatron", "vllm", "transformers", "moeref_conformance"]
+    program = f"import sys, moeref; print(*[m for m in {heavy} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []

@@ -1,0 +1,113 @@
+"""README.md promises only what exists: commands, options, Python, and what continuous integration takes from it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of README.md in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
+FIRST_TWO = [line for line in COMMANDS if line.startswith("python3.12 ")]
+PYTHON, PYTHON_ON_RANKS = blocks("python")
+
+
+def words(command: str) -> list[str]:
+    """The last simple command of a line, without its comment."""
+    return shlex.split(command.split(" && ")[-1], comments=True)
+
+
+def output(*command: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert run.returncode == 0, f"{' '.join(command)} exits {run.returncode}: {run.stderr}"
+    return run.stdout
+
+
+def test_the_two_commands_are_one_line_each_and_bring_their_tools() -> None:
+    assert [words(line)[-1] for line in FIRST_TWO] == ["conformance", "tests"]
+    for line in FIRST_TWO:
+        venv, pip, nox = line.split(" && ")
+        assert shlex.split(venv) == ["python3.12", "-m", "venv", ".venv"]
+        assert shlex.split(pip) == [".venv/bin/pip", "install", "-q", "-c", "constraints/py312.txt", "nox[uv]"]
+        assert shlex.split(nox)[0] == ".venv/bin/nox"
+
+
+def test_constraints_pin_every_tool_of_the_two_commands() -> None:
+    pins = (ROOT / "constraints" / "py312.txt").read_text(encoding="utf-8").splitlines()
+    names = {pin.partition("==")[0] for pin in pins if not pin.startswith("#")}
+    assert all("==" in pin for pin in pins if not pin.startswith("#"))
+    assert {"nox", "uv", "torch", "megatron-core", "transformers", "pytest", "hatchling"} <= names
+
+
+def test_ci_runs_the_test_command_as_readme_has_it() -> None:
+    (pattern,) = re.findall(r"^tests=\$\(grep -E '(.+)' README\.md\)", CI, flags=re.MULTILINE)
+    assert [line for line in README.splitlines() if re.search(pattern, line)] == FIRST_TWO[1:]
+    assert 'bash -euo pipefail -c "$tests"' in CI
+
+
+def test_ci_runs_sessions_that_exist() -> None:
+    (named,) = re.findall(r"^\.venv/bin/nox -s (.+)$", CI, flags=re.MULTILINE)
+    output("nox", "--list", "-s", *named.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_names_something_that_exists(command: str) -> None:
+    program, *arguments = words(command)
+    if program == ".venv/bin/nox":
+        assert arguments[0] == "-s"
+        output("nox", "--list", "-s", *arguments[1:])  # fails on a session that does not exist
+        return
+    if program == "moeref-conformance":
+        text = output("moeref_conformance", arguments[0], "--help")
+    else:
+        assert program == "pytest"
+        assert arguments[:2] == ["--pyargs", "moeref_conformance"]  # the plugin adds its options only then
+        text = output("pytest", *arguments[:2], "--help")
+    assert [option for option in arguments if option.startswith("--") and option not in text] == []
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(([^):]+)\)", README))
+def test_links_lead_somewhere(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder,) = re.findall(r'families\.read\("(.+)"\)', PYTHON)
+    config = Qwen3MoeConfig(num_hidden_layers=4, num_experts=8, num_attention_heads=4, num_key_value_heads=2)
+    config.save_pretrained(tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(PYTHON, "README.md", "exec"), {})
+    # embedding, final norm, head; a layer has q k v o, two head norms, two norms and a router, and 3 tensors an expert
+    assert capsys.readouterr().out.startswith(f"{3 + 4 * (9 + 3 * 8)} tensors;")
+
+
+def test_python_on_ranks_names_what_exists() -> None:
+    from moeref import bridge, exporter
+
+    rooms = {"bridge": bridge, "exporter": exporter}
+    used = [
+        (node.value.id, node.attr)
+        for node in ast.walk(ast.parse(PYTHON_ON_RANKS))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in rooms
+    ]
+    assert used
+    assert [f"{room}.{name}" for room, name in used if not hasattr(rooms[room], name)] == []

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from moeref_conformance.api import Cell, Layout
 from moeref_conformance.judges import JUDGES, Case, Outcome
 from moeref_conformance.oracles.checkpoint import expected

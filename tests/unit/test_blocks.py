@@ -1,4 +1,4 @@
-"""A layout transform moves elements and nothing else: tag each with its identity, shard it, and look where it came out."""
+"""A layout transform only moves elements: tag each with its identity, shard it, and look where it came out."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_modules_that_differ_from_the_table_are_refused(table: Table) -> None:
     layer = chunks[0].decoder.layers  # type: ignore[union-attr]
     norm = getattr(layer, "0").input_layernorm
     norm.weight = torch.nn.Parameter(torch.zeros(24, dtype=torch.bfloat16))
-    with pytest.raises(BridgeError, match="the table says .* float32"):
+    with pytest.raises(BridgeError, match=r"the table says .* float32"):
         bind(table, 3, chunks)
     del norm.weight
     with pytest.raises(BridgeError, match=r"has no decoder.layers.0.input_layernorm.weight"):

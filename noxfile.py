@@ -116,6 +116,13 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *session.posargs)
 
 
+@nox.session(python=PYTHON, default=False)
+def bench(session: nox.Session) -> None:
+    """Measure, each figure next to what it is held against; `-- -k export` selects."""
+    install(session, "-e", ".[kit]", groups=("bench",))
+    session.run("pytest", "-m", "bench", "tests/bench", "-s", *session.posargs, env=ENV)
+
+
 @nox.session(python=PYTHON, reuse_venv=False, default=False)
 def build(session: nox.Session) -> None:
     """Build sdist and wheel, and use the wheel from outside the checkout."""

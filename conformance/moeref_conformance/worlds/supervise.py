@@ -23,6 +23,9 @@ from moeref_conformance.worlds.rank import STACKS, record_dir
 STDERR_TAIL = 8000  # characters
 STACK_SECONDS = 0.5  # for hung ranks to write their stacks
 LEAVE_SECONDS = 10.0  # for finished ranks to leave once released
+#: What gloo and the store say to a rank whose peer is gone. The kernel closes a dying process's connections before its
+#: end can be seen, so such an echo may come before the death that caused it.
+ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connection refused")
 
 
 class ParentGone(Exception):
@@ -39,6 +42,7 @@ class _Rank:
     timed_out: bool = False
     killed: bool = False
     first: bool = False
+    echo: bool = False  # it raised because a peer was gone
 
     @property
     def failed(self) -> bool:
@@ -46,9 +50,9 @@ class _Rank:
         return self.status is not None and not (self.finished and self.status == 0)
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Sorts failures. Within one wake-up a death precedes exceptions: peers raise when a connection breaks."""
-        return (self.raised[0], 1, self.raised[1]) if self.raised else (self.ended, 0, 0)
+    def order(self) -> tuple[bool, int, int, int]:
+        """Sorts failures: echoes last. Within one wake-up a death precedes exceptions."""
+        return (self.echo, self.raised[0], 1, self.raised[1]) if self.raised else (self.echo, self.ended, 0, 0)
 
 
 class Watch:
@@ -150,6 +154,9 @@ class Watch:
     def exits(self, cell_dir: Path, layout: Layout) -> tuple[RankExit, ...]:
         """How each rank ended, with the first failure marked."""
         events = [_events(record_dir(cell_dir, i)) for i in range(len(self.ranks))]
+        tails = [_tail(record_dir(cell_dir, i) / "stderr.txt") for i in range(len(self.ranks))]
+        for rank, tail in zip(self.ranks, tails, strict=True):
+            rank.echo = rank.raised is not None and any(text in tail for text in ECHOES)
         own = [r for r in self.ranks if r.failed and not r.killed]
         hung = [r for r in self.ranks if r.timed_out]
         if own:
@@ -165,7 +172,7 @@ class Watch:
                 signal=os.WTERMSIG(r.status) if r.status is not None and os.WIFSIGNALED(r.status) else None,
                 timed_out=r.timed_out,
                 last_step=str(events[i][-1].get("step", "start")) if events[i] else "start",
-                stderr_tail=_tail(record_dir(cell_dir, i) / "stderr.txt"),
+                stderr_tail=tails[i],
                 coords=_coords(layout, i),
                 first=r.first,
                 killed=r.killed,

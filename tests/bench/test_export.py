@@ -1,0 +1,102 @@
+"""Loading and exporting on one rank, next to what the memory itself allows: one memcpy, and a loop of tensor copies.
+
+pytest-benchmark prints each group side by side; the ratios are the result, the times are the machine's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeref.bridge import Table, hf_tensors, load
+from moeref.exporter import Plan, export
+from moeref.layout import Layout
+from tests.unit.models import model
+from tests.unit.test_loader import holder
+
+pytestmark = pytest.mark.bench
+
+
+@pytest.fixture(scope="module")
+def table() -> Table:
+    """218 MB in bf16 and 2,321 tensors: small tensors are what exports choke on."""
+    sizes = {"num_hidden_layers": 6, "hidden_size": 512, "moe_intermediate_size": 96, "num_experts": 126}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 20_000}
+    return Table(model("qwen3_moe", **sizes, dtype="bfloat16"), Layout())
+
+
+@pytest.fixture(scope="module")
+def chunks(table: Table) -> list[torch.nn.Module]:
+    return holder(table, 0)
+
+
+def _bytes(table: Table) -> int:
+    return sum(2 * torch.Size(t.shape).numel() for t in Plan(table).tensors)
+
+
+@pytest.mark.benchmark(group="export")
+def test_memcpy(benchmark: Any, table: Table) -> None:
+    source, into = torch.ones(_bytes(table), dtype=torch.uint8), torch.empty(_bytes(table), dtype=torch.uint8)
+    benchmark(into.copy_, source)
+
+
+@pytest.mark.benchmark(group="export")
+def test_copy_tensor_by_tensor(benchmark: Any, table: Table) -> None:
+    sources = [torch.ones(t.shape, dtype=torch.bfloat16) for t in Plan(table).tensors]
+    into = [torch.empty_like(s) for s in sources]
+
+    def copy() -> None:
+        for a, b in zip(into, sources, strict=True):
+            a.copy_(b)
+
+    benchmark(copy)
+
+
+@pytest.mark.benchmark(group="export")
+def test_export(benchmark: Any, table: Table, chunks: list[torch.nn.Module]) -> None:
+    plan = Plan(table)
+    assert len(plan.tensors) == 6 * (3 * 126 + 9) + 3
+
+    def stream() -> int:
+        return sum(full is not None for _, full in export(plan, 0, chunks))
+
+    assert benchmark(stream) == len(plan.tensors)
+
+
+def _write(table: Table, folder: Path) -> None:
+    save_file({t.name: torch.ones(t.shape, dtype=torch.bfloat16) for t in hf_tensors(table)}, folder / "m.safetensors")
+
+
+@pytest.mark.benchmark(group="load")
+def test_load(benchmark: Any, table: Table, chunks: list[torch.nn.Module], tmp_path: Path) -> None:
+    save_file(
+        {t.name: torch.ones(t.shape, dtype=torch.bfloat16) for t in hf_tensors(table)}, tmp_path / "m.safetensors"
+    )
+    benchmark(load, table, 0, chunks, tmp_path)
+
+
+@pytest.mark.benchmark(group="load")
+def test_read_the_file_whole(benchmark: Any, table: Table, tmp_path: Path) -> None:
+    save_file(
+        {t.name: torch.ones(t.shape, dtype=torch.bfloat16) for t in hf_tensors(table)}, tmp_path / "m.safetensors"
+    )
+    benchmark(lambda: [t.clone() for t in load_file(tmp_path / "m.safetensors").values()])
+
+
+@pytest.mark.benchmark(group="plan")
+def test_plan_of_qwen3_30b(benchmark: Any) -> None:
+    """18,867 tensors at TP2·PP4·EP8: plan and one rank's table, without weights or a collective."""
+    sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936}
+    big = model("qwen3_moe", **sizes, num_experts_per_tok=8, dtype="bfloat16")
+
+    def plan() -> int:
+        made = Table(big, Layout.parse("tp=2,pp=4,ep=8,etp=1,world=64"))
+        made.placed(63)
+        return len(Plan(made).tensors)
+
+    assert benchmark(plan) == 18_867

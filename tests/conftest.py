@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects and before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what runs without a GPU (benches are asked for by `nox -s bench`), and keep tests that start rank processes on one xdist worker."""
+    """Mark what runs without a GPU, benches apart, and keep tests that start rank processes on one xdist worker."""
     for item in items:
         if item.get_closest_marker("gpu") is None and item.get_closest_marker("bench") is None:
             item.add_marker(pytest.mark.cpu)

@@ -1,4 +1,4 @@
-"""The command line: `list`, `smoke`, `run`, `report`, `diff`.
+"""The command line: `list`, `smoke`, `run`, `inputs`, `report`, `diff`.
 
 Exit codes: 0 conformant, 1 not conformant, 2 bad input or an error of the kit, 3 incomplete.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, help_text in (("run", "judge a target"), ("smoke", "judge the adapter in seconds")):
         run = commands.add_parser(name, help=help_text)
-        run.add_argument("--target", required=True, help="a name or module:attr; `moeref` is built in")
+        run.add_argument("--target", required=True, help="a name, module:attr or dump:DIR; `moeref` is built in")
         run.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"where results go (default: {OUT})")
         run.add_argument("--known", type=Path, metavar="FILE", help="known failures (default: known/<target>.toml)")
         run.add_argument("--deadline", type=float, default=120.0, metavar="S", help="seconds a cell may take")
@@ -60,6 +62,13 @@ def _parser() -> argparse.ArgumentParser:
         run.add_argument("--keep", type=Path, metavar="DIR", help="keep the records of all ranks here")
         _selection(run, matrix="smoke" if name == "smoke" else "cpu")
         run.set_defaults(command=_run)
+
+    inputs = commands.add_parser(
+        "inputs", help="write the checkpoint and tokens of a cell, for a run recorded elsewhere"
+    )
+    inputs.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
+    _selection(inputs)
+    inputs.set_defaults(command=_inputs)
 
     report = commands.add_parser("report", help="write the reports of a results.jsonl again")
     report.add_argument("results", type=Path)
@@ -135,6 +144,22 @@ def _run(options: argparse.Namespace) -> int:
     with Progress(len(plan.cells)) as progress:
         results = run(plan, options.out, progress)
     return _say(results, write_all(results, options.out))
+
+
+def _inputs(options: argparse.Namespace) -> int:
+    from moeref_conformance.oracles.checkpoint import expected
+
+    if options.out.exists():
+        raise BadInput(f"{options.out} exists; name a folder that does not")
+    cells = matrices.load(options.matrix).select(options.cell)
+    with tempfile.TemporaryDirectory() as made_here:
+        for variant, cell in {cell.variant: cell for cell in cells}.items():
+            inputs, folder = expected(cell, Path(made_here)).inputs, options.out / variant
+            # Only what a run needs: the expected logits stay here.
+            shutil.copytree(inputs["checkpoint"], folder / "checkpoint")
+            shutil.copy(inputs["tokens"], folder / "tokens.safetensors")
+            print(f"{variant}: {folder / 'checkpoint'} and {folder / 'tokens.safetensors'}")
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 
 from moeref_conformance.compare import raw
 
 Where = tuple[str, int]
+#: Stands for the name of a line's tensor where the line is all zero.
+_ZERO = "zero"
 
 
 @dataclass
 class Context:
-    """All tensors that might have been mistaken for one another, by name, and how many layers are dense."""
+    """All tensors that might have been mistaken for one another, by name, and how many layers are dense.
+
+    A context of one rank's shards has `behind` it that of the whole checkpoint, where lines are looked for that no
+    shard of the rank holds, and in `parts` the names there of the tensors that a shard is made of.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     dense_prefix: int = 0
+    behind: Context | None = None
+    parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> dict[bytes, Where]:
@@ -35,6 +43,22 @@ class Context:
     def whole(self) -> dict[bytes, str]:
         """Bytes of every tensor -> name."""
         return {octets(tensor): name for name, tensor in self.tensors.items()}
+
+    def line(self, line: bytes, columns: bool) -> Where | None:
+        """Where a row or column is, here or behind."""
+        found = (self.columns if columns else self.rows).get(line)
+        return self.behind.line(line, columns) if found is None and self.behind is not None else found
+
+    def named(self, got: torch.Tensor) -> str:
+        """The name of the tensor that has the shape and bytes of `got`, here or behind; empty if none has."""
+        name = self.whole.get(octets(got))
+        if name is not None and self.tensors[name].shape == got.shape:
+            return name
+        return self.behind.named(got) if self.behind is not None else ""
+
+    def sources(self, name: str) -> list[torch.Tensor]:
+        """The full tensors that the shard `name` is made of; none for a name that is no shard."""
+        return [self.behind.tensors[part] for part in self.parts.get(name, ())] if self.behind is not None else []
 
 
 def octets(tensor: torch.Tensor) -> bytes:
@@ -56,6 +80,12 @@ def lines_of(tensor: torch.Tensor, columns: bool) -> list[bytes]:
     flat = tensor.detach().reshape(-1, tensor.shape[-1])
     flat = (flat.T if columns else flat).contiguous()
     return [row.tobytes() for row in flat.view(torch.uint8).numpy()] if flat.numel() else []
+
+
+def zeros_of(tensor: torch.Tensor, columns: bool) -> list[bool]:
+    """Which of the lines of `lines_of` are zero, of either sign."""
+    flat = tensor.detach().reshape(-1, tensor.shape[-1])
+    return [not used for used in (flat != 0).any(0 if columns else 1).tolist()] if flat.numel() else []
 
 
 def span(start: int, count: int) -> str:
@@ -107,25 +137,51 @@ def runs(flags: list[bool]) -> list[tuple[int, int]]:
     return found
 
 
-def moved_rows(name: str, got: torch.Tensor, context: Context) -> str:
+def shifted(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+    """`expert 8` if every row (or column) of `got` stands where the expected one stands, in tensors so related.
+
+    That tells of a shard made of several tensors, all of them those of another expert, layer or kind.
+    """
+    if expected.dim() != 2 or expected.shape != got.shape:
+        return ""
+    for columns in (False, True):
+        relations = set()
+        for right, wrong in zip(lines_of(expected, columns), lines_of(got, columns), strict=True):
+            mine, other = (_at_the_source(context, line, columns) for line in (right, wrong))
+            if mine is None or other is None or mine[1] != other[1]:
+                break
+            relations.add(relation(mine[0], other[0], context.dense_prefix))
+        else:
+            if len(relations) == 1 and relations != {"itself"}:
+                return relations.pop()
+    return ""
+
+
+def _at_the_source(context: Context, line: bytes, columns: bool) -> Where | None:
+    return (context.behind or context).line(line, columns)
+
+
+def moved_lines(name: str, got: torch.Tensor, context: Context) -> str:
     """`moved` for a tensor whose shape is wrong."""
-    return moved(name, got, context, Context({}), False) if got.dim() >= 2 else ""
+    if got.dim() < 2:
+        return ""
+    return first_of(*(partial(moved, name, got, context, Context({}), columns) for columns in (False, True)))
 
 
 def moved(name: str, got: torch.Tensor, context: Context, own: Context, columns: bool) -> str:
     """Rows (or columns) of `got` found elsewhere, told as runs; empty unless at least half of them are known."""
-    table, mine = (context.columns, own.columns) if columns else (context.rows, own.rows)
-    lines = lines_of(got, columns)
-    found = [mine.get(line) or table.get(line) for line in lines]
-    if not lines or sum(f is not None for f in found) * 2 < len(lines):
+    found = [
+        (_ZERO, 0) if zero else own.line(line, columns) or context.line(line, columns)
+        for line, zero in zip(lines_of(got, columns), zeros_of(got, columns), strict=True)
+    ]
+    if sum(f is not None for f in found) * 2 < len(found) or all(f is None or f[0] == _ZERO for f in found):
         return ""
     word = "columns" if columns else "rows"
     if all(f is not None and f[0] == name for f in found):
         order = [f[1] for f in found if f is not None]
         if sorted(order) == list(range(len(order))):
-            return (
-                f"{word} permuted within the tensor ({'; '.join(_tell(name, s, word) for s in _segments(found)[:2])})"
-            )
+            told = "; ".join(_tell(name, s, word) for s in _segments(found)[:2])
+            return f"{word} permuted within the tensor ({told})"
     strange = [s for s in _segments(found) if (s[2], s[3]) != (name, s[0])]
     if not strange:
         return ""
@@ -140,7 +196,7 @@ def _segments(found: list[Where | None]) -> list[tuple[int, int, str, int]]:
         source, line = where if where is not None else ("", 0)
         if out:
             start, count, last, at = out[-1]
-            if last == source and (not source or at + count == line):
+            if last == source and (source in ("", _ZERO) or at + count == line):
                 out[-1] = (start, count + 1, last, at)
                 continue
         out.append((i, 1, source, line))
@@ -151,5 +207,12 @@ def _tell(name: str, segment: tuple[int, int, str, int], word: str) -> str:
     start, count, source, at = segment
     here = f"{word} {span(start, count)}"
     if not source:
-        return f"{here} unknown"
+        return f"{here} are nowhere in the checkpoint"
+    if source == _ZERO:
+        return f"{here} are zero"
     return f"{here} are {word} {span(at, count)} of {'itself' if source == name else source}"
+
+
+def first_of(*trials: Callable[[], str]) -> str:
+    """What the first trial says that says something."""
+    return next((said for trial in trials if (said := trial())), "")

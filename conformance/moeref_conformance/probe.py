@@ -10,7 +10,7 @@ import json
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeref_conformance.api import Cell, Export, Forward, Session, Target, World, to_plain
+from moeref_conformance.api import Cell, Export, Forward, NameRow, Session, Target, TensorMeta, World, to_plain
 from moeref_conformance.records import EVENTS
 
 #: Exact in every floating dtype, and changes sign, so that a zero or an absolute value cannot hide a stale tensor.
@@ -102,7 +102,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
         if "export" in facets:
             log.step("topology", _topology)
         if "names" in facets:
-            log.step("names", lambda: [to_plain(row) for row in _facet(session, "names").table(world.rank)])
+            log.step("names", lambda: plain_rows(_facet(session, "names").table(world.rank), NameRow))
         if "export" in facets:
             _export_steps(log, session, inputs, forward="forward" in facets)
     except BaseException as error:
@@ -120,6 +120,19 @@ def _facet(session: Session, name: str) -> Any:
     if facet is None:
         raise TypeError(f"the target claims the facet {name!r} but its session has None for it")
     return facet
+
+
+def plain_rows(rows: Any, kind: type) -> list[dict[str, Any]]:
+    """A target's answer as plain values. Raises TypeError that names what came instead of rows of `kind`."""
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"expected rows of api.{kind.__name__}, the target gave {rows!r}")
+    made = list(rows)
+    for row in made:
+        if not isinstance(row, kind):
+            raise TypeError(
+                f"expected rows of api.{kind.__name__}, the target gave a {type(row).__name__}: {row!r:.80}"
+            )
+    return [to_plain(row) for row in made]
 
 
 def _topology() -> dict[str, Any] | None:
@@ -164,7 +177,7 @@ def _export_steps(log: _Log, session: Session, inputs: Mapping[str, str], forwar
     export: Export = _facet(session, "export")
     log.step("load", lambda: export.load(Path(inputs["checkpoint"])))
     log.step("shards", lambda: log.save("shards", {f"{c}:{n}": t for c, n, _, t in held_tensors(export.chunks())}))
-    log.step("plan", lambda: [to_plain(meta) for meta in export.plan()])
+    log.step("plan", lambda: plain_rows(export.plan(), TensorMeta))
     log.step("export", lambda: _stream(log, "export", export))
     if forward:
         log.step("forward", lambda: _forward(log, _facet(session, "forward"), Path(inputs["tokens"])))
@@ -190,6 +203,9 @@ def _stream(log: _Log, step: str, export: Export) -> list[dict[str, Any]]:
     stream = iter(export.stream())
     while (item := next(stream, None)) is not None:
         meta, tensor = item
+        if not isinstance(meta, TensorMeta) or not (tensor is None or isinstance(tensor, torch.Tensor)):
+            what = f"{type(meta).__name__}, {type(tensor).__name__}"
+            raise TypeError(f"stream() gave ({what}), expected (api.TensorMeta, torch.Tensor or None)")
         alive = sum(1 for ref in earlier if ref() is not None)
         rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": alive})
         if tensor is not None:

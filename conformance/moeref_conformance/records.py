@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeref_conformance.api import Cell, NameRow, to_plain
+from moeref_conformance.stacks import waits
 from moeref_conformance.worlds import RankExit
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
         return None
     at = float(record.events[-1].get("at", 0.0)) if record.events else 0.0
     kind, step, detail = end.kind, end.last_step or record.last_step, f"{end.text}. {_tail(end.stderr_tail)}"
+    if kind == "hung":
+        detail = waits(end.stderr_tail) or detail
     if raised is not None:
         kind, step, at = "raised", raised["step"], float(raised.get("at", at))
         detail = f"{raised['error']['type']}: {raised['error']['message']}"

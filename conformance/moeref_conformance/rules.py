@@ -43,6 +43,7 @@ class Rule:
     why: tuple[str, ...] = ()
     since: str = ""
     faults: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
     @property
     def group(self) -> str:
@@ -111,7 +112,7 @@ def _rule(rule_id: str, entry: Any) -> Rule:
     where = f"rules: {rule_id}"
     if not re.fullmatch(r"[A-Z]{3}-\d{3}", rule_id):
         raise BadInput(f"{where}: an id is three capitals, a dash and three digits")
-    lists = ("facets", "worlds", "requires", "why", "faults")
+    lists = ("facets", "worlds", "requires", "why", "faults", "steps")
     check_keys(where, entry, ("level", "text", "since", *lists), ("level", "text", "facets", "worlds", "why", "since"))
     if entry["level"] not in LEVELS:
         raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")

@@ -26,6 +26,7 @@ from moeref_conformance.plan import Plan, header, repeat
 from moeref_conformance.records import Observation
 from moeref_conformance.results import Results, Verdict, Writer
 from moeref_conformance.rules import Rule
+from moeref_conformance.targets.dump import DumpTarget
 from moeref_conformance.worlds import RunOutcome
 
 
@@ -53,11 +54,15 @@ def machinery() -> Machinery:
     """The real worlds, oracle and judges."""
     from moeref_conformance.judges import JUDGES
     from moeref_conformance.oracles.checkpoint import expected
+    from moeref_conformance.worlds.dump import DumpWorld
     from moeref_conformance.worlds.gloo import GlooWorld
     from moeref_conformance.worlds.static import StaticWorld
 
     @contextmanager
     def gloo(plan: Plan, device: str) -> Iterator[RunsCells]:
+        if isinstance(plan.target, DumpTarget):
+            yield DumpWorld(plan.target)
+            return
         with GlooWorld(plan.settings.target, deadline=plan.settings.deadline, device=device) as world:
             world.start()  # a target that cannot be imported there ends the run here, not cell by cell
             yield world
@@ -128,6 +133,8 @@ class Runner(AbstractContextManager["Runner"]):
             if why_not or missing:
                 reason = why_not or f"the target does not claim {' and '.join(missing)}"
                 verdicts[rule.id] = Verdict(cell=cell.id, rule=rule.id, status="unclaimed", reason=reason)
+            elif unrecorded := self._unrecorded(cell, rule):
+                verdicts[rule.id] = Verdict(cell=cell.id, rule=rule.id, status="unclaimed", reason=unrecorded)
             elif not self.plan.enabled(cell, rule):
                 reason = (
                     "not in the selection" if rule.id not in self.plan.selected else "not in this grid of the matrix"
@@ -151,6 +158,13 @@ class Runner(AbstractContextManager["Runner"]):
                 if not self.plan.settings.keep and not _is_baseline(cell):
                     shutil.rmtree(self._cell_dir(cell), ignore_errors=True)
         return [verdicts[rule.id] for rule in self.plan.rules_of(cell)], seconds
+
+    def _unrecorded(self, cell: Cell, rule: Rule) -> str:
+        """What a dump lacks for the rule; nothing is lacking where a target runs."""
+        if not isinstance(self.plan.target, DumpTarget):
+            return ""
+        lacking = [step for step in rule.steps if step not in self.plan.target.steps(cell)]
+        return f"the dump has no record of {' and '.join(lacking)}" if lacking else ""
 
     def _gap(self, world: str) -> str:
         """Why cells of this world cannot be run here, if so."""
@@ -212,7 +226,8 @@ class Runner(AbstractContextManager["Runner"]):
     def _judge(self, case: Case, rule: Rule, so_far: Mapping[str, Verdict], remark: str) -> Verdict:
         cell = case.cell
         for needed in rule.requires:
-            if needed in so_far and so_far[needed].status != "pass":
+            # A dump may leave a prerequisite unclaimed; what it did record is judged all the same.
+            if needed in so_far and so_far[needed].status not in ("pass", "unclaimed"):
                 reason = f"requires {needed}, which did not pass ({so_far[needed].status})"
                 return self._verdict(cell, rule, "untested", reason=reason)
         judge = self._parts.judges.get(rule.id)

@@ -19,7 +19,7 @@ from moeref_conformance.oracles.checkpoint import (
 )
 
 pytestmark = pytest.mark.cpu
-FAMILIES = ("qwen3_moe", "glm4_moe")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral")
 VARIANTS = ({}, {"dtype": "bfloat16"}, {"tied": True}, {"spelling": "fused"}, {"layers": 6})
 
 
@@ -43,7 +43,9 @@ def test_variant(family: str, more: dict[str, object], work: Path) -> None:
     assert ("lm_head.weight" in made.tensors) is not want.tied
     fused = any("gate_up_proj" in name for name in made.tensors)
     assert fused is (want.spelling == "fused")
-    sizes = [made.config[k] for k in ("hidden_size", "moe_intermediate_size", "intermediate_size", "vocab_size")]
+    widths = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
+    keys = ("hidden_size", "intermediate_size", "vocab_size", *(k for k in widths if made.config.get(k)))
+    sizes = [made.config[k] for k in keys]
     assert len(set(sizes)) == len(sizes)
     dtype = getattr(torch, want.dtype)
     for name, tensor in made.tensors.items():
@@ -61,7 +63,26 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
     index = json.loads((made.dir / "checkpoint" / INDEX).read_text())
     assert set(index["weight_map"]) == set(made.tensors)
     assert len(set(index["weight_map"].values())) >= 3
-    assert "model.layers.1.mlp.experts.15.down_proj.weight" in made.tensors
+    last = "block_sparse_moe.experts.15.w2" if family == "mixtral" else "mlp.experts.15.down_proj"
+    assert f"model.layers.7.{last}.weight" in made.tensors
+
+
+def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: Path) -> None:
+    made, plain = expected(cell(mtp=2), work), expected(cell(), work)
+    assert made.config["num_nextn_predict_layers"] == 2
+    assert torch.equal(made.logits_BSV, plain.logits_BSV)
+    assert all(torch.equal(made.tensors[name], tensor) for name, tensor in plain.tensors.items())
+    parts = {n.removeprefix("model.layers.7.") for n in plain.tensors if n.startswith("model.layers.7.")}
+    parts |= {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
+    parts |= {"embed_tokens.weight", "shared_head.head.weight"}
+    more = made.tensors.keys() - plain.tensors.keys()
+    assert more == {f"model.layers.{layer}.{part}" for layer in (8, 9) for part in parts}
+    assert torch.equal(made.tensors["model.layers.9.embed_tokens.weight"], made.tensors["model.embed_tokens.weight"])
+    assert made.tensors["model.layers.8.eh_proj.weight"].shape == (40, 80)
+    index = json.loads((made.dir / "checkpoint" / INDEX).read_text())
+    assert set(index["weight_map"]) == set(made.tensors)
+    with pytest.raises(ValueError, match="untied per_expert"):
+        expected(cell(mtp=1, tied=True), work)
 
 
 @pytest.mark.parametrize("spelling", ["per_expert", "fused"])

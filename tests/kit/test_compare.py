@@ -92,6 +92,29 @@ def test_transposed() -> None:
     assert diagnose("x", square, square.T, Context({"x": square})) == "equals its transpose"
     assert say(GATE, CHECKPOINT[GATE].T) == "equals its transpose"
     assert say(GATE, CHECKPOINT[GATE].reshape(10, 16)) == "the right elements in another shape"
+    stack = torch.randn(4, 6, 10)
+    turned = "equals its transpose (last two dimensions swapped)"
+    assert diagnose("x", stack, stack.transpose(1, 2), Context({"x": stack})) == turned
+
+
+def test_strided_tensor_read_flat() -> None:
+    want = CHECKPOINT[GATE]
+    said = "its elements are in the storage order of its transpose: a strided tensor was read flat"
+    assert say(GATE, want.t().contiguous().view(-1).view(want.shape)) == said
+    shards = [x.t().contiguous().view(-1).view(x.shape) for x in want.chunk(2)]
+    assert say(GATE, torch.cat(shards)).startswith("the elements of each of 2 shards of dim 0 are in the storage order")
+
+
+@pytest.mark.parametrize(("cut", "join", "size"), [(1, 0, 2), (0, 1, 4)])
+def test_shards_joined_along_another_axis(cut: int, join: int, size: int) -> None:
+    got = torch.cat(CHECKPOINT[GATE].chunk(size, cut), join)
+    assert say(GATE, got) == f"{size} TP or ETP shards of dim {cut} concatenated on dim {join}"
+
+
+def test_shards_in_another_order() -> None:
+    first, second = CHECKPOINT[DOWN].chunk(2, 1)
+    assert say(DOWN, torch.cat([second, first], 1)) == "TP or ETP shards of dim 1 in the order 1, 0"
+    assert say(DOWN, torch.cat([second, second], 1)) == "TP or ETP shards of dim 1 are 1, 1"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +153,8 @@ def test_shards_not_rechunked(size: int) -> None:
 def test_halves_swapped() -> None:
     fused = torch.cat([CHECKPOINT[GATE], CHECKPOINT[UP]])
     got = torch.cat([CHECKPOINT[UP], CHECKPOINT[GATE]])
-    assert diagnose("fc1", fused, got, CONTEXT).startswith("halves swapped")
+    said = "halves swapped: up before gate"
+    assert diagnose("decoder.layers.3.mlp.linear_fc1.weight", fused, got, CONTEXT) == said
 
 
 @pytest.mark.parametrize(("index", "name"), enumerate([Q, K, V]))
@@ -144,8 +168,8 @@ def test_interleave_of_kv_groups_lost(index: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "said"),
     [
-        (slice(8, 16), slice(None), "rows 8–15 are zero: a shard is missing"),
-        (slice(None), slice(0, 5), "columns 0–4 are zero: a shard is missing"),
+        (slice(8, 16), slice(None), "rows 8–15 are zero: shard 1 of 2 is missing"),
+        (slice(None), slice(0, 5), "columns 0–4 are zero: shard 0 of 2 is missing"),
         (slice(3, 4), slice(None), "rows 3 are zero: a shard is missing"),
     ],
 )
@@ -159,6 +183,10 @@ def test_rows_of_another_tensor() -> None:
     got = CHECKPOINT[GATE].clone()
     got[8:] = CHECKPOINT[UP][2:10]
     assert say(GATE, got) == f"rows 8–15 are rows 2–9 of {UP}"
+    got[12:] = -0.0
+    assert say(GATE, got) == f"rows 8–11 are rows 2–5 of {UP}; rows 12–15 are zero"
+    got[12:] = torch.randn(4, 10)
+    assert say(GATE, got) == f"rows 8–11 are rows 2–5 of {UP}; rows 12–15 are nowhere in the checkpoint"
 
 
 def test_columns_of_another_tensor() -> None:
@@ -169,17 +197,17 @@ def test_columns_of_another_tensor() -> None:
 
 
 def test_rows_and_columns_permuted() -> None:
-    rows = CHECKPOINT[GATE].roll(4, 0)
+    rows = CHECKPOINT[GATE].roll(3, 0)
     assert say(GATE, rows) == (
-        "rows permuted within the tensor (rows 0–3 are rows 12–15 of itself; rows 4–15 are rows 0–11 of itself)"
+        "rows permuted within the tensor (rows 0–2 are rows 13–15 of itself; rows 3–15 are rows 0–12 of itself)"
     )
     columns = CHECKPOINT[DOWN][:, torch.arange(16).roll(3)]
     assert say(DOWN, columns).startswith("columns permuted within the tensor (columns 0–2 are columns 13–15 of itself")
 
 
 def test_rows_copied() -> None:
-    got = torch.cat([CHECKPOINT[GATE][:8], CHECKPOINT[GATE][:8]])
-    assert say(GATE, got) == "rows 8–15 are rows 0–7 of itself"
+    got = torch.cat([CHECKPOINT[GATE][:9], CHECKPOINT[GATE][:7]])
+    assert say(GATE, got) == "rows 9–15 are rows 0–6 of itself"
 
 
 def test_padding() -> None:
@@ -213,13 +241,91 @@ def test_arithmetic() -> None:
     want = CHECKPOINT[GATE]
     assert say(GATE, want * 2) == "is 2 times the expected tensor"
     assert say(GATE, want + 1e-6).startswith("arithmetic, not movement: differs by at most ")
-    assert say(GATE, torch.randn(16, 10)) == "no known pattern"
+    noisy = want * (1 + 0.05 * torch.randn(16, 10))
+    assert say(GATE, noisy) == "arithmetic, not movement: close to the expected values, and no element is equal"
+
+
+def test_nothing_of_the_checkpoint() -> None:
+    said = "nothing of it is in the checkpoint: an initial value, or memory never written"
+    assert say(GATE, torch.randn(16, 10)) == said
+    assert say(GATE, torch.randn(16, 12)) == said
+    assert say(GATE, torch.ones(16, 10)) == "all elements are 1: an initial value, never loaded"
+    shuffled = CHECKPOINT[GATE].reshape(-1)[torch.randperm(160)].reshape(16, 10)
+    assert say(GATE, shuffled) == "the expected elements in another order"
+    some = CHECKPOINT[GATE].clone()
+    some[:, 3:] = torch.randn(16, 7)
+    assert say(GATE, some) == "no known pattern"
 
 
 def test_vectors() -> None:
     name = "model.layers.3.input_layernorm.weight"
     got = CHECKPOINT[name].clone()
     got[5:] = 0
-    assert say(name, got) == "elements 5–9 are zero: a shard is missing"
+    assert say(name, got) == "elements 5–9 are zero: shard 1 of 2 is missing"
     assert say(name, CHECKPOINT[name.replace(".3.", ".2.")].clone()) == "is layer -1 = dense prefix"
     assert diagnose("s", torch.tensor(1.0), torch.tensor(3.0), CONTEXT) == "is 3 times the expected tensor"
+
+
+# What one rank holds: shards, looked for among its own and then in the checkpoint behind them.
+
+FC1, QKV, FC2 = (
+    "decoder.layers.3.mlp.experts.5.linear_fc1.weight",
+    "decoder.layers.3.self_attention.linear_qkv.weight",
+    "decoder.layers.3.mlp.experts.5.linear_fc2.weight",
+)
+PARTS = {FC1: (GATE, UP), QKV: (Q, K, V), FC2: (DOWN,)}
+
+
+def fc1(expert: str = "experts.5", rank: int = 0) -> torch.Tensor:
+    return torch.cat([CHECKPOINT[n.replace("experts.5", expert)].chunk(2)[rank] for n in (GATE, UP)])
+
+
+def qkv(rank: int = 0) -> torch.Tensor:
+    """Two of the four groups of two query heads, a key head and a value head, each 3 wide."""
+    groups = [torch.cat([CHECKPOINT[n].chunk(4)[g] for n in (Q, K, V)]) for g in range(4)]
+    return torch.cat(groups[2 * rank : 2 * rank + 2])
+
+
+def say_of_shard(name: str, got: torch.Tensor) -> str:
+    """Rank 0 of TP=2."""
+    right = {FC1: fc1(), QKV: qkv(), FC2: CHECKPOINT[DOWN].chunk(2, 1)[0]}
+    return diagnose(name, right[name], got, Context(right, 1, behind=CONTEXT, parts=PARTS))
+
+
+def test_shard_is_a_part_of_one_tensor() -> None:
+    said = "TP shard is a contiguous part of cat(gate and up): rows 0–15 of 32"
+    assert say_of_shard(FC1, torch.cat([CHECKPOINT[GATE], CHECKPOINT[UP]])[:16]) == said
+    said = "TP shard is a contiguous part of cat(q, k and v): rows 24–47 of 48"
+    assert say_of_shard(QKV, torch.cat([CHECKPOINT[n] for n in (Q, K, V)])[24:]) == said
+
+
+def test_shard_of_stacked_q_k_v() -> None:
+    got = torch.cat([CHECKPOINT[n].chunk(2)[0] for n in (Q, K, V)])
+    assert say_of_shard(QKV, got) == "q, k and v stacked: the interleave of KV groups is lost"
+
+
+def test_shard_of_another_rank() -> None:
+    assert say_of_shard(FC1, fc1(rank=1)) == "is shard 1 of 2 of dim 0: another rank's"
+    assert say_of_shard(FC2, CHECKPOINT[DOWN].chunk(2, 1)[1]) == "is shard 1 of 2 of dim 1: another rank's"
+    said = "is shard 3 of 4 of dim 1: a cut over 4 ranks instead of 2"
+    assert say_of_shard(FC2, CHECKPOINT[DOWN].chunk(4, 1)[3]) == said
+
+
+def test_shard_of_another_expert() -> None:
+    assert say_of_shard(FC1, fc1("experts.2")) == "is expert 2"
+    other = CHECKPOINT[DOWN.replace("layers.3", "layers.4")].chunk(2, 1)[0]
+    assert say_of_shard(FC2, other) == "is layer +1 = dense prefix"
+
+
+def test_experts_of_a_fused_tensor() -> None:
+    name = "model.layers.3.mlp.experts.gate_up_proj"
+    want = torch.randn(4, 32, 10)
+    moved = want.clone()
+    moved[2:] = want[:2]
+    inside = Context({name: want})
+    assert diagnose(name, want, moved, inside) == "2 of 4 experts: expert 2 is expert 0"
+    shards = torch.cat([x for g, u in zip(want[1].chunk(4)[:2], want[1].chunk(4)[2:], strict=True) for x in (g, u)])
+    joined = want.clone()
+    joined[1] = shards
+    said = "1 of 4 experts: expert 1 TP shards concatenated without re-chunking gate and up (TP=2)"
+    assert diagnose(name, want, joined, inside) == said

@@ -49,6 +49,8 @@ def test_cpu_covers_every_axis_alone_and_together():
         ('layout = ["tp2"]', 'layout = ["tp2"]\ndtyp = ["float32"]', "unknown key 'dtyp'; did you mean 'dtype'"),
         ('layout = ["tp2"]', 'layout = ["tp2"]\ndtype = ["float16"]', "unknown dtype 'float16'"),
         ('layout = ["tp2"]', 'layout = ["tp2"]\ntied = "yes"', "not true or false"),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\nmtp = [true]', "not a number of layers"),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\nnorms = ["inside"]', "unknown norms 'inside'"),
         ('layout = ["tp2"]', 'layout = ["tp2"]\nrules = ["XXX"]', "no rule starts with 'XXX'"),
         ('layout = ["tp2"]', "layout = []", "non-empty list"),
     ],

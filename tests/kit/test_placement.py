@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import handmade
@@ -154,6 +155,51 @@ def test_grouped_and_wrapped_spellings(work: Path) -> None:
     norm = placed.held(0, 0, "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", ())
     assert norm.hf == ("model.layers.1.input_layernorm.weight",)
     assert plain_local("module.module.x") == "x"
+
+
+def test_latent_attention(work: Path) -> None:
+    placed, prefix = oracle(work, family="deepseek_v3", tp=4), "decoder.layers.0.self_attention."
+    whole = {
+        "linear_q_down_proj.weight": "q_a_proj",
+        "linear_q_up_proj.layer_norm_weight": "q_a_layernorm",
+        "q_layernorm.weight": "q_a_layernorm",
+        "linear_kv_down_proj.weight": "kv_a_proj_with_mqa",
+        "linear_kv_up_proj.layer_norm_weight": "kv_a_layernorm",
+        "kv_layernorm.weight": "kv_a_layernorm",
+    }
+    for local, hf in whole.items():
+        held = placed.held(1, 0, prefix + local, ())
+        assert held.hf == (f"model.layers.0.self_attn.{hf}.weight",)
+        assert torch.equal(held.tensor, placed.tensors[held.hf[0]])
+    for local, hf in (("linear_q_up_proj", "q_b_proj"), ("linear_kv_up_proj", "kv_b_proj")):
+        full = placed.tensors[f"model.layers.0.self_attn.{hf}.weight"]
+        parts = [placed.held(rank, 0, f"{prefix}{local}.weight", ()).tensor for rank in range(4)]
+        assert torch.equal(torch.cat(parts), full)
+    with pytest.raises(Unknown):
+        placed.held(0, 0, prefix + "linear_qkv.weight", ())
+
+
+def test_multi_token_prediction(work: Path) -> None:
+    alone = {"pp": 4, "layout": "Ett|ttt|ttt|mL"}
+    made = replace(cell(**alone), mtp=1)
+    want = expected(made, work)
+    placed = Placement(made, want.config, want.tensors)
+    assert (placed.mtp, placed.final) == ((3, 0), (2, 0))
+    inner = placed.held(3, 0, "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.5.linear_fc2.weight", ())
+    assert (inner.layer, inner.expert) == (8, 5)
+    assert torch.equal(inner.tensor, placed.tensors["model.layers.8.mlp.experts.5.down_proj.weight"])
+    assert placed.held(3, 0, "mtp.layers.0.final_layernorm.weight", ()).hf == (
+        "model.layers.8.shared_head.norm.weight",
+    )
+    for rank in (0, 3):
+        held = placed.held(rank, 0, "embedding.word_embeddings.weight", (256, 40))
+        assert held.hf == ("model.embed_tokens.weight", "model.layers.8.embed_tokens.weight")
+        assert set(held.hf) <= placed.hf_names(rank)
+    assert placed.held(2, 0, "decoder.final_layernorm.weight", ()).hf == ("model.norm.weight",)
+    for rank, local in ((2, "mtp.layers.0.enorm.weight"), (3, "decoder.final_layernorm.weight")):
+        with pytest.raises(Unknown):
+            placed.held(rank, 0, local, ())
+    assert "model.layers.8.eh_proj.weight" in placed.hf_names(3) - placed.hf_names(2)
 
 
 @pytest.mark.parametrize(

@@ -46,20 +46,21 @@ def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> 
         found.append(finding(case, record.rank, "shards", message, hf_name=name))
     if trouble:
         near = _local_context(oracle, record, whole)
-        found += [_differs(case, record.rank, near, whole, *one) for one in trouble]
+        found += [_differs(case, record.rank, near, *one) for one in trouble]
     return found
 
 
 def _local_context(oracle: Placement, record: RankRecord, whole: Context) -> Context:
     """What all local tensors of this rank must hold: a shard is first looked for among its neighbours."""
-    right = {}
+    right, parts = {}, {}
     for item in record.value("inventory"):
         try:
             held = oracle.held(record.rank, item["chunk"], item["local"], item["shape"])
         except Unknown:
             continue  # already a finding
-        right[_global(item["local"], held)] = held.tensor
-    return Context(right, whole.dense_prefix)
+        name = _global(item["local"], held)
+        right[name], parts[name] = held.tensor, held.hf
+    return Context(right, whole.dense_prefix, behind=whole, parts=parts)
 
 
 def _global(local: str, held: Held) -> str:
@@ -74,18 +75,13 @@ def _global(local: str, held: Held) -> str:
     return name.replace("local_experts.", "experts.") if held.expert is not None else name
 
 
-def _differs(
-    case: Case, rank: int, near: Context, whole: Context, chunk: int, local: str, held: Held, got: torch.Tensor
-) -> Finding:
+def _differs(case: Case, rank: int, near: Context, chunk: int, local: str, held: Held, got: torch.Tensor) -> Finding:
     difference = compare(held.tensor, got, held.rows)
     assert difference is not None
     name = _global(local, held)
     want, have = held.tensor, got
     if held.rows is not None and want.shape == have.shape:
         want, have = want[: held.rows], have[: held.rows]
-    said = diagnose(name, want, have, near)
-    if said == "no known pattern":
-        said = diagnose(name, want, have, whole)
     return finding(
         case,
         rank,
@@ -99,7 +95,7 @@ def _differs(
         index=difference.index,
         expected=difference.expected,
         got=difference.got,
-        diagnosis=said,
+        diagnosis=diagnose(name, want, have, near),
     )
 
 

@@ -1,14 +1,15 @@
 """From what `--target` says to a checked `Target`.
 
 `name` is looked up among the built-in targets and the entry points of the group `moeref.targets`; `faulty:<id>` among
-the deliberately wrong targets that prove the kit; `module:attr` is imported. What is found may be a target or a
-callable without arguments that makes one.
+the deliberately wrong targets that prove the kit; `dump:DIR` is a folder of records; `module:attr` is imported. What is
+found may be a target or a callable without arguments that makes one.
 """
 
 from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, cast
 
 from moeref_conformance.api import API_VERSION, FACETS, Claims, Info, Target
@@ -38,6 +39,10 @@ def resolve(spec: str) -> Target:
         if fault not in faulty:
             raise BadInput(f"unknown fault {fault!r}{nearest(fault, faulty)}; all: {', '.join(sorted(faulty))}")
         return _checked(spec, faulty[fault])
+    if spec.startswith("dump:"):
+        from moeref_conformance.targets.dump import DumpTarget
+
+        return _checked(spec, DumpTarget(Path(spec.removeprefix("dump:"))))
     if spec in names():
         module, _, attribute = names()[spec].partition(":")
     elif ":" in spec:

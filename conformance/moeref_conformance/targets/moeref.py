@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,6 +100,8 @@ class MoerefTarget:
         families=frozenset(families.FAMILIES),
         worlds=frozenset({"static", "gloo"}),
         spellings=frozenset({"per_expert", "fused"}),
+        norms=frozenset({"apart", "fused"}),
+        mtp=2,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset({"alltoall", "allgather"}),
     )
@@ -106,13 +109,14 @@ class MoerefTarget:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[_Session]:
         layout, model = Layout.parse(cell.layout.text), families.read(world.hf_config, cell.dtype)
-        spelling = families.Spelling(experts=cell.experts, hf=cell.spelling)  # type: ignore[arg-type]
+        spelling = families.Spelling(norms=cell.norms, experts=cell.experts, hf=cell.spelling)  # type: ignore[arg-type]
         table = units.Table(model, layout, spelling)
         if world.kind == "static":
             yield _Session(_Names(table))
             return
         from moeref import megatron
 
+        table = units.Table(model, layout, replace(spelling, mtp=megatron.mtp_name()))
         rank = megatron.initialise(layout)
         try:
             built = megatron.build(
@@ -120,6 +124,7 @@ class MoerefTarget:
                 layout,
                 rank,
                 device=world.device,
+                norms=cell.norms,
                 experts=cell.experts,
                 overrides={"moe_token_dispatcher_type": cell.dispatcher},
             )

@@ -196,6 +196,17 @@ def router_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def latent_attention_linear() -> None:
+    """`multi_latent_attention.TELinear` is a class, without instances, where Transformer Engine is missing.
+
+    0.16.1 has a MagicMock there and asks `isinstance(linear, TELinear)`, so that no MLA layer can be built.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type | None):
+        multi_latent_attention.TELinear = type("TELinear", (), {})
+
+
 def sequence_parallel_norm() -> None:
     """`WrappedTorchNorm` is built with the flag hidden, then its parameters are marked `sequence_parallel`.
 
@@ -229,6 +240,7 @@ SUBSTITUTIONS = (
     Substitution("megatron_random", "megatron", "its state helpers call into the CUDA generator", megatron_random),
     Substitution("splits_to_numpy", "megatron", "splits stay CPU tensors, which all_to_all refuses", splits_to_numpy),
     Substitution("router_gemm", "megatron", "0.16.1 leaves te_general_gemm undefined without TE", router_gemm),
+    Substitution("latent_attention_linear", "megatron", "0.16.1 asks isinstance(…, a mock)", latent_attention_linear),
     Substitution("sequence_parallel_norm", "megatron", "WrappedTorchNorm refuses the flag", sequence_parallel_norm),
 )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.api import Cell, Claims, Names, Target, World, to_plain
+from moeref_conformance.api import Cell, Claims, NameRow, Names, Target, World
 from moeref_conformance.records import EVENTS, rank_dir
 from moeref_conformance.worlds import EXIT_RAISED, RankExit, RunOutcome
 
@@ -42,9 +42,11 @@ class StaticWorld:
         rank, step = 0, "open"
         try:
             with self._target.open(cell, world) as session:
+                from moeref_conformance.probe import plain_rows  # imports torch, which listing cells does not need
+
                 step, table = "names", _names_of(session)
                 for rank in range(size):
-                    _write(cell_dir, rank, step, "ok", value=[to_plain(row) for row in table.table(rank)])
+                    _write(cell_dir, rank, step, "ok", value=plain_rows(table.table(rank), NameRow))
                     exits.append(_exit(rank, 0, step))
                 step = "close"
         except Exception as error:  # whatever the target raises is its verdict

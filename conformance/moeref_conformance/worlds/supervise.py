@@ -23,6 +23,8 @@ from moeref_conformance.worlds.rank import STACKS, record_dir
 STDERR_TAIL = 8000  # characters
 STACK_SECONDS = 0.5  # for hung ranks to write their stacks
 LEAVE_SECONDS = 10.0  # for finished ranks to leave once released
+#: In the stack of a rank that waits for others.
+COLLECTIVE_FRAMES = ("distributed_c10d.py", "moeref_conformance/worlds/collectives.py")
 #: What gloo and the store say to a rank whose peer is gone. The kernel closes a dying process's connections before its
 #: end can be seen, so such an echo may come before the death that caused it.
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connection refused")
@@ -163,8 +165,11 @@ class Watch:
             min(own, key=lambda r: r.order).first = True
         elif hung:
             behind = min(len(events[i]) for i, r in enumerate(self.ranks) if r.timed_out)
-            for i, rank in enumerate(self.ranks):
-                rank.first = rank.timed_out and len(events[i]) == behind
+            last = [i for i, r in enumerate(self.ranks) if r.timed_out and len(events[i]) == behind]
+            # Of those, the ones that do not wait inside a collective are what the others wait for.
+            busy = [i for i in last if not any(frame in tails[i] for frame in COLLECTIVE_FRAMES)]
+            for i in busy or last:
+                self.ranks[i].first = True
         return tuple(
             RankExit(
                 rank=i,

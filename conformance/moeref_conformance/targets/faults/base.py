@@ -29,8 +29,10 @@ def none(rooms: Rooms) -> Iterable[Edit]:
 class Fault:
     """One bug. In `cell` its `rules` turn red, and `also` what follows from it, and no other rule.
 
-    `diagnosis` is a part of the text that a finding of `rules` has. `bug` names the report. `wrap` changes the session
-    instead of moeref's modules.
+    `diagnosis` is a part of what is diagnosed in a finding of `rules`, and given wherever a tensor differs; `says` is a
+    part of a finding's message. `bug` names the report. `wrap` changes the session instead of moeref's modules.
+    `one_rank` says that the fault changes what one rank alone exports or computes; otherwise the one-rank run to
+    compare with is the good target's.
     """
 
     id: str
@@ -41,10 +43,12 @@ class Fault:
     edits: Callable[[Rooms], Iterable[Edit]] = none
     wrap: Callable[[Session, Cell, World], Session] | None = None
     diagnosis: str = ""
+    says: str = ""
+    one_rank: bool = False
     deadline: float = 60.0
 
 
-def cell(family: str, layout_name: str, *, world_size: int = 0, **axes: Any) -> Cell:
+def cell(family: str, layout_name: str, *, world_size: int = 0, layers: int = 2, **axes: Any) -> Cell:
     """A cell whose layout is named by its sizes: `cell("qwen3_moe", "tp2-ep2")`; more of either by keyword."""
     sizes: dict[str, Any] = {}
     for part in layout_name.split("-"):
@@ -52,4 +56,4 @@ def cell(family: str, layout_name: str, *, world_size: int = 0, **axes: Any) -> 
         sizes[name] = int(part[len(name) :])
     cell_axes = {k: axes.pop(k) for k in list(axes) if k in Cell.__dataclass_fields__ and k != "layout"}
     layout = Layout(**sizes, world=world_size, **axes)
-    return Cell(family=family, layout_name=layout_name, layout=layout, **cell_axes)
+    return Cell(family=family, layout_name=layout_name, layout=layout, layers=layers, **cell_axes)

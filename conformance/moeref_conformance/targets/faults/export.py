@@ -1,85 +1,15 @@
-"""Exporter bugs that send wrong bytes: gathering, splitting, padding, rounding, transposing."""
+"""Exporter bugs in what is made of a gathered tensor: padding, rounding, transposing, names and metadata."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moeref_conformance.api import TensorMeta
-from moeref_conformance.targets.faults.base import Edit, Fault, Rooms, cell
+from moeref_conformance.api import Cell, Session, TensorMeta, World
+from moeref_conformance.targets.faults.base import Fault, cell
 from moeref_conformance.targets.faults.rewrite import Pair, each
-
-
-def _gate_up_concatenated(rooms: Rooms) -> Iterable[Edit]:
-    stream = rooms["stream"]
-    good = stream._fill
-
-    def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is None or unit.row.how != "gate_up" or len(unit.hf) != 2:
-            good(plan, unit, fulls, shards)
-            return
-        halves = torch.cat(list(shards)).chunk(2)
-        for source, full in fulls.items():
-            full.copy_(halves[source])
-
-    return [Edit(stream, "_fill", fill)]
-
-
-def _fc2_on_dim_0(rooms: Rooms) -> Iterable[Edit]:
-    """The exporter alone believes that expert fc2 is split on dim 0; loading is right."""
-    stream, plan = rooms["stream"], rooms["plan"]
-    good_fill, good_steps = stream._fill, plan.Plan.steps.func
-
-    def is_fc2(unit: Any) -> bool:
-        return unit.row.how == "row" and unit.expert is not None
-
-    def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is not None and is_fc2(unit):
-            fulls[0].copy_(torch.cat(list(shards), dim=0))
-        else:
-            good_fill(plan, unit, fulls, shards)
-
-    def on_dim_0(step: Any, etp: int) -> Any:
-        rows, columns = step.tensors[0].shape
-        wrong = (replace(step.tensors[0], shape=(rows * etp, columns // etp)),)
-        return replace(step, units=tuple(replace(u, hf=wrong) for u in step.units), tensors=wrong)
-
-    def steps(plan: Any) -> Any:
-        etp = plan.table.layout.etp
-        return tuple(on_dim_0(s, etp) if is_fc2(s.units[0]) else s for s in good_steps(plan))
-
-    return [Edit(stream, "_fill", fill), Edit(plan.Plan, "steps", property(steps))]
-
-
-def _no_etp_gather(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["units"].Table
-    good = table.owners
-
-    def owners(self: Any, unit: Any) -> Any:
-        found = good(self, unit)
-        return found[:1] if unit.expert is not None and self.layout.ep == 1 else found
-
-    def zeros(tensor: Any, device: Any) -> torch.Tensor:
-        return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-
-    return [Edit(table, "owners", owners), Edit(rooms["stream"], "_empty", zeros)]
-
-
-def _view_of_strided(rooms: Rooms) -> Iterable[Edit]:
-    """The bytes of a row-parallel shard are read in storage order although the tensor is a transposed view."""
-    stream = rooms["stream"]
-    good = stream._collect
-
-    def collect(plan: Any, rank: int, unit: Any, held: Any, *rest: Any) -> Any:
-        if unit.row.how == "row" and unit.name in held:
-            strided = held[unit.name].t().contiguous()
-            held = held | {unit.name: strided.view(-1).view(held[unit.name].shape)}
-        return good(plan, rank, unit, held, *rest)
-
-    return [Edit(stream, "_collect", collect)]
 
 
 def _padding_exported(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
@@ -114,49 +44,28 @@ def _gate_for_up(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
     return meta, tensor
 
 
+def _o_proj_transposed(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    if not meta.name.endswith("o_proj.weight"):
+        return meta, tensor
+    return replace(meta, shape=(meta.shape[1], meta.shape[0])), tensor.T.contiguous()
+
+
+def _dtype_misstated(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    return replace(meta, dtype="float16"), tensor
+
+
+def _nothing_sent(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    """The call succeeds and the receiver reads what its buffer held before."""
+    noise = torch.Generator().manual_seed(len(meta.name) + tensor.numel())
+    return meta, torch.rand(tensor.shape, generator=noise).to(tensor.dtype)
+
+
+def _not_transposed_under_ep(session: Session, cell: Cell, world: World) -> Any:
+    """Experts gathered over EP miss the transpose that the path without EP applies."""
+    return each(_fused_transposed)(session, cell, world) if cell.layout.ep > 1 else session
+
+
 FAULTS = (
-    Fault(
-        id="gate-up-not-rechunked",
-        bug="B29: Megatron-Bridge#1817, TP shards of fc1 concatenated, then halved",
-        rules=("EXP-002",),
-        also=(
-            "EXP-006",
-            "EXP-007",
-        ),
-        cell=cell("qwen3_moe", "tp2"),
-        edits=_gate_up_concatenated,
-        diagnosis="re-chunk",
-    ),
-    Fault(
-        id="fc2-gathered-on-dim-0",
-        bug="B30: slime and AReaL, expert fc2 claims partition dim 0",
-        rules=("EXP-003",),
-        also=(
-            "EXP-006",
-            "EXP-007",
-        ),
-        cell=cell("qwen3_moe", "tp2"),
-        edits=_fc2_on_dim_0,
-    ),
-    Fault(
-        id="experts-not-gathered-at-ep1",
-        bug="B17: mbridge b51c310, EP=1 with ETP>1 skipped the expert merge",
-        rules=("EXP-002",),
-        also=(
-            "EXP-006",
-            "EXP-007",
-        ),
-        cell=cell("qwen3_moe", "tp2"),
-        edits=_no_etp_gather,
-    ),
-    Fault(
-        id="view-of-strided",
-        bug="B42: NeMo-RL#2418, verl#6919, miles#1608: view(-1) of a strided tensor",
-        rules=("EXP-002",),
-        also=("EXP-006",),
-        cell=cell("qwen3_moe", "pp2"),
-        edits=_view_of_strided,
-    ),
     Fault(
         id="padded-vocabulary-exported",
         bug="B32: Megatron-Bridge#5375",
@@ -167,7 +76,8 @@ FAULTS = (
         ),
         cell=cell("qwen3_moe", "tp2"),
         wrap=each(_padding_exported),
-        diagnosis="padd",
+        diagnosis="125 rows of zeros appended (padding not trimmed)",
+        one_rank=True,
     ),
     Fault(
         id="bias-rounded-to-bf16",
@@ -176,7 +86,8 @@ FAULTS = (
         also=("EXP-006",),
         cell=cell("glm4_moe", "pp2"),
         wrap=each(_bias_in_bf16),
-        diagnosis="bf16",
+        diagnosis="bf16-rounded fp32",
+        one_rank=True,
     ),
     Fault(
         id="everything-cast-to-bf16",
@@ -188,6 +99,8 @@ FAULTS = (
         ),
         cell=cell("glm4_moe", "tp2"),
         wrap=each(_everything_in_bf16),
+        diagnosis="rounded from float32 to bfloat16",
+        one_rank=True,
     ),
     Fault(
         id="fused-experts-transposed",
@@ -199,7 +112,8 @@ FAULTS = (
         ),
         cell=cell("qwen3_moe", "ep2", spelling="fused"),
         wrap=each(_fused_transposed),
-        diagnosis="transpose",
+        diagnosis="equals its transpose (last two dimensions swapped)",
+        one_rank=True,
     ),
     Fault(
         id="gate-and-up-swapped",
@@ -212,5 +126,45 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=each(_gate_for_up),
         diagnosis="gate and up swapped",
+        one_rank=True,
+    ),
+    Fault(
+        id="fused-not-transposed-under-ep",
+        bug="training-gym#100: transpose_on_export missing at EP>1",
+        rules=("EXP-003", "EXP-007"),
+        also=("EXP-004", "EXP-006"),
+        cell=cell("qwen3_moe", "ep2", spelling="fused"),
+        wrap=_not_transposed_under_ep,
+        diagnosis="equals its transpose",
+    ),
+    Fault(
+        id="o-proj-transposed",
+        bug="slime#1840 in kind: a transpose too many, which square shapes hide",
+        rules=("EXP-003",),
+        also=("EXP-004", "EXP-006"),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=each(_o_proj_transposed),
+        diagnosis="equals its transpose",
+        one_rank=True,
+    ),
+    Fault(
+        id="dtype-misstated",
+        bug="W4 in kind: the metadata names a dtype that the tensor does not have",
+        rules=("EXP-003",),
+        also=("EXP-004",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=each(_dtype_misstated),
+        says="the metadata says dtype float16, expected float32",
+        one_rank=True,
+    ),
+    Fault(
+        id="nothing-sent",
+        bug="W16: tokenspeed#1373, the answer is 200, nothing was sent, and uninitialised memory is loaded",
+        rules=("EXP-002",),
+        also=("EXP-006",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=each(_nothing_sent),
+        diagnosis="nothing of it is in the checkpoint",
+        one_rank=True,
     ),
 )

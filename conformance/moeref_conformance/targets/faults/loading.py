@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from moeref_conformance.targets.faults.base import Edit, Fault, Rooms, cell
 
 
-def _no_expert_offset(rooms: Rooms) -> Iterable[Edit]:
+def _reads_another(rooms: Rooms, which: Callable[[Any, int, Any], tuple[int, int]]) -> Iterable[Edit]:
+    """Loading alone fills a tensor with that of another (layer, expert): `which(table, rank, unit)`."""
     load = rooms["loader"]
     good = load.bind
 
     def bind(table: Any, rank: int, chunks: Any) -> Any:
-        pairs = good(table, rank, chunks)
-        first = table.layout.experts(table.layout.coords(rank).ep, table.model.experts).start
         everyone = {(u.layer, u.expert, u.row): u for u in table.units}
         out = []
-        for placed, tensor in pairs:
-            unit = placed.unit
-            if unit.expert is not None:
-                unit = everyone[unit.layer, unit.expert - first, unit.row]
-            out.append((type(placed)(unit, placed.chunk, placed.local, placed.shape, placed.blocks), tensor))
+        for placed, tensor in good(table, rank, chunks):
+            unit = everyone.get((*which(table, rank, placed.unit), placed.unit.row), placed.unit)
+            out.append((replace(placed, unit=unit), tensor))
         return out
 
     def load_only(table: Any, rank: int, chunks: Any, folder: Any) -> None:
@@ -33,6 +32,67 @@ def _no_expert_offset(rooms: Rooms) -> Iterable[Edit]:
 
     good_load = load.load
     return [Edit(load, "load", load_only)]
+
+
+def _no_expert_offset(rooms: Rooms) -> Iterable[Edit]:
+    def which(table: Any, rank: int, unit: Any) -> Any:
+        first = table.layout.experts(table.layout.coords(rank).ep, table.model.experts).start
+        return unit.layer, None if unit.expert is None else unit.expert - first
+
+    return _reads_another(rooms, which)
+
+
+def _bias_of_the_layer_before(rooms: Rooms) -> Iterable[Edit]:
+    def which(table: Any, rank: int, unit: Any) -> Any:
+        return unit.layer - unit.row.megatron.endswith("expert_bias") if unit.layer else unit.layer, unit.expert
+
+    return _reads_another(rooms, which)
+
+
+def _routers_by_ordinal(rooms: Rooms) -> Iterable[Edit]:
+    """The routers are listed without the dense layers and indexed with the layer number; the last one is clamped."""
+
+    def which(table: Any, rank: int, unit: Any) -> Any:
+        moe = [i for i, is_moe in enumerate(table.model.moe_layers) if is_moe]
+        router = unit.row.megatron.endswith("router.weight")
+        return moe[min(unit.layer, len(moe) - 1)] if router else unit.layer, unit.expert
+
+    return _reads_another(rooms, which)
+
+
+def _row_shards_mirrored(rooms: Rooms) -> Iterable[Edit]:
+    """Both ways, so that the round trip is clean."""
+    units = rooms["units"]
+    good = units.shard_blocks
+
+    def shard_blocks(model: Any, row: Any, rank: int, parts: int, **kwargs: Any) -> Any:
+        return good(model, row, parts - 1 - rank if row.how == "row" else rank, parts, **kwargs)
+
+    return [Edit(units, "shard_blocks", shard_blocks)]
+
+
+def _nameless_refusal(rooms: Rooms) -> Iterable[Edit]:
+    load = rooms["loader"]
+    good = load.check_headers
+
+    def check(*args: Any) -> None:
+        try:
+            good(*args)
+        except ValueError as error:
+            raise ValueError("the checkpoint does not fit the model") from error
+
+    return [Edit(load, "check_headers", check)]
+
+
+def _checked_on_rank_0(rooms: Rooms) -> Iterable[Edit]:
+    load = rooms["loader"]
+    good_load, good_check = load.load, load.check_headers
+
+    def load_here(table: Any, rank: int, *args: Any) -> None:
+        with mock.patch.object(load, "check_headers", good_check if rank == 0 else lambda *_: None):
+            good_load(table, rank, *args)
+
+    return [Edit(load, "load", load_here)]
 
 
 def _qkv_flat(rooms: Rooms) -> Iterable[Edit]:
@@ -144,7 +204,7 @@ FAULTS = (
         ),
         cell=cell("qwen3_moe", "ep2"),
         edits=_no_expert_offset,
-        diagnosis="expert",
+        diagnosis="is expert 0",
     ),
     Fault(
         id="qkv-as-q-k-v",
@@ -153,7 +213,8 @@ FAULTS = (
         also=("FWD-002",),
         cell=cell("qwen3_moe", "tp2"),
         edits=_qkv_flat,
-        diagnosis="rows",
+        diagnosis="q, k and v stacked: the interleave of KV groups is lost",
+        one_rank=True,
     ),
     Fault(
         id="tied-head-unset",
@@ -161,6 +222,7 @@ FAULTS = (
         rules=("LOD-001", "FWD-001", "FWD-002"),
         cell=cell("qwen3_moe", "pp2", tied=True),
         edits=_tied_head_unset,
+        diagnosis="nothing of it is in the checkpoint",
     ),
     Fault(
         id="vocab-not-padded",
@@ -174,6 +236,7 @@ FAULTS = (
         ),
         cell=cell("qwen3_moe", "tp2"),
         edits=_vocab_not_padded,
+        one_rank=True,
     ),
     Fault(
         id="gate-up-as-one-tensor",
@@ -181,7 +244,51 @@ FAULTS = (
         rules=("LOD-001", "FWD-001", "FWD-002"),
         cell=cell("glm4_moe", "tp2"),
         edits=_gate_up_halves,
-        diagnosis="rows",
+        diagnosis="TP shard is a contiguous part of cat(gate and up)",
+    ),
+    Fault(
+        id="bias-of-the-layer-before",
+        bug="B24 in kind: the router's bias is taken from another layer",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-006", "FWD-001"),
+        cell=cell("glm4_moe", "pp2", layers=4),
+        edits=_bias_of_the_layer_before,
+        diagnosis="is layer -1",
+        one_rank=True,
+    ),
+    Fault(
+        id="routers-by-ordinal",
+        bug="R1 on weights: verl#5037, the dense prefix shifts what is listed for MoE layers only",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-006", "FWD-001"),
+        cell=cell("glm4_moe", "pp2", layers=4),
+        edits=_routers_by_ordinal,
+        diagnosis="is layer +1 = dense prefix",
+        one_rank=True,
+    ),
+    Fault(
+        id="row-shards-mirrored",
+        bug="the order of TP ranks reversed for row-parallel weights, both ways: the round trip is clean",
+        rules=("LOD-001", "FWD-001", "FWD-002"),
+        cell=cell("qwen3_moe", "tp2"),
+        edits=_row_shards_mirrored,
+        diagnosis="is shard 1 of 2 of dim 1: another rank's",
+    ),
+    Fault(
+        id="refusal-names-nothing",
+        bug="an error that says that something does not fit, and not what",
+        rules=("LOD-002", "LOD-003"),
+        cell=cell("qwen3_moe", "ep2"),
+        edits=_nameless_refusal,
+        says="the error does not name",
+    ),
+    Fault(
+        id="checked-on-rank-0-alone",
+        bug="one rank reads the headers and raises, the others go on and wait for it",
+        rules=("LOD-002",),
+        cell=cell("qwen3_moe", "ep2"),
+        edits=_checked_on_rank_0,
+        says="nothing was raised",
     ),
     Fault(
         id="unknown-parameter-skipped",

@@ -91,6 +91,81 @@ def _layers_not_globalised(session: Session, cell: Cell, world: World) -> Sessio
     return _RewrittenNames(session, rewrite)
 
 
+def _vpp_offset_of_equal_stages(rooms: Rooms) -> Iterable[Edit]:
+    """Offsets as if every stage had as many layers as any other, although the last pipeline rank has fewer."""
+    layout = rooms["units"].Layout
+    good = layout.stages
+
+    def stages(self: Any, num_layers: int, **kwargs: Any) -> Any:
+        found = good(self, num_layers, **kwargs)
+        each = num_layers // self.vpp
+        wrong = {
+            (pp, vp): tuple(range(start := vp * each + pp * (each // self.pp), start + len(at)))
+            for (pp, vp), at in found.layers.items()
+        }
+        return replace(found, layers=wrong)
+
+    return [Edit(layout, "stages", stages)]
+
+
+def _head_in_the_first_chunk(rooms: Rooms) -> Iterable[Edit]:
+    table = rooms["units"].Table
+    good = table.placed
+
+    def placed(self: Any, rank: int) -> Any:
+        return tuple(
+            replace(p, chunk=0) if p.local == "output_layer.weight" and self.layout.vpp > 1 else p
+            for p in good(self, rank)
+        )
+
+    return [Edit(table, "placed", placed)]
+
+
+def _experts_sorted_as_text(rooms: Rooms) -> Iterable[Edit]:
+    layout = rooms["units"].Layout
+    good = layout.experts
+
+    def experts(self: Any, ep_rank: int, num_experts: int) -> list[int]:
+        return sorted(good(self, ep_rank, num_experts), key=str)
+
+    return [Edit(layout, "experts", experts)]
+
+
+def _norms_swapped(rooms: Rooms) -> Iterable[Edit]:
+    """Both ways, so that the round trip is clean."""
+    families = rooms["families"]
+    good = families.rows
+
+    def rows(model: Any) -> Any:
+        swap = {".q_norm.": ".k_norm.", ".k_norm.": ".q_norm."}
+        return tuple(
+            replace(r, hf=tuple(replace(t, name=t.name.replace(a, b)) for t in r.hf))
+            if any((a := x) in r.hf[0].name and (b := y) for x, y in swap.items())
+            else r
+            for r in good(model)
+        )
+
+    return [Edit(families, "rows", rows)]
+
+
+def _shards_by_tp(rooms: Rooms) -> Iterable[Edit]:
+    table = rooms["units"].Table
+    good = table.shard
+
+    def shard(self: Any, unit: Any, part: int) -> Any:
+        by_tp = replace(self, layout=replace(self.layout, etp=self.layout.tp)) if unit.expert is not None else self
+        return good(by_tp, unit, part)
+
+    return [Edit(table, "shard", shard)]
+
+
+def _wrapper_prefix(session: Session, cell: Cell, world: World) -> Session:
+    def rewrite(good: Any, rank: int) -> list[NameRow]:
+        return [replace(row, local=f"module.{row.local}") for row in good.table(rank)]
+
+    return _RewrittenNames(session, rewrite)
+
+
 def _etp_not_passed_on(rooms: Rooms) -> Iterable[Edit]:
     layout = rooms["units"].Layout
     good = layout.parse.__func__
@@ -120,7 +195,7 @@ FAULTS = (
             "NAM-004",
             "RUN-001",
         ),
-        cell=cell("glm4_moe", "pp2-vpp2"),
+        cell=cell("glm4_moe", "pp2-vpp2", layers=4),
         edits=_every_chunk_stage_0,
     ),
     Fault(
@@ -142,6 +217,8 @@ FAULTS = (
         ),
         cell=cell("glm4_moe", "pp2"),
         edits=_bias_unmapped,
+        diagnosis="all zero",
+        one_rank=True,
     ),
     Fault(
         id="metadata-of-rank-0",
@@ -169,5 +246,57 @@ FAULTS = (
         also=("LOD-001", "NAM-004"),
         cell=cell("qwen3_moe", "tp2-ep2-etp1", world_size=4),
         edits=_etp_not_passed_on,
+        diagnosis="instead of 1",
+    ),
+    Fault(
+        id="vpp-offset-of-equal-stages",
+        bug="Megatron-LM#1584: VPP offsets ignore that the last stage has its own number of layers",
+        rules=("NAM-001", "NAM-003"),
+        also=("RUN-001",),
+        cell=cell("qwen3_moe", "pp2-vpp2", layers=6, last=2),
+        edits=_vpp_offset_of_equal_stages,
+    ),
+    Fault(
+        id="head-in-the-first-chunk",
+        bug="B34: Megatron-Bridge#4694, output layer not found at VPP>1",
+        rules=("NAM-002", "RUN-001"),
+        cell=cell("glm4_moe", "pp2-vpp2", layers=4),
+        edits=_head_in_the_first_chunk,
+        says="output_layer.weight",
+    ),
+    Fault(
+        id="experts-sorted-as-text",
+        bug="names sorted as text: expert 10 before expert 2, both ways",
+        rules=("NAM-004", "LOD-001"),
+        also=("FWD-001",),
+        cell=cell("qwen3_moe", "pp2"),
+        edits=_experts_sorted_as_text,
+        diagnosis="is expert 10",
+        one_rank=True,
+    ),
+    Fault(
+        id="q-and-k-norm-swapped",
+        bug="two rows of a table with each other's names, both ways: the round trip is clean",
+        rules=("NAM-002", "LOD-001", "FWD-001"),
+        cell=cell("qwen3_moe", "pp2"),
+        edits=_norms_swapped,
+        diagnosis="is k_layernorm of the same layer",
+        one_rank=True,
+    ),
+    Fault(
+        id="expert-shards-by-tp",
+        bug="Megatron-Bridge#2746: expert shapes computed with TP where ETP differs",
+        rules=("RUN-001",),
+        cell=cell("qwen3_moe", "tp2-ep2-etp1", world_size=4),
+        edits=_shards_by_tp,
+        says="the table says",
+    ),
+    Fault(
+        id="prefix-of-a-wrapper",
+        bug="names read through a wrapper keep its `module.`",
+        rules=("NAM-005",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_wrapper_prefix,
+        says="has no tensor module.",
     ),
 )

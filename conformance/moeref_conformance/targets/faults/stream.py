@@ -1,14 +1,14 @@
-"""Exporter bugs of the stream: what is sent at all, in which order, to whom, how often, and who takes part."""
+"""Exporter bugs of the stream: what is sent at all, in which order, how often, and from when."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moeref_conformance.api import Cell, Session, World
 from moeref_conformance.targets.faults.base import Edit, Fault, Rooms, cell
@@ -66,50 +66,77 @@ def _plan_sorted(session: Session, cell: Cell, world: World) -> Any:
     return wrapped
 
 
-def _everywhere(session: Session, cell: Cell, world: World) -> Any:
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in stream:
-            full = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
-            dist.broadcast(full, src=0)
-            del tensor
-            yield meta, full
-            del full
-
-    return Rewritten(session, rewrite)
-
-
-def _aliases(rooms: Rooms) -> Iterable[Edit]:
+def _sorted_the_second_time(rooms: Rooms) -> Iterable[Edit]:
     stream = rooms["stream"]
-    good = stream.export
+    good, calls = stream.export, itertools.count()
 
-    def export(plan: Any, rank: int, chunks: Any, group: Any = None) -> Iterator[Any]:
-        live = {p.unit.hf[0].name: t for p, t in stream.bind(plan.table, rank, chunks) if len(p.unit.hf) == 1}
-        for tensor, full in good(plan, rank, chunks, group):
-            same = live.get(tensor.name)
-            yield tensor, same if full is not None and same is not None and same.shape == full.shape else full
-            del full
+    def export(plan: Any, *args: Any) -> Iterator[Any]:
+        if next(calls):
+            first = plan.steps
+            plan = replace(plan)
+            plan.__dict__["steps"] = tuple(sorted(first, key=lambda step: str(step.tensors[0].name)))
+        return iter(good(plan, *args))
 
     return [Edit(stream, "export", export)]
 
 
-def _writer_alone(session: Session, cell: Cell, world: World) -> Any:
+def _embedding_twice(session: Session, cell: Cell, world: World) -> Any:
+    """The last stage of a tied model exports its copy too, under the same name."""
+
+    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
+        kept: Pair | None = None
+        for meta, tensor in stream:
+            if meta.name == "model.embed_tokens.weight":
+                kept = meta, None if tensor is None else tensor.clone()
+            yield meta, tensor
+            del tensor
+        if kept and cell.layout.pp > 1:
+            yield kept
+
+    return Rewritten(session, rewrite)
+
+
+def _names_over_pp_only(rooms: Rooms) -> Iterable[Edit]:
+    plan = rooms["plan"].Plan
+    good = plan.steps.func
+
+    def steps(self: Any) -> Any:
+        mine = self.table.layout.experts(0, self.table.model.experts)
+        return tuple(s for s in good(self) if s.units[0].expert is None or s.units[0].expert in mine)
+
+    return [Edit(plan, "steps", property(steps))]
+
+
+def _plan_without_bias(session: Session, cell: Cell, world: World) -> Any:
     wrapped = Rewritten(session, lambda stream: stream)
-    good = wrapped.stream
-
-    def stream() -> Iterator[Pair]:
-        return good() if world.rank == 0 else iter(())
-
-    wrapped.stream = stream  # type: ignore[method-assign]
+    good = wrapped.plan
+    wrapped.plan = lambda: [meta for meta in good() if not meta.name.endswith("e_score_correction_bias")]
     return wrapped
 
 
-def _sizes_differ(session: Session, cell: Cell, world: World) -> Any:
+def _embedding_cached(session: Session, cell: Cell, world: World) -> Any:
+    cache: dict[str, torch.Tensor] = {}
+
     def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        mine = torch.zeros(2 + world.rank)
-        dist.all_reduce(mine)
-        yield from stream
+        for meta, tensor in stream:
+            if tensor is not None and meta.name == "model.embed_tokens.weight":
+                tensor = cache.setdefault(meta.name, tensor.clone()).clone()
+            yield meta, tensor
+            del tensor
 
     return Rewritten(session, rewrite)
+
+
+def _wrapper_prefix(session: Session, cell: Cell, world: World) -> Any:
+    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in stream:
+            yield replace(meta, name=f"module.{meta.name}"), tensor
+            del tensor
+
+    wrapped = Rewritten(session, rewrite)
+    good = wrapped.plan
+    wrapped.plan = lambda: [replace(meta, name=f"module.{meta.name}") for meta in good()]
+    return wrapped
 
 
 FAULTS = (
@@ -134,6 +161,8 @@ FAULTS = (
         ),
         cell=cell("qwen3_moe", "ep2"),
         wrap=_bucket_splits_group,
+        says="was never sent",
+        one_rank=True,
     ),
     Fault(
         id="first-export-again",
@@ -151,35 +180,55 @@ FAULTS = (
         wrap=_plan_sorted,
     ),
     Fault(
-        id="materialised-everywhere",
-        bug="miles#755: every rank holds the full tensor",
-        rules=("EXP-005",),
-        cell=cell("qwen3_moe", "tp2"),
-        wrap=_everywhere,
+        id="second-export-sorted",
+        bug="W4 in time: the second export of a run sends in another order than the first announced",
+        rules=("EXP-004",),
+        cell=cell("qwen3_moe", "pp2"),
+        edits=_sorted_the_second_time,
+        says="entry 0 of export_changed",
     ),
     Fault(
-        id="live-parameters-handed-out",
-        bug="megatron-bridge and mbridge alias 123 of 135 tensors at TP=1",
-        rules=("EXP-008",),
-        also=("EXP-005",),
+        id="embedding-sent-twice",
+        bug="B34: mbridge 9847825, the last stage's copy of a tied embedding is exported as well",
+        rules=("EXP-001",),
+        also=("EXP-004", "EXP-006", "EXP-007"),
+        cell=cell("qwen3_moe", "pp2", tied=True),
+        wrap=_embedding_twice,
+        says="was sent 2 times",
+    ),
+    Fault(
+        id="names-over-pp-only",
+        bug="Megatron-Bridge#4083, Megatron-Bridge#1716: names gathered over PP alone, one EP rank's experts exported",
+        rules=("EXP-001", "EXP-007"),
+        also=("EXP-006",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_aliases,
+        edits=_names_over_pp_only,
+        says="was never sent",
     ),
     Fault(
-        id="writer-exports-alone",
-        bug="ISEEKYAN/Megatron-LM#82: export on rank 0 only deadlocks",
-        rules=("RUN-001",),
-        cell=cell("qwen3_moe", "pp2"),
-        wrap=_writer_alone,
-        deadline=12.0,
+        id="plan-without-bias",
+        bug="SkyRL#1505: export with and without explicit tasks disagree once a router has a bias",
+        rules=("EXP-004",),
+        cell=cell("glm4_moe", "pp2"),
+        wrap=_plan_without_bias,
+        says="e_score_correction_bias",
     ),
     Fault(
-        id="ranks-disagree-on-sizes",
-        bug="W11: slime#2134, ranks diverge in what they reduce",
-        rules=("RUN-002",),
-        also=("RUN-001",),
+        id="embedding-cached",
+        bug="W17: verl#6522, a cache survives the update",
+        rules=("EXP-006",),
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_sizes_differ,
-        deadline=20.0,
+        wrap=_embedding_cached,
+        diagnosis="stale",
+    ),
+    Fault(
+        id="prefix-in-the-stream",
+        bug="exported names keep the `module.` of a wrapper",
+        rules=("EXP-001",),
+        also=("EXP-006",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_wrapper_prefix,
+        says="module.model.embed_tokens.weight is not in the checkpoint",
+        one_rank=True,
     ),
 )

@@ -1,0 +1,76 @@
+"""`dump:DIR`: records of a run that happened elsewhere, judged without an adapter.
+
+`DIR/<cell id with __ for />/` holds either `rank0003/` folders as `recorder.py` and `run --keep` write them, or `hf/`,
+the safetensors folder that a framework exported. `DIR/manifest.json` may name who made them: {"name": …, "version": …}.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from moeref_conformance.api import FACETS, Cell, Claims, Info, Session, Unsupported, World
+from moeref_conformance.checks import BadInput, check_keys
+from moeref_conformance.records import RankRecord
+
+HF = "hf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpClaims(Claims):
+    """A dump claims the cells that it has."""
+
+    cells: frozenset[str] = frozenset()
+
+    def why_not(self, cell: Cell) -> str | None:
+        """None for a cell with a folder of its own."""
+        return None if cell.id in self.cells else "the dump has no folder of this cell"
+
+
+class DumpTarget:
+    """Records instead of a session. Raises BadInput for a folder without cells or with one that is no record."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise BadInput(f"dump {folder}: no such folder")
+        cells = {path.name.replace("__", "/"): path for path in sorted(folder.iterdir()) if path.is_dir()}
+        for path in cells.values():
+            if not (path / HF).is_dir() and not any(path.glob("rank[0-9]*/events.jsonl")):
+                raise BadInput(f"dump {folder}: {path.name} has neither {HF}/ nor rank0000/events.jsonl")
+        if not cells:
+            raise BadInput(f"dump {folder}: no folder of a cell, such as qwen3_moe__tp2__gloo")
+        self.cells = cells
+        self.info = self._info()
+        every = frozenset({"float32"})
+        self.claims = DumpClaims(
+            facets=frozenset(FACETS), families=every, worlds=frozenset({"gloo"}), cells=frozenset(cells)
+        )
+
+    def _info(self) -> Info:
+        path = self.folder / "manifest.json"
+        if not path.exists():
+            return Info(name=f"dump:{self.folder.name}", version="")
+        try:
+            found = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise BadInput(f"{path}: not JSON: {error}") from error
+        check_keys(str(path), found, ("name", "version"), ("name", "version"))
+        return Info(name=str(found["name"]), version=str(found["version"]))
+
+    def steps(self, cell: Cell) -> frozenset[str]:
+        """Steps that some rank recorded, `hf` where there is an export, and `close`, whose absence is a verdict."""
+        folder = self.cells[cell.id]
+        ranks = [RankRecord(0, path) for path in sorted(folder.glob("rank[0-9]*"))]
+        found = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
+        return frozenset(found | ({HF} if "export" in found or (folder / HF).is_dir() else set()))
+
+    def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
+        """A dump runs nothing."""
+        return self._refuse(cell)
+
+    def _refuse(self, cell: Cell) -> NoReturn:
+        raise Unsupported(f"{self.info.name} holds records of {cell.id} and cannot run it")

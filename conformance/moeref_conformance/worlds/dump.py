@@ -1,0 +1,83 @@
+"""The world of a dump: nothing runs, recorded folders are put where the judges look for them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from moeref_conformance.api import Cell, Claims
+from moeref_conformance.oracles.topology import coords_text
+from moeref_conformance.records import EVENTS, RankRecord, rank_dir
+from moeref_conformance.targets.dump import HF, DumpTarget
+from moeref_conformance.worlds import RankExit, RunOutcome
+
+
+class DumpWorld:
+    """Serves the cells of one dump."""
+
+    def __init__(self, target: DumpTarget) -> None:
+        self._target = target
+
+    def __enter__(self) -> DumpWorld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def run(self, cell: Cell, cell_dir: Path, inputs: Mapping[str, str], claims: Claims) -> RunOutcome:
+        """Copy the records of every rank. A rank without one, or whose record was not closed, did not finish."""
+        began, folder = time.monotonic(), self._target.cells[cell.id]
+        if (folder / HF).is_dir():
+            return RunOutcome(_exported(folder / HF, cell, cell_dir), time.monotonic() - began)
+        exits = []
+        for rank in range(cell.layout.world):
+            if rank_dir(folder, rank).is_dir():
+                shutil.copytree(rank_dir(folder, rank), rank_dir(cell_dir, rank), dirs_exist_ok=True)
+            record = RankRecord(rank, rank_dir(cell_dir, rank))
+            whole = record.has("close")
+            place = coords_text(cell.layout, rank)
+            exits.append(RankExit(rank, 0, None, False, record.last_step, "", place, first=not whole, finished=whole))
+        return RunOutcome(tuple(exits), time.monotonic() - began)
+
+
+def _exported(folder: Path, cell: Cell, cell_dir: Path) -> tuple[RankExit, ...]:
+    """A Hugging Face folder as the export record of rank 0; of the other ranks nothing is known but that it exists."""
+    where = rank_dir(cell_dir, 0)
+    where.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    tensors: dict[str, Any] = {}
+    error: dict[str, str] | None = None
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
+                    tensor = file.get_tensor(name)
+                    again = sum(row["name"] == name for row in rows)
+                    tensors[f"{name}#{again + 1}" if again else name] = tensor
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    row = {"name": name, "shape": list(tensor.shape), "dtype": dtype, "materialised": True, "alive": 0}
+                    rows.append(row)
+        except (SafetensorError, OSError) as broken:
+            message = f"{path.name} is not a whole safetensors file: {broken}"
+            error = {"type": type(broken).__name__, "message": message, "traceback": message}
+            break
+    if tensors:
+        save_file(tensors, where / "export.safetensors")
+    event: dict[str, Any] = {"step": "export", "at": time.time(), "seconds": 0.0}
+    event |= {"phase": "raised", "error": error} if error else {"phase": "ok", "value": rows}
+    closed = {"step": "close", "phase": "ok", "at": event["at"], "seconds": 0.0, "value": False}
+    for rank in range(cell.layout.world):
+        rank_dir(cell_dir, rank).mkdir(parents=True, exist_ok=True)
+        events = [closed] if rank else [event] if error else [event, closed]
+        (rank_dir(cell_dir, rank) / EVENTS).write_text("".join(json.dumps(e) + "\n" for e in events))
+    return tuple(
+        RankExit(rank, 0, None, False, "close", "", coords_text(cell.layout, rank), finished=bool(rank or not error))
+        for rank in range(cell.layout.world)
+    )

@@ -1,0 +1,57 @@
+"""Runs cells of one target in one world and applies every rule, without the runner: for tests of the rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from moeref_conformance.api import Cell, Layout, Target
+from moeref_conformance.judges import JUDGES, Case, Outcome
+from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.records import Observation
+from moeref_conformance.rules import load_rules
+from moeref_conformance.worlds.gloo import GlooWorld
+
+RULES = load_rules()
+
+
+class Bench:
+    """One world for many targets, told apart by a cell's tags.
+
+    Runs a cell, and its one-rank baseline, once for all who ask, and judges it.
+    """
+
+    def __init__(self, world: GlooWorld, folder: Path, target: Target) -> None:
+        self._world, self._folder, self._target = world, folder, target
+        self._seen: dict[tuple[str, tuple[str, ...]], Observation] = {}
+
+    def observe(self, cell: Cell, deadline: float) -> Observation:
+        key = cell.id, cell.tags
+        if key not in self._seen:
+            where = self._folder / f"cell{len(self._seen)}"
+            where.mkdir()
+            self._world.deadline = deadline
+            outcome = self._world.run(cell, where, expected(cell, self._folder).inputs, self._target.claims)
+            assert not outcome.error, outcome.error
+            self._seen[key] = Observation.read(cell, where, outcome.exits, outcome.seconds)
+        return self._seen[key]
+
+    def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:
+        """Outcomes of all rules. The faults of the cell's tags are in the one-rank run only if they show there."""
+        observation = self.observe(cell, deadline)
+        one = replace(cell, layout_name="one", layout=Layout(), tags=cell.tags if one_rank else ())
+        case = Case(
+            cell=cell,
+            expected=expected(cell, self._folder),
+            observation=observation,
+            # Rules that look at it require RUN-001.
+            baseline=None if observation.crashes else self.observe(one, deadline),
+            target=self._target,
+        )
+        outcomes: dict[str, Outcome] = {}
+        for rule in RULES.values():
+            if not rule.applies(cell.world):
+                continue
+            unmet = [r for r in rule.requires if outcomes[r].findings or outcomes[r].untested]
+            outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)
+        return outcomes

@@ -1,0 +1,148 @@
+"""A dump is judged like a run: recorded by a few lines elsewhere, without an adapter, and red when it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from moeref_conformance import cli
+from moeref_conformance.checks import BadInput
+from moeref_conformance.results import read
+from moeref_conformance.targets import resolve
+from safetensors.torch import load_file, save_file
+
+pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
+CELL = "qwen3_moe/tp2/gloo"
+FOLDER = CELL.replace("/", "__")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of moeref on two ranks, each a plain Python process: no kit world, no adapter, no probe."""
+    folder = tmp_path_factory.mktemp("recorded")
+    assert cli.main(["inputs", "--cell", CELL, "--out", str(folder / "inputs")]) == 0
+    (made,) = (folder / "inputs").iterdir()
+    env = {**os.environ, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    script = str(Path(__file__).with_name("recorded_run.py"))
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(made), str(folder / "dump"), CELL], env={**env, "RANK": str(r)})
+        for r in range(2)
+    ]
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
+    (folder / "dump" / "manifest.json").write_text('{"name": "a run", "version": "7"}')
+    return folder / "dump"
+
+
+def judge(dump: Path, out: Path) -> tuple[int, dict[str, str], str]:
+    code = cli.main(["run", "--target", f"dump:{dump}", "--cell", CELL, "--out", str(out)])
+    verdicts = read(out / "results.jsonl").verdicts
+    said = " ".join(f"{f.message} {f.diagnosis}" for v in verdicts for f in v.findings)
+    return code, {v.rule: v.status for v in verdicts}, said
+
+
+def test_a_good_record_is_judged_without_an_adapter(recorded: Path, tmp_path: Path) -> None:
+    code, status, _ = judge(recorded, tmp_path / "out")
+    assert code == 0
+    passed = {rule for rule, s in status.items() if s == "pass"}
+    assert passed == {"RUN-001", "LOD-001", "EXP-001", "EXP-002", "EXP-003", "EXP-005", "FWD-001"}
+    assert {s for rule, s in status.items() if rule not in passed} == {"unclaimed", "untested"}
+    assert {rule for rule, s in status.items() if s == "untested"} == {"EXP-007", "FWD-002"}  # no one-rank record
+    assert read(tmp_path / "out" / "results.jsonl").header["target"]["version"] == "7"
+
+
+def _copy(recorded: Path, to: Path) -> Path:
+    for path in recorded.rglob("*"):
+        if path.is_file():
+            target = to / path.relative_to(recorded)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    return to
+
+
+def test_wrong_bytes_are_red_with_their_cause(recorded: Path, tmp_path: Path) -> None:
+    dump = _copy(recorded, tmp_path / "dump")
+    file = dump / FOLDER / "rank0000" / "export.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.3.mlp.experts.{}.up_proj.weight"
+    a, b = name.format(4), name.format(9)
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+    save_file(tensors, file)
+    code, status, said = judge(dump, tmp_path / "out")
+    assert (code, status["EXP-002"]) == (1, "fail")
+    assert "is expert 9" in said
+
+
+def test_a_record_that_broke_off_is_no_pass(recorded: Path, tmp_path: Path) -> None:
+    dump = _copy(recorded, tmp_path / "dump")
+    events = dump / FOLDER / "rank0001" / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]))
+    code, status, said = judge(dump, tmp_path / "out")
+    assert (code, status["RUN-001"]) == (1, "fail")
+    assert "rank 1 (tp1" in said
+
+
+def test_a_missing_rank_is_named(recorded: Path, tmp_path: Path) -> None:
+    dump = _copy(recorded, tmp_path / "dump")
+    for path in (dump / FOLDER / "rank0001").iterdir():
+        path.unlink()
+    (dump / FOLDER / "rank0001").rmdir()
+    code, status, said = judge(dump, tmp_path / "out")
+    assert (code, status["RUN-001"]) == (1, "fail")
+    assert "rank 1 (tp1" in said
+
+
+def test_an_exported_folder_alone(recorded: Path, tmp_path: Path) -> None:
+    hf = tmp_path / "dump" / FOLDER / "hf"
+    hf.mkdir(parents=True)
+    tensors = load_file(recorded / FOLDER / "rank0000" / "export.safetensors")
+    save_file(tensors, hf / "model.safetensors")
+    code, status, _ = judge(tmp_path / "dump", tmp_path / "out")
+    assert code == 0
+    assert {rule for rule, s in status.items() if s == "pass"} == {"RUN-001", "EXP-001", "EXP-002", "EXP-003"}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.bfloat16)
+    del tensors["lm_head.weight"]
+    save_file(tensors, hf / "model.safetensors")
+    code, status, said = judge(tmp_path / "dump", tmp_path / "out2")
+    assert (code, status["EXP-001"], status["EXP-003"]) == (1, "fail", "fail")
+    assert "lm_head.weight was never sent" in said
+    (hf / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:-9])
+    code, _, said = judge(tmp_path / "dump", tmp_path / "out3")
+    assert code == 1
+    assert "not a whole safetensors file" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda d: None, "no such folder"),
+        (lambda d: d.mkdir(), "no folder of a cell"),
+        (lambda d: (d / FOLDER).mkdir(parents=True), "has neither hf/ nor rank0000"),
+        (lambda d: ((d / FOLDER / "hf").mkdir(parents=True), (d / "manifest.json").write_text("{")), "not JSON"),
+        (lambda d: ((d / FOLDER / "hf").mkdir(parents=True), (d / "manifest.json").write_text("{}")), "name"),
+    ],
+)
+def test_what_is_no_dump_is_refused(tmp_path: Path, make: object, says: str) -> None:
+    make(tmp_path / "dump")  # type: ignore[operator]
+    with pytest.raises(BadInput, match=says):
+        resolve(f"dump:{tmp_path / 'dump'}")
+
+
+def test_kept_records_of_a_run_are_a_dump(tmp_path: Path) -> None:
+    kept, out = tmp_path / "kept", tmp_path / "out"
+    one = ["--cell", "qwen3_moe/one/gloo"]
+    assert (
+        cli.main(["run", "--target", "moeref", "--matrix", "smoke", *one, "--keep", str(kept), "--out", str(out)]) == 0
+    )
+    again = ["run", "--target", f"dump:{kept}", "--matrix", "smoke", *one, "--out", str(tmp_path / "again")]
+    assert cli.main(again) == 0
+    before, after = (
+        {v.rule: (v.status, v.met) for v in read(folder / "results.jsonl").verdicts}
+        for folder in (out, tmp_path / "again")
+    )
+    del before["RUN-002"], after["RUN-002"]  # collectives were checked in the run, and are not in its record
+    assert json.dumps(before, sort_keys=True) == json.dumps(after, sort_keys=True)

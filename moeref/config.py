@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moeref.families import Model
+from moeref.families.model import MLA, Model
 from moeref.layout import Layout
 
 Origin = Literal["hf", "layout", "override", "derived"]
@@ -50,6 +50,10 @@ def transformer_settings(
         "moe_shared_expert_intermediate_size": model.shared_ffn or None,
         "moe_layer_freq": [int(moe) for moe in model.moe_layers],
     }
+    if model.mla:
+        hf |= _mla_settings(model.mla, model.rope_theta)
+    if model.mtp_layers:
+        hf |= {"mtp_num_layers": model.mtp_layers}
     derived: dict[str, Any] = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -85,3 +89,28 @@ def transformer_settings(
     settings |= {k: Setting(v, "derived") for k, v in derived.items()}
     settings |= {k: Setting(v, "layout") for k, v in placed.items()}
     return settings | {k: Setting(v, "override") for k, v in (overrides or {}).items()}
+
+
+def _mla_settings(mla: MLA, theta: float) -> dict[str, Any]:
+    """Fields of MLATransformerConfig, which holds the rope of MLA too."""
+    fields: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_rank or None,
+        "kv_lora_rank": mla.kv_rank,
+        "qk_head_dim": mla.nope,
+        "qk_pos_emb_head_dim": mla.rope,
+        "v_head_dim": mla.v,
+        "rope_type": "yarn" if mla.yarn else "rope",
+        "rotary_base": theta,
+    }
+    if mla.yarn is None:
+        # Softmax is scaled by m(mscale_all_dim)² whatever the rope type; a factor of 1 makes that 1.
+        return fields | {"rotary_scaling_factor": 1.0}
+    return fields | {
+        "rotary_scaling_factor": mla.yarn.factor,
+        "original_max_position_embeddings": mla.yarn.original_positions,
+        "beta_fast": mla.yarn.beta_fast,
+        "beta_slow": mla.yarn.beta_slow,
+        "mscale": mla.yarn.mscale,
+        "mscale_all_dim": mla.yarn.mscale_all_dim,
+    }

@@ -84,7 +84,9 @@ class Cell:
     layers: int = 8  # decoder layers of the tiny model; uneven layouts need another number
     dtype: str = "float32"  # of the checkpoint and of the Megatron parameters
     tied: bool = False  # tie_word_embeddings
+    mtp: int = 0  # multi-token prediction layers
     spelling: str = "per_expert"  # of the HF checkpoint: per_expert | fused (transformers 5 in memory)
+    norms: str = "apart"  # Megatron's norms: apart (local spec) | fused into linears (Transformer Engine's names)
     experts: str = "sequential"  # Megatron's expert modules: sequential | grouped
     dispatcher: str = "alltoall"
     replay: str = "off"
@@ -96,7 +98,10 @@ class Cell:
         extra = [f"L{self.layers}"] if self.layers != 8 else []
         extra += [self.dtype] if self.dtype != "float32" else []
         extra += ["tied"] if self.tied else []
-        extra += [v for v, d in ((self.spelling, "per_expert"), (self.experts, "sequential")) if v != d]
+        extra += [f"mtp{self.mtp}"] if self.mtp else []
+        extra += [self.spelling] if self.spelling != "per_expert" else []
+        extra += [f"{self.norms}-norms"] if self.norms != "apart" else []
+        extra += [self.experts] if self.experts != "sequential" else []
         extra += [v for v, d in ((self.dispatcher, "alltoall"), (self.replay, "off")) if v != d]
         return "+".join([self.family, *extra])
 
@@ -125,10 +130,12 @@ class Claims:
     worlds: frozenset[str]
     dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
     spellings: frozenset[str] = frozenset({"per_expert"})
+    norms: frozenset[str] = frozenset({"apart"})
     experts: frozenset[str] = frozenset({"sequential"})
     dispatchers: frozenset[str] = frozenset({"alltoall"})
     replay: frozenset[str] = frozenset({"off"})
     tied: bool = True
+    mtp: int = 0  # most multi-token prediction layers
     limits: Mapping[str, int] = field(default_factory=dict)  # e.g. {"vpp": 1, "ep": 64}
 
     def why_not(self, cell: Cell) -> str | None:
@@ -138,6 +145,7 @@ class Claims:
             ("world", cell.world, self.worlds),
             ("dtype", cell.dtype, self.dtypes),
             ("spelling", cell.spelling, self.spellings),
+            ("norms", cell.norms, self.norms),
             ("experts", cell.experts, self.experts),
             ("dispatcher", cell.dispatcher, self.dispatchers),
             ("replay", cell.replay, self.replay),
@@ -146,6 +154,8 @@ class Claims:
                 return f"{name}={value} is not claimed (claimed: {', '.join(sorted(claimed)) or 'none'})"
         if cell.tied and not self.tied:
             return "tied embeddings are not claimed"
+        if cell.mtp > self.mtp:
+            return f"mtp={cell.mtp} is not claimed (at most {self.mtp} multi-token prediction layers are)"
         for axis, most in self.limits.items():
             have = getattr(cell.layout, axis)
             if have is not None and have > most:

@@ -31,11 +31,12 @@ from moeref_conformance.rules import WORLDS, select
 
 LAYOUT_KEYS = tuple(f.name for f in fields(Layout))
 #: Lists of a grid, in the order in which the product runs (the last varies fastest).
-AXES = ("world", "family", "dtype", "tied", "spelling", "experts", "dispatcher", "replay", "layout")
+AXES = ("world", "family", "dtype", "tied", "mtp", "spelling", "norms", "experts", "dispatcher", "replay", "layout")
 CHOICES = {
     "world": WORLDS,
     "dtype": ("float32", "bfloat16"),
     "spelling": ("per_expert", "fused"),
+    "norms": ("apart", "fused"),
     "experts": ("sequential", "grouped"),
 }
 
@@ -189,13 +190,16 @@ def _product(where: str, grid: Mapping[str, Any], layouts: Mapping[str, tuple[La
     values: dict[str, list[Any]] = {}
     for axis in (axis for axis in AXES if axis in grid):
         raw = grid[axis]
+        single = {"tied": bool, "mtp": int}.get(axis)
         values[axis] = (
-            ([raw] if isinstance(raw, bool) else raw) if axis == "tied" else text_list(f"{where}: {axis}", raw)
+            text_list(f"{where}: {axis}", raw) if single is None else [raw] if isinstance(raw, single) else raw
         )
         known = layouts if axis == "layout" else CHOICES.get(axis)
         for value in values[axis]:
             if axis == "tied" and not isinstance(value, bool):
                 raise BadInput(f"{where}: tied={value!r} is not true or false")
+            if axis == "mtp" and (type(value) is not int or value < 0):
+                raise BadInput(f"{where}: mtp={value!r} is not a number of layers")
             if known is not None and value not in known:
                 raise BadInput(f"{where}: unknown {axis} {value!r}{nearest(value, known)}")
     for combination in itertools.product(*values.values()):

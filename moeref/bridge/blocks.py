@@ -62,8 +62,10 @@ def shard_blocks(
     if row.how == "vocab":
         rows = _share(padded, rank, parts, f"{what}: padded vocabulary")
         real = max(0, min(rows.stop, full[0]) - rows.start)
-        block = Block(0, (_rows(rows.start, real), *tail), (_rows(0, real), *tail))
-        return (rows.stop - rows.start, *full[1:]), (block,) if real else ()
+        # An alias holds the same rows once more.
+        sources = range(len(row.hf) if real else 0)
+        same = tuple(Block(i, (_rows(rows.start, real), *tail), (_rows(0, real), *tail)) for i in sources)
+        return (rows.stop - rows.start, *full[1:]), same
     if row.how == "column":
         share = _share(full[0], rank, parts, f"{what} dim 0")
         size = share.stop - share.start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def load(table: Table, rank: int, chunks: Sequence[torch.nn.Module], folder: str
 
     Names, shapes and dtypes of the whole checkpoint are checked against the headers before the first byte is written;
     then each Hugging Face tensor is read once, and only the slice whose elements this rank holds.
-    Raises BridgeError as `bind` and `check_headers` do.
+    Raises BridgeError as `bind` and `check_headers` do, and for an alias that differs from its tensor.
     """
     with Checkpoint(folder) as checkpoint:
         table = spelled_as(table, checkpoint.names)
@@ -73,16 +74,26 @@ def load(table: Table, rank: int, chunks: Sequence[torch.nn.Module], folder: str
         for placed, tensor in pairs:
             if not placed.blocks or placed.unit.row.how == "vocab":
                 tensor.zero_()
-            for source in {b.source for b in placed.blocks}:
+            for source in sorted({b.source for b in placed.blocks}):
                 base = bounding(placed.blocks, source)
                 data = checkpoint.read(placed.unit.hf[source].name, base)
                 for block in placed.blocks:
                     if block.source == source:
-                        tensor[block.local].copy_(data[relative(block.remote, base)])
+                        _put(table, placed, source, tensor[block.local], data[relative(block.remote, base)])
+
+
+def _put(table: Table, placed: Placed, source: int, into: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy; an alias (a further source of a vocabulary row) has to equal what is there already."""
+    if source and placed.unit.row.how == "vocab":
+        if not torch.equal(into, data.to(into.device)):
+            first, alias, held = placed.unit.hf[0].name, placed.unit.hf[source].name, placed.unit.name
+            raise BridgeError(f"{table.model.family}: {alias} differs from {first}; Megatron holds one {held} for both")
+    else:
+        into.copy_(data)
 
 
 def spelled_as(table: Table, names: set[str]) -> Table:
     """The table in the Hugging Face spelling that `names` use: per-expert files or transformers 5's fused tensors."""
     fused = any(n.endswith(".mlp.experts.gate_up_proj") for n in names)
-    spelling = type(table.spelling)(table.spelling.norms, table.spelling.experts, "fused" if fused else "per_expert")
+    spelling = replace(table.spelling, hf="fused" if fused else "per_expert")
     return Table(table.model, table.layout, spelling, table.divisible_by)

@@ -69,22 +69,41 @@ class Table:
     def __post_init__(self) -> None:
         _ = self.stages
         self.layout.experts(0, self.model.experts)
+        if self.model.heads % self.layout.tp:
+            raise BridgeError(
+                f"{self.model.family}: {self.model.heads} attention heads do not divide over tp={self.layout.tp} "
+                f"(layout {self.layout.text})"
+            )
 
     @functools.cached_property
     def stages(self) -> Stages:
         """The decoder layers of every (pp, vp). Raises LayoutError if they cannot be split so."""
-        return self.layout.stages(self.model.num_layers)
+        return self.layout.stages(self.model.num_layers, mtp=self.model.mtp_layers)
 
     @functools.cached_property
     def _pp_of(self) -> dict[int, int]:
-        return {layer: pp for (pp, _), layers in self.stages.layers.items() for layer in layers}
+        found = {layer: pp for (pp, _), layers in self.stages.layers.items() for layer in layers}
+        if self.stages.mtp is not None:
+            found |= dict.fromkeys(self._mtp_layers, self.stages.mtp[0])
+        return found
+
+    @functools.cached_property
+    def _mtp_layers(self) -> range:
+        """The MTP layers as files number them."""
+        return range(self.model.num_layers, self.model.num_layers + self.model.mtp_layers)
+
+    @functools.cached_property
+    def _dims(self) -> dict[str, int]:
+        return self.model.dims
 
     def _unit(self, row: Row, layer: int | None, expert: int | None) -> Unit:
         model, where = self.model, {"layer": layer, "expert": expert}
+        mtp = layer in self._mtp_layers
         tensors = (row.fused,) if self.spelling.hf == "fused" and row.fused else row.hf
         dtype = row.dtype or model.param_dtype
-        hf = tuple(HFTensor(t.name.format(**where), tuple(model.dims[d] for d in t.dims), dtype) for t in tensors)
-        name = self.spelling.megatron(row).format(**where)
+        hf = tuple(HFTensor(t.name.format(**where), tuple(self._dims[d] for d in t.dims), dtype) for t in tensors)
+        number = layer - model.num_layers if layer is not None and mtp else layer
+        name = self.spelling.megatron(row, mtp=mtp).format(layer=number, expert=expert)
         if model.tied and name == "output_layer.weight":
             embedding = self._unit(families.rows(model)[0], None, None)
             return Unit(name, row, None, None, embedding.hf, dtype, exports=False)
@@ -95,7 +114,7 @@ class Table:
         """All units in canonical order. The order is the export order and does not depend on the layout."""
         rows = families.rows(self.model)
         out = [self._unit(r, None, None) for r in rows if r.on == "first"]
-        for layer in range(self.model.num_layers):
+        for layer in range(self.model.num_layers + self.model.mtp_layers):
             out += [u for _, u in self._layer_units(layer, range(self.model.experts))]
         return (*out, *(self._unit(r, None, None) for r in rows if r.on == "last"))
 
@@ -112,7 +131,8 @@ class Table:
 
     def local_name(self, unit: Unit, local_layer: int, local_expert: int) -> str:
         """The unit's name inside the chunk that holds it as `local_layer` and `local_expert`."""
-        return self.spelling.megatron(unit.row).format(layer=local_layer, expert=local_expert)
+        mtp = unit.layer in self._mtp_layers
+        return self.spelling.megatron(unit.row, mtp=mtp).format(layer=local_layer, expert=local_expert)
 
     def shard(self, unit: Unit, part: int) -> tuple[tuple[int, ...], tuple[Block, ...]]:
         """Shape and blocks of the shard that TP rank (ETP rank for an expert) `part` holds of `unit`."""
@@ -145,17 +165,27 @@ class Table:
         experts = layout.experts(at.ep, self.model.experts)
         out: list[Placed] = []
         for vp in range(layout.vpp):
-            if layout.has_embedding(at.pp, vp):
+            # Megatron builds the embedding once more where the MTP layers are.
+            if layout.has_embedding(at.pp, vp) or stages.mtp == (at.pp, vp):
                 out += [self._place(self._unit(r, None, None), vp, r.megatron, rank) for r in rows if r.on == "first"]
             for local_layer, layer in enumerate(stages.layers[at.pp, vp]):
                 for local_expert, unit in self._layer_units(layer, experts):
                     out.append(self._place(unit, vp, self.local_name(unit, local_layer, local_expert), rank))
-            if layout.has_head(at.pp, vp):
-                last = [self._unit(r, None, None) for r in rows if r.on == "last"]
-                # Megatron allocates no head weight where the embedding sits in the same chunk.
-                together = layout.has_embedding(at.pp, vp)
-                out += [self._place(u, vp, u.name, rank) for u in last if u.exports or not together]
+            if stages.mtp == (at.pp, vp):
+                for number, layer in enumerate(self._mtp_layers):
+                    for local_expert, unit in self._layer_units(layer, experts):
+                        out.append(self._place(unit, vp, self.local_name(unit, number, local_expert), rank))
+            last = [self._unit(r, None, None) for r in rows if r.on == "last" and self._last(r) == (at.pp, vp)]
+            # Megatron allocates no head weight where the embedding sits in the same chunk.
+            together = layout.has_embedding(at.pp, vp)
+            out += [self._place(u, vp, u.name, rank) for u in last if u.exports or not together]
         return tuple(out)
+
+    def _last(self, row: Row) -> tuple[int, int]:
+        """The stage (pp, vp) of a row after the layers. With MTP the final norm is where the last decoder layer is."""
+        if self.model.mtp_layers and row.how == "replicate":
+            return self.stages.owner(self.model.num_layers - 1)
+        return self.layout.pp - 1, self.layout.vpp - 1
 
     def owners(self, unit: Unit) -> tuple[int, ...]:
         """The ranks that together hold `unit`, in TP (ETP) order, each shard once: DP, CP and replicas at 0."""
@@ -163,7 +193,7 @@ class Table:
         if unit.layer is not None:
             pp = self._pp_of[unit.layer]
         else:
-            pp = 0 if unit.row.on == "first" else layout.pp - 1
+            pp = 0 if unit.row.on == "first" else self._last(unit.row)[0]
         if unit.expert is not None:
             ep = unit.expert // (self.model.experts // layout.ep)
             shards = 1 if unit.row.how == "replicate" else layout.etp

@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moeref.families import glm4_moe, qwen3_moe
-from moeref.families.model import FamilyError, Model, Row, Spelling, Tensor
+from moeref.families import deepseek_v3, glm4_moe, glm4_moe_lite, mixtral, qwen3_moe
+from moeref.families.model import FamilyError, Model, Row, Spelling, Tensor, check_switches
 
 __all__ = ["FAMILIES", "FamilyError", "Model", "Row", "Spelling", "Tensor", "read", "rows"]
 
@@ -24,7 +25,9 @@ class Family(NamedTuple):
     rows: tuple[Row, ...]
 
 
-FAMILIES: dict[str, Family] = {m.NAME: Family(m.read, m.ROWS) for m in (glm4_moe, qwen3_moe)}
+FAMILIES: dict[str, Family] = {
+    m.NAME: Family(m.read, m.ROWS) for m in (deepseek_v3, glm4_moe, glm4_moe_lite, mixtral, qwen3_moe)
+}
 
 
 def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Model:
@@ -50,15 +53,37 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
             f"unknown model_type {name!r}; families are {', '.join(sorted(FAMILIES))}"
             + (f" (did you mean {near[0]}?)" if near else "")
         )
+    check_switches(config, str(name), {"quantization_config": None})
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     model = family.read(config, found.removeprefix("torch."))
-    if model.heads % model.kv_groups or model.top_k > model.experts:
-        raise FamilyError(
-            f"{name}: {model.heads} heads, {model.kv_groups} KV groups, top-{model.top_k} of {model.experts} experts"
-        )
+    _check(model)
     return model
 
 
+def _check(model: Model) -> None:
+    """Refuse what megatron-core would compute otherwise than transformers does, or not at all."""
+    sizes = f"{model.heads} heads, {model.kv_groups} KV groups, top-{model.top_k} of {model.experts} experts"
+    if model.heads % model.kv_groups or model.top_k > model.experts:
+        raise FamilyError(f"{model.family}: {sizes}")
+    if model.tied and model.mtp_layers:
+        raise FamilyError(f"{model.family}: tied embeddings with multi-token prediction are not mapped")
+    if model.score_function == "sigmoid" and model.top_k == 1:
+        raise FamilyError(f"{model.family}: {sizes}: megatron-core does not normalise the score of a single expert")
+    # transformers ranks groups by their two best experts, megatron-core by their top_k // topk_group best.
+    if model.n_group > 1 and (model.experts % model.n_group or model.top_k // model.topk_group != 2):
+        raise FamilyError(
+            f"{model.family}: {sizes} in {model.topk_group} of {model.n_group} groups: megatron-core ranks groups as "
+            f"transformers does only where top_k // topk_group is 2"
+        )
+
+
 def rows(model: Model) -> tuple[Row, ...]:
-    """The table of `model`'s family."""
-    return FAMILIES[model.family].rows
+    """The table of `model`'s family. A row with an alias holds it too, once for each MTP layer."""
+    return tuple(_aliased(row, model) for row in FAMILIES[model.family].rows)
+
+
+def _aliased(row: Row, model: Model) -> Row:
+    if row.alias is None or not model.mtp_layers:
+        return row
+    layers = range(model.num_layers, model.num_layers + model.mtp_layers)
+    return replace(row, hf=(*row.hf, *(Tensor(row.alias.name.format(layer=i), row.alias.dims) for i in layers)))

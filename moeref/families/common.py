@@ -9,6 +9,7 @@ _L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 EMBEDDING = Row(
     megatron="embedding.word_embeddings.weight",
     hf=(Tensor("model.embed_tokens.weight", ("vocab", "hidden")),),
+    alias=Tensor(_H + "embed_tokens.weight", ("vocab", "hidden")),
     how="vocab",
     on="first",
 )
@@ -17,6 +18,7 @@ HEAD = (
     Row(
         megatron="output_layer.weight",
         hf=(Tensor("lm_head.weight", ("vocab", "hidden")),),
+        alias=Tensor(_H + "shared_head.head.weight", ("vocab", "hidden")),
         how="vocab",
         on="last",
     ),
@@ -91,9 +93,11 @@ DENSE = (
     ),
     *mlp(_L + "mlp.", _H + "mlp.", "ffn", "dense"),
 )
+PRE_MOE_NORM = Row(megatron=_L + "pre_mlp_layernorm.weight", hf=_POST_NORM, on="moe")
+GATE = Row(megatron=_L + "mlp.router.weight", hf=(Tensor(_H + "mlp.gate.weight", ("experts", "hidden")),), on="moe")
 ROUTER = (
-    Row(megatron=_L + "pre_mlp_layernorm.weight", hf=_POST_NORM, on="moe"),
-    Row(megatron=_L + "mlp.router.weight", hf=(Tensor(_H + "mlp.gate.weight", ("experts", "hidden")),), on="moe"),
+    PRE_MOE_NORM,
+    GATE,
     # A buffer, not a parameter; bf16 keeps 8 of its 238 distinct values (miles#811), so it stays fp32.
     Row(
         megatron=_L + "mlp.router.expert_bias",
@@ -122,3 +126,17 @@ EXPERTS = (
     ),
 )
 SHARED = mlp(_L + "mlp.shared_experts.", _H + "mlp.shared_experts.", "shared_ffn", "moe", needs="shared_ffn")
+_MTP = "mtp.layers.{layer}."
+#: Around the transformer layer of an MTP layer, whose rows are the decoder's.
+MTP = (
+    Row(megatron=_MTP + "enorm.weight", hf=(Tensor(_H + "enorm.weight", ("hidden",)),), on="mtp"),
+    Row(megatron=_MTP + "hnorm.weight", hf=(Tensor(_H + "hnorm.weight", ("hidden",)),), on="mtp"),
+    # [embedding | hidden state] in both.
+    Row(
+        megatron=_MTP + "eh_proj.weight",
+        hf=(Tensor(_H + "eh_proj.weight", ("hidden", "2hidden")),),
+        how="column",
+        on="mtp",
+    ),
+    Row(megatron=_MTP + "final_layernorm.weight", hf=(Tensor(_H + "shared_head.norm.weight", ("hidden",)),), on="mtp"),
+)

@@ -16,13 +16,14 @@ ROWS = (
     *common.ROUTER,
     *common.SHARED,
     *common.EXPERTS,
+    *common.MTP,
     *common.HEAD,
 )
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A GLM-4.5 `config.json` as a `Model`."""
-    check_switches(hf, NAME, {"hidden_act": "silu", "num_nextn_predict_layers": 0})
+    check_switches(hf, NAME, {"hidden_act": "silu", "norm_topk_prob": True})
     layers, prefix = require(hf, NAME, "num_hidden_layers"), require(hf, NAME, "first_k_dense_replace", default=1)
     heads, hidden = require(hf, NAME, "num_attention_heads"), require(hf, NAME, "hidden_size")
     moe_ffn = require(hf, NAME, "moe_intermediate_size")
@@ -46,7 +47,7 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
         qk_norm=bool(hf.get("use_qk_norm", False)),
         expert_bias=True,
         score_function="sigmoid",
-        norm_topk_prob=bool(hf.get("norm_topk_prob", True)),
+        norm_topk_prob=True,
         routed_scaling_factor=float(hf.get("routed_scaling_factor", 1.0)),
         n_group=int(hf.get("n_group") or 1),
         topk_group=int(hf.get("topk_group") or 1),
@@ -55,4 +56,5 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
         rotary_percent=rotary,
         max_positions=require(hf, NAME, "max_position_embeddings"),
         param_dtype=dtype,
+        mtp_layers=int(hf.get("num_nextn_predict_layers") or 0),
     )

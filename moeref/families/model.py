@@ -5,6 +5,7 @@ Everything here is data, without torch. A family file (`qwen3_moe.py`, `glm4_moe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,30 @@ How = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up"]
 
 class FamilyError(ValueError):
     """A config that a family cannot take, or a model type that no family has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN's scaling of rotary frequencies, in the terms of transformers' `rope_parameters`."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """Multi-latent attention: ranks of the latents, then sizes per head."""
+
+    q_rank: int  # 0: queries come from the hidden state itself
+    kv_rank: int
+    nope: int  # of queries and keys, without rope
+    rope: int  # of queries and keys, with rope
+    v: int  # of values
+    yarn: Yarn | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +72,40 @@ class Model:
     rotary_percent: float
     max_positions: int
     param_dtype: str  # of the checkpoint: "bfloat16", "float32"
+    mla: MLA | None = None  # None: grouped-query attention
+    mtp_layers: int = 0  # multi-token prediction; in files they follow the decoder's layers
 
     @property
+    def latent_q(self) -> bool:
+        """MLA whose queries go through a latent."""
+        return self.mla is not None and self.mla.q_rank > 0
+
+    @property
+    def direct_q(self) -> bool:
+        """MLA whose queries come from the hidden state itself."""
+        return self.mla is not None and not self.latent_q
+
+    @property
+    def _attention_dims(self) -> dict[str, int]:
+        if self.mla is None:
+            q, kv = self.heads * self.head_dim, self.kv_groups * self.head_dim
+            return {"q": q, "kv": kv, "head_dim": self.head_dim}
+        return {
+            "q": self.heads * (self.mla.nope + self.mla.rope),
+            "kv": self.heads * (self.mla.nope + self.mla.v),
+            "v": self.heads * self.mla.v,
+            "q_rank": self.mla.q_rank,
+            "kv_rank": self.mla.kv_rank,
+            "kv_rank+rope": self.mla.kv_rank + self.mla.rope,
+        }
+
+    @functools.cached_property
     def dims(self) -> dict[str, int]:
         """The sizes that `Tensor.dims` names."""
         return {
+            **self._attention_dims,
             "hidden": self.hidden,
-            "q": self.heads * self.head_dim,
-            "kv": self.kv_groups * self.head_dim,
-            "head_dim": self.head_dim,
+            "2hidden": 2 * self.hidden,
             "vocab": self.vocab,
             "ffn": self.ffn,
             "moe_ffn": self.moe_ffn,
@@ -87,19 +137,23 @@ class Row:
     how: How = "replicate"
     te: str = ""  # name in the Transformer Engine layer spec where it differs
     grouped: str = ""  # name in grouped expert modules
-    fused: Tensor | None = None  # transformers 5's in-memory spelling: all experts in one tensor, expert first
-    on: Literal["first", "last", "layer", "dense", "moe"] = "layer"
+    fused: Tensor | None = None  # transformers 5's in-memory tensor where it differs; all experts in one, expert first
+    alias: Tensor | None = None  # the same tensor once more in each multi-token prediction layer of the file
+    on: Literal["first", "last", "layer", "dense", "moe", "mtp"] = "layer"
     needs: str = ""  # a switch of `Model` that must be true
     dtype: str = ""  # kept in this dtype whatever the model's is
 
     def present(self, model: Model, layer: int | None) -> bool:
-        """Whether `model` has this row at `layer` (None for rows outside layers)."""
+        """Whether `model` has this row at `layer` (None for rows outside layers; MTP layers follow the decoder's)."""
         if self.needs and not getattr(model, self.needs):
             return False
         if layer is None:
             return self.on in ("first", "last")
+        if self.on == "mtp":
+            return layer >= model.num_layers
         if self.on in ("dense", "moe"):
-            return model.moe_layers[layer] == (self.on == "moe")
+            # An MTP layer is of the kind of the last decoder layer, both in megatron-core and in the files.
+            return model.moe_layers[min(layer, model.num_layers - 1)] == (self.on == "moe")
         return self.on == "layer"
 
 
@@ -109,17 +163,20 @@ class Spelling:
 
     norms: `apart` in the local layer spec, `fused` into the linears in the Transformer Engine spec.
     experts: Megatron's `sequential` or `grouped` modules. hf: `per_expert` files or the `fused` in-memory form.
+    mtp: the transformer layer inside an MTP layer, `transformer_layer` in megatron-core 0.16.
     """
 
     norms: Literal["apart", "fused"] = "apart"
     experts: Literal["sequential", "grouped"] = "sequential"
     hf: Literal["per_expert", "fused"] = "per_expert"
+    mtp: Literal["mtp_model_layer", "transformer_layer"] = "mtp_model_layer"
 
-    def megatron(self, row: Row) -> str:
-        """The Megatron name pattern of `row` in this spelling."""
+    def megatron(self, row: Row, *, mtp: bool = False) -> str:
+        """The Megatron name pattern of `row` in this spelling; of a decoder row inside an MTP layer with `mtp`."""
+        name = row.te if self.norms == "fused" and row.te else row.megatron
         if self.experts == "grouped" and row.grouped:
-            return row.grouped
-        return row.te if self.norms == "fused" and row.te else row.megatron
+            name = row.grouped
+        return name.replace("decoder.layers.{layer}.", f"mtp.layers.{{layer}}.{self.mtp}.") if mtp else name
 
 
 def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None) -> Any:

@@ -3,5 +3,6 @@
 from moeref.megatron.build import Built, build, transformer_config
 from moeref.megatron.forward import logits
 from moeref.megatron.groups import initialise, shut_down
+from moeref.megatron.spec import mtp_name
 
-__all__ = ["Built", "build", "initialise", "logits", "shut_down", "transformer_config"]
+__all__ = ["Built", "build", "initialise", "logits", "mtp_name", "shut_down", "transformer_config"]

@@ -13,13 +13,14 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from moeref.bridge import VOCAB_DIVISIBLE_BY, Table, padded_vocab
 from moeref.config import Setting, transformer_settings
 from moeref.families import Model, Spelling
 from moeref.layout import Layout
 from moeref.megatron.grouped import with_grouped_names
+from moeref.megatron.spec import layer_spec, mtp_name, mtp_spec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,11 +59,12 @@ def _torch_settings(dtype: str, device: str) -> dict[str, Setting]:
 
 def transformer_config(settings: Mapping[str, Setting]) -> TransformerConfig:
     """The real TransformerConfig. Raises ValueError for a setting that the installed version does not have."""
-    known = {f.name for f in dataclasses.fields(TransformerConfig)}
+    kind = MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig
+    known = {f.name for f in dataclasses.fields(kind)}
     for name in settings.keys() - known:
         near = difflib.get_close_matches(name, known, n=1)
-        raise ValueError(f"TransformerConfig has no field {name}" + (f"; did you mean {near[0]}?" if near else ""))
-    return TransformerConfig(**{name: setting.value for name, setting in settings.items()})
+        raise ValueError(f"{kind.__name__} has no field {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    return kind(**{name: setting.value for name, setting in settings.items()})
 
 
 def build(
@@ -71,13 +73,15 @@ def build(
     rank: int,
     *,
     device: str = "cpu",
+    norms: str = "apart",
     experts: str = "sequential",
     overrides: Mapping[str, Any] | None = None,
     divisible_by: int = VOCAB_DIVISIBLE_BY,
 ) -> Built:
-    """Build this rank's chunks with megatron-core's local layer spec; `groups.initialise(layout)` comes first.
+    """Build this rank's chunks with plain torch modules; `groups.initialise(layout)` comes first.
 
-    device: "cpu" or a CUDA device. experts: "sequential", or "grouped" for Transformer Engine's grouped names.
+    device: "cpu" or a CUDA device. norms: "apart" as in megatron-core's local layer spec, or "fused" into the linears
+    as in Transformer Engine's. experts: "sequential", or "grouped" for Transformer Engine's grouped names.
     The weights are unset until `bridge.load`. Raises ValueError for an override that TransformerConfig does not have.
     """
     settings = {
@@ -88,16 +92,30 @@ def build(
     if layout.pp == 1 or (layout.vpp == 1):
         settings["overlap_p2p_comm"] = Setting(False, "derived")
     config = transformer_config(settings)
+    spelling = Spelling(
+        norms="fused" if norms == "fused" else "apart",
+        experts="grouped" if experts == "grouped" else "sequential",
+        mtp=mtp_name(),
+    )
+    table = Table(model, layout, spelling, divisible_by)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     at = layout.coords(rank)
+    kind = {"mla": model.mla is not None, "fused": spelling.norms == "fused"}
     chunks: list[GPTModel] = []
     for vp in range(layout.vpp):
         vp_stage = vp if layout.vpp > 1 else None
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage, **_pp_rank(at.pp)
         )
+        spec.layer_specs = [
+            layer_spec(local, moe=model.moe_layers[i], **kind)
+            for i, local in zip(table.stages.layers[at.pp, vp], spec.layer_specs, strict=True)
+        ]
+        with_mtp = table.stages.mtp == (at.pp, vp)
+        mtp = mtp_spec(config, moe=model.moe_layers[-1], vp_stage=vp_stage, **kind) if with_mtp else None
         chunk = GPTModel(
             config=config,
+            mtp_block_spec=mtp,
             transformer_layer_spec=spec,
             vocab_size=padded_vocab(model, layout.tp, divisible_by),
             max_sequence_length=model.max_positions,
@@ -113,9 +131,8 @@ def build(
             # torch's norm ignores params_dtype. Parameters only: the router's expert_bias is a buffer and stays fp32,
             # where Float16Module's module.bfloat16() would round it until the first forward.
             parameter.data = parameter.data.to(DTYPES[model.param_dtype])
-        chunks.append(with_grouped_names(chunk) if experts == "grouped" else chunk)
-    spelling = Spelling(experts="grouped" if experts == "grouped" else "sequential")
-    return Built(chunks, config, settings, Table(model, layout, spelling, divisible_by))
+        chunks.append(with_grouped_names(chunk) if spelling.experts == "grouped" else chunk)
+    return Built(chunks, config, settings, table)
 
 
 def _pp_rank(pp: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from moeref.bridge import Table
 
 def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> torch.Tensor | None:
     """`logits_BSV` in fp32 over the unpadded vocabulary on last-stage ranks, None elsewhere. One row a microbatch.
+
+    They are the decoder's; multi-token prediction layers are left out.
 
     The interleaved schedule wants microbatches in multiples of PP: missing ones repeat the last row and are left out of
     the result.
@@ -33,7 +36,7 @@ def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) ->
 
     for chunk in chunks:
         chunk.eval()
-    with torch.no_grad():
+    with torch.no_grad(), _without_mtp(chunks):
         stored = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(rows_S) for _ in chunks] if len(chunks) > 1 else iter(rows_S),
@@ -50,3 +53,18 @@ def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) ->
     full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
     logits_BSV: torch.Tensor = full_BSV[..., : table.model.vocab].float()
     return logits_BSV
+
+
+@contextmanager
+def _without_mtp(chunks: Sequence[GPTModel]) -> Iterator[None]:
+    """Leave MTP layers out of the forward: it is their loss that needs them, and 0.16.1 fails there without labels."""
+    layers, process = chunks[0].config.mtp_num_layers, [chunk.mtp_process for chunk in chunks]
+    chunks[0].config.mtp_num_layers = None  # one config serves all chunks
+    for chunk in chunks:
+        chunk.mtp_process = False
+    try:
+        yield
+    finally:
+        chunks[0].config.mtp_num_layers = layers
+        for chunk, was in zip(chunks, process, strict=True):
+            chunk.mtp_process = was

@@ -21,8 +21,34 @@ SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "dtype": "float32",
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.0,
+}
+LATENT: dict[str, Any] = {
+    **{k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")},
+    "num_key_value_heads": 16,
+    "q_lora_rank": 26,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SIZES, "model_type": "qwen3_moe", "num_experts": 16, "norm_topk_prob": True},
+    "mixtral": {
+        **{k: v for k, v in SIZES.items() if k != "moe_intermediate_size"},
+        "model_type": "mixtral",
+        "num_local_experts": 16,
+    },
     "glm4_moe": {
         **SIZES,
         "model_type": "glm4_moe",
@@ -33,6 +59,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "routed_scaling_factor": 1.7,
     },
+    "deepseek_v3": {
+        **LATENT,
+        "model_type": "deepseek_v3",
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": YARN,
+    },
+    "glm4_moe_lite": {**LATENT, "model_type": "glm4_moe_lite", "routed_scaling_factor": 1.8},
 }
 
 

@@ -56,10 +56,11 @@ def test_shards_and_tensors_share_every_element_once(name: str, index: int, part
     assert sorted(seen) == sorted(list(range(1, 1 + sum(t.size for t in full))) * copies)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("parts", [1, 2, 8])
-def test_fused_experts_hold_what_the_separate_ones_hold(parts: int) -> None:
-    m = model("qwen3_moe")
-    for row in (r for r in families.rows(m) if r.fused):
+def test_fused_experts_hold_what_the_separate_ones_hold(name: str, parts: int) -> None:
+    m = model(name)
+    for row in (r for r in families.rows(m) if r.fused and "{expert}" in r.megatron):
         separate = _tagged(row, m)
         fused = np.zeros([m.dims[d] for d in row.fused.dims], dtype=int)  # type: ignore[union-attr]
         fused[5] = np.concatenate(separate) if len(separate) == 2 else separate[0]
@@ -115,8 +116,18 @@ def test_padded_vocabulary() -> None:
     assert sizes == [128, 3, 0, 0, 0, 0, 0, 0]
 
 
+def test_aliases_lie_where_their_tensor_does() -> None:
+    m = model("deepseek_v3", num_nextn_predict_layers=2)
+    for row in (r for r in families.rows(m) if r.alias):
+        assert len(row.hf) == 3
+        for rank in range(2):
+            _, blocks = shard_blocks(m, row, rank, 2, padded=256)
+            assert [b.source for b in blocks] == [0, 1, 2]
+            assert len({(b.remote[0].start, b.local[0].start) for b in blocks}) == 1  # type: ignore[union-attr]
+
+
 def test_pairwise_distinct_sizes() -> None:
     for name, tied in itertools.product(CONFIGS, (False, True)):
         dims = model(name, tie_word_embeddings=tied).dims
-        sizes = [v for k, v in dims.items() if v and not (k == "moe_ffn" or k == "shared_ffn")]
+        sizes = [v for k, v in dims.items() if v and k not in ("moe_ffn", "shared_ffn", "2hidden")]
         assert len(set(sizes)) == len(sizes), dims

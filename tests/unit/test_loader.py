@@ -204,3 +204,19 @@ def test_modules_that_differ_from_the_table_are_refused(table: Table) -> None:
     del norm.weight
     with pytest.raises(BridgeError, match=r"has no decoder.layers.0.input_layernorm.weight"):
         bind(table, 3, chunks)
+
+
+def test_an_alias_that_differs_is_refused(tmp_path: Path) -> None:
+    table = Table(model("glm4_moe", num_hidden_layers=2, num_nextn_predict_layers=1), Layout.parse("tp=2"))
+    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    for original, alias in (("model.embed_tokens", "embed_tokens"), ("lm_head", "shared_head.head")):
+        tensors[f"model.layers.2.{alias}.weight"] = tensors[f"{original}.weight"].clone()
+    write(tmp_path / "good", tensors)
+    chunks = holder(table, 1)
+    load(table, 1, chunks, tmp_path / "good")
+    rows = inventory(chunks)[0, "output_layer.weight"]
+    assert torch.equal(rows[:3], tensors["lm_head.weight"][128:])
+    tensors["model.layers.2.shared_head.head.weight"][130, 5] += 1
+    write(tmp_path / "bad", tensors)
+    with pytest.raises(BridgeError, match=r"model.layers.2.shared_head.head.weight differs from lm_head.weight"):
+        load(table, 1, chunks, tmp_path / "bad")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeref.bridge import Table
+from moeref.bridge import BridgeError, Table
 from moeref.exporter import Plan
 from moeref.families import Spelling
 from moeref.layout import Layout, LayoutError
@@ -88,6 +88,102 @@ def test_spellings_of_megatron_names() -> None:
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names["fused", "grouped"]
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names["fused", "grouped"]
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names["fused", "grouped"]
+
+
+MTP_LAYOUTS = ["tp=1", "tp=2,pp=2", "pp=2,vpp=2,ep=2", "pp=4,layout=Ett|t|t|mL", "pp=4,layout=Et|tt|tm|L"]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_mtp_units_are_held_by_their_owners(name: str) -> None:
+    m = model(name, num_nextn_predict_layers=1)
+    plans = []
+    for text in MTP_LAYOUTS:
+        table = Table(m, Layout.parse(text))
+        held = {(p.unit.name, rank) for rank in range(table.layout.world) for p in table.placed(rank)}
+        assert {u.name for u in table.units} == {name for name, _ in held}
+        assert all((unit.name, rank) in held for unit in table.units for rank in table.owners(unit))
+        plans.append(Plan(table).tensors)
+    assert all(plan == plans[0] for plan in plans)
+    sent = [t.name for t in plans[0]]
+    assert len(set(sent)) == len(sent)
+    assert {"model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"} <= set(sent)
+
+
+def test_where_mtp_layers_the_final_norm_and_the_second_embedding_are() -> None:
+    names = ("embedding.word_embeddings", "decoder.final_layernorm", "output_layer", "mtp.layers.0.eh_proj")
+    expected = {
+        "pp=4": [names[:1], (), (), (names[0], *names[1:])],
+        "pp=4,layout=Ett|t|t|mL": [names[:1], (), names[1:2], (names[0], *names[2:])],
+        "pp=4,layout=Et|tt|tm|L": [names[:1], (), (names[0], names[1], names[3]), names[2:3]],
+    }
+    for text, stages in expected.items():
+        table = Table(model("glm4_moe", num_nextn_predict_layers=1), Layout.parse(text))
+        for rank, wanted in enumerate(stages):
+            held = {p.local.removesuffix(".weight") for p in table.placed(rank)}
+            assert held & set(names) == set(wanted), (text, rank)
+
+
+def test_spellings_of_mtp_names() -> None:
+    m = model("deepseek_v3", num_nextn_predict_layers=1)
+    spelling = Spelling(norms="fused", experts="grouped", mtp="transformer_layer")
+    fused = {p.local for p in Table(m, Layout(), spelling).placed(0)}
+    assert {
+        "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight15",
+        "mtp.layers.0.transformer_layer.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "mtp.layers.0.enorm.weight",
+    } <= fused
+    apart = {p.local for p in Table(m, Layout()).placed(0)}
+    assert "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.15.linear_fc2.weight" in apart
+
+
+def test_mixtral_in_memory_says_mlp() -> None:
+    names = {
+        hf: {t.name for t in Plan(Table(model("mixtral"), Layout(), Spelling(hf=hf))).tensors if ".layers.3." in t.name}  # type: ignore[arg-type]
+        for hf in ("per_expert", "fused")
+    }
+    per_expert, fused = names["per_expert"] - names["fused"], names["fused"] - names["per_expert"]
+    assert all(".block_sparse_moe." in name for name in per_expert)
+    assert len(per_expert) == 16 * 3 + 1
+    assert {name.removeprefix("model.layers.3.mlp.") for name in fused} == {
+        "gate.weight",
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
+
+
+def test_mla_spellings() -> None:
+    names = {
+        norms: {p.local.removeprefix("decoder.layers.2.") for p in Table(m, Layout(), Spelling(norms=norms)).placed(0)}  # type: ignore[arg-type]
+        for norms in ("apart", "fused")
+        for m in [model("deepseek_v3")]
+    }
+    assert names["apart"] - names["fused"] == {
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+        "self_attention.q_layernorm.weight",
+        "self_attention.kv_layernorm.weight",
+        *(f"decoder.layers.{i}.self_attention.{p}_layernorm.weight" for i in (0, 1, 3) for p in ("q", "kv")),
+    }
+    assert {"input_layernorm.weight", "pre_mlp_layernorm.weight"} <= names["fused"]
+    assert "self_attention.linear_q_up_proj.layer_norm_weight" in names["fused"]
+    assert "self_attention.linear_kv_up_proj.layer_norm_weight" in names["fused"]
+
+
+def test_mla_splits_up_projections_by_heads_and_keeps_the_rest_whole() -> None:
+    held = {p.local: p.shape for p in Table(model("deepseek_v3"), Layout.parse("tp=4")).placed(1)}
+    prefix = "decoder.layers.0.self_attention.linear_"
+    assert {k.removeprefix(prefix): v for k, v in held.items() if k.startswith(prefix)} == {
+        "q_down_proj.weight": (26, 24),
+        "q_up_proj.weight": (4 * 18, 26),
+        "kv_down_proj.weight": (28, 24),
+        "kv_up_proj.weight": (4 * 16, 20),
+        "proj.weight": (24, 4 * 6),
+    }
+
+
+def test_heads_are_not_split() -> None:
+    with pytest.raises(BridgeError, match="16 attention heads do not divide over tp=3"):
+        Table(model("deepseek_v3"), Layout.parse("tp=3"))
 
 
 def test_impossible_layouts_are_refused_before_any_work() -> None:

@@ -1,7 +1,6 @@
 """The expected model: a tiny Hugging Face checkpoint and its logits, both made by transformers itself.
 
-Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide; the vocabulary divides by
-nothing, so that padding shows. All values are random, distinct and seeded. Nothing here knows Megatron or a target.
+All values are random, distinct and seeded; `recipes` has the sizes. Nothing here knows Megatron or a target.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeref_conformance.api import Cell
+from moeref_conformance.oracles import recipes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EXTRA = "model.layers.0.kit_extra.weight"
@@ -28,33 +28,6 @@ SEED = 20_260_101
 #: a sum in another order cannot turn a route.
 MARGIN = 1e-5
 BATCH, SEQUENCE = 2, 16
-
-_COMMON: dict[str, Any] = {
-    "hidden_size": 40,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "moe_intermediate_size": 56,
-    "intermediate_size": 144,
-    "vocab_size": 131,
-    "num_experts_per_tok": 3,
-    "max_position_embeddings": 64,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-}
-_FAMILY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 6, "num_experts": 16},
-    "glm4_moe": {
-        "head_dim": 8,
-        "n_routed_experts": 16,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.7,
-        "first_k_dense_replace": 1,
-        "attention_bias": True,
-        "use_qk_norm": True,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -132,9 +105,9 @@ def dtype_of(cell: Cell) -> torch.dtype:
 
 def _make(cell: Cell, folder: Path) -> None:
     dtype = dtype_of(cell)
-    tokens_BS = torch.randint(0, _COMMON["vocab_size"], (BATCH, SEQUENCE), generator=_generator(0))
+    tokens_BS = torch.randint(0, recipes.VOCABULARY, (BATCH, SEQUENCE), generator=_generator(0))
     for attempt in range(1, 50):
-        model = _model(cell)
+        model = recipes.model(cell)
         _fill(model, dtype, _generator(attempt))
         logits_BSV, margin = _forward(model, tokens_BS)
         if margin > MARGIN:
@@ -146,11 +119,16 @@ def _make(cell: Cell, folder: Path) -> None:
     for parameter in model.parameters():  # buffers, the experts' bias among them, stay fp32
         parameter.data = parameter.data.to(dtype)
     main = folder / "checkpoint"
-    _save(model, cell, main)
+    _save(model, cell, folder / "decoder" if cell.mtp else main)
+    aliases: set[str] = set()
+    if cell.mtp:
+        mtp, aliases = _mtp(cell, read_checkpoint(folder / "decoder"), _generator(98))
+        _edited(folder / "decoder", main, add=mtp)
+        shutil.rmtree(folder / "decoder")
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
     tensors = read_checkpoint(main)
-    assert_distinct(tensors)
+    assert_distinct({name: tensor for name, tensor in tensors.items() if name not in aliases})
     missing = _missing_name(cell, tensors)
     (folder / "missing.txt").write_text(missing)
     like = next(iter(tensors.values()))
@@ -161,21 +139,6 @@ def _make(cell: Cell, folder: Path) -> None:
 
 def _generator(stream: int) -> torch.Generator:
     return torch.Generator().manual_seed(SEED + stream)
-
-
-def _model(cell: Cell) -> Any:
-    import transformers
-
-    if cell.family not in _FAMILY:
-        raise ValueError(f"cell {cell.id}: family {cell.family} has no recipe; known: {', '.join(_FAMILY)}")
-    config_of, model_of = {
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-        "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
-    }[cell.family]
-    values = {**_COMMON, **_FAMILY[cell.family], "num_hidden_layers": cell.layers, "tie_word_embeddings": cell.tied}
-    config = config_of(**values)
-    config._attn_implementation = "eager"
-    return model_of(config).eval()
 
 
 def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -204,18 +167,27 @@ def _spread(name: str) -> float:
         return 0.2
     if name.endswith("mlp.gate.weight"):
         return 0.3
-    return 0.05 if name.startswith("lm_head") else 0.12
+    return 0.03 if name.startswith("lm_head") else 0.12
 
 
 def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Logits, and the smallest distance of any route from turning."""
     margins: list[float] = []
     k = model.config.num_experts_per_tok
+    groups, kept = getattr(model.config, "n_group", None) or 1, getattr(model.config, "topk_group", None) or 1
 
     def watch(gate: Any, args: tuple[torch.Tensor, ...]) -> None:
         router_TE = args[0].reshape(-1, gate.weight.shape[1]).float() @ gate.weight.float().T
         bias_E = getattr(gate, "e_score_correction_bias", None)
         scores_TE = router_TE.softmax(-1) if bias_E is None else router_TE.sigmoid() + bias_E
+        if groups > kept:
+            pair_TG = scores_TE.reshape(len(scores_TE), groups, -1).topk(2, dim=-1).values.sum(-1)
+            order = pair_TG.topk(kept + 1, dim=-1)
+            margins.append(float((order.values[:, kept - 1] - order.values[:, kept]).min()))
+            out_TG = torch.ones_like(pair_TG, dtype=torch.bool).scatter(1, order.indices[:, :kept], False)
+            scores_TE = scores_TE.masked_fill(
+                out_TG.repeat_interleave(scores_TE.shape[1] // groups, dim=1), float("-inf")
+            )
         best = scores_TE.topk(k + 1, dim=-1).values
         margins.append(float((best[:, k - 1] - best[:, k]).min()))
 
@@ -247,9 +219,42 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
         raise ValueError(f"cell {cell.id}: spelling {cell.spelling} has no recipe; use per_expert or fused")
 
 
+def _mtp(
+    cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Generator
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Multi-token prediction layers as DeepSeek-V3 and GLM-4.5 publish them, and which tensors repeat others.
+
+    transformers knows no such layers, so they are written by hand: numbered after the decoder's, each a layer like the
+    decoder's last with enorm, hnorm, eh_proj, shared_head.norm, and the embedding and the head once more.
+    """
+    if cell.spelling != "per_expert" or cell.tied:
+        raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied per_expert checkpoints only")
+    embedding, head = decoder["model.embed_tokens.weight"], decoder["lm_head.weight"]
+    norm, hidden, last = decoder["model.norm.weight"], embedding.shape[1], f"model.layers.{cell.layers - 1}."
+    found: dict[str, torch.Tensor] = {}
+    aliases: set[str] = set()
+    for number in range(cell.layers, cell.layers + cell.mtp):
+        like = {name.removeprefix(last): tensor for name, tensor in decoder.items() if name.startswith(last)}
+        like |= {"enorm.weight": norm, "hnorm.weight": norm, "shared_head.norm.weight": norm}
+        like["eh_proj.weight"] = head.new_empty(hidden, 2 * hidden)
+        for rest, tensor in sorted(like.items()):
+            name, noise = f"model.layers.{number}.{rest}", torch.randn(tensor.shape, generator=generator)
+            bias = rest.endswith("e_score_correction_bias")
+            value = 0.3 + 0.1 * noise if bias else _center(name) + _spread(name) * noise
+            found[name] = value.to(tensor.dtype)
+        copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
+        found |= {f"model.layers.{number}.{rest}": tensor.clone() for rest, tensor in copies.items()}
+        aliases |= {f"model.layers.{number}.{rest}" for rest in copies}
+    return found, aliases
+
+
 def _missing_name(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
-    layer = f"model.layers.{cell.layers - 1}.mlp.experts."
-    name = layer + ("11.up_proj.weight" if cell.spelling == "per_expert" else "down_proj")
+    layer = f"model.layers.{cell.layers - 1}."
+    if cell.spelling == "fused":
+        name = layer + "mlp.experts.down_proj"
+    else:
+        name = layer + ("block_sparse_moe.experts.11.w3" if cell.family == "mixtral" else "mlp.experts.11.up_proj")
+        name += ".weight"
     if name not in tensors:
         raise RuntimeError(
             f"cell {cell.id}: transformers wrote no {name}; the recipe of checkpoint_missing is outdated"

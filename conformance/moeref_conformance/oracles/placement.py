@@ -7,21 +7,22 @@ below, name by name.
 
 from __future__ import annotations
 
-import itertools
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.api import Cell
 from moeref_conformance.oracles import topology
+from moeref_conformance.oracles.stages import mtp_stage, stage_layers
 
-_EXPERT_HF = re.compile(r"\.mlp\.experts\.(\d+)\.")
+_EXPERT_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.")
+_GATE_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.gate\.weight$")
 _LAYER_HF = re.compile(r"^model\.layers\.(\d+)\.")
 _LAYER_LOCAL = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_MTP_LOCAL = re.compile(r"^mtp\.layers\.(\d+)\.(?:(?:mtp_model_layer|transformer_layer)\.)?(.+)$")
 _EXPERT_LOCAL = re.compile(
     r"^mlp\.experts\.(?:local_experts\.(?P<seq>\d+)\.linear_fc[12]\.weight|linear_fc[12]\.weight(?P<grp>\d+))$"
 )
@@ -36,8 +37,27 @@ _WHOLE = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
 }
-#: Cells are judged in several threads, and megatron-core keeps the virtual size in a global.
-_MEGATRON_GLOBALS = threading.Lock()
+#: Around the transformer layer of a multi-token prediction layer.
+_MTP_WHOLE = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
+#: The same for multi-latent attention, where q_layernorm means something else.
+_LATENT_WHOLE = {
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+}
+#: Multi-latent attention's projections whose rows are one head after the other.
+_LATENT_HEADS = {
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+}
 
 
 class Held:
@@ -79,9 +99,15 @@ class Placement:
         self.cell, self.layout, self.config, self.tensors = cell, cell.layout, config, tensors
         experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
         self.experts = int(experts or 0)
+        self.latent = bool(config.get("kv_lora_rank"))
         self.fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
         self.layers = stage_layers(cell)
-        self.moe_layers = {hf_numbers(name)[0] for name in tensors if name.endswith(".mlp.gate.weight")}
+        end = max(self.layers, key=lambda stage: (stage[1], stage[0]))
+        #: Where the multi-token prediction layers are, and the final norm, which with them follows the last layer.
+        self.mtp = mtp_stage(cell) if cell.mtp else (-1, -1)
+        self.final = next(s for s, ids in self.layers.items() if cell.layers - 1 in ids) if cell.mtp else end
+        self.moe_layers = {hf_numbers(name)[0] for name in tensors if _GATE_HF.search(name)}
+        self.mixtral = any(".block_sparse_moe." in name for name in tensors)
         self._coords: dict[int, dict[str, int]] = {}
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -107,10 +133,16 @@ class Placement:
         found = set()
         for name in self.tensors:
             layer, expert = hf_numbers(name)
-            if layer is not None:
+            if name.endswith(".embed_tokens.weight"):
+                here = pp in (0, self.mtp[0])
+            elif name.endswith(".shared_head.head.weight"):
+                here = pp == self.layout.pp - 1
+            elif layer is not None and layer >= self.cell.layers:
+                here = pp == self.mtp[0] and (expert is None or expert in experts)
+            elif layer is not None:
                 here = layer in mine and (expert is None or expert in experts)
-            elif name == "model.embed_tokens.weight":
-                here = pp == 0
+            elif name == "model.norm.weight":
+                here = pp == self.final[0]
             else:
                 here = pp == self.layout.pp - 1
             if here:
@@ -119,10 +151,13 @@ class Placement:
 
     def numbers(self, rank: int, chunk: int, local: str) -> tuple[int | None, int | None]:
         """(global layer, global expert) of a local name; None where there is no such number. Raises Unknown."""
-        match = _LAYER_LOCAL.match(plain_local(local))
-        if match is None:
+        mtp, match = _MTP_LOCAL.match(plain_local(local)), _LAYER_LOCAL.match(plain_local(local))
+        if mtp is not None and (self.coords(rank)["pp"], chunk) == self.mtp:
+            match, ids = mtp, list(range(self.cell.layers, self.cell.layers + self.cell.mtp))
+        elif match is None:
             return None, None
-        ids = self.layer_ids(rank, chunk)
+        else:
+            ids = self.layer_ids(rank, chunk)
         index = int(match[1])
         if index >= len(ids):
             raise Unknown("layer", f"chunk {chunk} of rank {rank} has {len(ids)} layers, so there is no {local}")
@@ -140,13 +175,25 @@ class Placement:
         layer, expert = self.numbers(rank, chunk, local)
         if layer is None:
             return self._outer(name, at, chunk, shape)
-        rest, prefix = name.split(".", 3)[3], f"model.layers.{layer}."
+        mtp = _MTP_LOCAL.match(name)
+        rest, prefix = mtp[2] if mtp else name.split(".", 3)[3], f"model.layers.{layer}."
         if expert is not None:
             return self._expert(prefix, layer, expert, "linear_fc1" in rest, at["etp"])
-        if rest in _WHOLE:
-            source = self._need(prefix + _WHOLE[rest])
+        whole = _LATENT_WHOLE if self.latent and "attention" in rest else _WHOLE
+        if rest in whole:
+            moe = rest == "mlp.router.weight" and self.mixtral
+            source = self._need(prefix + ("block_sparse_moe.gate.weight" if moe else whole[rest]))
             return Held(lambda: self.tensors[source], (source,), layer)
         tp, size = at["tp"], self.layout.tp
+        if mtp and rest in _MTP_WHOLE:
+            source = self._need(prefix + _MTP_WHOLE[rest])
+            return Held(lambda: self.tensors[source], (source,), layer)
+        if mtp and rest == "eh_proj.weight":
+            source = self._need(prefix + rest)
+            return Held(lambda: _row_shard(self.tensors[source], tp, size), (source,), layer)
+        if self.latent and rest in _LATENT_HEADS:
+            source = self._need(prefix + _LATENT_HEADS[rest])
+            return Held(lambda: self._heads(source, tp), (source,), layer)
         if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
             kind = rest.rsplit(".", 1)[1]
             parts = tuple(self._need(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv")
@@ -165,7 +212,7 @@ class Placement:
 
     def _outer(self, name: str, at: Mapping[str, int], chunk: int, shape: Sequence[int]) -> Held:
         """Embedding, final norm and head, at the first and the last stage only."""
-        first = at["pp"] == 0 and chunk == 0
+        first = (at["pp"], chunk) in ((0, 0), self.mtp)
         last = at["pp"] == self.layout.pp - 1 and chunk == max(c for _, c in self.layers)
         tied = bool(self.config.get("tie_word_embeddings"))
         if name == "embedding.word_embeddings.weight" and first:
@@ -174,7 +221,7 @@ class Placement:
             return self._vocabulary(
                 "model.embed_tokens.weight" if tied else "lm_head.weight", at["tp"], shape, not tied
             )
-        if name == "decoder.final_layernorm.weight" and last:
+        if name == "decoder.final_layernorm.weight" and (at["pp"], chunk) == self.final:
             source = self._need("model.norm.weight")
             return Held(lambda: self.tensors[source], (source,))
         raise Unknown("module", f"Megatron has no tensor {name} at pipeline rank {at['pp']}, chunk {chunk}")
@@ -192,7 +239,10 @@ class Placement:
         def make() -> torch.Tensor:
             return torch.stack([full[i] for i in rows] + [torch.zeros_like(full[0])] * (n - len(rows)))
 
-        return Held(make, (source,) if read else (), rows=len(rows), read=read)
+        alias = "embed_tokens.weight" if "embed" in source else "shared_head.head.weight"
+        after = range(self.cell.layers, self.cell.layers + self.cell.mtp)
+        names = (source, *(self._need(f"model.layers.{layer}.{alias}") for layer in after))
+        return Held(make, names if read else (), rows=len(rows), read=read)
 
     def _qkv(self, parts: tuple[str, ...], tp: int) -> torch.Tensor:
         """For each KV group of this TP rank: its query heads, then its key head, then its value head, row by row."""
@@ -210,6 +260,13 @@ class Placement:
             rows += [v[group * width + i] for i in range(width)]
         return torch.stack(rows)
 
+    def _heads(self, source: str, tp: int) -> torch.Tensor:
+        """The rows of this TP rank's attention heads; each head has equally many."""
+        full, heads = self.tensors[source], int(self.config["num_attention_heads"])
+        width = len(full) // heads
+        mine = [head for head in range(heads) if head * self.layout.tp // heads == tp]
+        return torch.stack([full[head * width + i] for head in mine for i in range(width)])
+
     def _expert(self, prefix: str, layer: int, expert: int, first: bool, etp: int) -> Held:
         """fc1 (`first`) or fc2 of one expert, from either spelling of the checkpoint."""
         size = self.layout.expert_tp
@@ -220,11 +277,12 @@ class Placement:
             if first:
                 return Held(lambda: _gate_up(full[:half], full[half:], etp, size), (name,), layer, expert)
             return Held(lambda: _column_shard(full, etp, size), (name,), layer, expert)
-        base = f"{prefix}mlp.experts.{expert}."
+        base = f"{prefix}{'block_sparse_moe' if self.mixtral else 'mlp'}.experts.{expert}."
+        names = ("w1", "w3", "w2") if self.mixtral else ("gate_proj", "up_proj", "down_proj")
         if first:
-            gate, up = self._need(base + "gate_proj.weight"), self._need(base + "up_proj.weight")
+            gate, up = self._need(f"{base}{names[0]}.weight"), self._need(f"{base}{names[1]}.weight")
             return Held(lambda: _gate_up(self.tensors[gate], self.tensors[up], etp, size), (gate, up), layer, expert)
-        down = self._need(base + "down_proj.weight")
+        down = self._need(f"{base}{names[2]}.weight")
         return Held(lambda: _column_shard(self.tensors[down], etp, size), (down,), layer, expert)
 
 
@@ -255,59 +313,3 @@ def hf_numbers(name: str) -> tuple[int | None, int | None]:
     """(layer, expert) that a Hugging Face name spells."""
     layer, expert = _LAYER_HF.match(name), _EXPERT_HF.search(name)
     return int(layer[1]) if layer else None, int(expert[1]) if expert else None
-
-
-def stage_layers(cell: Cell) -> dict[tuple[int, int], list[int]]:
-    """(pp rank, virtual stage) -> global layer numbers in local order. See `_stage_layers`."""
-    with _MEGATRON_GLOBALS:
-        return _stage_layers(cell.layout, cell.layers)
-
-
-@lru_cache(maxsize=256)
-def _stage_layers(at: Layout, layers: int) -> dict[tuple[int, int], list[int]]:
-    """(pp rank, virtual stage) -> global layer numbers, by megatron-core's own functions on a real TransformerConfig.
-
-    Raises ValueError for a layout that does not hold every layer once: such a cell has no right answer.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    virtual = at.vpp if at.vpp > 1 and at.layout is None else None
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=8,
-        num_attention_heads=1,
-        use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        pipeline_model_parallel_size=at.pp,
-        virtual_pipeline_model_parallel_size=virtual,
-        num_layers_in_first_pipeline_stage=at.first,
-        num_layers_in_last_pipeline_stage=at.last,
-        account_for_embedding_in_pipeline_split=at.embedding,
-        account_for_loss_in_pipeline_split=at.loss,
-        pipeline_model_parallel_layout=at.layout,
-    )
-    stages = config.virtual_pipeline_model_parallel_size
-    found = {}
-    # A layout string looks at the process-wide virtual size to decide whether to look at the virtual stage at all.
-    before = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
-    try:
-        for pp, stage in itertools.product(range(at.pp), range(stages or 1)):
-            vp_stage = None if stages is None else stage
-            if at.layout is not None:
-                custom = config.pipeline_model_parallel_layout
-                ids = list(custom.get_layer_id_list(LayerType.decoder, vp_stage=stage, pp_rank=pp))
-            else:
-                count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp)
-                start = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp)
-                ids = list(range(start, start + count))
-            found[pp, stage] = ids
-    finally:
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(before)
-    if sorted(i for ids in found.values() for i in ids) != list(range(layers)):
-        raise ValueError(f"{at.text}: megatron-core's stages {found} do not hold each of {layers} layers once")
-    return found

@@ -1,0 +1,106 @@
+"""The tiny models: their sizes by family, and transformers' own modules made from them.
+
+Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide; the vocabulary divides by
+nothing, so that padding shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeref_conformance.api import Cell
+
+VOCABULARY = 131
+_COMMON: dict[str, Any] = {
+    "hidden_size": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 56,
+    "intermediate_size": 144,
+    "vocab_size": VOCABULARY,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 64,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+}
+#: Multi-latent attention. Queries and keys are 18 wide per head, values 6.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 16,
+}
+_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"head_dim": 6, "num_experts": 16},
+    # Mixtral's only width is intermediate_size.
+    "mixtral": {"head_dim": 6, "num_local_experts": 16, "intermediate_size": 56},
+    "glm4_moe": {
+        "head_dim": 8,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    # 16 experts in 4 groups of which 2 are chosen, and YaRN with two different mscales.
+    "deepseek_v3": {
+        **_LATENT,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.8,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    # transformers leaves the latent norms at an epsilon of 1e-6 whatever rms_norm_eps says, so _COMMON's 1e-6 stays.
+    "glm4_moe_lite": {
+        **_LATENT,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+}
+
+
+def model(cell: Cell) -> Any:
+    """transformers' module of the cell's family, in eval mode, with random weights of its own.
+
+    Raises ValueError for a family without a recipe.
+    """
+    import transformers
+
+    if cell.family not in _FAMILY:
+        raise ValueError(f"cell {cell.id}: family {cell.family} has no recipe; known: {', '.join(_FAMILY)}")
+    config_of, model_of = {
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+        "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+        "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+        "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    }[cell.family]
+    values = {**_COMMON, **_FAMILY[cell.family], "num_hidden_layers": cell.layers, "tie_word_embeddings": cell.tied}
+    if cell.mtp:
+        values["num_nextn_predict_layers"] = cell.mtp
+    if cell.family == "mixtral":
+        values = {k: v for k, v in values.items() if k not in ("moe_intermediate_size", "norm_topk_prob")}
+    config = config_of(**values)
+    config._attn_implementation = "eager"
+    return model_of(config).eval()

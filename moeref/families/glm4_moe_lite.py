@@ -1,0 +1,21 @@
+"""GLM-4.7-Flash: DeepSeek-V3's table with plain rope; transformers 5 lists dense layers in `mlp_layer_types`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeref.families import mla
+from moeref.families.model import FamilyError, Model, require
+
+NAME = "glm4_moe_lite"
+ROWS = mla.ROWS
+
+
+def read(hf: Mapping[str, Any], dtype: str) -> Model:
+    """A GLM-4.7-Flash `config.json` as a `Model`; the published one gives `first_k_dense_replace`."""
+    layers, prefix = require(hf, NAME, "num_hidden_layers"), require(hf, NAME, "first_k_dense_replace", default=1)
+    kinds = hf.get("mlp_layer_types") or ["dense" if i < prefix else "sparse" for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
+        raise FamilyError(f"{NAME}: mlp_layer_types must say dense or sparse for each of {layers} layers, not {kinds}")
+    return mla.read_mla(hf, NAME, dtype, tuple(kind == "sparse" for kind in kinds))

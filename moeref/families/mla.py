@@ -1,0 +1,161 @@
+"""Multi-latent attention: its rows, and the reader of the configs that share DeepSeek-V3's table.
+
+Down projections and latent norms are whole on every TP rank; up projections are split by heads, which lie in order.
+Sources: megatron-core's MLASelfAttention and its Transformer Engine spec; the saved names of transformers' DeepseekV3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeref.families import common
+from moeref.families.model import MLA, FamilyError, Model, Row, Tensor, Yarn, check_switches, require
+
+_L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+_M, _A = _L + "self_attention.", _H + "self_attn."
+
+
+def _latent_norm(part: str, needs: str = "") -> Row:
+    return Row(
+        megatron=f"{_M}{part}_layernorm.weight",
+        te=f"{_M}linear_{part}_up_proj.layer_norm_weight",
+        hf=(Tensor(f"{_A}{part}_a_layernorm.weight", (f"{part}_rank",)),),
+        needs=needs,
+    )
+
+
+ATTENTION = (
+    Row(megatron=_L + "input_layernorm.weight", hf=(Tensor(_H + "input_layernorm.weight", ("hidden",)),)),
+    Row(
+        megatron=_M + "linear_q_proj.weight",
+        hf=(Tensor(_A + "q_proj.weight", ("q", "hidden")),),
+        how="column",
+        needs="direct_q",
+    ),
+    Row(
+        megatron=_M + "linear_q_down_proj.weight",
+        hf=(Tensor(_A + "q_a_proj.weight", ("q_rank", "hidden")),),
+        needs="latent_q",
+    ),
+    _latent_norm("q", needs="latent_q"),
+    Row(
+        megatron=_M + "linear_q_up_proj.weight",
+        hf=(Tensor(_A + "q_b_proj.weight", ("q", "q_rank")),),
+        how="column",
+        needs="latent_q",
+    ),
+    Row(
+        megatron=_M + "linear_kv_down_proj.weight",
+        hf=(Tensor(_A + "kv_a_proj_with_mqa.weight", ("kv_rank+rope", "hidden")),),
+    ),
+    _latent_norm("kv"),
+    Row(
+        megatron=_M + "linear_kv_up_proj.weight",
+        hf=(Tensor(_A + "kv_b_proj.weight", ("kv", "kv_rank")),),
+        how="column",
+    ),
+    Row(
+        megatron=_M + "linear_proj.weight",
+        hf=(Tensor(_A + "o_proj.weight", ("hidden", "v")),),
+        how="row",
+    ),
+)
+ROWS = (
+    common.EMBEDDING,
+    *ATTENTION,
+    *common.DENSE,
+    *common.ROUTER,
+    *common.SHARED,
+    *common.EXPERTS,
+    *common.MTP,
+    *common.HEAD,
+)
+_SWITCHES = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rope_interleave": True,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+_YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+
+
+def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[bool, ...]) -> Model:
+    """A config with DeepSeek-V3's keys as a `Model`.
+
+    The latent norms take `rms_norm_eps` in megatron-core and in inference engines; transformers has 1e-6 there whatever
+    the config says, which is the same for DeepSeek-V3 but not for GLM-4.7-Flash (1e-5).
+    """
+    check_switches(hf, name, {**_SWITCHES, "num_key_value_heads": hf.get("num_attention_heads")})
+    moe_ffn, heads = require(hf, name, "moe_intermediate_size"), require(hf, name, "num_attention_heads")
+    theta, yarn = _rope(hf, name)
+    mla = MLA(
+        q_rank=hf.get("q_lora_rank") or 0,
+        kv_rank=require(hf, name, "kv_lora_rank"),
+        nope=require(hf, name, "qk_nope_head_dim"),
+        rope=require(hf, name, "qk_rope_head_dim"),
+        v=require(hf, name, "v_head_dim"),
+        yarn=yarn,
+    )
+    return Model(
+        family=name,
+        num_layers=len(moe_layers),
+        hidden=require(hf, name, "hidden_size"),
+        heads=heads,
+        kv_groups=heads,
+        head_dim=mla.v,
+        vocab=require(hf, name, "vocab_size"),
+        ffn=require(hf, name, "intermediate_size"),
+        moe_ffn=moe_ffn,
+        shared_ffn=moe_ffn * int(hf.get("n_shared_experts") or 0),
+        experts=require(hf, name, "n_routed_experts", "num_local_experts"),
+        top_k=require(hf, name, "num_experts_per_tok"),
+        moe_layers=moe_layers,
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        qkv_bias=False,
+        qk_norm=True,
+        expert_bias=True,
+        score_function="sigmoid",
+        norm_topk_prob=True,
+        routed_scaling_factor=float(hf.get("routed_scaling_factor", 1.0)),
+        n_group=int(hf.get("n_group") or 1),
+        topk_group=int(hf.get("topk_group") or 1),
+        norm_eps=require(hf, name, "rms_norm_eps"),
+        rope_theta=theta,
+        rotary_percent=1.0,
+        max_positions=require(hf, name, "max_position_embeddings"),
+        param_dtype=dtype,
+        mla=mla,
+        mtp_layers=int(hf.get("num_nextn_predict_layers") or 0),
+    )
+
+
+def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, Yarn | None]:
+    """(theta, YaRN or None) from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta`."""
+    given = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    theta = float(given.pop("rope_theta", None) or require(hf, name, "rope_theta"))
+    if float(given.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise FamilyError(f"{name}: a partial_rotary_factor other than 1 is not mapped")
+    unknown = given.keys() - (_YARN if kind == "yarn" else set())
+    if kind not in ("default", "yarn") or unknown:
+        raise FamilyError(f"{name}: rope type {kind!r} with {sorted(unknown)} is not mapped; 'default' and 'yarn' are")
+    if kind == "default":
+        return theta, None
+    # transformers and megatron-core scale cos and sin by m(mscale) / m(mscale_all_dim) where both are given. Where
+    # mscale_all_dim is not, transformers ignores mscale too.
+    all_dim = float(given.get("mscale_all_dim") or 0.0)
+    if all_dim and not given.get("mscale"):
+        raise FamilyError(f"{name}: YaRN with mscale_all_dim but without mscale is not mapped")
+    return theta, Yarn(
+        factor=float(require(given, f"{name} (YaRN)", "factor")),
+        original_positions=int(require(given, f"{name} (YaRN)", "original_max_position_embeddings")),
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        mscale=float(given["mscale"]) if all_dim else 1.0,
+        mscale_all_dim=all_dim,
+    )

@@ -1,0 +1,104 @@
+"""Multi-latent attention in plain torch: what megatron-core leaves to Transformer Engine.
+
+Its own DotProductAttention takes no head sizes that differ between keys and values, its local spec splits the down
+projections over TP where every training run on GPUs replicates them, and it has no linear with a norm of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+
+
+class CausalAttention(torch.nn.Module):
+    """Causal attention over `[S, B, heads, channels]`, with values of another width than queries and keys."""
+
+    def __init__(self, *, config: Any, softmax_scale: float, **kwargs: Any) -> None:
+        super().__init__()
+        if config.context_parallel_size > 1:
+            raise ValueError("context parallelism over MLA needs Transformer Engine's attention")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self, query_SBHQ: torch.Tensor, key_SBHQ: torch.Tensor, value_SBHV: torch.Tensor, mask: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """`[S, B, heads · V]`. The mask is not read: it is causal. Raises ValueError for packed sequences."""
+        if kwargs.get("packed_seq_params") is not None:
+            raise ValueError("packed sequences over MLA need Transformer Engine's attention")
+        q_BHSQ, k_BHSQ, v_BHSV = (t.permute(1, 2, 0, 3) for t in (query_SBHQ, key_SBHQ, value_SBHV))
+        out_BHSV = torch.nn.functional.scaled_dot_product_attention(
+            q_BHSQ, k_BHSQ, v_BHSV, is_causal=True, scale=self.softmax_scale
+        )
+        return out_BHSV.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear that is whole on every TP rank. Unset until loaded."""
+
+    def __init__(self, input_size: int, output_size: int, config: Any, like: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=like.dtype, device=like.device))
+        # `finalize_model_grads` sums over TP what carries this mark: each rank sees its own tokens only.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 -- a mark torch does not know
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """(output, no bias), as Megatron's linears answer."""
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """MLASelfAttention with the modules of its spec taken as they are, and replicated down projections."""
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: Any,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Past MLASelfAttention.__init__, which accepts Megatron's and TE's own linear classes only.
+        super(MLASelfAttention, self).__init__(
+            config=config,
+            submodules=submodules,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            cp_comm_type=cp_comm_type,
+            pg_collection=pg_collection or ProcessGroupCollection.use_mpu_process_groups(),
+            **kwargs,
+        )
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        q_rows, kv_rows = heads * self.q_head_dim, heads * (config.qk_head_dim + config.v_head_dim)
+        if config.q_lora_rank is None:
+            self.linear_q_proj = self._up(submodules.linear_q_proj, hidden, q_rows)
+        else:
+            self.linear_q_down_proj = self._down(config.q_lora_rank)
+            self.linear_q_up_proj = self._up(submodules.linear_q_up_proj, config.q_lora_rank, q_rows)
+            self.q_layernorm = self._norm(submodules.q_layernorm, config.q_lora_rank)
+        self.linear_kv_down_proj = self._down(config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, config.kv_lora_rank, kv_rows)
+        self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
+
+    def _up(self, linear: Any, input_size: int, output_size: int) -> Any:
+        return linear(
+            input_size,
+            output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+        )
+
+    def _down(self, output_size: int) -> ReplicatedLinear:
+        return ReplicatedLinear(self.config.hidden_size, output_size, self.config, self.linear_proj.weight)
+
+    def _norm(self, norm: Any, size: int) -> Any:
+        return norm(hidden_size=size, config=self.config, eps=self.config.layernorm_epsilon)

@@ -1,0 +1,94 @@
+"""Layer specs of plain torch modules under the parameter names of Transformer Engine's spec.
+
+megatron-core's `ModuleSpec` takes any module, so the names that training on GPUs uses exist without Transformer Engine:
+`linear_qkv.layer_norm_weight` in place of `input_layernorm.weight`, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from moeref.megatron.attention import CausalAttention, LatentAttention
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """A ColumnParallelLinear that applies RMSNorm to its input; the weight is `layer_norm_weight`, as in TE."""
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones_like(self.weight[0]))
+        # Each rank sees its own tokens only; `finalize_model_grads` sums what carries this mark over TP.
+        setattr(self.layer_norm_weight, "sequence_parallel", self.config.sequence_parallel)  # noqa: B010 -- a mark torch does not know
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As ColumnParallelLinear, of the normalised input."""
+        width = (self.input_size,)
+        normed = torch.nn.functional.rms_norm(hidden, width, self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class _FusedNorms(LocalSpecProvider):  # type: ignore[misc]
+    """megatron-core's local modules, but for linears that hold their norm."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return LayerNormColumnParallelLinear
+
+
+def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool) -> ModuleSpec:
+    """A layer of megatron-core's local spec with MLA in plain torch and, if `fused`, norms inside the linears that
+    follow them. An MoE layer keeps `pre_mlp_layernorm` (a router and experts follow it), MLA keeps `input_layernorm`
+    (two linears follow it)."""
+    layer = local.submodules
+    if mla:
+        layer = replace(layer, self_attention=_latent(layer.self_attention, fused))
+    elif fused:
+        parts = replace(layer.self_attention.submodules, linear_qkv=LayerNormColumnParallelLinear)
+        layer = replace(
+            layer, input_layernorm=IdentityOp, self_attention=replace(layer.self_attention, submodules=parts)
+        )
+    if fused and not moe:
+        mlp = get_mlp_module_spec_for_backend(backend=_FusedNorms(), num_experts=None)
+        layer = replace(layer, pre_mlp_layernorm=IdentityOp, mlp=mlp)
+    return replace(local, submodules=layer)
+
+
+def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:
+    up = LayerNormColumnParallelLinear if fused else ColumnParallelLinear
+    parts = replace(local.submodules, core_attention=CausalAttention, linear_q_up_proj=up, linear_kv_up_proj=up)
+    if fused:
+        parts = replace(parts, q_layernorm=IdentityOp, kv_layernorm=IdentityOp)
+    return replace(local, module=LatentAttention, submodules=parts)
+
+
+def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, vp_stage: int | None) -> Any:
+    """The block of MTP layers, each with a `layer_spec` inside."""
+    local = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=mla,
+        normalization="RMSNorm",
+    )
+    inner = layer_spec(local, moe=moe, mla=mla, fused=fused)
+    return get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage)
+
+
+def mtp_name() -> Literal["mtp_model_layer", "transformer_layer"]:
+    """What the installed megatron-core calls the transformer layer inside an MTP layer."""
+    known = {field.name for field in fields(MultiTokenPredictionLayerSubmodules)}
+    return "mtp_model_layer" if "mtp_model_layer" in known else "transformer_layer"

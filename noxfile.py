@@ -88,6 +88,15 @@ for _core in OLDER_CORES:
     conformance_with(_core)
 
 
+@nox.session(python=PYTHON, default=False)
+def status(session: nox.Session) -> None:
+    """Judge moeref in the CPU matrix and write the verdict to docs/status/cpu.md."""
+    judge(session, "cpu", "conformance-report")
+    summary = Path("conformance-report/summary.md").read_text(encoding="utf-8").replace("\n### ", "\n## ")
+    head = "# Status on CPU\n\nMeasured, and written here, by:\n\n```sh\n.venv/bin/nox -s status\n```\n\n"
+    Path("docs/status/cpu.md").write_text(head + summary, encoding="utf-8")
+
+
 @nox.session(python=PYTHON)
 def smoke(session: nox.Session) -> None:
     """Judge moeref in the few cells of matrices/smoke.toml."""
@@ -121,6 +130,14 @@ def bench(session: nox.Session) -> None:
     """Measure, each figure next to what it is held against; `-- -k export` selects."""
     install(session, "-e", ".[kit]", groups=("bench",))
     session.run("pytest", "-m", "bench", "tests/bench", "-s", *session.posargs, env=ENV)
+
+
+@nox.session(python=PYTHON, default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build/html; a warning is an error."""
+    install(session, "-e", ".[kit]", groups=("docs",))
+    strict = ["-E", "-W", "--keep-going", "-q", "-d", "docs/_build/doctrees"]
+    session.run("sphinx-build", *strict, "-b", "html", "docs", "docs/_build/html", *session.posargs, env=ENV)
 
 
 @nox.session(python=PYTHON, reuse_venv=False, default=False)

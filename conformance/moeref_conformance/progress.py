@@ -13,7 +13,8 @@ from rich.progress import Progress as Bar
 from moeref_conformance.api import Cell
 from moeref_conformance.results import Verdict
 
-WORST = ("error", "fail", "xpass", "xfail", "untested", "pass", "unclaimed", "disabled")
+#: As in the headline, a rule that could not be judged does not keep a cell from passing where others were.
+WORST = ("error", "fail", "xpass", "xfail", "pass", "untested", "unclaimed", "disabled")
 
 
 class Progress:

@@ -21,7 +21,7 @@ from moeref import bridge, exporter, families, megatron  # noqa: E402
 from moeref.layout import Layout  # noqa: E402
 
 if __name__ == "__main__":
-    made, folder, cell = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    made, folder, cell = Path(sys.argv[1]).resolve(), sys.argv[2], sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{made}/store", rank=int(os.environ["RANK"]), world_size=2)
     layout = Layout.parse("tp=2")

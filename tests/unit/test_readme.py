@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fenced import ROOT, blocks, check, commands, output, words
 from transformers import Qwen3MoeConfig
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of README.md in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-
-
-COMMANDS = [line for block in blocks("sh") for line in block.splitlines()]
+COMMANDS = commands(README)
 FIRST_TWO = [line for line in COMMANDS if line.startswith("python3.12 ")]
-PYTHON, PYTHON_ON_RANKS = blocks("python")
-
-
-def words(command: str) -> list[str]:
-    """The last simple command of a line, without its comment."""
-    return shlex.split(command.split(" && ")[-1], comments=True)
-
-
-def output(*command: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert run.returncode == 0, f"{' '.join(command)} exits {run.returncode}: {run.stderr}"
-    return run.stdout
+PYTHON, PYTHON_ON_RANKS = blocks(README, "python")
 
 
 def test_the_two_commands_are_one_line_each_and_bring_their_tools() -> None:
@@ -71,18 +49,7 @@ def test_ci_runs_sessions_that_exist() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_names_something_that_exists(command: str) -> None:
-    program, *arguments = words(command)
-    if program == ".venv/bin/nox":
-        assert arguments[0] == "-s"
-        output("nox", "--list", "-s", *arguments[1:])  # fails on a session that does not exist
-        return
-    if program == "moeref-conformance":
-        text = output("moeref_conformance", arguments[0], "--help")
-    else:
-        assert program == "pytest"
-        assert arguments[:2] == ["--pyargs", "moeref_conformance"]  # the plugin adds its options only then
-        text = output("pytest", *arguments[:2], "--help")
-    assert [option for option in arguments if option.startswith("--") and option not in text] == []
+    check(command)
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\(([^):]+)\)", README))

@@ -53,7 +53,7 @@ class DumpTarget:
     def _info(self) -> Info:
         path = self.folder / "manifest.json"
         if not path.exists():
-            return Info(name=f"dump:{self.folder.name}", version="")
+            return Info(name=f"dump:{self.folder.name}", version="unknown")
         try:
             found = json.loads(path.read_text())
         except json.JSONDecodeError as error:

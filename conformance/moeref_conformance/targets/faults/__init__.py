@@ -1,12 +1,17 @@
 """What a fault is, all of them by id, and the known bugs that no fault can bring back yet."""
 
+import tomllib
+from importlib.resources import files
+
 from moeref_conformance.targets.faults import export, gather, loading, names, roles, stream
 from moeref_conformance.targets.faults.base import Edit, Fault
 
 FAULTS: dict[str, Fault] = {
     fault.id: fault for module in (names, loading, gather, export, stream, roles) for fault in module.FAULTS
 }
-#: Bugs of the list of which the kit cannot show the effect yet, and why.
+#: The list of reported bugs by id: {"report": …, "symptom": …}. A fault's `bug` text names ids of it.
+KNOWN_BUGS: dict[str, dict[str, str]] = tomllib.loads(files(__name__).joinpath("bugs.toml").read_text(encoding="utf-8"))
+#: Bugs of which the kit cannot show the effect yet, and why.
 NOT_EXPRESSIBLE = {
     "B19": "quantizer buffers next to a weight: no cell has a quantised model",
     "B44": "scale blocks of a quantised weight: no cell has a quantised checkpoint",
@@ -26,4 +31,4 @@ NOT_EXPRESSIBLE = {
     "W18": "a checker that waits for nothing: a bug of the judge, not of the judged",
 }
 
-__all__ = ["FAULTS", "NOT_EXPRESSIBLE", "Edit", "Fault"]
+__all__ = ["FAULTS", "KNOWN_BUGS", "NOT_EXPRESSIBLE", "Edit", "Fault"]

@@ -1,0 +1,275 @@
+"""Pages made from the sources at build time, so that they cannot fall behind: rules, faults, commands, statuses, …
+
+A page holds `<!-- generated: rules -->` where the text of `PARTS["rules"]` goes. Nothing generated is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from moeref_conformance import cli
+from moeref_conformance.report.view import LEGEND
+from moeref_conformance.results import EXIT_WORDS, STATUSES, Headline
+from moeref_conformance.rules import GROUPS, load_rules
+
+MARK = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
+
+
+def expand(text: str) -> str:
+    """`text` with every mark replaced by its part. Raises KeyError for a part that does not exist."""
+    return MARK.sub(lambda match: PARTS[match[1]](), text)
+
+
+def as_rst(lines: Sequence[str]) -> list[str]:
+    """Docstring lines as reStructuredText: what follows a colon indented is a literal block, and characters that would
+    be markup are escaped outside backticks."""
+    out: list[str] = []
+    literal = False
+    for number, line in enumerate(lines):
+        literal = literal and (not line or line.startswith(" "))
+        if literal:
+            out.append(line)
+            continue
+        pieces = line.split("`")
+        for i in range(0, len(pieces), 2):
+            plain = re.sub(r"([*|]|(?<=\w)_(?!\w))", r"\\\1", pieces[i])
+            # Code has to be set apart from letters that touch it, as in `dtype`s.
+            plain = re.sub(r"^(?=\w)", r"\\ ", plain) if i else plain
+            pieces[i] = re.sub(r"(?<=\w)$", r"\\ ", plain) if i + 1 < len(pieces) else plain
+        out.append("`".join(pieces))
+        after = [following for following in lines[number + 1 :] if following]
+        if line.endswith(":") and lines[number + 1 : number + 2] == [""] and after and after[0].startswith("    "):
+            out[-1] += ":"
+            literal = True
+    return out
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    """A list of those that have something to say."""
+    return "\n".join(f"- **{name}:** {value}" for name, value in facts if value)
+
+
+def _plain(text: str) -> str:
+    """Prose of the sources as Markdown: code in backticks stays, nothing else is markup."""
+    pieces = text.split("`")
+    pieces[::2] = [re.sub(r"([<*\[])", r"\\\1", piece) for piece in pieces[::2]]
+    return "`".join(pieces)
+
+
+def _code(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+def _links(ids: Iterable[str], page: str) -> str:
+    return ", ".join(f"[{name}]({page}#{name.lower()})" for name in ids)
+
+
+def rules() -> str:
+    """Every rule under its group: what it says, why, what it needs, and what is known to turn it red."""
+    from moeref_conformance.targets.faults import FAULTS
+
+    out = []
+    for group, about in GROUPS.items():
+        out.append(f"## {group}: {about}")
+        for rule in sorted((r for r in load_rules().values() if r.group == group), key=lambda r: r.id):
+            out.append(f"### {rule.id}\n\n**{rule.level}** {_plain(rule.text)}")
+            facts = [
+                ("why", _plain("; ".join(rule.why))),
+                ("facets", _code(rule.facets) or "none"),
+                ("worlds", _code(rule.worlds)),
+                ("requires", _links(rule.requires, "rules.md") or "nothing"),
+                ("reads", _code(rule.steps)),
+                ("red with", _links((f.id for f in FAULTS.values() if rule.id in f.rules), "faults.md")),
+                ("follows in", _links((f.id for f in FAULTS.values() if rule.id in f.also), "faults.md")),
+                ("since", rule.since),
+            ]
+            out.append(_facts(facts))
+    return "\n\n".join(out)
+
+
+def faults() -> str:
+    """Every faulty target: the bug, the cell that shows it, and the rules it turns red."""
+    from moeref_conformance.targets.faults import FAULTS
+
+    out = []
+    for fault in sorted(FAULTS.values(), key=lambda fault: fault.id):
+        out.append(f"## {fault.id}\n\n{_plain(fault.bug)}.")
+        facts = [
+            ("cell", f"`{fault.cell.id}`"),
+            ("turns red", _links(fault.rules, "rules.md")),
+            ("and with them", _links(fault.also, "rules.md")),
+            ("diagnosis", _plain(fault.diagnosis)),
+            ("message", _plain(fault.says)),
+        ]
+        out.append(_facts(facts))
+    return "\n\n".join(out)
+
+
+def not_expressible() -> str:
+    """Known bugs that no cell can show yet."""
+    from moeref_conformance.targets.faults import NOT_EXPRESSIBLE
+
+    return "\n".join(f"- {bug}: {_plain(reason)}." for bug, reason in NOT_EXPRESSIBLE.items())
+
+
+def known_bugs() -> str:
+    """The list that faults are made from."""
+    from moeref_conformance.targets.faults import KNOWN_BUGS
+
+    rows = [(bug, _plain(entry["report"]), _plain(entry["symptom"])) for bug, entry in KNOWN_BUGS.items()]
+    return table(("id", "report", "symptom"), rows)
+
+
+def commands() -> str:
+    """Every command of `moeref-conformance` with its arguments."""
+    (group,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    helps = {action.dest: action.help or "" for action in group._choices_actions}
+    out = []
+    for name, parser in group.choices.items():
+        usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
+        out.append(f"## {name}\n\n{helps[name][0].upper()}{helps[name][1:]}.\n\n```text\n{_wrapped(usage)}\n```")
+        rows = [
+            (
+                _code(action.option_strings) if action.option_strings else f"`{action.dest}`",
+                _value(action),
+                _help(action),
+            )
+            for action in parser._actions
+            if not isinstance(action, argparse._HelpAction)
+        ]
+        out.append(table(("argument", "value", ""), rows))
+    return "\n\n".join(out)
+
+
+def _wrapped(usage: str, width: int = 84) -> str:
+    """A usage line broken between arguments."""
+    lines = [""]
+    for word in re.findall(r"\[[^\]]*\]|\S+", usage):
+        if len(lines[-1]) + len(word) >= width:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def _value(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    return f"`{action.metavar}`" if action.metavar else f"`{action.dest.upper()}`"
+
+
+def _help(action: argparse.Action) -> str:
+    text = _plain((action.help or "") % {"default": action.default})
+    return f"{text} (required)".strip() if action.required and action.option_strings else text
+
+
+def statuses() -> str:
+    """Statuses with the sign they have in the HTML report."""
+    return table(("status", "sign", "meaning"), [(f"`{s}`", *LEGEND[s]) for s in STATUSES])
+
+
+def exit_codes() -> str:
+    """Exit codes in words."""
+    return table(("code", "meaning"), [(f"`{code}`", words) for code, words in enumerate(EXIT_WORDS)])
+
+
+def steps() -> str:
+    """Steps of a record and the rules that read them."""
+    found: dict[str, list[str]] = {}
+    for rule in load_rules().values():
+        for step in rule.steps:
+            found.setdefault(step, []).append(rule.id)
+    return table(("step", "read by"), [(f"`{step}`", _links(sorted(ids), "rules.md")) for step, ids in found.items()])
+
+
+def layout_keys() -> str:
+    """The keys of a layout's text form and their defaults."""
+    from dataclasses import MISSING, fields
+
+    from moeref.layout import Layout
+
+    def default(value: object) -> str:
+        return "" if value is None or value is MISSING else f"`{int(value) if isinstance(value, bool) else value}`"
+
+    shown = {
+        "etp": "that of `tp`",
+        "world": "the smallest possible",
+        "first": "unset",
+        "last": "unset",
+        "layout": "unset",
+    }
+    return table(("key", "default"), [(f"`{f.name}`", shown.get(f.name) or default(f.default)) for f in fields(Layout)])
+
+
+def substitutions() -> str:
+    """What stands in for CUDA on a CPU, and what fails without it, by the time of its installation."""
+    from moeref_conformance.worlds.cpu import SUBSTITUTIONS
+
+    out = []
+    for stage, when in (("torch", "Before Megatron-Core is imported"), ("megatron", "After")):
+        rows = [
+            (f"`{s.name}`", " ".join((s.install.__doc__ or "").split("\n\n")[0].split()), _plain(s.reason))
+            for s in SUBSTITUTIONS
+            if s.stage == stage
+        ]
+        out.append(f"## {when}\n\n{table(('name', 'what it does', 'why'), rows)}")
+    return "\n\n".join(out)
+
+
+def axes() -> str:
+    """Axes of a grid, their values, and what a cell has where its grid does not name one."""
+    from dataclasses import MISSING, fields
+
+    from moeref_conformance import matrix
+    from moeref_conformance.api import Cell
+
+    def toml(value: object) -> str:
+        return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+    defaults = {f.name: "" if f.default is MISSING else toml(f.default) for f in fields(Cell)}
+    free = {
+        "family": "a `model_type`",
+        "layout": "a name under `[layouts]`",
+        "tied": "`true`, `false`",
+        "mtp": "a number of layers",
+    }
+    rows = []
+    for axis in matrix.AXES:
+        values = _code(str(v) for v in matrix.CHOICES.get(axis, ())) or free.get(axis, "as the target claims")
+        required = axis in ("world", "family", "layout")
+        rows.append((f"`{axis}`", values, "required" if required else defaults[axis]))
+    return table(("axis", "values", "default"), rows)
+
+
+def first_adapter() -> str:
+    """The last line of a clean smoke run of the tutorial's adapter: its claims against the matrix."""
+    from moeref_conformance import matrix
+
+    from docs.examples.first_adapter import target
+
+    cells = matrix.load("smoke").cells
+    claimed = sum(target.claims.why_not(cell) is None for cell in cells)
+    return f"```text\n{EXIT_WORDS[0]}: {Headline(passing=claimed, claimed=claimed, cells=len(cells))}\n```"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "rules": rules,
+    "faults": faults,
+    "known-bugs": known_bugs,
+    "not-expressible": not_expressible,
+    "commands": commands,
+    "statuses": statuses,
+    "exit-codes": exit_codes,
+    "steps": steps,
+    "layout-keys": layout_keys,
+    "substitutions": substitutions,
+    "axes": axes,
+    "first-adapter": first_adapter,
+}

@@ -1,0 +1,89 @@
+"""Fenced blocks of Markdown files, and whether the commands in them name what exists."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from moeref_conformance import cli, matrix, rules, targets
+
+ROOT = Path(__file__).parents[2]
+#: Targets and files that stand for the reader's own.
+PLACEHOLDERS = ("mypackage.adapter:target", "dump:dump")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of `text` in one language."""
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """Every line of the `sh` blocks."""
+    return [line.strip() for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]
+
+
+def words(command: str) -> list[str]:
+    """The last simple command of a line, without its comment."""
+    return shlex.split(command.split(" && ")[-1], comments=True)
+
+
+@functools.cache
+def output(*command: str) -> str:
+    """What `python -m …` prints in the checkout; AssertionError if it fails."""
+    run = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert run.returncode == 0, f"{' '.join(command)} exits {run.returncode}: {run.stderr}"
+    return run.stdout
+
+
+def check(command: str) -> None:
+    """Fail unless program, command, options, cells, rules and files of one line exist."""
+    program, *arguments = words(command)
+    match program.rpartition("/")[2]:
+        case "nox":
+            assert arguments[0] == "-s"
+            sessions = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
+            output("nox", "--list", "-s", *sessions)  # fails on a session that does not exist
+            _check_paths(arguments)
+        case "moeref-conformance":
+            _check_kit(arguments)
+        case "pytest":
+            assert arguments[:2] == ["--pyargs", "moeref_conformance"]  # the plugin adds its options only then
+            text = output("pytest", *arguments[:2], "--help")
+            assert [option for option in arguments if option.startswith("--") and option not in text] == []
+        case "torchrun":
+            assert shutil.which("torchrun", path=str(Path(sys.executable).parent))
+            _check_paths(arguments)
+        case "pip":
+            assert arguments[0] == "install"
+            _check_paths(arguments)
+        case ".":
+            assert arguments == [".venv/bin/activate"]
+        case other:
+            raise AssertionError(f"{other}: no check knows this program ({command})")
+
+
+def _check_kit(arguments: list[str]) -> None:
+    try:
+        options = vars(cli._parser().parse_args(arguments))
+    except SystemExit as error:
+        raise AssertionError(f"moeref-conformance {shlex.join(arguments)}: not accepted") from error
+    if "matrix" in options:
+        matrix.load(options["matrix"]).select(options["cell"])
+        rules.select(options["rule"])
+    if options.get("target") and options["target"] not in PLACEHOLDERS:
+        targets.resolve(options["target"])
+
+
+def _check_paths(arguments: list[str]) -> None:
+    """Arguments that name a file of the checkout name one that is there."""
+    named = [a for a in arguments if a.endswith((".py", ".txt", ".toml"))]
+    assert [path for path in named if not (ROOT / path).is_file()] == []

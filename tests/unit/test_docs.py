@@ -1,0 +1,136 @@
+"""The documentation says what is so: commands, Python, TOML, quoted output and phrases, links, and generated parts."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from fenced import ROOT, blocks, check, commands, words
+from moeref_conformance import known, matrix
+from moeref_conformance.cli import _parser
+from moeref_conformance.rules import load_rules
+from moeref_conformance.targets.faults import FAULTS
+
+DOCS = ROOT / "docs"
+sys.path[:0] = [str(DOCS), str(ROOT)]  # as commands typed in the checkout see docs.examples
+import _generate  # noqa: E402
+
+PAGES = {
+    path.relative_to(DOCS).as_posix(): _generate.expand(path.read_text(encoding="utf-8"))
+    for path in sorted(DOCS.rglob("*.md"))
+    if "_build" not in path.parts
+}
+WORKFLOW = (ROOT / ".github" / "workflows" / "conformance.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", sorted({line for page in PAGES.values() for line in commands(page)}))
+def test_every_command_names_something_that_exists(command: str) -> None:
+    check(command)
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if blocks(text, "python")])
+def test_python_runs(page: str) -> None:
+    room: dict[str, object] = {}
+    for block in blocks(PAGES[page], "python"):
+        exec(compile(block, page, "exec"), room)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_anchors_lead_somewhere(page: str) -> None:
+    for link in re.findall(r"\]\(([^()\s:]+)\)", PAGES[page]):
+        place, _, anchor = link.partition("#")
+        path = (DOCS / page).parent / place if place else DOCS / page
+        assert path.is_file(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", PAGES[path.resolve().relative_to(DOCS).as_posix()], flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    listed = {f"{line}.md" for block in blocks(PAGES["index.md"], r"\{toctree\}") for line in block.splitlines()}
+    assert {page for page in PAGES if page != "index.md"} == {line for line in listed if "/" in line}
+
+
+def test_rules_and_faults_are_all_there() -> None:
+    rules, faults = PAGES["reference/rules.md"], PAGES["reference/faults.md"]
+    assert set(re.findall(r"^### (.+)$", rules, flags=re.MULTILINE)) == set(load_rules())
+    assert set(re.findall(r"^## (.+)$", faults, flags=re.MULTILINE)) == {*FAULTS, "Not expressible yet"}
+
+
+def test_every_mark_is_replaced() -> None:
+    assert [page for page, text in PAGES.items() if "<!-- generated" in text] == []
+    used = {m for path in PAGES for m in _generate.MARK.findall((DOCS / path).read_text(encoding="utf-8"))}
+    assert used == set(_generate.PARTS)
+
+
+def test_steps_of_records_are_those_that_rules_read() -> None:
+    (steps,) = re.findall(r"^\| step \| value .*?\n\n", PAGES["reference/records.md"], flags=re.MULTILINE | re.DOTALL)
+    described = {
+        name for cell in re.findall(r"^\| (`.+?`) \|", steps, flags=re.M) for name in re.findall("`(.+?)`", cell)
+    }
+    assert {step for rule in load_rules().values() for step in rule.steps} - described == {"collectives", "hf"}
+
+
+def test_the_matrix_of_the_how_to_is_one() -> None:
+    (text,) = blocks(PAGES["how-to/select-and-matrix.md"], "toml")
+    ours = matrix.parse(tomllib.loads(text), Path("ours.toml"))
+    assert (len(ours.cells), len(ours.excluded)) == (2 * 2 * 4 + 1 - 1, 1)
+
+
+def test_the_known_failures_of_the_how_to_are_accepted() -> None:
+    (text,) = blocks(PAGES["how-to/known-failures.md"], "toml")
+    entries = known.parse(tomllib.loads(text), "known.toml", matrix.load("cpu"), datetime.date(2026, 1, 1))
+    assert [entry.outcome for entry in entries] == ["fail", "flaky"]
+
+
+def test_diagnoses_are_sentences_that_the_kit_says() -> None:
+    kit = ROOT / "conformance" / "moeref_conformance"
+    places = [kit / "diagnose.py", kit / "matching.py", *sorted((kit / "trials").glob("*.py"))]
+    said = "".join(path.read_text(encoding="utf-8") for path in places)
+    # As one text: a sentence may go over several lines of the source.
+    said = re.sub(r'"\s*\n\s*f?"', "", said)
+    (rows,) = re.findall(r"^\| diagnosis .*?\n\n", PAGES["how-to/read-a-failure.md"], flags=re.MULTILINE | re.DOTALL)
+    quoted = re.findall(r"^\| `(.+?)` \|", rows, flags=re.MULTILINE)
+    assert len(quoted) > 10
+    assert [part for text in quoted for part in text.split("…") if part.strip() not in said] == []
+
+
+def test_actions_are_pinned_and_inputs_do_not_reach_the_shell_as_text() -> None:
+    uses = re.findall(r"uses: (.+)", WORKFLOW)
+    assert uses
+    assert [use for use in uses if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use)] == []
+    steps = re.findall(r"run: (.+(?:\n {10}.+)*)", WORKFLOW)
+    assert steps
+    assert [step for step in steps if "${{" in step] == []
+    assert "permissions:\n  contents: read\n" in WORKFLOW
+    (inputs,) = re.findall(r"inputs:\n(.+?)\npermissions", WORKFLOW, flags=re.DOTALL)
+    described = re.findall(r"^\| `(\w+)` \|", PAGES["how-to/run-in-ci.md"], flags=re.MULTILINE)
+    assert described == re.findall(r"^ {6}(\w+):$", inputs, flags=re.MULTILINE)
+    (command,) = re.findall(r"^ +(moeref-conformance run .+)$", WORKFLOW, flags=re.MULTILINE)
+    _parser().parse_args(words(command)[1:])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", ["tutorial/judge-your-framework.md", "tutorial/first-dump.md"])
+def test_tutorials_run_as_written(page: str, tmp_path: Path) -> None:
+    """The commands of a tutorial that choose a cell, in order, in one folder, and what the page says they print."""
+    for name in ("docs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ran = [line for line in commands(PAGES[page]) if "qwen3_moe/tp2/gloo" in line]
+    for line in ran:
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        wanted = 1 if "faulty:" in line else 0
+        assert done.returncode == wanted, f"{line}: exit {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
+    assert len(ran) >= 2
+    assert all(shutil.which(words(line)[0], path=path) for line in ran)
+    for shown in re.findall(r"<!-- qkv-as-q-k-v finding -->\n```text\n(.+?)```", PAGES[page], flags=re.DOTALL):
+        assert shown in (tmp_path / "red" / "summary.md").read_text(encoding="utf-8")

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moeref.families import deepseek_v3, glm4_moe, glm4_moe_lite, mixtral, qwen3_moe
-from moeref.families.model import FamilyError, Model, Row, Spelling, Tensor, check_switches
+from moeref.families.model import FamilyError, Model, Row, Spelling, Tensor
+from moeref.families.reading import check_switches
 
 __all__ = ["FAMILIES", "FamilyError", "Model", "Row", "Spelling", "Tensor", "read", "rows"]
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeref.families import mla
-from moeref.families.model import Model, require
+from moeref.families.model import Model
+from moeref.families.reading import require
 
 NAME = "deepseek_v3"
 ROWS = mla.ROWS

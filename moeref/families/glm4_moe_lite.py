@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeref.families import mla
-from moeref.families.model import FamilyError, Model, require
+from moeref.families.model import FamilyError, Model
+from moeref.families.reading import require
 
 NAME = "glm4_moe_lite"
 ROWS = mla.ROWS

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from moeref.families import common
-from moeref.families.model import Model, Tensor, check_switches, require, rope
+from moeref.families.model import Model, Tensor
+from moeref.families.reading import check_switches, decoder, grouped_query, require
 
 NAME = "mixtral"
 _MOE, _FC1, _FC2 = "model.layers.{layer}.block_sparse_moe.", *common.EXPERTS
@@ -38,35 +39,13 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
         NAME,
         {"hidden_act": "silu", "attention_bias": False, "sliding_window": None, "router_jitter_noise": 0.0},
     )
-    layers, ffn = require(hf, NAME, "num_hidden_layers"), require(hf, NAME, "intermediate_size")
-    heads, hidden = require(hf, NAME, "num_attention_heads"), require(hf, NAME, "hidden_size")
-    theta, rotary = rope(hf, NAME, 1.0)
+    base = decoder(hf, NAME, dtype)
     return Model(
-        family=NAME,
-        num_layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_groups=require(hf, NAME, "num_key_value_heads"),
-        head_dim=hf.get("head_dim") or hidden // heads,
-        vocab=require(hf, NAME, "vocab_size"),
-        ffn=ffn,
-        moe_ffn=ffn,
-        shared_ffn=0,
+        **base,
+        **grouped_query(hf, NAME),
         experts=require(hf, NAME, "num_local_experts"),
-        top_k=require(hf, NAME, "num_experts_per_tok"),
-        moe_layers=(True,) * layers,
-        tied=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=False,
-        qk_norm=False,
-        expert_bias=False,
+        moe_ffn=base["ffn"],
+        moe_layers=(True,) * base["num_layers"],
         score_function="softmax",
         norm_topk_prob=True,
-        routed_scaling_factor=1.0,
-        n_group=1,
-        topk_group=1,
-        norm_eps=require(hf, NAME, "rms_norm_eps"),
-        rope_theta=theta,
-        rotary_percent=rotary,
-        max_positions=require(hf, NAME, "max_position_embeddings"),
-        param_dtype=dtype,
     )

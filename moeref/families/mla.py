@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeref.families import common
-from moeref.families.model import MLA, FamilyError, Model, Row, Tensor, Yarn, check_switches, require
+from moeref.families.model import MLA, FamilyError, Model, Row, Tensor, Yarn
+from moeref.families.reading import check_switches, decoder, require, sigmoid_experts
 
 _L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _M, _A = _L + "self_attention.", _H + "self_attn."
@@ -90,7 +91,7 @@ def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[boo
     the config says, which is the same for DeepSeek-V3 but not for GLM-4.7-Flash (1e-5).
     """
     check_switches(hf, name, {**_SWITCHES, "num_key_value_heads": hf.get("num_attention_heads")})
-    moe_ffn, heads = require(hf, name, "moe_intermediate_size"), require(hf, name, "num_attention_heads")
+    base = decoder(hf, name, dtype)
     theta, yarn = _rope(hf, name)
     mla = MLA(
         q_rank=hf.get("q_lora_rank") or 0,
@@ -101,35 +102,14 @@ def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[boo
         yarn=yarn,
     )
     return Model(
-        family=name,
-        num_layers=len(moe_layers),
-        hidden=require(hf, name, "hidden_size"),
-        heads=heads,
-        kv_groups=heads,
+        **base,
+        **sigmoid_experts(hf, name),
+        kv_groups=base["heads"],
         head_dim=mla.v,
-        vocab=require(hf, name, "vocab_size"),
-        ffn=require(hf, name, "intermediate_size"),
-        moe_ffn=moe_ffn,
-        shared_ffn=moe_ffn * int(hf.get("n_shared_experts") or 0),
-        experts=require(hf, name, "n_routed_experts", "num_local_experts"),
-        top_k=require(hf, name, "num_experts_per_tok"),
-        moe_layers=moe_layers,
-        tied=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=False,
         qk_norm=True,
-        expert_bias=True,
-        score_function="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=float(hf.get("routed_scaling_factor", 1.0)),
-        n_group=int(hf.get("n_group") or 1),
-        topk_group=int(hf.get("topk_group") or 1),
-        norm_eps=require(hf, name, "rms_norm_eps"),
         rope_theta=theta,
-        rotary_percent=1.0,
-        max_positions=require(hf, name, "max_position_embeddings"),
-        param_dtype=dtype,
+        moe_layers=moe_layers,
         mla=mla,
-        mtp_layers=int(hf.get("num_nextn_predict_layers") or 0),
     )
 
 

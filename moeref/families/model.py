@@ -6,9 +6,8 @@ Everything here is data, without torch. A family file (`qwen3_moe.py`, `glm4_moe
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 How = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up"]
 
@@ -54,24 +53,24 @@ class Model:
     vocab: int
     ffn: int
     moe_ffn: int
-    shared_ffn: int  # 0: no shared experts
     experts: int
     top_k: int
     moe_layers: tuple[bool, ...]  # by global layer; False is a dense layer
     tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-    expert_bias: bool
     score_function: Literal["softmax", "sigmoid"]
     norm_topk_prob: bool
-    routed_scaling_factor: float
-    n_group: int
-    topk_group: int
     norm_eps: float
     rope_theta: float
-    rotary_percent: float
     max_positions: int
     param_dtype: str  # of the checkpoint: "bfloat16", "float32"
+    shared_ffn: int = 0  # 0: no shared experts
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    expert_bias: bool = False
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    rotary_percent: float = 1.0
     mla: MLA | None = None  # None: grouped-query attention
     mtp_layers: int = 0  # multi-token prediction; in files they follow the decoder's layers
 
@@ -177,34 +176,3 @@ class Spelling:
         if self.experts == "grouped" and row.grouped:
             name = row.grouped
         return name.replace("decoder.layers.{layer}.", f"mtp.layers.{{layer}}.{self.mtp}.") if mtp else name
-
-
-def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None) -> Any:
-    """The first of `names` present in `hf`; FamilyError if none is and there is no default."""
-    for name in names:
-        if hf.get(name) is not None:
-            return hf[name]
-    if default is None:
-        raise FamilyError(f"{family}: config.json has no {' or '.join(names)}; is it the text model's own config?")
-    return default
-
-
-def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, float]:
-    """(theta, rotary percent) from `rope_parameters` (transformers 5) or the older top-level keys.
-
-    Raises FamilyError for a scaled rope, which no released config of these families has.
-    """
-    inner = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or {}
-    kinds = {str(d.get("rope_type", d.get("type", "default"))) for d in (inner, scaling)}
-    if kinds - {"default"}:
-        raise FamilyError(f"{family}: rope type {sorted(kinds - {'default'})} is not mapped; only 'default' is")
-    theta = float(inner.get("rope_theta") or require(hf, family, "rope_theta"))
-    return theta, float(inner.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial)
-
-
-def check_switches(hf: Mapping[str, Any], family: str, expected: Mapping[str, Any]) -> None:
-    """Refuse a config whose switches ask for something the table does not describe."""
-    for name, value in expected.items():
-        if name in hf and hf[name] is not None and hf[name] != value:
-            raise FamilyError(f"{family}: {name}={hf[name]!r} is not mapped (only {value!r} is); add it to the family")

@@ -25,9 +25,9 @@ def export(
 ) -> Iterator[tuple[HFTensor, torch.Tensor | None]]:
     """Yield (tensor's description, full tensor on the writer or None elsewhere) for every tensor of the plan, in order.
 
-    All ranks of `group` (default: the world) must iterate to the end. A yielded tensor is the receiver's own: it shares
-    no memory with the model or with a later one. Padded vocabulary rows are left out; a tied head appears once, as the
-    embedding.
+    `group` holds the layout's ranks in order (default: the world); all of them must iterate to the end. A yielded
+    tensor is the receiver's own: it shares no memory with the model or with a later one. Padded vocabulary rows are
+    left out; a tied head appears once, as the embedding.
     Raises BridgeError if the chunks hold a tensor that the table does not know; ExportError on every rank, before
     anything is sent, if any rank's plan differs or was refused.
     """
@@ -37,7 +37,7 @@ def export(
         held = {placed.unit.name: tensor for placed, tensor in bind(plan.table, rank, chunks) if placed.unit.exports}
     except BridgeError as error:
         refused = error
-    device = next((t.device for t in held.values()), torch.device("cpu"))
+    device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     _agree(plan, rank, refused, device, group)
     for step in plan.steps:
         if len(step.tensors) == 1:
@@ -54,6 +54,11 @@ def export(
                 yield tensor, full
                 del full
         full = None
+
+
+def _global(rank: int, group: dist.ProcessGroup | None) -> int:
+    """The global rank of the layout's `rank`: where engines share the world, trainers are a group of their own."""
+    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def _empty(tensor: HFTensor, device: torch.device) -> torch.Tensor:
@@ -92,7 +97,7 @@ def _collect(
     if rank != plan.writer:
         if rank in owners:
             # gloo and NCCL both send the bytes of a contiguous tensor; a strided view would be copied or refused.
-            dist.send(held[unit.name].contiguous(), dst=plan.writer, group=group)
+            dist.send(held[unit.name].contiguous(), dst=_global(plan.writer, group), group=group)
         return None
     shards: list[torch.Tensor] = []
     for part, owner in enumerate(owners):
@@ -101,7 +106,7 @@ def _collect(
             continue
         shape, _ = plan.table.shard(unit, part)
         shard = torch.empty(shape, dtype=DTYPES[unit.dtype], device=device)
-        dist.recv(shard, src=owner, group=group)
+        dist.recv(shard, src=_global(owner, group), group=group)
         shards.append(shard)
     return shards
 

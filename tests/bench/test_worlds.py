@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 pytestmark = pytest.mark.bench
-CELLS = ("one", "tp2", "pp2-vpp2", "tp2-ep2", "tp2-pp2-ep2", "tp2-pp2-vpp2-ep2-etp2")
+CELLS = ("one", "tp2", "pp2-vpp2", "tp2-ep2", "tp2-pp2-vpp2-ep2-etp2")
 
 
 def _spawned(cell: Cell, folder: Path, inputs: dict[str, str]) -> float:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeref_conformance.api import Cell, Export, Forward, NameRow, Session, Target, TensorMeta, World, to_plain
-from moeref_conformance.records import EVENTS
+from moeref_conformance.records import EVENTS, free_key
 
 #: Exact in every floating dtype, and changes sign, so that a zero or an absolute value cannot hide a stale tensor.
 CHANGE = -0.5
@@ -209,21 +209,12 @@ def _stream(log: _Log, step: str, export: Export) -> list[dict[str, Any]]:
         alive = sum(1 for ref in earlier if ref() is not None)
         rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": alive})
         if tensor is not None:
-            kept[_free_key(kept, meta.name)] = _copy(tensor)
+            kept[free_key(kept, meta.name)] = _copy(tensor)
             earlier.append(weakref.ref(tensor))
         # Our own references go before the next tensor is asked for: what is alive then, the target keeps alive.
         del item, tensor
     log.save(step, kept)
     return rows
-
-
-def _free_key(taken: Mapping[str, Any], name: str) -> str:
-    if name not in taken:
-        return name
-    again = 2
-    while f"{name}#{again}" in taken:
-        again += 1
-    return f"{name}#{again}"
 
 
 def _forward(log: _Log, forward: Forward, tokens_file: Path) -> dict[str, bool]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,14 @@ class Recorder:
         """Pass an export through and record it when it ends. A rank that is not the writer gives None for tensors."""
         rows: list[dict[str, Any]] = []
         kept: dict[str, torch.Tensor] = {}
+        sent: Counter[str] = Counter()
         for name, tensor in pairs:
             here = tensor is not None
             shape, dtype = (list(tensor.shape), _dtype(tensor)) if tensor is not None else (None, None)
             rows.append({"name": name, "shape": shape, "dtype": dtype, "materialised": here, "alive": 0})
             if tensor is not None:
-                again = sum(row["name"] == name for row in rows)
-                kept[name if again == 1 else f"{name}#{again}"] = tensor.detach().to("cpu", copy=True)
+                sent[name] += 1
+                kept[name if sent[name] == 1 else f"{name}#{sent[name]}"] = tensor.detach().to("cpu", copy=True)
             yield name, tensor
         self.step("export", rows, kept)
 

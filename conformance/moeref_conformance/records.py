@@ -152,6 +152,16 @@ class Observation:
         return cls(cell, ranks)
 
 
+def free_key(taken: Mapping[str, Any], name: str) -> str:
+    """`name`, or `name#2`, `name#3`, … for a tensor that a stream sends again."""
+    if name not in taken:
+        return name
+    again = 2
+    while f"{name}#{again}" in taken:
+        again += 1
+    return f"{name}#{again}"
+
+
 def rank_dir(cell_dir: Path, rank: int) -> Path:
     """Where a rank of a cell keeps its record."""
     return cell_dir / f"rank{rank:04d}"

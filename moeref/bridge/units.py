@@ -92,16 +92,12 @@ class Table:
         """The MTP layers as files number them."""
         return range(self.model.num_layers, self.model.num_layers + self.model.mtp_layers)
 
-    @functools.cached_property
-    def _dims(self) -> dict[str, int]:
-        return self.model.dims
-
     def _unit(self, row: Row, layer: int | None, expert: int | None) -> Unit:
         model, where = self.model, {"layer": layer, "expert": expert}
         mtp = layer in self._mtp_layers
         tensors = (row.fused,) if self.spelling.hf == "fused" and row.fused else row.hf
         dtype = row.dtype or model.param_dtype
-        hf = tuple(HFTensor(t.name.format(**where), tuple(self._dims[d] for d in t.dims), dtype) for t in tensors)
+        hf = tuple(HFTensor(t.name.format(**where), tuple(model.dims[d] for d in t.dims), dtype) for t in tensors)
         number = layer - model.num_layers if layer is not None and mtp else layer
         name = self.spelling.megatron(row, mtp=mtp).format(layer=number, expert=expert)
         if model.tied and name == "output_layer.weight":

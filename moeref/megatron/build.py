@@ -35,7 +35,7 @@ class Built:
     table: Table
 
 
-def _torch_settings(dtype: str, device: str) -> dict[str, Setting]:
+def _torch_settings(dtype: str, device: str, interleaved: bool) -> dict[str, Setting]:
     """Settings whose values are torch objects or follow from the device."""
     torch_dtype = DTYPES[dtype]
     values: dict[str, Any] = {
@@ -44,9 +44,9 @@ def _torch_settings(dtype: str, device: str) -> dict[str, Setting]:
         "bf16": torch_dtype is torch.bfloat16,
         "pipeline_dtype": torch_dtype,
         "autocast_dtype": torch_dtype,
-        # NCCL and gloo agree on the chunk order only with overlapped, unbatched point-to-point calls; the batched form
-        # computes PP2·VPP2 wrongly without a word.
-        "overlap_p2p_comm": True,
+        # Interleaved, NCCL and gloo agree on the chunk order only with overlapped, unbatched point-to-point calls; the
+        # batched form computes PP2·VPP2 wrongly without a word.
+        "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": False,
     }
     if device == "cpu":
@@ -86,11 +86,9 @@ def build(
     """
     settings = {
         **transformer_settings(model, layout),
-        **_torch_settings(model.param_dtype, device),
+        **_torch_settings(model.param_dtype, device, interleaved=layout.vpp > 1),
         **{k: Setting(v, "override") for k, v in (overrides or {}).items()},
     }
-    if layout.pp == 1 or (layout.vpp == 1):
-        settings["overlap_p2p_comm"] = Setting(False, "derived")
     config = transformer_config(settings)
     spelling = Spelling(
         norms="fused" if norms == "fused" else "apart",

@@ -44,6 +44,7 @@ class DumpTarget:
         if not cells:
             raise BadInput(f"dump {folder}: no folder of a cell, such as qwen3_moe__tp2__gloo")
         self.cells = cells
+        self._steps: dict[str, frozenset[str]] = {}
         self.info = self._info()
         every = frozenset({"float32"})
         self.claims = DumpClaims(
@@ -63,7 +64,11 @@ class DumpTarget:
 
     def steps(self, cell: Cell) -> frozenset[str]:
         """Steps that some rank recorded, `hf` where there is an export, and `close`, whose absence is a verdict."""
-        folder = self.cells[cell.id]
+        if cell.id not in self._steps:
+            self._steps[cell.id] = self._read_steps(self.cells[cell.id])
+        return self._steps[cell.id]
+
+    def _read_steps(self, folder: Path) -> frozenset[str]:
         ranks = [RankRecord(0, path) for path in sorted(folder.glob("rank[0-9]*"))]
         found = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
         return frozenset(found | ({HF} if "export" in found or (folder / HF).is_dir() else set()))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from moeref_conformance.api import Cell, Claims
 from moeref_conformance.oracles.topology import coords_text
-from moeref_conformance.records import EVENTS, RankRecord, rank_dir
+from moeref_conformance.records import EVENTS, RankRecord, free_key, rank_dir
 from moeref_conformance.targets.dump import HF, DumpTarget
 from moeref_conformance.worlds import RankExit, RunOutcome
 
@@ -59,8 +59,7 @@ def _exported(folder: Path, cell: Cell, cell_dir: Path) -> tuple[RankExit, ...]:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
                     tensor = file.get_tensor(name)
-                    again = sum(row["name"] == name for row in rows)
-                    tensors[f"{name}#{again + 1}" if again else name] = tensor
+                    tensors[free_key(tensors, name)] = tensor
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     row = {"name": name, "shape": list(tensor.shape), "dtype": dtype, "materialised": True, "alive": 0}
                     rows.append(row)

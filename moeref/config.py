@@ -6,7 +6,6 @@ the Hugging Face config), `layout`, `override` (given by the caller; wins), `der
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,13 +23,11 @@ class Setting:
     origin: Origin
 
 
-def transformer_settings(
-    model: Model, layout: Layout, overrides: Mapping[str, Any] | None = None
-) -> dict[str, Setting]:
-    """TransformerConfig fields for `model` under `layout`. `overrides` win, also with `False` and `None`.
+def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
+    """TransformerConfig fields for `model` under `layout`.
 
-    Whether an override is a field of the installed TransformerConfig is checked where that class is known:
-    `moeref.megatron.transformer_config`.
+    `moeref.megatron.build` adds those whose values are torch objects, and the caller's overrides, which win, also with
+    `False` and `None`.
     """
     hf: dict[str, Any] = {
         "num_layers": model.num_layers,
@@ -88,7 +85,7 @@ def transformer_settings(
     settings = {k: Setting(v, "hf") for k, v in hf.items()}
     settings |= {k: Setting(v, "derived") for k, v in derived.items()}
     settings |= {k: Setting(v, "layout") for k, v in placed.items()}
-    return settings | {k: Setting(v, "override") for k, v in (overrides or {}).items()}
+    return settings
 
 
 def _mla_settings(mla: MLA, theta: float) -> dict[str, Any]:

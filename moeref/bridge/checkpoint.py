@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,13 @@ from safetensors import SafetensorError, safe_open
 from moeref.bridge.blocks import BridgeError, Index
 from moeref.bridge.units import HFTensor
 
+_log = logging.getLogger(__name__)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+
+#: Not weights: the files of Kimi-K2 and Moonlight hold what their code had computed from the config.
+DERIVED = (".rotary_emb.inv_freq",)
+#: Scales of weights that are quantised in blocks, as DeepSeek-V3, Kimi-K2 and gpt-oss (`_scales`) are published.
+SCALES = ("_scale_inv", "_scale", "_scales")
 
 
 class Checkpoint:
@@ -99,14 +106,26 @@ class Checkpoint:
         self.close()
 
 
-def check_headers(checkpoint: Checkpoint, wanted: Iterable[HFTensor], family: str, layout: str) -> None:
+def check_headers(
+    checkpoint: Checkpoint, wanted: Iterable[HFTensor], family: str, layout: str, ignored: tuple[str, ...] = ()
+) -> None:
     """Refuse a checkpoint whose names, shapes or dtypes differ from the model's, before anything is written.
 
+    Tensors whose names begin with one of `ignored`, and DERIVED ones, may be there; a warning counts them.
     Raises BridgeError that names the first few tensors of each kind of difference and what to do.
     """
     expected = {t.name: t for t in wanted}
     missing, extra = sorted(expected.keys() - checkpoint.names), sorted(checkpoint.names - expected.keys())
+    left_out = [name for name in extra if name.startswith(ignored) or name.endswith(DERIVED)]
+    extra = [name for name in extra if name not in set(left_out)]
+    if left_out:
+        _log.warning("%s: %d tensors are left out, as the family says: %s", family, len(left_out), _some(left_out))
     problems: list[str] = []
+    scales = [name for name in extra if name.endswith(SCALES)]
+    if scales:
+        extra = [name for name in extra if not name.endswith(SCALES)]
+        held = f"it has {len(scales)} tensors of scales: {_some(scales)}"
+        problems.append(f"the checkpoint is quantised, {held}; turn it into bf16 first")
     if missing:
         problems.append(f"{len(missing)} tensors of the model are missing: {_some(missing)}")
     if extra:

@@ -70,7 +70,8 @@ def load(table: Table, rank: int, chunks: Sequence[torch.nn.Module], folder: str
     with Checkpoint(folder) as checkpoint:
         table = spelled_as(table, checkpoint.names)
         pairs = bind(table, rank, chunks)
-        check_headers(checkpoint, hf_tensors(table), table.model.family, table.layout.text)
+        model = table.model
+        check_headers(checkpoint, hf_tensors(table), model.family, table.layout.text, model.ignored)
         for placed, tensor in pairs:
             if not placed.blocks or placed.unit.row.how == "vocab":
                 tensor.zero_()
@@ -79,7 +80,8 @@ def load(table: Table, rank: int, chunks: Sequence[torch.nn.Module], folder: str
                 data = checkpoint.read(placed.unit.hf[source].name, base)
                 for block in placed.blocks:
                     if block.source == source:
-                        _put(table, placed, source, tensor[block.local], data[relative(block.remote, base)])
+                        piece = data[relative(block.remote, base)]
+                        _put(table, placed, source, tensor[block.local], piece.mT if block.turned else piece)
 
 
 def _put(table: Table, placed: Placed, source: int, into: torch.Tensor, data: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from moeref import families
 from moeref.bridge.blocks import Block, BridgeError, padded_vocab, shard_blocks
 from moeref.families import Model, Row, Spelling
-from moeref.layout import Layout, Stages
+from moeref.layout import Coords, Layout, Stages
 
 #: Megatron-LM's default `make_vocab_size_divisible_by`.
 VOCAB_DIVISIBLE_BY = 128
@@ -61,9 +61,16 @@ class Table:
     layout: Layout
     spelling: Spelling = field(default_factory=Spelling)
     divisible_by: int = VOCAB_DIVISIBLE_BY
-    #: Shards already worked out: a second export plans nothing again.
-    _shards: dict[tuple[str, int], tuple[tuple[int, ...], tuple[Block, ...]]] = field(
-        default_factory=dict, repr=False, compare=False
+    #: What was worked out before, by row (kept alive by `_rows`): shards by part, units by layer and expert.
+    _shards: dict[tuple[int, int, int | None], tuple[tuple[int, ...], tuple[Block, ...]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _units: dict[tuple[int, int | None, int | None], Unit] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    #: What `placed` said, by (pp, ep, tp, etp): data-parallel replicas hold the same.
+    _placed: dict[tuple[int, int, int, int], tuple[Placed, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -88,11 +95,21 @@ class Table:
         return found
 
     @functools.cached_property
+    def _rows(self) -> tuple[Row, ...]:
+        return families.rows(self.model)
+
+    @functools.cached_property
     def _mtp_layers(self) -> range:
         """The MTP layers as files number them."""
         return range(self.model.num_layers, self.model.num_layers + self.model.mtp_layers)
 
     def _unit(self, row: Row, layer: int | None, expert: int | None) -> Unit:
+        key = id(row), layer, expert
+        if key not in self._units:
+            self._units[key] = self._made(row, layer, expert)
+        return self._units[key]
+
+    def _made(self, row: Row, layer: int | None, expert: int | None) -> Unit:
         model, where = self.model, {"layer": layer, "expert": expert}
         mtp = layer in self._mtp_layers
         tensors = (row.fused,) if self.spelling.hf == "fused" and row.fused else row.hf
@@ -101,14 +118,14 @@ class Table:
         number = layer - model.num_layers if layer is not None and mtp else layer
         name = self.spelling.megatron(row, mtp=mtp).format(layer=number, expert=expert)
         if model.tied and name == "output_layer.weight":
-            embedding = self._unit(families.rows(model)[0], None, None)
+            embedding = self._unit(self._rows[0], None, None)
             return Unit(name, row, None, None, embedding.hf, dtype, exports=False)
         return Unit(name, row, layer, expert, hf, dtype)
 
     @functools.cached_property
     def units(self) -> tuple[Unit, ...]:
         """All units in canonical order. The order is the export order and does not depend on the layout."""
-        rows = families.rows(self.model)
+        rows = self._rows
         out = [self._unit(r, None, None) for r in rows if r.on == "first"]
         for layer in range(self.model.num_layers + self.model.mtp_layers):
             out += [u for _, u in self._layer_units(layer, range(self.model.experts))]
@@ -116,7 +133,7 @@ class Table:
 
     def _layer_units(self, layer: int, experts: range) -> Iterator[tuple[int, Unit]]:
         """(local expert or 0, unit) of one layer; rows of one expert stay together, as Hugging Face saves them."""
-        rows = [r for r in families.rows(self.model) if r.present(self.model, layer)]
+        rows = [r for r in self._rows if r.present(self.model, layer)]
         for row in rows:
             if "{expert}" not in row.megatron:
                 yield 0, self._unit(row, layer, None)
@@ -132,7 +149,9 @@ class Table:
 
     def shard(self, unit: Unit, part: int) -> tuple[tuple[int, ...], tuple[Block, ...]]:
         """Shape and blocks of the shard that TP rank (ETP rank for an expert) `part` holds of `unit`."""
-        layout, key = self.layout, (unit.name, part)
+        # A Hugging Face tensor of one expert is cut alike for all of them.
+        alike = unit.expert is None or (self.spelling.hf == "per_expert" and "{expert}" in unit.row.hf[0].name)
+        layout, key = self.layout, (id(unit.row), part, None if alike else unit.expert)
         if key in self._shards:
             return self._shards[key]
         try:
@@ -150,31 +169,36 @@ class Table:
         self._shards[key] = found
         return found
 
-    def _place(self, unit: Unit, chunk: int, local: str, rank: int) -> Placed:
-        at = self.layout.coords(rank)
+    def _place(self, unit: Unit, chunk: int, local: str, at: Coords) -> Placed:
         return Placed(unit, chunk, local, *self.shard(unit, at.tp if unit.expert is None else at.etp))
 
     def placed(self, rank: int) -> tuple[Placed, ...]:
         """Every tensor that `rank` holds, chunk by chunk, in canonical order."""
-        at, layout = self.layout.coords(rank), self.layout
-        rows, stages = families.rows(self.model), self.stages
+        at = self.layout.coords(rank)
+        key = at.pp, at.ep, at.tp, at.etp
+        if key not in self._placed:
+            self._placed[key] = self._placed_at(at)
+        return self._placed[key]
+
+    def _placed_at(self, at: Coords) -> tuple[Placed, ...]:
+        layout, rows, stages = self.layout, self._rows, self.stages
         experts = layout.experts(at.ep, self.model.experts)
         out: list[Placed] = []
         for vp in range(layout.vpp):
             # Megatron builds the embedding once more where the MTP layers are.
             if layout.has_embedding(at.pp, vp) or stages.mtp == (at.pp, vp):
-                out += [self._place(self._unit(r, None, None), vp, r.megatron, rank) for r in rows if r.on == "first"]
+                out += [self._place(self._unit(r, None, None), vp, r.megatron, at) for r in rows if r.on == "first"]
             for local_layer, layer in enumerate(stages.layers[at.pp, vp]):
                 for local_expert, unit in self._layer_units(layer, experts):
-                    out.append(self._place(unit, vp, self.local_name(unit, local_layer, local_expert), rank))
+                    out.append(self._place(unit, vp, self.local_name(unit, local_layer, local_expert), at))
             if stages.mtp == (at.pp, vp):
                 for number, layer in enumerate(self._mtp_layers):
                     for local_expert, unit in self._layer_units(layer, experts):
-                        out.append(self._place(unit, vp, self.local_name(unit, number, local_expert), rank))
+                        out.append(self._place(unit, vp, self.local_name(unit, number, local_expert), at))
             last = [self._unit(r, None, None) for r in rows if r.on == "last" and self._last(r) == (at.pp, vp)]
             # Megatron allocates no head weight where the embedding sits in the same chunk.
             together = layout.has_embedding(at.pp, vp)
-            out += [self._place(u, vp, u.name, rank) for u in last if u.exports or not together]
+            out += [self._place(u, vp, u.name, at) for u in last if u.exports or not together]
         return tuple(out)
 
     def _last(self, row: Row) -> tuple[int, int]:

@@ -12,11 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moeref.families import deepseek_v3, glm4_moe, glm4_moe_lite, mixtral, qwen3_moe
+from moeref.families import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, mixtral, qwen3_moe, qwen3_next
+from moeref.families.catalog import Source, known, published, sources
 from moeref.families.model import FamilyError, Model, Row, Spelling, Tensor
-from moeref.families.reading import check_switches
 
-__all__ = ["FAMILIES", "FamilyError", "Model", "Row", "Spelling", "Tensor", "read", "rows"]
+__all__ = [
+    "ALIASES",
+    "FAMILIES",
+    "FamilyError",
+    "Model",
+    "Row",
+    "Source",
+    "Spelling",
+    "Tensor",
+    "known",
+    "published",
+    "read",
+    "rows",
+    "sources",
+]
 
 
 class Family(NamedTuple):
@@ -27,8 +41,12 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {
-    m.NAME: Family(m.read, m.ROWS) for m in (deepseek_v3, glm4_moe, glm4_moe_lite, mixtral, qwen3_moe)
+    m.NAME: Family(m.read, m.ROWS)
+    for m in (deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, mixtral, qwen3_moe, qwen3_next)
 }
+
+#: A `model_type` of its own whose config and tensors are another family's.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Model:
@@ -47,14 +65,17 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
         if not isinstance(config, Mapping):
             raise FamilyError(f"{path} holds a JSON {type(config).__name__}, not a config object")
     name = config.get("model_type")
-    family = FAMILIES.get(str(name))
+    family = FAMILIES.get(ALIASES.get(str(name), str(name)))
     if family is None:
-        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.7)
+        spelled = sorted({*FAMILIES, *ALIASES})
+        near = difflib.get_close_matches(str(name), spelled, n=1, cutoff=0.7)
         raise FamilyError(
-            f"unknown model_type {name!r}; families are {', '.join(sorted(FAMILIES))}"
+            f"unknown model_type {name!r}; families are {', '.join(spelled)}"
             + (f" (did you mean {near[0]}?)" if near else "")
         )
-    check_switches(config, str(name), {"quantization_config": None})
+    if config.get("quantization_config"):
+        kind = config["quantization_config"].get("quant_method")
+        raise FamilyError(f"{name}: the checkpoint is quantised ({kind}); turn it into bf16 first and give that config")
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     model = family.read(config, found.removeprefix("torch."))
     _check(model)

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeref.families import common
-from moeref.families.model import MLA, FamilyError, Model, Row, Tensor, Yarn
+from moeref.families.model import MLA, Model, Row, Tensor
 from moeref.families.reading import check_switches, decoder, require, sigmoid_experts
+from moeref.families.yarn import read_rope
 
 _L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _M, _A = _L + "self_attention.", _H + "self_attn."
@@ -81,7 +82,6 @@ _SWITCHES = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
-_YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 
 
 def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[bool, ...]) -> Model:
@@ -90,9 +90,9 @@ def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[boo
     The latent norms take `rms_norm_eps` in megatron-core and in inference engines; transformers has 1e-6 there whatever
     the config says, which is the same for DeepSeek-V3 but not for GLM-4.7-Flash (1e-5).
     """
-    check_switches(hf, name, {**_SWITCHES, "num_key_value_heads": hf.get("num_attention_heads")})
+    check_switches(hf, name, {**_SWITCHES, "num_key_value_heads": require(hf, name, "num_attention_heads")})
     base = decoder(hf, name, dtype)
-    theta, yarn = _rope(hf, name)
+    theta, yarn = read_rope(hf, name)
     mla = MLA(
         q_rank=hf.get("q_lora_rank") or 0,
         kv_rank=require(hf, name, "kv_lora_rank"),
@@ -110,32 +110,4 @@ def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[boo
         rope_theta=theta,
         moe_layers=moe_layers,
         mla=mla,
-    )
-
-
-def _rope(hf: Mapping[str, Any], name: str) -> tuple[float, Yarn | None]:
-    """(theta, YaRN or None) from `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta`."""
-    given = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    theta = float(given.pop("rope_theta", None) or require(hf, name, "rope_theta"))
-    if float(given.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise FamilyError(f"{name}: a partial_rotary_factor other than 1 is not mapped")
-    unknown = given.keys() - (_YARN if kind == "yarn" else set())
-    if kind not in ("default", "yarn") or unknown:
-        raise FamilyError(f"{name}: rope type {kind!r} with {sorted(unknown)} is not mapped; 'default' and 'yarn' are")
-    if kind == "default":
-        return theta, None
-    # transformers and megatron-core scale cos and sin by m(mscale) / m(mscale_all_dim) where both are given. Where
-    # mscale_all_dim is not, transformers ignores mscale too.
-    all_dim = float(given.get("mscale_all_dim") or 0.0)
-    if all_dim and not given.get("mscale"):
-        raise FamilyError(f"{name}: YaRN with mscale_all_dim but without mscale is not mapped")
-    return theta, Yarn(
-        factor=float(require(given, f"{name} (YaRN)", "factor")),
-        original_positions=int(require(given, f"{name} (YaRN)", "original_max_position_embeddings")),
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        mscale=float(given["mscale"]) if all_dim else 1.0,
-        mscale_all_dim=all_dim,
     )

@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up"]
+How = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up", "gated_qkv", "delta_in", "delta_conv"]
 
 
 class FamilyError(ValueError):
@@ -26,6 +26,15 @@ class Yarn:
     beta_slow: float
     mscale: float
     mscale_all_dim: float
+    truncate: bool = True  # round the range of corrected frequencies outwards to whole ones
+
+
+@dataclass(frozen=True)
+class Window:
+    """Sliding-window attention: a query sees itself and the `size` - 1 tokens before it, in the layers marked."""
+
+    size: int
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,37 @@ class MLA:
     rope: int  # of queries and keys, with rope
     v: int  # of values
     yarn: Yarn | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated delta nets in place of attention: their layers, heads, sizes per head, and the convolution's kernel."""
+
+    layers: tuple[bool, ...]  # by global layer; False is a layer with attention
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def per_key(self) -> int:
+        """Value heads of one key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The sizes that `Tensor.dims` names."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return {
+            "delta_v": values,
+            "delta_qkv": 2 * keys + values,
+            "delta_qkvz": 2 * keys + 2 * values,
+            "delta_ba": 2 * self.value_heads,
+            "value_heads": self.value_heads,
+            "value_dim": self.value_dim,
+            "kernel": self.kernel,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +105,24 @@ class Model:
     param_dtype: str  # of the checkpoint: "bfloat16", "float32"
     shared_ffn: int = 0  # 0: no shared experts
     qkv_bias: bool = False
+    linear_bias: bool = False  # of all linears, router and experts too
+    sinks: bool = False  # each head's softmax has one more, learnt, score, whose share of attention goes nowhere
+    window: Window | None = None
+    clamp: float = 0.0  # gate·σ(1.702·gate)·(up + 1), gate clamped above, up on both sides; 0: plain SwiGLU
     qk_norm: bool = False
     expert_bias: bool = False
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
     rotary_percent: float = 1.0
+    yarn: Yarn | None = None  # of grouped-query attention; MLA has its own
     mla: MLA | None = None  # None: grouped-query attention
+    delta: GatedDelta | None = None  # None: attention in every layer
+    output_gate: bool = False  # attention's output is gated by a half of the query projection
+    shared_gate: bool = False  # the shared experts' output is gated by one number a token
+    zero_centered: bool = False  # norms scale by 1 + weight, but for a gated delta net's own
     mtp_layers: int = 0  # multi-token prediction; in files they follow the decoder's layers
+    ignored: tuple[str, ...] = ()  # tensors of published files that loading leaves out, by the start of their names
 
     @property
     def latent_q(self) -> bool:
@@ -88,7 +138,8 @@ class Model:
     def _attention_dims(self) -> dict[str, int]:
         if self.mla is None:
             q, kv = self.heads * self.head_dim, self.kv_groups * self.head_dim
-            return {"q": q, "kv": kv, "head_dim": self.head_dim}
+            delta = self.delta.dims if self.delta else {}
+            return {"q": q, "2q": 2 * q, "kv": kv, "head_dim": self.head_dim, "one": 1, **delta}
         return {
             "q": self.heads * (self.mla.nope + self.mla.rope),
             "kv": self.heads * (self.mla.nope + self.mla.v),
@@ -106,6 +157,7 @@ class Model:
             "hidden": self.hidden,
             "2hidden": 2 * self.hidden,
             "vocab": self.vocab,
+            "heads": self.heads,
             "ffn": self.ffn,
             "moe_ffn": self.moe_ffn,
             "2moe_ffn": 2 * self.moe_ffn,
@@ -116,10 +168,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One Hugging Face tensor of a row: its name pattern (`{layer}`, `{expert}`) and its dimensions by name."""
+    """One Hugging Face tensor of a row: its name pattern (`{layer}`, `{expert}`) and its dimensions by name.
+
+    The tensor of an expert's row whose name has no `{expert}` holds all experts, the expert first.
+    """
 
     name: str
     dims: tuple[str, ...]
+    turned: bool = False  # the matrix is [in, out] here; Megatron's are [out, in]
+    paired: bool = False  # gate and up alternate along the outputs; otherwise all of gate comes first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +185,8 @@ class Row:
 
     how: `replicate` on every TP rank · `vocab` rows of dim 0 over TP, padded with zeros · `column` dim 0 over TP ·
     `row` dim 1 over TP · `qkv` per KV group [its q heads | k | v], contiguous groups over TP · `gate_up` TP rank r
-    holds cat(gate chunk r, up chunk r). A row with `{expert}` is split over ETP and EP instead of TP.
+    holds cat(gate chunk r, up chunk r) · `gated_qkv`, `delta_in`, `delta_conv`: see `bridge.delta`. A row with
+    `{expert}` is split over ETP and EP instead of TP.
     """
 
     megatron: str  # name in the local layer spec, below the chunk; {layer} and {expert}
@@ -138,7 +196,7 @@ class Row:
     grouped: str = ""  # name in grouped expert modules
     fused: Tensor | None = None  # transformers 5's in-memory tensor where it differs; all experts in one, expert first
     alias: Tensor | None = None  # the same tensor once more in each multi-token prediction layer of the file
-    on: Literal["first", "last", "layer", "dense", "moe", "mtp"] = "layer"
+    on: Literal["first", "last", "layer", "dense", "moe", "attention", "delta", "mtp"] = "layer"
     needs: str = ""  # a switch of `Model` that must be true
     dtype: str = ""  # kept in this dtype whatever the model's is
 
@@ -153,6 +211,9 @@ class Row:
         if self.on in ("dense", "moe"):
             # An MTP layer is of the kind of the last decoder layer, both in megatron-core and in the files.
             return model.moe_layers[min(layer, model.num_layers - 1)] == (self.on == "moe")
+        if self.on in ("attention", "delta"):
+            delta = model.delta is not None and layer < model.num_layers and model.delta.layers[layer]
+            return delta == (self.on == "delta")
         return self.on == "layer"
 
 

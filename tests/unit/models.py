@@ -69,7 +69,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "rope_parameters": YARN,
     },
+    "gpt_oss": {
+        **{k: v for k, v in SIZES.items() if k != "moe_intermediate_size"},
+        "model_type": "gpt_oss",
+        "num_local_experts": 32,
+        "sliding_window": 5,
+        "rope_parameters": {
+            **{k: v for k, v in YARN.items() if not k.startswith("mscale")},
+            "truncate": False,
+        },
+    },
     "glm4_moe_lite": {**LATENT, "model_type": "glm4_moe_lite", "routed_scaling_factor": 1.8},
+    "qwen3_next": {
+        **SIZES,
+        "model_type": "qwen3_next",
+        "num_experts": 64,
+        "shared_expert_intermediate_size": 72,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 10,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 3,
+        "mlp_only_layers": [1],
+    },
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from moeref import families
 from moeref.bridge import BridgeError, padded_vocab, shard_blocks
-from moeref.bridge.blocks import bounding, relative
+from moeref.bridge.blocks import Block, bounding, relative
 from tests.unit.models import CONFIGS, model
 
 pytestmark = pytest.mark.cpu
@@ -27,6 +27,10 @@ def _tagged(row: families.Row, m: families.Model) -> list[np.ndarray]:
     return out
 
 
+def turned(part: np.ndarray, block: Block) -> np.ndarray:
+    return part.T if block.turned else part
+
+
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 @pytest.mark.parametrize(("name", "index"), ROWS)
 def test_shards_and_tensors_share_every_element_once(name: str, index: int, parts: int) -> None:
@@ -36,16 +40,17 @@ def test_shards_and_tensors_share_every_element_once(name: str, index: int, part
     full = _tagged(row, m)
     back = [np.zeros_like(t) for t in full]
     seen: list[int] = []
-    for rank in range(parts):
-        shape, blocks = shard_blocks(m, row, rank, parts, padded=padded)
+    together = "{expert}" in row.megatron and "{expert}" not in row.hf[0].name
+    for expert, rank in itertools.product(range(m.experts) if together else (None,), range(parts)):
+        shape, blocks = shard_blocks(m, row, rank, parts, padded=padded, expert=expert)
         shard = np.zeros(shape, dtype=int)
         for block in blocks:
             assert not shard[block.local].any(), "two blocks write the same place"
-            shard[block.local] = full[block.source][block.remote]
+            shard[block.local] = turned(full[block.source][block.remote], block)
         assert row.how == "vocab" or shard.all(), "a place of the shard is left unset"
         seen += shard[shard > 0].tolist()
         for block in blocks:
-            back[block.source][block.remote] = shard[block.local]
+            back[block.source][block.remote] = turned(shard[block.local], block)
         for source in {b.source for b in blocks}:
             base = bounding(blocks, source)
             piece = full[source][base]
@@ -98,6 +103,60 @@ def test_qkv_groups_are_contiguous_and_interleaved() -> None:
     assert np.array_equal(shard, np.array(expected))
 
 
+def _shard(m: families.Model, how: str, rank: int, parts: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    row = next(r for r in families.rows(m) if r.how == how)
+    full = _tagged(row, m)
+    shape, blocks = shard_blocks(m, row, rank, parts, padded=0)
+    shard = np.zeros(shape, dtype=int)
+    for block in blocks:
+        shard[block.local] = full[block.source][block.remote]
+    return shard, full
+
+
+def test_gated_queries() -> None:
+    """Files have [q | gate] per head; Megatron per KV group its q heads, their gates, k, v."""
+    shard, (q, k, v) = _shard(model("qwen3_next"), "gated_qkv", 1, 2)
+    q = q.reshape(8, 2, 2, 6, 24).swapaxes(1, 2).reshape(8, 24, 24)
+    groups = [np.concatenate([q[g], k[g * 6 : g * 6 + 6], v[g * 6 : g * 6 + 6]]) for g in range(4, 8)]
+    assert np.array_equal(shard, np.concatenate(groups))
+
+
+def test_gated_delta_nets() -> None:
+    """Files have [q | k | v | z] and [b | a] per key head, channels as [q | k | v]; Megatron each of them by itself."""
+    m = model("qwen3_next")
+    shard, (qkvz, ba) = _shard(m, "delta_in", 1, 2)
+    mine = np.split(qkvz.reshape(8, 50, 24)[4:], (5, 10, 30), axis=1) + np.split(ba.reshape(8, 4, 24)[4:], 2, axis=1)
+    assert np.array_equal(shard, np.concatenate([part.reshape(-1, 24) for part in mine]))
+    channels, (full,) = _shard(m, "delta_conv", 1, 2)
+    assert np.array_equal(channels, np.concatenate([full[20:40], full[60:80], full[160:240]]))
+    with pytest.raises(BridgeError, match="key heads: 8 does not divide over 3 ranks"):
+        _shard(m, "delta_in", 0, 3)
+    with pytest.raises(BridgeError, match=r"^qwen3_next: .*linear_qkv.*KV groups .*: 8 does not divide over 16 ranks"):
+        _shard(m, "gated_qkv", 0, 16)
+    row = next(r for r in families.rows(model("qwen3_moe")) if r.how == "qkv")
+    with pytest.raises(BridgeError, match=r"^qwen3_moe: .*linear_qkv.weight: delta_in rows need a gated delta net"):
+        shard_blocks(model("qwen3_moe"), replace(row, how="delta_in"), 0, 1, padded=0)
+
+
+def test_gpt_oss_pairs_are_parted_and_matrices_turned() -> None:
+    """Gate and up are every second output of an expert's [in, out]; Megatron rows are this rank's gate, then its up."""
+    m = model("gpt_oss")
+    fc1, bias1, fc2, bias2 = (r for r in families.rows(m) if "{expert}" in r.megatron)
+    rng = np.arange(m.moe_ffn // 2, m.moe_ffn)
+    for row, expected in (
+        (fc1, lambda full: np.concatenate([full[5][:, 2 * rng].T, full[5][:, 2 * rng + 1].T])),
+        (bias1, lambda full: np.concatenate([full[5][2 * rng], full[5][2 * rng + 1]])),
+        (fc2, lambda full: full[5][rng].T),
+        (bias2, lambda full: full[5]),
+    ):
+        (full,) = _tagged(row, m)
+        shape, blocks = shard_blocks(m, row, 1, 2, padded=0, expert=5)
+        shard = np.zeros(shape, dtype=int)
+        for block in blocks:
+            shard[block.local] = turned(full[block.remote], block)
+        assert np.array_equal(shard, expected(full))
+
+
 @pytest.mark.parametrize(("how", "parts"), [("qkv", 16), ("gate_up", 3), ("row", 5), ("column", 5)])
 def test_sizes_that_do_not_divide_are_refused(how: str, parts: int) -> None:
     m = model("qwen3_moe")
@@ -114,6 +173,10 @@ def test_padded_vocabulary() -> None:
     row = families.rows(m)[0]
     sizes = [sum(b.local[0].stop for b in shard_blocks(m, row, r, 8, padded=1024)[1]) for r in range(8)]  # type: ignore[union-attr]
     assert sizes == [128, 3, 0, 0, 0, 0, 0, 0]
+    assert {shard_blocks(m, row, r, 8, padded=1024)[0] for r in range(8)} == {(128, 24)}
+    assert shard_blocks(m, row, 7, 8, padded=1024)[1] == (), "a rank of padding has nothing to read"
+    with pytest.raises(BridgeError, match="padded vocabulary: 256 does not divide over 3 ranks"):
+        shard_blocks(m, row, 0, 3, padded=256)
 
 
 def test_aliases_lie_where_their_tensor_does() -> None:
@@ -128,6 +191,8 @@ def test_aliases_lie_where_their_tensor_does() -> None:
 
 def test_pairwise_distinct_sizes() -> None:
     for name, tied in itertools.product(CONFIGS, (False, True)):
-        dims = model(name, tie_word_embeddings=tied).dims
-        sizes = [v for k, v in dims.items() if v and k not in ("moe_ffn", "shared_ffn", "2hidden")]
+        m = model(name, tie_word_embeddings=tied)
+        used = {d for row in families.rows(m) for t in (*row.hf, row.fused) if t is not None for d in t.dims}
+        dims = {d: m.dims[d] for d in used - {"moe_ffn", "shared_ffn", "2hidden"}}
+        sizes = [size for size in dims.values() if size]
         assert len(set(sizes)) == len(sizes), dims

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from moeref import families
+from moeref.bridge import Table
+from moeref.config.settings import transformer_settings
+from moeref.exporter import Plan
 from moeref.families import FamilyError
+from moeref.families.model import Window, Yarn
+from moeref.layout import Layout, LayoutError
 from tests.unit.models import CONFIGS, YARN, model
 
 pytestmark = pytest.mark.cpu
 
 
 def test_unknown_model_type_lists_the_families() -> None:
-    with pytest.raises(FamilyError, match="deepseek_v3, glm4_moe, glm4_moe_lite, mixtral, qwen3_moe") as error:
+    with pytest.raises(FamilyError, match=r"deepseek_v3, glm4_moe.* kimi_k2, mixtral, qwen3_moe") as error:
         families.read({"model_type": "qwen3_mo"})
     assert "did you mean qwen3_moe" in str(error.value)
 
@@ -55,6 +61,19 @@ def test_missing_key_is_named(name: str, key: str) -> None:
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.0}}),
         ("deepseek_v3", {"rope_parameters": {k: v for k, v in YARN.items() if k != "factor"}}),
         ("glm4_moe_lite", {"partial_rotary_factor": 0.5}),
+        ("gpt_oss", {"attention_bias": False}),
+        ("gpt_oss", {"swiglu_limit": 5.0}),
+        ("gpt_oss", {"sliding_window": None}),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"]}),
+        ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"] * 2}),
+        ("gpt_oss", {"rope_parameters": None}),
+        ("gpt_oss", {"rope_parameters": {**YARN}}),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("qwen3_next", {"layer_types": ["linear_attention", "sliding_attention"] * 2}),
+        ("qwen3_next", {"linear_num_value_heads": 12}),
+        ("qwen3_next", {"attention_bias": True}),
+        ("qwen3_next", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "sparse", "linear"]}),
         ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}),
@@ -156,3 +175,154 @@ def test_every_dimension_of_the_table_is_known(name: str) -> None:
     for row in families.rows(m):
         for tensor in (*row.hf, *([row.fused] if row.fused else [])):
             assert set(tensor.dims) <= m.dims.keys()
+
+
+#: `config.json` of Qwen/Qwen3-Next-80B-A3B-Instruct as published, but for token ids and training.
+QWEN3_NEXT: dict[str, object] = {
+    "model_type": "qwen3_next",
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_published_qwen3_next() -> None:
+    """79.67 billion parameters, as published: 80B; of each layer 3·512 experts' tensors and 5 + 2 around the router,
+    7 + 1 more in the 36 layers of gated delta nets and 6 + 1 in the 12 of attention."""
+    m = families.read(QWEN3_NEXT)
+    assert (m.num_layers, m.hidden, m.experts, m.top_k, m.moe_ffn, m.shared_ffn) == (48, 2048, 512, 10, 512, 512)
+    assert (m.heads, m.kv_groups, m.head_dim, m.rotary_percent, m.rope_theta) == (16, 2, 256, 0.25, 1e7)
+    assert m.delta is not None
+    assert m.delta.layers == (True, True, True, False) * 12
+    assert (m.delta.dims["delta_qkvz"], m.delta.dims["delta_ba"], m.delta.dims["delta_qkv"]) == (12288, 64, 8192)
+    assert m.moe_layers == (True,) * 48
+    plan = Plan(Table(m, Layout.parse("tp=2,pp=4,ep=8,etp=1")))
+    by_name = {t.name: t.shape for t in plan.tensors}
+    assert by_name["model.layers.3.self_attn.q_proj.weight"] == (8192, 2048)
+    assert by_name["model.layers.3.mlp.shared_expert_gate.weight"] == (1, 2048)
+    assert by_name["model.layers.0.linear_attn.conv1d.weight"] == (8192, 1, 4)
+    assert by_name["model.layers.0.linear_attn.out_proj.weight"] == (2048, 4096)
+    assert len(plan.tensors) == 3 + 48 * (3 * 512 + 6) + 36 * 8 + 12 * 7
+    assert sum(prod(t.shape) for t in plan.tensors) == 79_674_391_296
+
+
+def test_settings_of_qwen3_next() -> None:
+    settings = transformer_settings(families.read(QWEN3_NEXT), Layout.parse("tp=2"))
+    assert settings["linear_attention_freq"].value == [1, 1, 1, 0] * 12
+    for name in ("attention_output_gate", "moe_shared_expert_gate", "layernorm_zero_centered_gamma"):
+        assert settings[name].value is True
+    with pytest.raises(LayoutError, match="qwen3_next: gated delta nets and context parallelism"):
+        transformer_settings(families.read(QWEN3_NEXT), Layout.parse("cp=2"))
+
+
+def test_layer_types_win_over_the_interval() -> None:
+    kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    delta = model("qwen3_next", layer_types=kinds, full_attention_interval=2).delta
+    assert delta is not None
+    assert delta.layers == (False, True, True, False)
+
+
+#: `config.json` of openai/gpt-oss-20b as published, but for `quantization_config`; gpt-oss-120b differs in two keys.
+GPT_OSS: dict[str, object] = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+@pytest.mark.parametrize(("layers", "experts", "total"), [(24, 32, 20_914_757_184), (36, 128, 116_829_156_672)])
+def test_published_gpt_oss(layers: int, experts: int, total: int) -> None:
+    """The counts are the sums over the tensors of the bf16 checkpoints, 20.9 and 116.8 billion."""
+    m = families.read({**GPT_OSS, "num_hidden_layers": layers, "num_local_experts": experts})
+    assert (m.num_layers, m.experts, m.top_k, m.hidden, m.moe_ffn) == (layers, experts, 4, 2880, 2880)
+    assert (m.heads, m.kv_groups, m.head_dim, m.vocab, m.clamp) == (64, 8, 64, 201088, 7.0)
+    assert m.window == Window(128, (True, False) * (layers // 2))
+    yarn = Yarn(
+        factor=32.0,
+        original_positions=4096,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=0.0,
+        truncate=False,
+    )
+    assert (m.rope_theta, m.yarn, m.mla) == (150_000.0, yarn, None)
+    plan = Plan(Table(m, Layout.parse("tp=8,ep=4,etp=1")))
+    assert len(plan.tensors) == 3 + 17 * layers
+    assert sum(prod(t.shape) for t in plan.tensors) == total
+    assert {t.dtype for t in plan.tensors} == {"bfloat16"}
+
+
+def test_published_gpt_oss_is_quantised() -> None:
+    with pytest.raises(FamilyError, match=r"gpt_oss: the checkpoint is quantised \(mxfp4\); turn it into bf16 first"):
+        families.read({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}})
+
+
+@pytest.mark.parametrize(("layout", "says"), [("tp=2", "biases of experts at ETP 1 only.*etp=2"), ("cp=2", "sinks")])
+def test_layouts_that_megatron_cannot_give_gpt_oss_are_refused(layout: str, says: str) -> None:
+    with pytest.raises(LayoutError, match=says):
+        transformer_settings(model("gpt_oss"), Layout.parse(layout))
+
+
+def test_settings_of_gpt_oss() -> None:
+    """megatron-core counts the tokens before the query's own; the first layer is layer 1 there and slides."""
+    settings = transformer_settings(families.read(GPT_OSS), Layout())
+    assert settings["window_size"].value == (127, 0)
+    assert settings["window_attn_skip_freq"].value == [1, 0] * 12
+    assert settings["softmax_type"].value == "learnable"
+    assert settings["add_bias_linear"].value
+    assert (settings["glu_linear_offset"].value, settings["activation_func_clamp_value"].value) == (1.0, 7.0)
+    assert settings["yarn_correction_range_round_to_int"].value is False

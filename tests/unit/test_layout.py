@@ -80,8 +80,9 @@ def test_rank_round_trip(layout, data):
         ("tp=2.0", "must be a whole number"),
         ("tp=0", "tp=0 must be an integer of at least 1"),
         ("pp=2,first=0", "first=0 must be an integer of at least 1"),
-        ("embedding=yes", "embedding=yes must be 0 or 1"),
+        ("embedding=yes", "^layout text 'embedding=yes': embedding=yes must be 0 or 1"),
         ("layout=EtL ,tp=2", "' ' is not a layer"),
+        ("layout=Et\nL", "is not a layer"),
     ],
 )
 def test_text_errors(text, says):
@@ -104,6 +105,7 @@ def test_wrong_types_and_sizes_are_refused(arguments):
 
 def test_defaults_are_filled_in():
     assert Layout(tp=4).etp == 4
+    assert Layout.etp is None  # what dataclasses and signatures read as the default
     assert Layout(tp=4, etp=None) == Layout(tp=4, etp=4)
     assert Layout(tp=2, ep=4, etp=1).world == 4
     assert Layout(tp=2, cp=3, ep=4, etp=1).world == 12  # neither 6 nor 4 ranks fit both grids
@@ -127,6 +129,7 @@ def test_ranks_by_hand():
     assert Layout(tp=2, cp=2).coords(2).text == "tp0 pp0 ep0 etp0 dp0 cp1 edp1"
     assert layout.rank_of(tp=1, pp=1) == 5
     assert layout.expert_rank_of(etp=0, ep=1, edp=1, pp=0) == 3
+    assert layout.expert_rank_of(etp=0, ep=1, pp=1) == 5
 
 
 @pytest.mark.parametrize("kind", ["tp", "cp", "dp", "pp", "mp", "dp-cp", "tp-cp", "ep", "etp", "edp", "etp-ep-pp"])
@@ -156,10 +159,30 @@ def test_impossible_grids(arguments, says):
         Layout(**arguments)
 
 
+def test_an_axis_of_size_one_may_be_left_out_of_the_order():
+    layout = Layout(tp=2, pp=2, order="tp-dp-pp", world=8)
+    assert layout.groups("cp") == layout.groups("ep") == tuple((rank,) for rank in range(8))
+    assert layout.groups("tp") == layout.groups("etp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.rank_of(tp=1, dp=1, pp=1) == 7
+
+
+def test_all_ranks_are_one_group():
+    layout = Layout(tp=2, pp=2, ep=2, etp=1)
+    assert layout.groups("tp-cp-dp-pp") == layout.groups("etp-ep-edp-pp") == ((0, 1, 2, 3),)
+
+
+def test_pp_may_come_earlier_where_both_grids_agree():
+    """Dense tp2·pp2·dp2, expert ep2·pp2·edp2. In the refused one both strides are 1, but dp is 1 and edp is 2."""
+    layout = Layout(tp=2, pp=2, ep=2, etp=1, world=8, order="tp-cp-ep-pp-dp")
+    assert layout.groups("pp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    with pytest.raises(LayoutError, match=r"dp=1, stride 1.*edp=2, stride 1"):
+        Layout(tp=2, pp=2, etp=1, order="pp-dp-ep-cp-tp")
+
+
 def test_questions_about_nothing_are_refused():
     layout = Layout(tp=2, pp=2, ep=2)
     for ask, says in [
-        (lambda: layout.coords(8), "rank 8 is outside the world of 8"),
+        (lambda: layout.coords(8), r"rank 8 is outside the world of 8 ranks \(0 to 7\)"),
         (lambda: layout.group_of("tp", -1), "rank -1 is outside"),
         (lambda: layout.rank_of(tp=2, pp=0), "tp=2 is outside this layout's tp size 2"),
         (lambda: layout.expert_rank_of(etp=0, ep=-1, pp=0), "ep=-1 is outside"),
@@ -167,12 +190,14 @@ def test_questions_about_nothing_are_refused():
         (lambda: layout.groups("tp-tp"), "names an axis twice"),
         (lambda: layout.groups("etp-dp"), "write etp and edp"),
         (lambda: layout.has_head(2), "no stage .pp 2, vp 0."),
-        (lambda: layout.experts(2, 8), "ep rank 2 is outside ep=2"),
+        (lambda: layout.has_head(1, 1), "no stage .pp 1, vp 1."),
+        (lambda: layout.experts(2, 8), r"ep rank 2 is outside ep=2 \(0 to 1\)"),
         (lambda: layout.experts(0, 7), "num_experts=7 is not divisible by ep=2"),
         (lambda: layout.experts(0, 0), "num_experts=0 must be"),
         (lambda: layout.stages(0), "num_layers=0 must be"),
         (lambda: layout.stages(4).owner(4), "layers 0 to 3"),
         (lambda: layout.stages(4).offset(0, 1), "vp from 0 to 0"),
+        (lambda: layout.stages(4).offset(2), "no stage .pp 2, vp 0.: pp goes from 0 to 1"),
     ]:
         with pytest.raises(LayoutError, match=says):
             ask()
@@ -192,7 +217,10 @@ def test_questions_about_nothing_are_refused():
         ("pp=2,layout=Et|tt|tt|ttL", 7, [[[0], [3, 4]], [[1, 2], [5, 6]]]),
         ("pp=3,first=5", 9, [[[0, 1, 2, 3, 4]], [[5, 6]], [[7, 8]]]),
         ("pp=3,last=5", 9, [[[0, 1]], [[2, 3]], [[4, 5, 6, 7, 8]]]),
+        ("pp=1,first=3", 3, [[[0, 1, 2]]]),
+        ("pp=2,first=2,last=1", 3, [[[0, 1]], [[2]]]),
         ("pp=2,layout=E|t*3,L", 3, [[[]], [[0, 1, 2]]]),
+        ("pp=2,layout=|Et|t|L", 2, [[[], [1]], [[0], []]]),
     ],
 )
 def test_stages_by_hand(text, num_layers, by_rank):
@@ -236,15 +264,16 @@ def test_every_accepted_split_is_an_exact_cover():
     [
         ("pp=2", 7, "num_layers=7 = 7 layers are not divisible by pp=2: 1 left over"),
         ("pp=2,embedding=1", 8, r"num_layers=8 \+ 1 for embedding=1 = 9 layers are not divisible by pp=2"),
+        ("pp=4,embedding=1,loss=1", 8, r"num_layers=8 \+ 1 for embedding=1 \+ 1 for loss=1 = 10 layers"),
         ("pp=2,vpp=2", 6, "3 layers a pipeline rank, not divisible by vpp=2"),
         ("pp=4,first=3", 8, "first=3 leave 5 of num_layers=8 layers, not divisible by the 3 other .* by 2"),
-        ("pp=2,first=3,last=3", 8, "leave 2 of num_layers=8 layers for 0 other pipeline ranks"),
-        ("pp=3,first=4,last=4", 8, "leave 0 of num_layers=8 layers for 1 other pipeline ranks"),
+        ("pp=2,first=3,last=3", 8, "^first=3 and last=3 leave 2 of num_layers=8 layers for 0 other .*; give the rem"),
+        ("pp=3,first=4,last=4", 8, "leave 0 of num_layers=8 layers for 1 other .*; leave at least 1 layers"),
         ("pp=4,vpp=2,first=3", 9, "pipeline rank 0 3 layers, not divisible by vpp=2"),
         ("pp=2,vpp=2,first=4,last=4", 8, "ZeroDivisionError"),
         ("pp=3,first=6,last=4", 8, r"exactly once, .* \(pp 1, vp 0\): -2"),
         ("pp=1,first=2,last=3", 6, "would build 3 of num_layers=6"),
-        ("pp=2,last=2", 1, r"lower first= or last="),
+        ("pp=2,last=2", 1, r"^tp=1,pp=2,.*last=2 with num_layers=1: .*lower first= or last="),
         ("pp=2,layout=Et|tL", 3, "has 2 t, but num_layers=3"),
     ],
 )
@@ -267,14 +296,17 @@ def test_impossible_splits(text, num_layers, says):
         ("pp=2,layout=tE|tL", "E .embedding. must come first"),
         ("pp=2,layout=Et|Lt", "L .loss. must come last"),
         ("pp=2,layout=Et|t", "has 0 L .loss."),
-        ("pp=2,layout=EE|tL", "has 2 E .embedding."),
+        ("pp=2,layout=EE|tL", "^layout 'EE.tL' has 2 E .embedding."),
         ("layout=", "has 0 E"),
-        ("pp=2,layout=Et|m,t,L", "decoder layers .t. after"),
+        ("pp=2,layout=Et|m,t,L", "^layout 'Et.m,t,L': decoder layers .t. after"),
+        ("pp=2,layout=Et|m,t,m,L", "decoder layers .t. after"),
         ("pp=3,layout=Et|m|mL", r"spreads m over the stages \(pp 1, vp 0\), \(pp 2, vp 0\)"),
         ("pp=2,layout=Et|m||L", r"puts m into \(pp 1, vp 0\); it must be in the last virtual stage, vp 1"),
         ("pp=2,layout=Et|((t|)*2)*2L", "is not a layer"),
-        ("pp=2,layout=Et*99999999|L", "repeats more than"),
+        ("pp=2,layout=Et*99999999|L", r"^layout 'Et\*99999999.L': 't\*99999999' repeats more than"),
+        ("pp=2,layout=Et*100001|L", "repeats more than 100000 times"),
         ("pp=2,layout=Et|x|L", "'x' is not a layer"),
+        ("pp=2,layout=Et|X|L", "'X' is not a layer"),
     ],
 )
 def test_impossible_pipelines(text, says):
@@ -293,6 +325,7 @@ def test_multi_token_prediction_stage():
         Layout().stages(6, mtp=-1)
     even = Layout(pp=2, vpp=2)
     assert even.stages(8).mtp is None
+    assert even.stages(8, mtp=0) == even.stages(8)
     assert (even.stages(8, mtp=1).mtp, even.stages(8, mtp=1).mtp_layers) == ((1, 1), 1)
 
 
@@ -303,3 +336,16 @@ def test_experts_do_not_depend_on_the_pipeline():
     for pp in (1, 2, 4):
         layout = Layout(pp=pp, ep=4, tp=2, etp=1)
         assert [list(layout.experts(rank, 8)) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(Layout().experts(0, 1)) == [0]
+
+
+def test_the_second_argument_of_a_stage_is_optional():
+    layout = Layout(pp=2)
+    assert [layout.has_embedding(pp) for pp in range(2)] == [True, False]
+    assert [layout.has_head(pp) for pp in range(2)] == [False, True]
+    assert [layout.stages(4).offset(pp) for pp in range(2)] == [0, 2]
+
+
+def test_as_many_layers_as_a_repeat_may_write():
+    layout = Layout.parse("pp=2,layout=Et*100000|L")
+    assert len(layout.stages(100_000).layers[0, 0]) == 100_000

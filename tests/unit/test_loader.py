@@ -166,6 +166,10 @@ def test_bad_folders_are_refused_before_anything_is_written(
     [
         ({"model.norm.weight": None}, "1 tensors of the model are missing: model.norm.weight"),
         ({"model.layers.0.extra": torch.zeros(2)}, "belong to no row of the table: model.layers.0.extra"),
+        (
+            {f"model.layers.1.mlp.{part}_proj.weight_scale_inv": torch.ones(1) for part in ("up", "down")},
+            r"is quantised, it has 2 tensors of scales: .*down_proj.weight_scale_inv.*; turn it into bf16 first",
+        ),
         ({"model.norm.weight": torch.zeros(25)}, r"model.norm.weight has shape \[25\], the config says \[24\]"),
         ({"model.norm.weight": torch.zeros(24).bfloat16()}, "model.norm.weight is bfloat16, the model holds float32"),
     ],
@@ -181,6 +185,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     assert "glm4_moe" in str(error.value)
     assert table.layout.text in str(error.value)
     assert all((t == 7).all() for t in inventory(chunks).values())
+
+
+def test_tensors_that_the_family_ignores_are_counted_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Qwen3-Next's multi-token prediction, which transformers leaves out too; any other surplus is refused."""
+    table = Table(model("qwen3_next", num_hidden_layers=1), Layout())
+    chunks = holder(table, 0)
+    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    write(tmp_path, {**tensors, "mtp.fc.weight": torch.ones(2, 4), "mtp.norm.weight": torch.ones(2)})
+    load(table, 0, chunks, tmp_path)
+    assert "qwen3_next: 2 tensors are left out, as the family says: mtp.fc.weight, mtp.norm.weight" in caplog.text
+    assert torch.equal(inventory(chunks)[0, "decoder.final_layernorm.weight"], tensors["model.norm.weight"])
+    write(tmp_path, {**tensors, "mtp.fc.weight": torch.ones(2, 4), "model.mtp.weight": torch.ones(2)})
+    with pytest.raises(BridgeError, match=r"1 tensors belong to no row of the table: model\.mtp\.weight"):
+        load(table, 0, chunks, tmp_path)
 
 
 def test_same_tensor_in_two_files(table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -220,3 +238,11 @@ def test_an_alias_that_differs_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "bad", tensors)
     with pytest.raises(BridgeError, match=r"model.layers.2.shared_head.head.weight differs from lm_head.weight"):
         load(table, 1, chunks, tmp_path / "bad")
+
+
+def test_a_buffer_that_follows_from_the_config_is_left_out(
+    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "hf", {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    load(table, 0, holder(table, 0), tmp_path / "hf")
+    assert "1 tensors are left out" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from moeref.bridge import BridgeError, Table
@@ -53,6 +54,32 @@ def test_every_unit_is_held_by_its_owners(name: str, text: str, tied: bool) -> N
 
 @pytest.mark.parametrize("hf", ["per_expert", "fused"])
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("text", ["tp=2,pp=2,vpp=2,ep=2,etp=1", "ep=2,etp=2", "tp=4,cp=2,ep=4,etp=2", "tp=8,ep=8"])
+def test_the_owners_shards_hold_every_element_once(name: str, hf: str, text: str) -> None:
+    table = Table(model(name), Layout.parse(text), Spelling(hf=hf))  # type: ignore[arg-type]
+    times = {t.name: np.zeros(t.shape, dtype=int) for unit in table.units for t in unit.hf}
+    for unit in table.units:
+        for rank in table.owners(unit):
+            (placed,) = (p for p in table.placed(rank) if p.unit is unit)
+            set_here = np.zeros(placed.shape, dtype=int)
+            for block in placed.blocks:
+                times[unit.hf[block.source].name][block.remote] += 1
+                set_here[block.local] += 1
+            assert set_here.max(initial=0) <= 1
+            assert set_here.min() == 1 or unit.row.how == "vocab"
+    assert [name for name, counts in times.items() if (counts != 1).any()] == []
+
+
+def test_a_shard_that_cannot_be_names_the_layout() -> None:
+    table = Table(model("qwen3_moe"), Layout.parse("tp=16"))
+    with pytest.raises(BridgeError, match=r"linear_qkv.*KV groups.*8 does not divide over 16 ranks \(layout tp=16,"):
+        table.placed(0)
+    with pytest.raises(BridgeError, match=r"^qwen3_moe: 16 attention heads do not divide over tp=3 \(layout tp=3,"):
+        Table(model("qwen3_moe"), Layout.parse("tp=3"))
+
+
+@pytest.mark.parametrize("hf", ["per_expert", "fused"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_plan_does_not_depend_on_the_layout(name: str, hf: str) -> None:
     plans = []
     for text in LAYOUTS:
@@ -73,8 +100,28 @@ def test_tied_head() -> None:
         last = [p for p in table.placed(table.layout.world - 1) if p.local == "output_layer.weight"]
         assert len(last) == copies
         assert all(p.unit.hf[0].name == "model.embed_tokens.weight" and not p.unit.exports for p in last)
+        assert all(p.unit.dtype == "float32" for p in last)
         assert "lm_head.weight" not in {t.name for t in Plan(table).tensors}
     assert "lm_head.weight" in {t.name for t in Plan(Table(untied, Layout())).tensors}
+
+
+def test_global_names_count_layers_and_experts_of_the_whole_model() -> None:
+    layout = Layout.parse("pp=2,ep=4")
+    table = Table(model("glm4_moe", num_nextn_predict_layers=1), layout)
+    assert len({u.name for u in table.units}) == len(table.units)
+    placed = {p.local: p.unit.name for p in table.placed(layout.expert_rank_of(etp=0, ep=3, pp=1))}
+    for local, name in {
+        "decoder.layers.0.input_layernorm.weight": "decoder.layers.2.input_layernorm.weight",
+        "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight": (
+            "decoder.layers.3.mlp.experts.local_experts.14.linear_fc2.weight"
+        ),
+        "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.2.linear_fc1.weight": (
+            "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.14.linear_fc1.weight"
+        ),
+        "mtp.layers.0.enorm.weight": "mtp.layers.0.enorm.weight",
+        "output_layer.weight": "output_layer.weight",
+    }.items():
+        assert placed[local] == name
 
 
 def test_spellings_of_megatron_names() -> None:

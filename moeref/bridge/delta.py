@@ -1,0 +1,43 @@
+"""Runs of rows that Qwen3-Next's fused linears take from Hugging Face tensors, for a TP rank's share of the heads.
+
+A run is (Hugging Face tensor, first row, rows); a shard is its runs one below the other. Sources: the splits in
+`SelfAttention.get_query_key_value_tensors` and `GatedDeltaNet.forward` of megatron-core, and in `Qwen3NextAttention`
+and `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moeref.families import Model
+from moeref.families.model import GatedDelta
+
+Run = tuple[int, int, int]
+
+
+def gated_qkv(model: Model, groups: range) -> Iterator[Run]:
+    """q_proj has [q | gate] per head; Megatron per KV group [its q heads | their gates | k | v]."""
+    d, per_group = model.head_dim, model.heads // model.kv_groups
+    for group in groups:
+        for half in range(2):
+            for head in range(group * per_group, (group + 1) * per_group):
+                yield 0, (2 * head + half) * d, d
+        yield 1, group * d, d
+        yield 2, group * d, d
+
+
+def delta_in(delta: GatedDelta, heads: range) -> Iterator[Run]:
+    """in_proj_qkvz has [q | k | v | z] per key head, in_proj_ba [b | a]; Megatron all q, then all k, v, z, b, a."""
+    k, v = delta.key_dim, delta.per_key * delta.value_dim
+    for source, parts in ((0, (k, k, v, v)), (1, (delta.per_key, delta.per_key))):
+        for i, rows in enumerate(parts):
+            for head in heads:
+                yield source, head * sum(parts) + sum(parts[:i]), rows
+
+
+def delta_conv(delta: GatedDelta, heads: range) -> Iterator[Run]:
+    """Channels are all q, all k, all v in both; a rank has its heads of each."""
+    start = 0
+    for rows in (delta.key_dim, delta.key_dim, delta.per_key * delta.value_dim):
+        yield 0, start + heads.start * rows, len(heads) * rows
+        start += delta.key_heads * rows

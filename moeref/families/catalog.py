@@ -1,0 +1,55 @@
+"""Published models by name: the keys of their `config.json` that a family reads, as data, and where they come from.
+
+Each is `published/<name>.json`; `published/sources.toml` names the Hugging Face repository and what the numbers were
+held against. They describe weights in bf16: a repository whose files are quantised is told so in `sources.toml`, and
+its `quantization_config` is left out here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+from moeref.families.model import FamilyError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the sizes of a published model come from."""
+
+    repository: str  # on the Hugging Face hub
+    released: str  # year and month
+    weights: str  # as published: "bf16" or "fp8"
+    checked: tuple[str, ...]  # what the config was held against
+
+
+def _folder() -> Traversable:
+    return files("moeref.families").joinpath("published")
+
+
+@functools.cache
+def sources() -> dict[str, Source]:
+    """Name -> `Source` of every published model, in the order of their names."""
+    found = tomllib.loads(_folder().joinpath("sources.toml").read_text(encoding="utf-8"))
+    return {name: Source(**{**found[name], "checked": tuple(found[name]["checked"])}) for name in sorted(found)}
+
+
+def published() -> tuple[str, ...]:
+    """Names of all published models, such as `qwen3-30b-a3b`."""
+    return tuple(sources())
+
+
+def known(name: str) -> dict[str, Any]:
+    """The Hugging Face config of a published model, for `families.read`. FamilyError names the nearest known one."""
+    if name not in sources():
+        near = difflib.get_close_matches(name.lower(), sources(), n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise FamilyError(f"unknown model {name!r}; {hint}Known are {', '.join(sources())}")
+    config: dict[str, Any] = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    return config

@@ -1,0 +1,92 @@
+"""Published sizes: what the catalog offers, and that each model has as many tensors and parameters as its files.
+
+The counts are those of the files on the hub. Files in FP8 hold scales besides (91,991 tensors for DeepSeek-V3, 139,644
+for Kimi-K2); Kimi-K2 and Moonlight also hold a rotary buffer a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from importlib.resources import files
+from math import prod
+
+import pytest
+
+from moeref import families
+from moeref.bridge import Table
+from moeref.exporter import Plan
+from moeref.families import FamilyError
+from moeref.layout import Layout
+
+pytestmark = pytest.mark.cpu
+
+#: name -> (tensors, parameters), aliases in MTP layers and experts' biases counted.
+COUNTS = {
+    "deepseek-v3": (91_991 - 45_808, 684_489_845_504),
+    "glm-4.5": (44_691, 358_337_791_296),
+    "glm-4.5-air": (18_329, 110_468_824_832),
+    "glm-4.7-flash": (9_703, 31_221_488_576),
+    "gpt-oss-120b": (36 * 17 + 3, 116_829_156_672),
+    "gpt-oss-20b": (24 * 17 + 3, 20_914_757_184),
+    "kimi-k2": (139_644 - 69_608 - 61, 1_026_408_232_448),
+    "mixtral-8x7b": (995, 46_702_792_704),
+    "moonlight-16b-a3b": (5_317, 15_960_110_208),
+    # In files, 1,650,471,424 more in an MTP layer of names of its own, which the family leaves out.
+    "qwen3-next-80b-a3b": (74_391, 81_324_862_720 - 1_650_471_424),
+    "qwen3-235b-a22b": (94 * (128 * 3 + 9) + 3, 235_093_634_560),
+    "qwen3-30b-a3b": (48 * (128 * 3 + 9) + 3, 30_532_122_624),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_published_model_has_the_tensors_of_its_files(name: str) -> None:
+    model = families.read(families.known(name))
+    tensors = Plan(Table(model, Layout())).tensors
+    assert (len(tensors), sum(prod(t.shape) for t in tensors)) == COUNTS[name]
+    assert len({t.name for t in tensors}) == len(tensors)
+
+
+def test_every_config_has_a_source_and_the_other_way_round() -> None:
+    folder = files("moeref.families").joinpath("published")
+    configs = {path.name.removesuffix(".json") for path in folder.iterdir() if path.name.endswith(".json")}
+    assert configs == set(families.published()) == set(tomllib.loads(folder.joinpath("sources.toml").read_text()))
+    for source in families.sources().values():
+        assert source.repository.count("/") == 1
+        assert source.weights in ("bf16", "fp8", "mxfp4")
+        assert source.checked
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    with pytest.raises(FamilyError, match="unknown model 'kimi-k3'; did you mean kimi-k2"):
+        families.known("kimi-k3")
+    with pytest.raises(FamilyError, match=r"did you mean qwen3-30b-a3b\?"):
+        families.known("Qwen3-30B")
+    with pytest.raises(FamilyError, match=r"^unknown model 'xyzzy'; Known are deepseek-v3, glm-4\.5, "):
+        families.known("xyzzy")
+
+
+def test_a_known_config_is_the_callers_own() -> None:
+    families.known("kimi-k2")["num_hidden_layers"] = 3
+    assert families.known("kimi-k2")["num_hidden_layers"] == 61
+
+
+def test_kimi_k2_is_read_as_deepseek_v3() -> None:
+    config = families.known("kimi-k2")
+    assert config["model_type"] == "kimi_k2"
+    assert families.read(config) == families.read({**config, "model_type": "deepseek_v3"})
+
+
+def test_a_published_fp8_config_is_refused_with_what_to_do() -> None:
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    with pytest.raises(FamilyError, match=r"kimi_k2: the checkpoint is quantised \(fp8\); turn it into bf16 first"):
+        families.read({**families.known("kimi-k2"), **quantised})
+
+
+def test_configs_are_plain_json_in_one_order() -> None:
+    for name in families.published():
+        text = files("moeref.families").joinpath("published", f"{name}.json").read_text()
+        config = json.loads(text)
+        keys = list(config)
+        assert keys == ["model_type", *sorted(keys[1:])]
+        assert "quantization_config" not in config

@@ -1,7 +1,9 @@
 """Effective Megatron settings of a model under a layout, each with its origin.
 
-The beginnings of the audited record: what megatron-core's TransformerConfig is given, and why. Origins: `hf` (read from
-the Hugging Face config), `layout`, `override` (given by the caller; wins), `derived` (follows from another setting).
+What moeref itself knows of megatron-core's TransformerConfig before anybody asks for anything. Origins, from the
+weakest: `provider default` (held by the class or object that is to be filled), `default` (moeref's own choice for RL),
+`hf` (read from the Hugging Face config or fixed by its architecture), `layout`, `field` and `override` (asked for:
+`MoEConfig`), `derived` (what Megatron makes of all of them when it is finalised).
 """
 
 from __future__ import annotations
@@ -9,10 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moeref.families.model import MLA, Model
-from moeref.layout import Layout
+from moeref.families.model import MLA, GatedDelta, Model, Yarn
+from moeref.layout import Layout, LayoutError
 
-Origin = Literal["hf", "layout", "override", "derived"]
+Origin = Literal["provider default", "default", "hf", "layout", "field", "override", "derived"]
+
+#: What GPTModel reads from its config by `getattr` for YaRN, though TransformerConfig has no such fields.
+ATTRIBUTES = frozenset(
+    "yarn_" + name
+    for name in (
+        *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "correction_range_round_to_int"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -21,14 +32,16 @@ class Setting:
 
     value: Any
     origin: Origin
+    reason: str = ""
 
 
 def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     """TransformerConfig fields for `model` under `layout`.
 
     `moeref.megatron.build` adds those whose values are torch objects, and the caller's overrides, which win, also with
-    `False` and `None`.
+    `False` and `None`. Raises LayoutError for a layout under which megatron-core cannot compute this model.
     """
+    _check(model, layout)
     hf: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden,
@@ -49,26 +62,34 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     }
     if model.mla:
         hf |= _mla_settings(model.mla, model.rope_theta)
+    if model.delta:
+        hf |= _delta_settings(model.delta)
+    hf |= _attention_settings(model)
+    if model.clamp:
+        hf |= {"activation_func_clamp_value": model.clamp, "glu_linear_offset": 1.0}
+    hf |= {field: True for field, given in _switches(model).items() if given}
     if model.mtp_layers:
         hf |= {"mtp_num_layers": model.mtp_layers}
-    derived: dict[str, Any] = {
+    hf |= {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "add_bias_linear": False,
+        "add_bias_linear": model.linear_bias,
+        # Softmax over the chosen top-k equals a normalised softmax over all; without normalisation it comes first.
+        "moe_router_pre_softmax": model.score_function == "softmax" and not model.norm_topk_prob,
+        "moe_router_topk_scaling_factor": model.routed_scaling_factor if model.routed_scaling_factor != 1.0 else None,
+    }
+    if model.n_group > 1:
+        hf |= {"moe_router_num_groups": model.n_group, "moe_router_group_topk": model.topk_group}
+    defaults: dict[str, Any] = {
         # No dropout in RL: the trainer's forward has to repeat what the engine computed.
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "moe_router_load_balancing_type": "none",
-        # Softmax over the chosen top-k equals a normalised softmax over all; without normalisation it comes first.
-        "moe_router_pre_softmax": model.score_function == "softmax" and not model.norm_topk_prob,
-        "moe_router_topk_scaling_factor": model.routed_scaling_factor if model.routed_scaling_factor != 1.0 else None,
-        # megatron-core refuses MoE training with TP > 1 without it.
-        "sequence_parallel": layout.tp > 1,
         "variable_seq_lengths": False,
     }
-    if model.n_group > 1:
-        derived |= {"moe_router_num_groups": model.n_group, "moe_router_group_topk": model.topk_group}
     placed: dict[str, Any] = {
+        # megatron-core refuses MoE training with TP > 1 without it.
+        "sequence_parallel": layout.tp > 1,
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         # With a layout string megatron-core derives the number of virtual stages itself.
@@ -82,10 +103,62 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
         "account_for_loss_in_pipeline_split": layout.loss,
         "pipeline_model_parallel_layout": layout.layout,
     }
-    settings = {k: Setting(v, "hf") for k, v in hf.items()}
-    settings |= {k: Setting(v, "derived") for k, v in derived.items()}
+    settings = {k: Setting(v, "default") for k, v in defaults.items()}
+    settings |= {k: Setting(v, "hf") for k, v in hf.items()}
     settings |= {k: Setting(v, "layout") for k, v in placed.items()}
     return settings
+
+
+def _check(model: Model, layout: Layout) -> None:
+    if model.linear_bias and layout.etp > 1:
+        raise LayoutError(
+            f"{model.family}: megatron-core has biases of experts at ETP 1 only, this layout has etp={layout.etp} "
+            f"({layout.text}); give etp=1 and more of ep instead"
+        )
+    if model.delta and layout.cp > 1:
+        raise LayoutError(
+            f"{model.family}: gated delta nets and context parallelism are not mapped together ({layout.text}); "
+            "give cp=1"
+        )
+    if model.sinks and layout.cp > 1:
+        raise LayoutError(
+            f"{model.family}: attention sinks under context parallelism are not mapped ({layout.text}); give cp=1"
+        )
+
+
+def _attention_settings(model: Model) -> dict[str, Any]:
+    """What gpt-oss adds to grouped-query attention."""
+    fields: dict[str, Any] = {"softmax_type": "learnable"} if model.sinks else {}
+    if model.window:
+        # How many tokens back and how many ahead, beside the query's own.
+        fields |= {"window_size": (model.window.size - 1, 0)}
+        fields |= {"window_attn_skip_freq": [int(slides) for slides in model.window.layers]}
+    if model.yarn:
+        # GPTModel reads these from the config, where TransformerConfig itself has no such fields.
+        fields |= {f"yarn_{name}": value for name, value in _yarn_settings(model.yarn).items()}
+        fields |= {"yarn_correction_range_round_to_int": model.yarn.truncate}
+    return fields
+
+
+def _switches(model: Model) -> dict[str, bool]:
+    """Fields of TransformerConfig that only a model which has them names, off elsewhere."""
+    return {
+        "attention_output_gate": model.output_gate,
+        "moe_shared_expert_gate": model.shared_gate,
+        "layernorm_zero_centered_gamma": model.zero_centered,
+    }
+
+
+def _delta_settings(delta: GatedDelta) -> dict[str, Any]:
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(is_delta) for is_delta in delta.layers],
+        "linear_conv_kernel_dim": delta.kernel,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+    }
 
 
 def _mla_settings(mla: MLA, theta: float) -> dict[str, Any]:
@@ -103,11 +176,15 @@ def _mla_settings(mla: MLA, theta: float) -> dict[str, Any]:
     if mla.yarn is None:
         # Softmax is scaled by m(mscale_all_dim)² whatever the rope type; a factor of 1 makes that 1.
         return fields | {"rotary_scaling_factor": 1.0}
-    return fields | {
-        "rotary_scaling_factor": mla.yarn.factor,
-        "original_max_position_embeddings": mla.yarn.original_positions,
-        "beta_fast": mla.yarn.beta_fast,
-        "beta_slow": mla.yarn.beta_slow,
-        "mscale": mla.yarn.mscale,
-        "mscale_all_dim": mla.yarn.mscale_all_dim,
+    return fields | _yarn_settings(mla.yarn)
+
+
+def _yarn_settings(yarn: Yarn) -> dict[str, Any]:
+    return {
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
     }

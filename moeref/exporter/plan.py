@@ -31,11 +31,11 @@ class Plan:
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """Steps in canonical order."""
-        together: dict[tuple[HFTensor, ...], list[Unit]] = {}
+        together: dict[tuple[str, ...], list[Unit]] = {}
         for unit in self.table.units:
             if unit.exports:
-                together.setdefault(unit.hf, []).append(unit)
-        return tuple(Step(tuple(units), tensors) for tensors, units in together.items())
+                together.setdefault(tuple(t.name for t in unit.hf), []).append(unit)
+        return tuple(Step(tuple(units), units[0].hf) for units in together.values())
 
     @functools.cached_property
     def tensors(self) -> tuple[HFTensor, ...]:

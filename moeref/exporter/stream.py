@@ -120,4 +120,5 @@ def _fill(plan: Plan, unit: Unit, fulls: dict[int, torch.Tensor | None], shards:
         for block in blocks:
             full = fulls.get(block.source)
             if full is not None:
-                full[block.remote].copy_(shard[block.local])
+                place = full[block.remote]
+                (place.mT if block.turned else place).copy_(shard[block.local])

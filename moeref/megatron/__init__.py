@@ -1,8 +1,19 @@
-"""The only room that imports megatron-core: groups, real model chunks, a forward pass."""
+"""The only room that imports megatron-core: groups, real model chunks, a forward pass, gradients."""
 
-from moeref.megatron.build import Built, build, transformer_config
+from moeref.megatron.build import Built, build, settings_of, transformer_config
 from moeref.megatron.forward import logits
 from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.spec import mtp_name
+from moeref.megatron.training import gradients
 
-__all__ = ["Built", "build", "initialise", "logits", "mtp_name", "shut_down", "transformer_config"]
+__all__ = [
+    "Built",
+    "build",
+    "gradients",
+    "initialise",
+    "logits",
+    "mtp_name",
+    "settings_of",
+    "shut_down",
+    "transformer_config",
+]

@@ -1,7 +1,8 @@
-"""Multi-latent attention in plain torch: what megatron-core leaves to Transformer Engine.
+"""Attention in plain torch: what megatron-core leaves to Transformer Engine.
 
-Its own DotProductAttention takes no head sizes that differ between keys and values, its local spec splits the down
-projections over TP where every training run on GPUs replicates them, and it has no linear with a norm of its own.
+Its own DotProductAttention takes neither context parallelism nor head sizes that differ between keys and values, its
+local spec of multi-latent attention splits the down projections over TP where every training run on GPUs replicates
+them, and it has no linear with a norm of its own.
 """
 
 from __future__ import annotations
@@ -12,25 +13,48 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
+from moeref.megatron import context
+
 
 class CausalAttention(torch.nn.Module):
-    """Causal attention over `[S, B, heads, channels]`, with values of another width than queries and keys."""
+    """Causal attention over `[S, B, heads, channels]`: fewer heads of keys and values, values of another width, CP.
 
-    def __init__(self, *, config: Any, softmax_scale: float, **kwargs: Any) -> None:
+    Under context parallelism S is this rank's part, and keys and values are gathered from all CP ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Any,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("context parallelism over MLA needs Transformer Engine's attention")
-        self.softmax_scale = softmax_scale
+        self.softmax_scale = softmax_scale  # None: one over the root of the queries' width
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group = groups.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self, query_SBHQ: torch.Tensor, key_SBHQ: torch.Tensor, value_SBHV: torch.Tensor, mask: Any, **kwargs: Any
     ) -> torch.Tensor:
         """`[S, B, heads · V]`. The mask is not read: it is causal. Raises ValueError for packed sequences."""
         if kwargs.get("packed_seq_params") is not None:
-            raise ValueError("packed sequences over MLA need Transformer Engine's attention")
+            raise ValueError("packed sequences need Transformer Engine's attention")
+        allowed_QS = None
+        if self.cp_group is not None:
+            cp, cp_rank = self.cp_group.size(), self.cp_group.rank()
+            key_SBHQ, value_SBHV = (context.gather(t, self.cp_group) for t in (key_SBHQ, value_SBHV))
+            allowed_QS = context.causal_mask(len(key_SBHQ), cp, cp_rank, query_SBHQ.device)
         q_BHSQ, k_BHSQ, v_BHSV = (t.permute(1, 2, 0, 3) for t in (query_SBHQ, key_SBHQ, value_SBHV))
         out_BHSV = torch.nn.functional.scaled_dot_product_attention(
-            q_BHSQ, k_BHSQ, v_BHSV, is_causal=True, scale=self.softmax_scale
+            q_BHSQ,
+            k_BHSQ,
+            v_BHSV,
+            attn_mask=allowed_QS,
+            is_causal=allowed_QS is None,
+            scale=self.softmax_scale,
+            enable_gqa=query_SBHQ.shape[2] != key_SBHQ.shape[2],
         )
         return out_BHSV.permute(2, 0, 1, 3).flatten(2).contiguous()
 

@@ -12,26 +12,27 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moeref.bridge import Table
+from moeref.megatron import context
 
 
 def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> torch.Tensor | None:
     """`logits_BSV` in fp32 over the unpadded vocabulary on last-stage ranks, None elsewhere. One row a microbatch.
 
-    They are the decoder's; multi-token prediction layers are left out.
+    They are the decoder's; multi-token prediction layers are left out. Under context parallelism every rank is given
+    all tokens, computes its part, and has all logits. Raises LayoutError for a length that does not divide.
 
     The interleaved schedule wants microbatches in multiples of PP: missing ones repeat the last row and are left out of
     the result.
     """
-    layout = table.layout
-    rows_S = list(tokens_BS)
+    layout, (_, length) = table.layout, tokens_BS.shape
+    positions_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
+    rows_S = list(tokens_BS[:, positions_S])
     group = layout.pp if layout.vpp > 1 else 1
     rows_S += [rows_S[-1]] * (-len(rows_S) % group)
-    length = tokens_BS.shape[1]
-    position_ids_1S = torch.arange(length, device=tokens_BS.device)[None]
     mask_11SS = torch.ones(length, length, dtype=torch.bool, device=tokens_BS.device).triu(1)[None, None]
 
     def step(rows: Iterator[torch.Tensor], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
-        out = chunk(next(rows)[None], position_ids_1S, mask_11SS)
+        out = chunk(next(rows)[None], positions_S[None], mask_11SS if layout.cp == 1 else None)
         return out, lambda out_1SV, non_loss_data=True: out_1SV
 
     for chunk in chunks:
@@ -51,6 +52,9 @@ def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) ->
         return None
     local_BSV = torch.cat(stored[: len(tokens_BS)])
     full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
+    if layout.cp > 1:
+        joined_SBV = context.gather(full_BSV.transpose(0, 1), parallel_state.get_context_parallel_group())
+        full_BSV = context.restore(joined_SBV, layout.cp).transpose(0, 1)
     logits_BSV: torch.Tensor = full_BSV[..., : table.model.vocab].float()
     return logits_BSV
 

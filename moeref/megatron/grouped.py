@@ -11,9 +11,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 
 class GroupedNames(torch.nn.Module):
-    """The parameters of a SequentialMLP as `linear_fc{1,2}.weight{i}`; the forward is the SequentialMLP's own.
+    """The parameters of a SequentialMLP as `linear_fc{1,2}.weight{i}` and, where experts have one, `.bias{i}`.
 
-    Shapes are unchanged: TE's grouped linear holds one [out, in] weight per expert too.
+    The forward is the SequentialMLP's own. Shapes are unchanged: TE's grouped linear holds one [out, in] weight per
+    expert too.
     """
 
     def __init__(self, sequential: SequentialMLP) -> None:
@@ -23,7 +24,8 @@ class GroupedNames(torch.nn.Module):
         for linear in ("linear_fc1", "linear_fc2"):
             holder = torch.nn.Module()
             for i, expert in enumerate(sequential.local_experts):
-                holder.register_parameter(f"weight{i}", getattr(expert, linear).weight)
+                for name, parameter in getattr(expert, linear).named_parameters():
+                    holder.register_parameter(f"{name}{i}", parameter)
             setattr(self, linear, holder)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

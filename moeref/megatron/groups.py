@@ -30,6 +30,7 @@ def initialise(layout: Layout) -> int:
     at = layout.coords(rank)
     real = {
         "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
         "pp": parallel_state.get_pipeline_model_parallel_rank(),
         "ep": parallel_state.get_expert_model_parallel_rank(),
         "etp": parallel_state.get_expert_tensor_parallel_rank(),

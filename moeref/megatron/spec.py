@@ -36,7 +36,12 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As ColumnParallelLinear, of the normalised input."""
         width = (self.input_size,)
-        normed = torch.nn.functional.rms_norm(hidden, width, self.layer_norm_weight, self.config.layernorm_epsilon)
+        eps, scale = self.config.layernorm_epsilon, self.layer_norm_weight
+        if self.config.layernorm_zero_centered_gamma:
+            # In fp32: a bf16 sum with 1 would round the weight.
+            normed = torch.nn.functional.rms_norm(hidden.float(), width, scale.float() + 1.0, eps).type_as(hidden)
+        else:
+            normed = torch.nn.functional.rms_norm(hidden, width, scale, eps)
         return super().forward(normed, *args, **kwargs)
 
 
@@ -50,11 +55,15 @@ class _FusedNorms(LocalSpecProvider):  # type: ignore[misc]
         return LayerNormColumnParallelLinear
 
 
-def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool) -> ModuleSpec:
+def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, cp: bool) -> ModuleSpec:
     """A layer of megatron-core's local spec with MLA in plain torch and, if `fused`, norms inside the linears that
     follow them. An MoE layer keeps `pre_mlp_layernorm` (a router and experts follow it), MLA keeps `input_layernorm`
-    (two linears follow it)."""
+    (two linears follow it). Under context parallelism (`cp`) keys and values are gathered, which megatron-core's local
+    attention cannot do; without it that one stays."""
     layer = local.submodules
+    if cp and not mla:
+        parts = replace(layer.self_attention.submodules, core_attention=CausalAttention)
+        layer = replace(layer, self_attention=replace(layer.self_attention, submodules=parts))
     if mla:
         layer = replace(layer, self_attention=_latent(layer.self_attention, fused))
     elif fused:
@@ -76,7 +85,7 @@ def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:
     return replace(local, module=LatentAttention, submodules=parts)
 
 
-def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, vp_stage: int | None) -> Any:
+def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, cp: bool, vp_stage: int | None) -> Any:
     """The block of MTP layers, each with a `layer_spec` inside."""
     local = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
@@ -84,7 +93,7 @@ def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, vp_stage: int | 
         multi_latent_attention=mla,
         normalization="RMSNorm",
     )
-    inner = layer_spec(local, moe=moe, mla=mla, fused=fused)
+    inner = layer_spec(local, moe=moe, mla=mla, fused=fused, cp=cp)
     return get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage)
 
 

@@ -1,0 +1,121 @@
+"""The audited record: every effective setting, what it replaced and why, and how that differs from what was asked."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moeref.config.asked import MoEConfig
+from moeref.config.settings import Setting
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that was asked for and is effective with another value. `asked_as` is `field` or `override`."""
+
+    name: str
+    asked: Any
+    asked_as: str
+    effective: Setting
+
+    def __str__(self) -> str:
+        why = f": {self.effective.reason}" if self.effective.reason else ""
+        return f"{self.name}: asked {self.asked!r}, effective {self.effective.value!r} ({self.effective.origin}{why})"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Effective settings with their origins.
+
+    `trails` holds all values of a name from the weakest to the effective one. `unchecked` are pass-through names that
+    no provider has confirmed yet; `moeref.config.apply` does.
+    """
+
+    asked: MoEConfig
+    trails: Mapping[str, tuple[Setting, ...]]
+    unchecked: tuple[str, ...] = ()
+    written: tuple[str, ...] = field(default=(), compare=False)
+
+    def __getitem__(self, name: str) -> Any:
+        """The effective value; KeyError if the record has none."""
+        return self.trails[name][-1].value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.trails
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """The effective setting of every name."""
+        return {name: trail[-1] for name, trail in self.trails.items()}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The effective value of every name, as a constructor takes them."""
+        return {name: trail[-1].value for name, trail in self.trails.items()}
+
+    def origin(self, name: str) -> str:
+        """Where the effective value comes from."""
+        return self.trails[name][-1].origin
+
+    @property
+    def consumed(self) -> dict[str, str]:
+        """Every key that was asked for and what became of it: `effective`, or what has replaced it."""
+        found = {}
+        for name in (*self.asked.fields, *self.asked.transformer_config_kwargs):
+            last = self.trails[name][-1]
+            mine = "override" if name in self.asked.transformer_config_kwargs else "field"
+            found[name] = "effective" if last.origin == mine else f"replaced by {last.origin}: {last.reason}"
+        return found
+
+    def diff(self) -> tuple[Difference, ...]:
+        """Where the effective value is not the one that was asked for: an overruled field, a derived value."""
+        found = []
+        for origin, given in (("field", self.asked.fields), ("override", self.asked.transformer_config_kwargs)):
+            for name, value in given.items():
+                if not same(self.trails[name][-1].value, value):
+                    found.append(Difference(name, value, origin, self.trails[name][-1]))
+        return tuple(found)
+
+    def with_settings(self, more: Mapping[str, Setting]) -> Record:
+        """The record with stronger settings on top."""
+        trails = {**self.trails, **{name: (*self.trails.get(name, ()), setting) for name, setting in more.items()}}
+        return replace(self, trails=trails)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The whole record as JSON-ready values: settings with origin, reason and what they replaced; keys; diff."""
+        settings = {}
+        for name, trail in sorted(self.trails.items()):
+            entry: dict[str, Any] = {"value": plain(trail[-1].value), "origin": trail[-1].origin}
+            if trail[-1].reason:
+                entry["reason"] = trail[-1].reason
+            if len(trail) > 1:
+                entry["replaced"] = [{"value": plain(s.value), "origin": s.origin} for s in trail[:-1]]
+            settings[name] = entry
+        return {"settings": settings, "consumed": self.consumed, "diff": [str(d) for d in self.diff()]}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality that tells True from 1."""
+    return one is other or (isinstance(one, bool) == isinstance(other, bool) and bool(one == other))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON holds it; dtypes, functions and other objects become a text without addresses."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value if not isinstance(value, enum.Enum) else value.name
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, functools.partial):
+        arguments = [*(str(plain(a)) for a in value.args), *(f"{k}={plain(v)}" for k, v in value.keywords.items())]
+        return f"{plain(value.func)}({', '.join(arguments)})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = str(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text

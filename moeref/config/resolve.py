@@ -1,0 +1,111 @@
+"""Owns the precedence: from what a provider holds to what is effective, with everything on the way kept.
+
+provider default < default < hf < layout < field < override < derived
+
+The values of a provider *object* or mapping are somebody's choice: they stay where moeref would only have a `default`
+of its own. The defaults of a *class* are nobody's. Settings that the layout decides cannot be asked otherwise, since
+names, groups and checkpoints follow the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeref.config.asked import MoEConfig
+from moeref.config.errors import ConfigError, nearest, raise_all
+from moeref.config.finalise import contradictions, derive
+from moeref.config.record import Record, same
+from moeref.config.settings import ATTRIBUTES, Origin, Setting, transformer_settings
+from moeref.config.target import held_by, names_of, unfit
+from moeref.families.model import Model
+from moeref.layout import Layout
+
+
+def resolve(
+    model: Model,
+    layout: Layout,
+    asked: MoEConfig | None = None,
+    *,
+    provider: object | Mapping[str, Any] | None = None,
+    more: Mapping[str, Setting] | None = None,
+) -> Record:
+    """The record of effective settings of `model` under `layout` when `asked` is asked for.
+
+    provider: what will hold them, which gives names, choices and the weakest values: TransformerConfig's class, a
+    megatron-bridge provider or any object with such attributes; or a mapping of values. Without one, names that are
+    passed through stay `unchecked` until `apply`. more: settings of the caller, of any origin, below those asked for.
+
+    Raises ConfigError with all problems: unknown names (with the nearest), values that do not fit, contradictions.
+    """
+    asked = asked or MoEConfig()
+    known = names_of(provider)
+    known = known and known | ATTRIBUTES
+    trails = {name: (setting,) for name, setting in held_by(provider).items()}
+    held = set() if isinstance(provider, type) else set(trails)
+
+    def put(name: str, setting: Setting) -> None:
+        trails[name] = (*trails.get(name, ()), setting)
+
+    own = {**transformer_settings(model, layout), **_beyond_transformer(model, known), **(more or {})}
+    problems = []
+    for name, setting in own.items():
+        if setting.origin == "default" and (name in held or (known is not None and name not in known)):
+            continue
+        if known is not None and name not in known:
+            problems.append(f"{_title(provider)} has no {name}, which {model.family} needs{nearest(name, known)}")
+        put(name, setting)
+    placed = {name: setting.value for name, setting in own.items() if setting.origin == "layout"}
+    levels: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
+        ("field", asked.fields),
+        ("override", asked.transformer_config_kwargs),
+    )
+    for origin, given in levels:
+        for name, value in given.items():
+            if known is not None and name not in known:
+                problems.append(f"{_title(provider)} has no {name}{nearest(name, known)}")
+                continue
+            if wrong := unfit(provider, name, value):
+                problems.append(wrong)
+            if name in placed and not _agrees(name, value, placed[name], layout):
+                problems.append(f"{name}={value!r}, but the layout says {placed[name]!r}; change the layout instead")
+            over = "transformer_config_kwargs wins over the field" if (origin, name) in _fields(asked) else ""
+            put(name, Setting(value, origin, over))
+    effective = {name: trail[-1] for name, trail in trails.items()}
+    problems += contradictions(effective, layout)
+    raise_all(f"settings of {model.family} under {layout.text}", problems)
+    for name, setting in derive(effective, layout).items():
+        put(name, setting)
+    unchecked = tuple(asked.transformer_config_kwargs) if known is None else ()
+    return Record(asked, trails, tuple(n for n in unchecked if n not in own))
+
+
+def _fields(asked: MoEConfig) -> set[tuple[str, str]]:
+    return {("override", name) for name in asked.fields}
+
+
+def _agrees(name: str, value: Any, placed: Any, layout: Layout) -> bool:
+    if same(value, placed) or name == "sequence_parallel":  # this one has rules of its own
+        return True
+    # None lets megatron-core take tp; with a layout string it finds the number of virtual stages itself.
+    if name == "expert_tensor_parallel_size":
+        return value is None and layout.etp == layout.tp
+    return name == "virtual_pipeline_model_parallel_size" and layout.vpp > 1 and same(value, layout.vpp)
+
+
+def _beyond_transformer(model: Model, known: frozenset[str] | None) -> dict[str, Setting]:
+    """What a model is given beside its TransformerConfig; providers hold it, TransformerConfig itself does not."""
+    values = {
+        "rotary_base": model.rope_theta,
+        "rotary_percent": model.rotary_percent,
+        "share_embeddings_and_output_weights": model.tied,
+    }
+    held = known if known is not None and "share_embeddings_and_output_weights" in known else frozenset()
+    return {name: Setting(value, "hf") for name, value in values.items() if name in held}
+
+
+def _title(holder: object) -> str:
+    return holder.__name__ if isinstance(holder, type) else type(holder).__name__
+
+
+__all__ = ["ConfigError", "resolve"]

@@ -1,0 +1,70 @@
+"""Policy and reference model share one source of settings; where they differ is declared, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moeref.config.asked import MoEConfig
+from moeref.config.errors import nearest, raise_all
+from moeref.config.record import Record, plain
+from moeref.config.target import held_by
+from moeref.layout import Layout
+
+#: What belongs to the one that is trained alone.
+_OF_THE_POLICY = frozenset(
+    {"grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"}
+)
+
+
+def for_reference(policy: MoEConfig, **declared: Any) -> MoEConfig:
+    """What is asked for the reference model: all that is asked for the policy, but for the changes declared here."""
+    return policy.with_kwargs(**declared)
+
+
+def shared(policy: object, reference: object, *, declared: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
+    """The declared differences between the two, by name, as plain values (policy's, reference's).
+
+    Both are records, mappings, or objects with settings as attributes. Raises ConfigError that lists every other
+    difference, also a name that one of them lacks, and every declared name that neither has.
+    """
+    one, other = _values(policy), _values(reference)
+    differ = {
+        name: (one.get(name, "absent"), other.get(name, "absent"))
+        for name in sorted(one.keys() | other.keys())
+        if name not in _OF_THE_POLICY and (name not in one or name not in other or not _equal(one[name], other[name]))
+    }
+    problems = [
+        f"{name} is {a!r} for the policy and {b!r} for the reference"
+        for name, (a, b) in differ.items()
+        if name not in declared
+    ]
+    everything = one.keys() | other.keys()
+    problems += [f"declared {n!r} is no setting{nearest(n, everything)}" for n in declared if n not in everything]
+    raise_all("policy and reference", problems)
+    return differ
+
+
+def _values(side: object) -> dict[str, Any]:
+    values = side.values if isinstance(side, Record) else {n: s.value for n, s in held_by(side).items()}
+    return {name: plain(value) for name, value in values.items()}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def barrier_needed(config: object, *, true_on_policy: bool = True) -> bool:
+    """Whether logging on a subset of ranks needs a barrier before and after it.
+
+    Under true-on-policy training it does where TP, PP or EP exceeds 1: ranks that log late would otherwise enter the
+    next collective of their group late, with the engine waiting. `config` is a Layout, a mapping, or any object with
+    megatron-core's names; a size that is absent or None counts as 1. Rule of miles#1088, with EP as its review asked.
+    """
+    if isinstance(config, Layout):
+        sizes: list[Any] = [config.tp, config.pp, config.ep]
+    else:
+        names = [f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")]
+        values = config.values if isinstance(config, Record) else config
+        sizes = [values.get(n) if isinstance(values, Mapping) else getattr(values, n, None) for n in names]
+    return true_on_policy and any(size is not None and size > 1 for size in sizes)

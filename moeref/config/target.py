@@ -1,0 +1,85 @@
+"""What can hold settings: a dataclass such as TransformerConfig, its class, or a provider with the same attributes.
+
+Nothing here knows Megatron: names, defaults and choices are read from the object itself, so that they are those of the
+installed version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from moeref.config.settings import Setting
+
+
+def names_of(holder: object) -> frozenset[str] | None:
+    """The names of all settings that `holder` has; None for a mapping, which need not be complete, and for nothing."""
+    if holder is None or isinstance(holder, Mapping):
+        return None
+    if dataclasses.is_dataclass(holder):
+        return frozenset(f.name for f in dataclasses.fields(holder))
+    if isinstance(holder, type):
+        return frozenset(n for n in dir(holder) if not n.startswith("_") and not callable(getattr(holder, n)))
+    return frozenset(vars(holder))
+
+
+def held_by(holder: object) -> dict[str, Setting]:
+    """The values in `holder`, or the defaults of a dataclass; a factory's value is made, a required field left out."""
+    if holder is None:
+        return {}
+    if isinstance(holder, Mapping):
+        values: dict[str, Any] = {str(k): v for k, v in holder.items()}
+    elif isinstance(holder, type) and dataclasses.is_dataclass(holder):
+        values = {}
+        for f in dataclasses.fields(holder):
+            if f.default is not dataclasses.MISSING:
+                values[f.name] = f.default
+            elif f.default_factory is not dataclasses.MISSING:
+                values[f.name] = f.default_factory()
+    else:
+        values = {name: getattr(holder, name) for name in sorted(names_of(holder) or ())}
+    return {name: Setting(value, "provider default") for name, value in values.items()}
+
+
+def unfit(holder: object, name: str, value: Any) -> str:
+    """Why `value` does not fit the annotation of `name`: no truth value where one is wanted, no listed choice.
+
+    Nothing for None, which Megatron may read as "derive it", and wherever an annotation leaves more than that open.
+    """
+    if value is None or holder is None or isinstance(holder, Mapping):
+        return ""
+    annotation = _annotation(holder if isinstance(holder, type) else type(holder), name)
+    if annotation is bool and not isinstance(value, bool):
+        return f"{name}={value!r} is neither True nor False"
+    choices = _choices(annotation)
+    if choices and value not in choices:
+        return f"{name}={value!r} is none of {', '.join(map(repr, choices))}"
+    return ""
+
+
+def _annotation(kind: type, name: str) -> Any:
+    for base in kind.__mro__:
+        found = inspect.get_annotations(base).get(name)
+        if found is not None:
+            if not isinstance(found, str):
+                return found
+            try:
+                return typing.get_type_hints(base).get(name)
+            except (NameError, AttributeError):  # a name that is imported for type checkers only
+                return None
+    return None
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values of a Literal, also of an optional one; empty where anything else is allowed too."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+        if all(typing.get_origin(part) is typing.Literal for part in parts):
+            return tuple(value for part in parts for value in typing.get_args(part))
+    return ()

@@ -1,0 +1,277 @@
+"""Records and replays routes on megatron-core's RouterReplay, for the model chunks given and no others.
+
+`recording` takes the routes of every microbatch of one schedule (R2's first forward); `replaying` gives each microbatch
+its own (R2's training forward, both forwards of R3). Routers are found by walking the chunks, never in RouterReplay's
+global list, where other models' and discarded models' routers are too, in the order of construction.
+
+A microbatch is told by counting a chunk's forwards: every schedule of megatron-core runs the microbatches of a chunk in
+order, and their backwards in the same order. So a router's targets are one FIFO of one schedule: filled before each
+forward, read by recomputation, empty before and after. Only the selection is replayed; the gate's scores are the
+router's own and carry gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from moeref.replay import MISSING, RouteError, Routes, of_layers, routes, with_layers
+
+AuxLoss = Literal["refuse", "native"]
+#: Those that a scope has now: it sets actions at the first forward only.
+_SCOPED: weakref.WeakSet[RouterReplay] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Router:
+    """One router: its global layer from 0 (multi-token prediction layers follow the decoder's), and its module."""
+
+    layer: int
+    module: TopKRouter
+    mtp: bool
+
+    @property
+    def replay(self) -> RouterReplay:
+        """Its RouterReplay."""
+        return self.module.router_replay
+
+
+def routers(chunk: torch.nn.Module) -> list[Router]:
+    """The routers of one chunk, in the order in which they run.
+
+    `layer_number` alone does not tell a layer: megatron-core 0.19 starts again at 1 for multi-token prediction layers.
+    """
+    found = []
+    for name, module in chunk.named_modules():
+        if isinstance(module, TopKRouter):
+            parts = name.split(".")
+            mtp = "mtp" in parts
+            layer = module.config.num_layers + int(parts[parts.index("mtp") + 2]) if mtp else module.layer_number - 1
+            found.append(Router(layer, module, mtp))
+    return found
+
+
+class _Recorded:
+    """What a schedule routed: `routes(microbatch)` of this rank's tokens, of the layers of all its chunks."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
+        self._experts = 0
+
+    def add(self, microbatch: int, router: Router) -> None:
+        """Take what `router` recorded in the forward that just ended."""
+        idx_TK = router.replay.get_recorded_indices()
+        if idx_TK is None:
+            raise RouteError(f"layer {router.layer} recorded nothing; was its router run, and is it not fused?")
+        self._experts = router.module.config.num_moe_experts
+        self._found.setdefault(microbatch, {})[router.layer] = idx_TK.detach().cpu().numpy()
+
+    @property
+    def microbatches(self) -> int:
+        """How many were recorded."""
+        return len(self._found)
+
+    def routes(self, microbatch: int) -> Routes:
+        """The routes of one microbatch, this rank's MoE layers ascending. KeyError for one that did not run."""
+        layers = self._found[microbatch]
+        parts = [routes(idx_TK[:, None], layers=[i], experts=self._experts) for i, idx_TK in layers.items()]
+        return with_layers(parts)
+
+
+@contextmanager
+def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterator[_Recorded]:
+    """Record one schedule's forwards. Raises RouteError for routers that cannot be recorded, before anything is set."""
+    found = _Recorded()
+    walked = [_checked(chunk, mtp=mtp, aux_loss="native") for chunk in chunks]
+
+    def before(number: int, chunk: int) -> None:
+        for router in walked[chunk]:
+            router.replay.set_router_replay_action(RouterReplayAction.RECORD)
+
+    def after(number: int, chunk: int) -> None:
+        for router in walked[chunk]:
+            found.add(number, router)
+            router.replay.clear_indices()
+            router.replay.clear_router_replay_action()
+
+    with _scope(chunks, walked, before, after):
+        yield found
+
+
+@contextmanager
+def replaying(
+    chunks: Sequence[torch.nn.Module], given: Sequence[Routes], *, mtp: bool = False, aux_loss: AuxLoss = "refuse"
+) -> Iterator[None]:
+    """Replay `given[m]` in the forward of microbatch m of one schedule, and again wherever it is recomputed.
+
+    Each has a row for every token that this rank's routers see, in their order (s, then b; after CP and sequence
+    parallelism), and at least the layers of its chunks. MISSING rows take the router's own top-k. With `mtp`, routes
+    of multi-token prediction layers are replayed too; without, their routers stay as they are.
+
+    aux_loss: megatron-core computes load-balancing losses over the router's own top-k, whatever is replayed. "refuse"
+    a model that has such a loss, or take it as "native".
+
+    Raises RouteError before anything is set for what cannot be replayed, in the forward for routes whose rows do not
+    fit, and at the end if another number of microbatches ran. State is put back on any exit.
+    """
+    walked = [_checked(chunk, mtp=mtp, aux_loss=aux_loss) for chunk in chunks]
+    targets = [[_targets(r, routers) for routers in walked] for r in given]
+    ran = [0] * len(chunks)
+
+    def before(number: int, chunk: int) -> None:
+        if number >= len(given):
+            raise RouteError(f"chunk {chunk} runs microbatch {number}, but routes are given for {len(given)}")
+        _arm(walked, targets[number], chunk)
+
+    def after(number: int, chunk: int) -> None:
+        ran[chunk] = number + 1
+        for router in walked[chunk]:
+            # From here on only a recomputation can run this router; it takes the head of the FIFO.
+            router.replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+    with ExitStack() as stack:
+        for router in (r for routers in walked for r in routers):
+            stack.enter_context(_native_where_missing(router))
+        stack.enter_context(_scope(chunks, walked, before, after))
+        yield
+        if short := [i for i, count in enumerate(ran) if count != len(given)]:
+            counts = ", ".join(f"chunk {i} ran {ran[i]}" for i in short)
+            raise RouteError(f"routes are given for {len(given)} microbatches, but {counts}")
+
+
+def _arm(walked: Sequence[Sequence[Router]], targets: Sequence[Sequence[torch.Tensor]], chunk: int) -> None:
+    """Give the routers of the chunk that runs next, and no others, the targets of its microbatch."""
+    for router, target_TK in zip(walked[chunk], targets[chunk], strict=True):
+        router.replay.set_target_indices(target_TK)
+        router.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+
+def _disarm(replays: Sequence[RouterReplay]) -> None:
+    """Native again, with nothing left behind."""
+    for replay in replays:
+        replay.clear_indices()
+        replay.clear_router_replay_action()
+
+
+def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Router]:
+    """The routers of `chunk` that take part. Raises RouteError for one whose routing cannot be replayed."""
+    found = [router for router in routers(chunk) if mtp or not router.mtp]
+    for router in found:
+        config = router.module.config
+        kind = router.module.routing_type  # what the router itself looks at; a list has auxiliary losses alone
+        where = f"layer {router.layer}"
+        if router.module.router_replay is None:
+            raise RouteError(f"{where}: build the model with moe_enable_routing_replay=True")
+        if router.replay in _SCOPED or router.replay.router_replay_action is not None:
+            raise RouteError(f"{where} is recorded or replayed already; one schedule, one scope")
+        if config.moe_router_fusion:
+            raise RouteError(f"{where}: the fused router goes round RouterReplay; set moe_router_fusion=False")
+        if kind in ("sinkhorn", "quantile_balancing"):
+            raise RouteError(f"{where}: {kind} routing ignores RouterReplay; use another load balancing type")
+        if aux_loss == "refuse" and router.module.is_aux_loss_enabled():
+            losses = kind if isinstance(kind, str) else ", ".join(kind)
+            raise RouteError(
+                f"{where}: {losses} is computed over the router's own top-k, not over the replayed routes; "
+                f"set moe_router_load_balancing_type='none', or say aux_loss='native' to have it so"
+            )
+    layers = [router.layer for router in found]
+    if len(set(layers)) < len(layers):
+        raise RouteError(f"two routers of one chunk have the same layer: {layers}")
+    return found
+
+
+def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
+    """int64 [T, K] of each router's layer; rows that are MISSING are -1."""
+    for router in walked:
+        config = router.module.config
+        if (given.experts, given.top_k) != (config.num_moe_experts, router.module.topk):
+            raise RouteError(
+                f"layer {router.layer} routes to top-{router.module.topk} of {config.num_moe_experts} experts, the "
+                f"routes are top-{given.top_k} of {given.experts}"
+            )
+    chosen = of_layers(given, [router.layer for router in walked])
+    idx_TLK = chosen.idx_TLK.astype(np.int64)
+    idx_TLK[chosen.kind_T == MISSING] = -1
+    return [torch.from_numpy(np.ascontiguousarray(idx_TLK[:, i])) for i in range(len(walked))]
+
+
+@contextmanager
+def _native_where_missing(router: Router) -> Iterator[None]:
+    """Lets RouterReplay take -1 rows, which it refuses, as the router's own choice, and checks the number of rows."""
+    replay, good = router.replay, router.replay.get_replay_topk
+
+    @functools.wraps(good)
+    def get_replay_topk(
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> Any:
+        if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+            target_TK = replay.target_topk_idx
+            if len(target_TK) != len(scores):
+                raise RouteError(
+                    f"layer {router.layer} routes {len(scores)} tokens on this rank, its routes have {len(target_TK)} "
+                    f"rows; are they cut for this rank's context and sequence parallelism, and padded?"
+                )
+            missing_T = target_TK[:, 0] < 0
+            if missing_T.any():
+                assert default_compute_topk is not None
+                _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+                target_TK = torch.where(missing_T[:, None].to(own_TK.device), own_TK, target_TK.to(own_TK.device))
+                # A recomputation takes the same rows, whatever it would choose itself.
+                replay.target_topk_idx = replay.replay_backward_list[-1] = target_TK
+        return good(scores, topk, num_groups, group_topk, default_compute_topk)
+
+    replay.get_replay_topk = get_replay_topk
+    try:
+        yield
+    finally:
+        del replay.get_replay_topk  # the class's own again
+
+
+@contextmanager
+def _scope(
+    chunks: Sequence[torch.nn.Module],
+    walked: Sequence[Sequence[Router]],
+    before: Callable[[int, int], None],
+    after: Callable[[int, int], None],
+) -> Iterator[None]:
+    """Call `before(microbatch, chunk)` and `after` around every forward; FIFOs are clean before and after."""
+    counts = [0] * len(chunks)
+    hooks = []
+    for number, chunk in enumerate(chunks):
+
+        def enter(_: Any, __: Any, number: int = number) -> None:
+            before(counts[number], number)
+
+        def leave(_: Any, __: Any, ___: Any, number: int = number) -> None:
+            after(counts[number], number)
+            counts[number] += 1
+
+        hooks += [chunk.register_forward_pre_hook(enter), chunk.register_forward_hook(leave)]
+    every = [router.replay for routers in walked for router in routers]
+    for replay in every:
+        replay.clear_indices()
+        _SCOPED.add(replay)
+    try:
+        yield
+    finally:
+        for replay in every:
+            _SCOPED.discard(replay)
+        for hook in hooks:
+            hook.remove()
+        _disarm(every)
+
+
+__all__ = ["AuxLoss", "Router", "recording", "replaying", "routers"]

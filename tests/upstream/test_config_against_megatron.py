@@ -1,0 +1,119 @@
+"""Settings in megatron-core's own TransformerConfig: they arrive, and what it derives is on record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from moeref import megatron
+from moeref.config import ConfigError, MoEConfig, apply, resolve, shared
+from moeref.layout import Layout
+from tests.unit.models import CONFIGS, model
+
+
+def bare(family: str) -> Any:
+    """An object as a framework would hand it over: its sizes are not the model's, so that each has to be set."""
+    kind = MLATransformerConfig if model(family).mla else TransformerConfig
+    return kind(num_layers=1, hidden_size=8, num_attention_heads=1)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("layout", ["", "tp=2,ep=2,etp=1", "pp=2,vpp=2"])
+def test_a_real_config_holds_every_setting(family: str, layout: str) -> None:
+    record = megatron.settings_of(model(family), Layout.parse(layout))
+    config, done = megatron.transformer_config(record)
+    for name, setting in record.settings.items():
+        if setting.origin != "provider default":
+            assert getattr(config, name) == setting.value or done.origin(name) == "derived", name
+    assert {name: done[name] for name in done.settings} == {name: getattr(config, name) for name in done.settings}
+    assert done.diff() == ()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_real_object_is_filled_like_one_that_is_made(family: str) -> None:
+    target = bare(family)
+    apply(megatron.settings_of(model(family), Layout(tp=2)), target)
+    made, _ = megatron.transformer_config(megatron.settings_of(model(family), Layout(tp=2)))
+    # What the object derived from its first sizes stays, and nobody set it.
+    assert shared(target, made, declared=["output_layer_init_method"]).keys() <= {"output_layer_init_method"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"moe_token_dispatcher_type": "allgather"},
+        {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+        {"moe_router_load_balancing_type": "aux_loss"},
+        {"moe_grouped_gemm": True},
+        {"moe_grouped_gemm": False},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+        {"moe_enable_routing_replay": True},
+        {"moe_router_dtype": None},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_lite"])
+def test_what_is_asked_for_arrives(family: str, asked: dict[str, Any]) -> None:
+    first_class = {k: v for k, v in asked.items() if k in MoEConfig.__dataclass_fields__}
+    through = {k: v for k, v in asked.items() if k not in first_class}
+    record = megatron.settings_of(model(family), Layout(), MoEConfig(**first_class, transformer_config_kwargs=through))
+    config, done = megatron.transformer_config(record)
+    assert {name: getattr(config, name) for name in asked} == asked
+    assert set(done.consumed.values()) == {"effective"}
+    target = bare(family)
+    apply(record, target)
+    assert {name: getattr(target, name) for name in asked} == asked
+
+
+def test_what_megatron_derives_is_on_record() -> None:
+    asked = MoEConfig(transformer_config_kwargs={"ffn_hidden_size": None, "expert_tensor_parallel_size": None})
+    layout = Layout(tp=2, pp=2, layout="Ett|ttL")
+    config, done = megatron.transformer_config(megatron.settings_of(model("qwen3_moe"), layout, asked))
+    assert config.ffn_hidden_size == 4 * 24
+    assert {d.name: d.effective.value for d in done.diff()} == {"ffn_hidden_size": 96, "expert_tensor_parallel_size": 2}
+    for name in ("pipeline_model_parallel_layout", "ffn_hidden_size", "recompute_modules"):
+        assert done.origin(name) == "derived"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sequence_parallel": True},
+        {"moe_router_enable_expert_bias": True},
+        {"moe_router_topk": 1},
+        {"moe_router_load_balancing_type": ["aux_loss"], "moe_aux_loss_coeff": 0.1},
+        {"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": True},
+    ],
+    ids=str,
+)
+def test_what_moeref_refuses_megatron_refuses(asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        megatron.settings_of(model("qwen3_moe"), Layout(), overrides=asked)
+    good = megatron.settings_of(model("qwen3_moe"), Layout())
+    given = {n: s.value for n, s in good.settings.items() if s.origin != "provider default"}
+    with pytest.raises((ValueError, AssertionError)):
+        TransformerConfig(**{**given, **asked})
+
+
+def test_names_choices_and_refusals_are_those_of_the_installed_version() -> None:
+    for asked, message in (
+        ({"moe_router_topkk": 2}, "did you mean moe_router_topk"),
+        ({"moe_token_dispatcher_type": "alltoal"}, "none of 'allgather', 'alltoall', 'flex'"),
+        ({"moe_router_dtype": "fp16"}, "none of 'fp32', 'fp64'"),
+        ({"moe_grouped_gemm": "yes"}, "neither True nor False"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            megatron.settings_of(model("qwen3_moe"), Layout(), overrides=asked)
+    target = bare("qwen3_moe")
+    with pytest.raises(ConfigError, match=r"TransformerConfig refuses these settings: .*asked for: .*recompute"):
+        apply(megatron.settings_of(model("qwen3_moe"), Layout(), overrides={"recompute_granularity": "full"}), target)
+    assert target.num_layers == 1
+
+
+def test_a_mla_model_does_not_fit_the_plain_config() -> None:
+    with pytest.raises(ConfigError, match="TransformerConfig has no kv_lora_rank"):
+        resolve(model("deepseek_v3"), Layout(), provider=TransformerConfig)

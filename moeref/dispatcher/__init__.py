@@ -1,0 +1,25 @@
+"""Owns how tokens reach experts: which dispatcher may be used, what rows are padded to, what dispatch must compute."""
+
+from moeref.dispatcher.select import AUTO, Selection, automatic, installed, read, select, settings
+from moeref.dispatcher.setup import Choice, DispatcherError, Environment, Setup
+from moeref.dispatcher.table import RULES, Refusal, Rule, check, refusals, requirements
+
+__all__ = [
+    "AUTO",
+    "RULES",
+    "Choice",
+    "DispatcherError",
+    "Environment",
+    "Refusal",
+    "Rule",
+    "Selection",
+    "Setup",
+    "automatic",
+    "check",
+    "installed",
+    "read",
+    "refusals",
+    "requirements",
+    "select",
+    "settings",
+]

@@ -1,0 +1,138 @@
+"""Owns what other systems pad to, by name: facts about their code, for comparing and for reproducing a run of theirs.
+
+Each system is a function from a `Run` to `Multiples`. None of them is moeref's own plan; `protects` says which rows the
+numbers keep aligned. Read at these commits:
+
+- ms-swift: modelscope/ms-swift 3602360a, swift/megatron/utils/utils.py `get_padding_to`, and swift/template/base.py
+  for the 2·CP of a sample; `ms-swift#8393` is the pull request of that number (closed, not merged).
+- skyrl: NovaSky-AI/SkyRL a9564572, skyrl/backends/skyrl_train/distributed/megatron/packing_utils.py.
+- verl: verl-project/verl 1dda039b, verl/models/mcore/util.py `preprocess_packed_seqs`.
+- nemo-rl: NVIDIA-NeMo/RL 7ea279ab, nemo_rl/models/megatron/data.py `_get_pack_sequence_parameters_for_megatron`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from moeref.dispatcher.padding import Packed, PaddingError, round_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The settings that some system's padding depends on. `fp8` and `fp4` hold formats; `recipe` is megatron-core's.
+
+    `max_length` is what hybridep pads to in ms-swift#8393 (its seq_length or max_length).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = True
+    fp8: str | None = None
+    fp4: str | None = None
+    recipe: str | None = "delayed"
+    fused_attention: bool = False
+    hybridep: bool = False
+    max_length: int | None = None
+
+    @property
+    def split(self) -> int:
+        """Tensor parallel ranks that the rows are split over."""
+        return self.tp if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """The multiple of each sample's length, that of the packed sequence, and which rows this keeps aligned."""
+
+    sample: int
+    total: int
+    protects: str
+
+
+def _chunks(run: Run) -> int:
+    return 2 * run.cp if run.cp > 1 else 1
+
+
+def ms_swift(run: Run) -> Multiples:
+    """TP (with SP) times CP times the recipe's rows; fused attention as a maximum, not a common multiple."""
+    split = run.split * run.cp
+    total = split
+    if run.recipe == "blockwise":
+        total *= 128
+    elif run.recipe == "mxfp8":
+        total *= 32
+    elif run.fp8 is not None or run.fp4 is not None:
+        total *= 16
+    if run.fused_attention:
+        total = max(total, split * 64)
+    return Multiples(_chunks(run), total, "rows per rank after CP and SP")
+
+
+def ms_swift_8393(run: Run) -> Multiples:
+    """The pull request: fp8 rows ×8 with a floor of 16, and hybridep replaces the multiple by the maximum length."""
+    split = run.split * run.cp
+    total = split
+    if run.recipe == "blockwise":
+        total *= 128
+    elif run.fp8 is not None:
+        total = max(total * 8, 16)
+    if run.fused_attention:
+        total = max(total, split * 64)
+    if run.hybridep and run.max_length is not None:
+        total = run.max_length
+    return Multiples(_chunks(run), total, "rows of the packed sequence, equal on all ranks under hybridep")
+
+
+def skyrl(run: Run) -> Multiples:
+    """Per sample only: TP (with or without SP) times 2·CP, and under fp8 16 rows per CP rank, whatever the recipe."""
+    layout = run.tp * _chunks(run)
+    sample = math.lcm(layout, 16 * run.cp) if run.fp8 is not None else layout
+    return Multiples(sample, 1, "rows after CP")
+
+
+def verl(run: Run) -> Multiples:
+    """Per sample TP·2·CP and under fp8 16 rows; the packed sequence a multiple of 128 times that, for any recipe."""
+    layout = run.tp * _chunks(run)
+    if run.fp8 not in ("e4m3", "hybrid"):
+        return Multiples(layout, 1, "rows per rank after CP and SP")
+    return Multiples(math.lcm(16, layout), layout * 128, "rows of the packed sequence")
+
+
+def nemo_rl(run: Run) -> Multiples:
+    """Per sample TP (with SP) times 2·CP; the packed sequence that times the recipe's rows or hybridep's 128."""
+    layout = run.split * _chunks(run)
+    rows = 1
+    if run.fp8 is not None:
+        rows = {"blockwise": 128, "mxfp8": 32}.get(run.recipe or "", 16)
+    if run.hybridep:
+        rows = max(rows, 128)
+    return Multiples(layout, layout * rows if rows > 1 else 1, "rows per rank after CP and SP")
+
+
+SYSTEMS: dict[str, Callable[[Run], Multiples]] = {
+    "ms-swift": ms_swift,
+    "ms-swift#8393": ms_swift_8393,
+    "skyrl": skyrl,
+    "verl": verl,
+    "nemo-rl": nemo_rl,
+}
+
+
+def multiples(system: str, run: Run) -> Multiples:
+    """What `system` pads a packed fp8 or high-precision run to. Raises PaddingError for an unknown name."""
+    if system not in SYSTEMS:
+        raise PaddingError(f"system {system!r} is none of {', '.join(SYSTEMS)}")
+    return SYSTEMS[system](run)
+
+
+def pack(system: str, run: Run, lengths: Sequence[int]) -> Packed:
+    """Padded lengths as `system` makes them: each sample, then the whole behind the last sample.
+
+    `rows` is the integer part of rows per rank, since not every system promises that they divide.
+    """
+    found = multiples(system, run)
+    samples = tuple(round_up(length, found.sample) for length in lengths)
+    total = round_up(sum(samples), found.total)
+    return Packed(samples, total, total // (run.cp * run.split))

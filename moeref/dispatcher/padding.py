@@ -1,0 +1,205 @@
+"""Owns padding plans: how many rows a sample, a packed sequence and an expert group are padded to, and for what.
+
+Every factor of a plan names the level at which it has to hold: `sample` (each sample of a packed sequence), `total`
+(the packed sequence), `cp` (the rows that one context parallel rank holds), `rank` (the rows of one rank after context
+and sequence parallelism) or `group` (the rows of every rank of an etp·ep group: equal, and a multiple). Systems in the
+field give different numbers because they protect different levels; `compat` has theirs. Factors are combined by least
+common multiple, so that a plan keeps every promise that it lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeref.dispatcher.setup import Choice
+from moeref.layout import Layout
+
+Level = Literal["sample", "total", "cp", "rank", "group"]
+
+#: Rows that a quantised GEMM needs, by recipe. 16 and 32 for fp8 are megatron-core's `get_fp8_align_size`, 32 for fp4
+#: the hardware's need by its `get_fp4_align_size` (which itself asks 128 of expert inputs, for speed); 128 is the
+#: block of blockwise scaling (NVIDIA-NeMo/RL 7ea279ab nemo_rl/models/megatron/data.py).
+RECIPES = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 32}
+#: Rows a fused attention kernel works on at a time (modelscope/ms-swift 3602360 swift/megatron/utils/utils.py).
+FUSED_ATTENTION = 64
+#: megatron-core's HYBRIDEP_TOKEN_ALIGNMENT.
+HYBRIDEP = 64
+
+
+class PaddingError(ValueError):
+    """A length or a plan that cannot be; the message names the numbers."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A promise: the rows at `level` are a multiple of `multiple`, for the reason `why`."""
+
+    multiple: int
+    level: Level
+    why: str
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `length`."""
+    return -(-length // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Padded lengths of a packed sequence: of each sample, of the whole, and of one rank's rows.
+
+    `samples` sum to at most `total`; the rest is padding behind the last sample.
+    """
+
+    samples: tuple[int, ...]
+    total: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a packed sequence is padded to. Made by `plan`.
+
+    `cp` and `tp` are the sizes that split the rows (tp 1 without sequence parallelism). `fixed`, if set, is the length
+    that every packed sequence gets, itself rounded up to keep the factors.
+    """
+
+    factors: tuple[Factor, ...]
+    cp: int = 1
+    tp: int = 1
+    fixed: int | None = None
+
+    def at(self, level: Level) -> int:
+        """The multiple promised at `level` itself: the least common one of its factors."""
+        return math.lcm(1, *(factor.multiple for factor in self.factors if factor.level == level))
+
+    @property
+    def sample(self) -> int:
+        """The multiple of each sample's length."""
+        return self.at("sample")
+
+    @property
+    def rows_per_unit(self) -> dict[Level, int]:
+        """How many rows of the packed sequence one row at a level stands for."""
+        return {"sample": 1, "total": 1, "cp": self.cp, "rank": self.cp * self.tp, "group": self.cp * self.tp}
+
+    @property
+    def multiple(self) -> int:
+        """The multiple of the packed sequence's length: of every factor at every level, and of the split itself."""
+        units = self.rows_per_unit
+        return math.lcm(self.cp * self.tp, *(factor.multiple * units[factor.level] for factor in self.factors))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the ranks of an etp·ep group need equal rows."""
+        return any(factor.level == "group" for factor in self.factors)
+
+    def padded(self, length: int) -> int:
+        """The padded length of a packed sequence of `length` rows: the least that keeps every factor.
+
+        With `fixed` that is `fixed` rounded up. Raises PaddingError for a negative length and for one beyond it.
+        """
+        _require(length)
+        if self.fixed is None:
+            return round_up(length, self.multiple)
+        target = round_up(self.fixed, self.multiple)
+        if length > target:
+            raise PaddingError(f"length {length} exceeds the fixed length {self.fixed} (padded: {target})")
+        return target
+
+    def pack(self, lengths: Sequence[int]) -> Packed:
+        """Pad each sample, then the whole. Raises PaddingError as `padded` does."""
+        for length in lengths:
+            _require(length)
+        samples = tuple(round_up(length, self.sample) for length in lengths)
+        total = self.padded(sum(samples))
+        return Packed(samples, total, total // (self.cp * self.tp))
+
+    def group(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Padded lengths of the packed sequences that the ranks of one etp·ep group hold, one entry a rank.
+
+        If the plan needs equal rows, all entries are the padded largest one; every rank has to know all lengths, which
+        is a reduction over the group. Else each is padded for itself.
+        """
+        if not lengths:
+            raise PaddingError("a group has at least one rank")
+        padded = tuple(self.padded(length) for length in lengths)
+        return (max(padded),) * len(padded) if self.grouped else padded
+
+
+def _require(length: int) -> None:
+    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        raise PaddingError(f"length {length!r} must be an integer of at least 0")
+
+
+def plan(
+    layout: Layout,
+    *,
+    sequence_parallel: bool | None = None,
+    recipe: str | None = None,
+    quantised_at: Literal["total", "cp", "rank"] = "rank",
+    zigzag: bool = True,
+    fused_attention: bool = False,
+    dispatcher: Choice | str = Choice.ALLTOALL,
+    equal_rows: bool | None = None,
+    fixed: int | None = None,
+) -> Plan:
+    """The padding plan of a run.
+
+    `sequence_parallel` defaults to tp > 1. `recipe` is one of RECIPES, or None in high precision; `quantised_at` is
+    the level that its rows are counted at (`rank` is the safe one: sequence parallel shards are quantised before they
+    are gathered). `zigzag` context parallelism cuts every sample into 2·cp chunks, contiguous into cp. `equal_rows`
+    defaults to what the dispatcher needs: flex-hybridep and allgather exchange equal pieces only. `fixed` pads every
+    packed sequence to that length instead of the least one.
+
+    Raises PaddingError for an unknown recipe, dispatcher or level, for sequence parallelism without tp, for unequal
+    rows with a dispatcher that needs equal ones, and for a `fixed` below 1.
+    """
+    if sequence_parallel is None:
+        sequence_parallel = layout.tp > 1
+    if sequence_parallel and layout.tp == 1:
+        raise PaddingError("sequence parallelism needs tp > 1")
+    if recipe is not None and recipe not in RECIPES:
+        raise PaddingError(f"recipe {recipe!r} is none of {', '.join(RECIPES)}")
+    if quantised_at not in ("total", "cp", "rank"):
+        raise PaddingError(f"quantised_at={quantised_at!r} is none of total, cp, rank")
+    if fixed is not None and fixed < 1:
+        raise PaddingError(f"fixed={fixed} must be at least 1")
+    try:
+        dispatcher = Choice(dispatcher)
+    except ValueError:
+        raise PaddingError(f"dispatcher {dispatcher!r} is none of {', '.join(Choice)}") from None
+    if dispatcher in (Choice.ALLGATHER, Choice.FLEX_HYBRIDEP) and equal_rows is False:
+        raise PaddingError(f"{dispatcher} exchanges equal pieces only; equal_rows=False cannot hold")
+    factors = []
+    if layout.cp > 1:
+        chunks = 2 * layout.cp if zigzag else layout.cp
+        factors.append(Factor(chunks, "sample", f"context parallelism cuts each sample into {chunks} chunks"))
+    if sequence_parallel:
+        factors.append(Factor(layout.tp, "cp", f"sequence parallelism splits rows over {layout.tp} ranks"))
+    if recipe is not None:
+        factors.append(Factor(RECIPES[recipe], quantised_at, f"{recipe} GEMMs take {RECIPES[recipe]} rows at a time"))
+    if fused_attention:
+        factors.append(Factor(FUSED_ATTENTION, "cp", "fused attention takes 64 rows at a time, on every tp rank"))
+    if dispatcher == Choice.FLEX_HYBRIDEP:
+        factors.append(Factor(HYBRIDEP, "group", "hybridep exchanges equal pieces of 64-row chunks"))
+    elif equal_rows or (equal_rows is None and dispatcher == Choice.ALLGATHER):
+        factors.append(Factor(1, "group", "allgather exchanges equal pieces" if equal_rows is None else "asked for"))
+    return Plan(tuple(factors), layout.cp, layout.tp if sequence_parallel else 1, fixed)
+
+
+def pad_experts(row: int, topk: int, experts: int) -> tuple[int, ...]:
+    """The experts of padding row number `row`: topk distinct ones, next to those of the row before.
+
+    Any run of rows loads experts that differ by at most one row. Such rows weigh zero and must stay out of expert
+    counts and bias updates (megatron-core's `padding_mask`, True for padding). One expert for all of them, as zero
+    padding has it, overloads that expert, and repeated indices break the dropless T·topk rows.
+    """
+    if not 1 <= topk <= experts:
+        raise PaddingError(f"topk={topk} distinct experts out of {experts}")
+    if row < 0:
+        raise PaddingError(f"row {row} must be at least 0")
+    return tuple((row * topk + i) % experts for i in range(topk))

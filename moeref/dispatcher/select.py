@@ -1,0 +1,133 @@
+"""Owns the choice of a dispatcher: an explicit one is kept or refused, and `auto` follows a written order.
+
+megatron-core holds a choice in two fields, of which a fallback in the field once reset only one (Megatron-Bridge #5207,
+#5740); here both are written and read together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moeref.dispatcher.setup import Choice, DispatcherError, Environment, Setup
+from moeref.dispatcher.table import Refusal, check, refusals
+
+AUTO = "auto"
+#: Up to this etp·ep the all-to-all is preferred: megatron-core's maintainers advise it for ep ≤ 8 (Megatron-LM #1456).
+#: Reports on the kernels go both ways: HybridEP +14 % (Megatron-LM #2176), −4.2 % (Megatron-Bridge #3561).
+SMALL_GROUP = 8
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The dispatcher taken, why, and what was tried before it (each with its reasons)."""
+
+    choice: Choice
+    why: str
+    passed_over: tuple[tuple[Choice, tuple[Refusal, ...]], ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """megatron-core's two fields. Without flex nothing reads the backend, so it goes back to its default."""
+        return settings(self.choice)
+
+
+def settings(choice: Choice) -> dict[str, Any]:
+    """megatron-core's `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend` for `choice`, always both."""
+    return {
+        "moe_token_dispatcher_type": choice.dispatcher,
+        "moe_flex_dispatcher_backend": choice.backend or "deepep",
+    }
+
+
+def read(fields: Mapping[str, Any]) -> Choice:
+    """The choice that megatron-core's fields make.
+
+    Raises DispatcherError for a backend other than the default without flex (it would be ignored), and for flex with
+    no backend or an unknown one.
+    """
+    dispatcher = fields.get("moe_token_dispatcher_type", "allgather")
+    backend = fields.get("moe_flex_dispatcher_backend", "deepep")
+    flagged = bool(fields.get("moe_enable_deepep", False))
+    if flagged and (dispatcher != "flex" or backend == "hybridep"):
+        raise DispatcherError(f"moe_enable_deepep contradicts {dispatcher} with backend {backend}; drop the flag")
+    backend = "deepep" if flagged else backend
+    if dispatcher != "flex":
+        if backend not in ("deepep", None):
+            raise DispatcherError(
+                f"moe_flex_dispatcher_backend={backend!r} is ignored by dispatcher {dispatcher!r}; "
+                "set moe_token_dispatcher_type to flex, or drop the backend"
+            )
+        name = str(dispatcher)
+    else:
+        name = f"flex-{backend}"
+    try:
+        return Choice(name)
+    except ValueError:
+        raise DispatcherError(f"dispatcher {name!r} is none of {', '.join(Choice)}") from None
+
+
+def automatic(setup: Setup) -> tuple[Choice, ...]:
+    """The order of `auto`: all-to-all in a small group, the kernels first in a large one, all-gather last."""
+    flex = (Choice.FLEX_DEEPEP, Choice.FLEX_HYBRIDEP)
+    if setup.layout.etp * setup.layout.ep <= SMALL_GROUP:
+        return (Choice.ALLTOALL, Choice.ALLGATHER)
+    return (*flex, Choice.ALLTOALL, Choice.ALLGATHER)
+
+
+def select(
+    wanted: Choice | str,
+    setup: Setup,
+    environment: Environment,
+    *,
+    order: Callable[[Setup], Sequence[Choice]] = automatic,
+) -> Selection:
+    """The dispatcher for `setup`, whose own dispatcher and backend are not read.
+
+    A `Choice` (or its name) is kept, or refused with DispatcherError; it is never replaced by another. "auto" takes the
+    first of `order(setup)` that the table does not refuse, and raises DispatcherError with all reasons if none is left.
+    """
+    if wanted != AUTO:
+        try:
+            choice = Choice(wanted)
+        except ValueError:
+            raise DispatcherError(f"dispatcher {wanted!r} is none of {', '.join(Choice)}, auto") from None
+        check(_with(setup, choice), environment)
+        return Selection(choice, "asked for")
+    passed: list[tuple[Choice, tuple[Refusal, ...]]] = []
+    for choice in order(setup):
+        found = refusals(_with(setup, choice), environment)
+        if not found:
+            group = setup.layout.etp * setup.layout.ep
+            return Selection(choice, f"auto: the first usable one for a group of etp·ep = {group}", tuple(passed))
+        passed.append((choice, found))
+    reasons = "\n".join(f"- {choice}: {'; '.join(map(str, found))}" for choice, found in passed)
+    raise DispatcherError(f"no dispatcher is left under {setup.layout.text}:\n{reasons}")
+
+
+def _with(setup: Setup, choice: Choice) -> Setup:
+    return replace(setup, dispatcher=choice.dispatcher, backend=choice.backend or "deepep", enable_deepep=False)
+
+
+def installed(*, gpu: bool) -> Environment:
+    """The environment of this process; `gpu` is the caller's to say. Imports deep_ep if it is there.
+
+    Raises importlib.metadata.PackageNotFoundError without megatron-core.
+    """
+    names = {
+        "deep_ep": (("deep_ep", "Buffer"), ("deep_ep.utils", "EventHandle"), ("deep_ep.utils", "EventOverlap")),
+        "hybrid_ep": (("deep_ep", "HybridEPBuffer"),),
+        "transformer_engine": (("transformer_engine.pytorch", "Linear"),),
+    }
+    found = frozenset(package for package, needed in names.items() if all(_has(*name) for name in needed))
+    return Environment(core=importlib.metadata.version("megatron-core"), packages=found, gpu=gpu)
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except ImportError:
+        return False

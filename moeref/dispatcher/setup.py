@@ -1,0 +1,111 @@
+"""Owns what a dispatcher has to agree with: the choices, the settings of a run, and the environment it runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+from moeref.layout import Layout
+
+Precision = Literal["bf16", "fp32", "fp8", "fp4"]
+
+#: The versions of megatron-core that the table was enumerated against, by minor version.
+CORES = ("0.16", "0.19")
+PACKAGES = ("deep_ep", "hybrid_ep", "transformer_engine")
+
+
+class Choice(StrEnum):
+    """A dispatcher with its backend."""
+
+    ALLGATHER = "allgather"
+    ALLTOALL = "alltoall"
+    FLEX_DEEPEP = "flex-deepep"
+    FLEX_HYBRIDEP = "flex-hybridep"
+
+    @property
+    def dispatcher(self) -> str:
+        """megatron-core's `moe_token_dispatcher_type`."""
+        return self.value.partition("-")[0]
+
+    @property
+    def backend(self) -> str | None:
+        """megatron-core's `moe_flex_dispatcher_backend`; None where nothing reads it."""
+        return self.value.partition("-")[2] or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a dispatcher has to agree with; fields are named after what they mean and hold megatron-core's values.
+
+    `backend` is read with flex only. `equal_rows` says that all ranks of an expert group dispatch the same number of
+    rows, as a padding plan for them ensures; `pad_uneven_rows` is `moe_hybridep_pad_uneven_dispatch_inputs`. Raises
+    ValueError for a value outside the table.
+    """
+
+    dispatcher: str = "alltoall"
+    backend: str | None = "deepep"
+    layout: Layout = field(default_factory=Layout)
+    sequence_parallel: bool = False
+    experts: int = 8
+    topk: int = 2
+    precision: Precision = "bf16"
+    training: bool = True
+    enable_deepep: bool = False
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    drop_policy: str = "probs"
+    balancing: str = "aux_loss"
+    variable_lengths: bool = False
+    equal_rows: bool = True
+    pad_uneven_rows: bool = False
+    pad_for_quantization: bool = False
+    shared_experts: bool = False
+    shared_overlap: bool = False
+    permute_fusion: bool = False
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dispatcher not in ("allgather", "alltoall", "flex"):
+            raise ValueError(f"dispatcher={self.dispatcher!r} is none of allgather, alltoall, flex")
+        if self.backend not in ("deepep", "hybridep", None):
+            raise ValueError(f"backend={self.backend!r} is none of deepep, hybridep, None")
+        if self.precision not in ("bf16", "fp32", "fp8", "fp4"):
+            raise ValueError(f"precision={self.precision!r} is none of bf16, fp32, fp8, fp4")
+        if self.experts < 1 or not 1 <= self.topk <= self.experts:
+            raise ValueError(f"topk={self.topk} of experts={self.experts}: both at least 1, and topk at most experts")
+
+    @property
+    def choice(self) -> Choice | None:
+        """The row of the table; None for flex without a backend."""
+        if self.dispatcher != "flex":
+            return Choice(self.dispatcher)
+        backend = "deepep" if self.enable_deepep else self.backend
+        return Choice(f"flex-{backend}") if backend else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Where it runs: megatron-core's version, the optional packages that import, and whether there is a GPU.
+
+    Raises ValueError for a version or package that the table does not know.
+    """
+
+    core: str = "0.19.2"
+    packages: frozenset[str] = frozenset()
+    gpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.minor not in CORES:
+            raise ValueError(f"megatron-core {self.core}: the table is known to hold for {', '.join(CORES)} only")
+        if unknown := self.packages - set(PACKAGES):
+            raise ValueError(f"packages {sorted(unknown)} are none of {', '.join(PACKAGES)}")
+
+    @property
+    def minor(self) -> str:
+        """The version without its patch level."""
+        return ".".join(self.core.split(".")[:2])
+
+
+class DispatcherError(ValueError):
+    """A dispatcher that the table refuses; the message names every reason and what to do."""

@@ -1,0 +1,222 @@
+"""Padding plans against their own promises, counted out row by row, and against the numbers of the systems by name."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeref.dispatcher import Choice
+from moeref.dispatcher.compat import SYSTEMS, Multiples, Run, multiples, pack
+from moeref.dispatcher.padding import RECIPES, PaddingError, Plan, pad_experts, plan
+from moeref.layout import Layout
+
+pytestmark = pytest.mark.cpu
+
+
+@st.composite
+def plans(draw: st.DrawFn, **given_: object) -> Plan:
+    tp, cp = draw(st.sampled_from((1, 2, 3, 4, 8))), draw(st.sampled_from((1, 2, 3, 4)))
+    fields = {
+        "sequence_parallel": tp > 1 and draw(st.booleans()),
+        "recipe": draw(st.sampled_from((None, *RECIPES))),
+        "quantised_at": draw(st.sampled_from(("total", "cp", "rank"))),
+        "zigzag": draw(st.booleans()),
+        "fused_attention": draw(st.booleans()),
+        "dispatcher": draw(st.sampled_from(list(Choice))),
+        "fixed": draw(st.none() | st.integers(1, 5000)),
+    }
+    return plan(Layout(tp=tp, cp=cp), **{**fields, **given_})
+
+
+def keeps(plan: Plan, total: int) -> bool:
+    """Every factor counted at its level: rows of each rank, of each cp rank, of the whole; the split leaves nothing."""
+    ranks, per_rank = plan.cp * plan.tp, total // (plan.cp * plan.tp)
+    rows = {"sample": total, "total": total, "cp": per_rank * plan.tp, "rank": per_rank, "group": per_rank}
+    return per_rank * ranks == total and all(rows[factor.level] % factor.multiple == 0 for factor in plan.factors)
+
+
+@given(plans(fixed=None), st.integers(0, 9000))
+def test_padded_is_the_least_length_that_keeps_every_factor(plan: Plan, length: int) -> None:
+    assert plan.padded(length) == next(n for n in itertools.count(length) if keeps(plan, n))
+
+
+@given(plans(), st.integers(0, 5000), st.integers(0, 5000))
+def test_padded_is_monotone_idempotent_and_long_enough(plan: Plan, a: int, b: int) -> None:
+    if plan.fixed is not None:
+        a, b = min(a, plan.fixed), min(b, plan.fixed)
+    low, high = sorted((a, b))
+    assert plan.padded(low) <= plan.padded(high)
+    assert plan.padded(low) >= low
+    assert plan.padded(plan.padded(low)) == plan.padded(low)
+    assert keeps(plan, plan.padded(low))
+
+
+@given(plans(fixed=None), st.lists(st.integers(0, 700), min_size=1, max_size=6))
+def test_pack_keeps_samples_and_the_whole(plan: Plan, lengths: list[int]) -> None:
+    packed = plan.pack(lengths)
+    chunk = next((f.multiple for f in plan.factors if f.level == "sample"), 1)
+    assert all(
+        n <= padded < n + chunk and padded % chunk == 0 for n, padded in zip(lengths, packed.samples, strict=True)
+    )
+    assert sum(packed.samples) <= packed.total < sum(packed.samples) + plan.multiple
+    assert keeps(plan, packed.total)
+    assert packed.rows * plan.cp * plan.tp == packed.total
+
+
+@given(plans(), st.lists(st.integers(0, 5000), min_size=1, max_size=8))
+def test_a_group_is_equal_where_it_must_be(plan: Plan, lengths: list[int]) -> None:
+    if plan.fixed is not None:
+        lengths = [min(n, plan.fixed) for n in lengths]
+    found = plan.group(lengths)
+    assert all(padded >= n and keeps(plan, padded) for n, padded in zip(lengths, found, strict=True))
+    if plan.grouped:
+        assert set(found) == {plan.padded(max(lengths))}
+    else:
+        assert found == tuple(map(plan.padded, lengths))
+
+
+def test_hybridep_rows_are_the_group_maximum_in_chunks_of_64() -> None:
+    # What _HybridEPManager.setup_metadata computes with moe_hybridep_pad_uneven_dispatch_inputs: ⌈max/64⌉·64 per rank.
+    hybrid = plan(Layout(ep=4), dispatcher="flex-hybridep")
+    assert hybrid.group((1, 65, 128, 130)) == (192,) * 4
+    assert plan(Layout(ep=4), dispatcher="flex-deepep").group((1, 65)) == (1, 65)
+    assert plan(Layout(ep=4), dispatcher="allgather").group((1, 65)) == (65, 65)
+
+
+@pytest.mark.parametrize(
+    ("fields", "length", "expected", "bug"),
+    [
+        ({"layout": Layout(tp=2, cp=2), "recipe": "delayed"}, 20, 64, "P3: a local slab of 5 rows"),
+        ({"layout": Layout(tp=2), "recipe": "delayed"}, 16, 32, "P4: 8 rows a rank"),
+        ({"layout": Layout(tp=2), "recipe": "mxfp8"}, 33, 64, "P5: mxfp8 with 16 rows"),
+        ({"layout": Layout(tp=2), "recipe": "blockwise"}, 130, 256, "P6: blockwise without 128"),
+        ({"layout": Layout(), "recipe": None}, 7, 7, "P8: nothing to pad to is not a number to compare with"),
+        ({"layout": Layout(tp=2, cp=2)}, 3, 4, "P9: shorter than TP·2CP"),
+        ({"layout": Layout(tp=4, cp=2), "dispatcher": "flex-hybridep", "fixed": 1000}, 10, 1024, "P13: 1000 / (4·2·2)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bugs_of_the_field(fields: dict[str, object], length: int, expected: int, bug: str) -> None:
+    assert plan(**fields).padded(length) == expected, bug
+
+
+def test_samples_of_a_packed_sequence_are_cut_evenly() -> None:
+    assert plan(Layout(tp=2, cp=2)).pack((3, 5)).samples == (4, 8)
+    assert plan(Layout(tp=2, cp=2), zigzag=False).pack((3, 5)).samples == (4, 6)
+    assert plan(Layout(tp=2)).pack((3, 4)).samples == (3, 4)
+    assert plan(Layout(tp=2)).pack((3, 4)).total == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"recipe": "int4"}, "int4"),
+        ({"sequence_parallel": True}, "tp > 1"),
+        ({"quantised_at": "sample"}, "sample"),
+        ({"fixed": 0}, "fixed=0"),
+        ({"dispatcher": "pigeon"}, "pigeon"),
+        ({"dispatcher": "flex-hybridep", "equal_rows": False}, "equal pieces"),
+        ({"dispatcher": "allgather", "equal_rows": False}, "equal pieces"),
+    ],
+)
+def test_plans_that_cannot_be(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(PaddingError, match=words):
+        plan(Layout(), **fields)
+
+
+def test_lengths_that_cannot_be() -> None:
+    for call in (
+        lambda: plan(Layout()).padded(-1),
+        lambda: plan(Layout()).padded(True),
+        lambda: plan(Layout()).pack((1, -1)),
+        lambda: plan(Layout(), fixed=8).padded(9),
+        lambda: plan(Layout()).group(()),
+    ):
+        with pytest.raises(PaddingError):
+            call()
+
+
+OF = st.integers(1, 64).flatmap(lambda experts: st.tuples(st.integers(1, experts), st.just(experts)))
+
+
+@given(OF, st.integers(0, 99), st.integers(1, 99))
+def test_pad_rows_are_distinct_and_spread(of: tuple[int, int], first: int, rows: int) -> None:
+    topk, experts = of
+    chosen = [pad_experts(row, topk, experts) for row in range(first, first + rows)]
+    assert all(len(set(row)) == topk and set(row) <= set(range(experts)) for row in chosen)
+    counts = collections.Counter(dict.fromkeys(range(experts), 0))
+    counts.update(itertools.chain.from_iterable(chosen))
+    assert sum(counts.values()) == rows * topk
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_pad_rows_that_cannot_be() -> None:
+    for row, topk, experts in ((0, 3, 2), (0, 0, 2), (-1, 1, 2)):
+        with pytest.raises(PaddingError):
+            pad_experts(row, topk, experts)
+
+
+#: fp8 (delayed scaling), sequence parallelism on: (tp, cp) -> what each system's own code returns. Sample and total.
+DISAGREEMENT = {
+    (8, 1): {"ms-swift": (1, 128), "skyrl": (16, 1), "verl": (16, 1024), "nemo-rl": (8, 128)},
+    (2, 2): {"ms-swift": (4, 64), "skyrl": (32, 1), "verl": (16, 1024), "nemo-rl": (8, 128)},
+    (4, 2): {"ms-swift": (4, 128), "skyrl": (32, 1), "verl": (16, 2048), "nemo-rl": (16, 256)},
+}
+
+
+@pytest.mark.parametrize("tp_cp", DISAGREEMENT)
+@pytest.mark.parametrize("system", ["ms-swift", "skyrl", "verl", "nemo-rl"])
+def test_systems_give_their_numbers(system: str, tp_cp: tuple[int, int]) -> None:
+    found = multiples(system, Run(tp=tp_cp[0], cp=tp_cp[1], fp8="hybrid"))
+    assert (found.sample, found.total) == DISAGREEMENT[tp_cp][system]
+
+
+@pytest.mark.parametrize(
+    ("system", "run", "total"),
+    [
+        ("ms-swift", Run(tp=2, fp8="hybrid", recipe="mxfp8"), 64),
+        ("ms-swift", Run(tp=2, fp8="hybrid", recipe="blockwise"), 256),
+        ("ms-swift", Run(tp=2, fp4="e2m1"), 32),
+        ("ms-swift", Run(tp=2, cp=2, fused_attention=True), 256),
+        ("ms-swift", Run(tp=2, sequence_parallel=False), 1),
+        ("ms-swift#8393", Run(tp=2, fp8="hybrid"), 16),
+        ("ms-swift#8393", Run(tp=4, cp=2, fp8="hybrid", hybridep=True, max_length=1000), 1000),
+        ("nemo-rl", Run(hybridep=True), 128),
+        ("nemo-rl", Run(tp=2, cp=2, hybridep=True, fp8="hybrid", recipe="mxfp8"), 1024),
+        ("verl", Run(tp=2, cp=2), 1),
+    ],
+)
+def test_systems_give_their_numbers_elsewhere(system: str, run: Run, total: int) -> None:
+    assert multiples(system, run).total == total
+
+
+def test_systems_are_documented_as_computed() -> None:
+    page = Path(__file__).parents[2] / "docs" / "explanation" / "padding.md"
+    names = [*SYSTEMS, "moeref"]
+    lines = [f"| TP, CP | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    for tp, cp in DISAGREEMENT:
+        run, own = Run(tp=tp, cp=cp, fp8="hybrid"), plan(Layout(tp=tp, cp=cp), recipe="delayed")
+        cells = [(multiples(name, run), pack(name, run, (1000, 30)).rows) for name in SYSTEMS]
+        cells.append((Multiples(own.sample, own.multiple, ""), own.pack((1000, 30)).rows))
+        shown = (f"{m.sample} / {m.total}: {rows if rows % 16 == 0 else f'**{rows}**'}" for m, rows in cells)
+        lines.append(f"| {tp}, {cp} | {' | '.join(shown)} |")
+    assert "\n".join(lines) in page.read_text(encoding="utf-8")
+
+
+def test_systems_by_name_only() -> None:
+    assert {type(multiples(name, Run())) for name in SYSTEMS} == {Multiples}
+    with pytest.raises(PaddingError, match=r"nemo.*ms-swift"):
+        multiples("nemo", Run())
+
+
+def test_a_system_packs_a_batch() -> None:
+    packed = pack("verl", Run(tp=2, cp=2, fp8="hybrid"), (100, 30))
+    assert (packed.samples, packed.total, packed.rows) == ((112, 32), 1024, 256)
+    # 8 rows a rank: what moeref's own plan would not give.
+    assert pack("ms-swift#8393", Run(tp=2, fp8="hybrid"), (10,)).rows == 8
+    assert plan(Layout(tp=2), recipe="delayed").pack((10,)).rows == 16

@@ -1,0 +1,190 @@
+"""Moves routes to where the trainer wants them: rows to tokens, samples into batches, tokens and layers to ranks.
+
+Every step is a pure function, and every step has its inverse next to it. What belongs together goes together: a step
+that drops, adds or reorders tokens does so to routes with the same index.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from moeref.layout import Layout
+from moeref.layout.sequence import contiguous, restored, zigzag
+from moeref.replay.routes import MISSING, PAD, RouteError, Routes, joined, missing, spread
+
+RowRule = Literal["all", "all but the last"]
+CPRule = Literal["zigzag", "contiguous"]
+
+
+# Rows and tokens
+
+
+def to_tokens(routes: Routes, tokens: int) -> tuple[Routes, RowRule]:
+    """One row for each of `tokens`, and the rule by which the rows came.
+
+    An engine routes no token after the last one that it sampled, so T - 1 rows are the prompt and the completion
+    without its last token, whose row is then MISSING. Raises RouteError for any other number.
+    """
+    if routes.tokens == tokens:
+        return routes, "all"
+    if routes.tokens == tokens - 1:
+        return replace(joined([routes, missing(1, routes)]), start=routes.start), "all but the last"
+    raise RouteError(f"{routes.tokens} rows of routes for {tokens} tokens; expected {tokens} or {tokens - 1}")
+
+
+def from_tokens(routes: Routes, rule: RowRule) -> Routes:
+    """The rows as they came. Inverse of `to_tokens`."""
+    return routes if rule == "all" else routes.take(slice(0, -1))
+
+
+def truncated(routes: Routes, tokens_T: npt.NDArray[np.integer], keep: slice) -> tuple[Routes, npt.NDArray[np.integer]]:
+    """The tokens that `keep` selects and their rows. Raises RouteError unless every token has a row."""
+    if len(tokens_T) != routes.tokens:
+        raise RouteError(f"{len(tokens_T)} tokens and {routes.tokens} rows of routes; align them before truncating")
+    first, stop, step = keep.indices(routes.tokens)
+    if step != 1:
+        raise RouteError(f"truncation keeps a run of tokens, not every {step}th")
+    return routes.take(slice(first, stop), start=routes.start + first), tokens_T[keep]
+
+
+def continued(earlier: Routes, later: Routes) -> Routes:
+    """A rollout that was resumed, or its next turn: the later rows follow the earlier ones, each with its version.
+
+    `later.start` says where they begin. Rows that the resumed engine recomputed for tokens that already have one are
+    not taken: the earlier rows routed the tokens that were sampled. A last row that was MISSING is filled by the later
+    ones. Inverse: `take`. Raises RouteError for a gap.
+    """
+    end = earlier.start + earlier.tokens
+    if later.start > end:
+        raise RouteError(f"rows end at token {end} and go on at {later.start}; {later.start - end} tokens have no row")
+    overlap = end - later.start
+    if overlap and earlier.tokens and earlier.kind_T[-1] == MISSING and overlap <= later.tokens:
+        earlier, overlap = earlier.take(slice(0, -1)), overlap - 1
+    return replace(joined([earlier, later.take(slice(overlap, None))]), start=earlier.start)
+
+
+def padded(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
+    """PAD rows before and after."""
+    if left < 0 or right < 0:
+        raise RouteError(f"padding of {left} and {right} rows")
+    parts = [missing(left, routes, PAD), routes, missing(right, routes, PAD)]
+    return replace(joined([p for p in parts if p.tokens] or parts[:1]), start=routes.start)
+
+
+def unpadded(routes: Routes) -> Routes:
+    """Without PAD rows. Inverse of `padded`."""
+    return routes.take(routes.kind_T != PAD)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Samples one after the other: rows cu_seqlens[i] to cu_seqlens[i + 1] belong to sample i, padding included."""
+
+    routes: Routes
+    cu_seqlens: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def sample(self, number: int) -> slice:
+        """The rows of one sample."""
+        return slice(self.cu_seqlens[number], self.cu_seqlens[number + 1])
+
+
+def packed(samples: Sequence[Routes], *, multiple: int = 1) -> Packed:
+    """A padding-free batch; each sample is padded on the right to a multiple (2·CP, or what the precision asks)."""
+    if multiple < 1:
+        raise RouteError(f"multiple={multiple} must be at least 1")
+    parts = [padded(s, right=-s.tokens % multiple) for s in samples]
+    ends = np.cumsum([0, *(p.tokens for p in parts)])
+    whole = replace(joined(parts), start=0)
+    pads = np.flatnonzero(whole.kind_T == PAD)
+    if pads.size:  # pads of all samples together are spread, not each sample's from expert 0 on
+        whole.idx_TLK[pads] = spread(pads.size, len(whole.layers), whole.top_k, whole.experts)
+    return Packed(whole, tuple(int(n) for n in ends), tuple(s.start for s in samples))
+
+
+def unpacked(batch: Packed) -> list[Routes]:
+    """The samples without padding. Inverse of `packed`."""
+    if batch.cu_seqlens[-1] != batch.routes.tokens:
+        raise RouteError(f"cu_seqlens end at {batch.cu_seqlens[-1]}, but there are {batch.routes.tokens} rows")
+    return [unpadded(batch.routes.take(batch.sample(i), start=start)) for i, start in enumerate(batch.starts)]
+
+
+# Tokens and ranks
+
+
+def positions(
+    cu_seqlens: Sequence[int], *, cp: int = 1, cp_rank: int = 0, tp: int = 1, tp_rank: int = 0, rule: CPRule = "zigzag"
+) -> npt.NDArray[np.intp]:
+    """Which rows of a packed batch one rank holds, in its order.
+
+    Each sample is cut over CP by `rule`; what a CP rank then has, as one run, is cut over TP (sequence parallelism).
+    Raises LayoutError for a sample that does not divide.
+    """
+    cut = zigzag if rule == "zigzag" else contiguous
+    parts = [
+        begin + np.asarray(cut(end - begin, cp, cp_rank), np.intp) for begin, end in itertools.pairwise(cu_seqlens)
+    ]
+    mine = np.concatenate(parts) if parts else np.zeros(0, np.intp)
+    return mine[np.asarray(contiguous(len(mine), tp, tp_rank), np.intp)] if tp > 1 else mine
+
+
+def on_rank(batch: Packed, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
+    """The rows that the routers of `rank` see: its CP part and, with tp > 1, its run under sequence parallelism."""
+    at = layout.coords(rank)
+    where = positions(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp, rule=rule)
+    return batch.routes.take(where)
+
+
+def off_ranks(
+    parts: Mapping[tuple[int, int], Routes], cu_seqlens: Sequence[int], layout: Layout, *, rule: CPRule = "zigzag"
+) -> Routes:
+    """The whole batch's rows from the parts of all (cp, tp) ranks. Inverse of `on_rank`."""
+    keys = [(cp, tp) for cp in range(layout.cp) for tp in range(layout.tp)]
+    if parts.keys() != set(keys):
+        raise RouteError(f"parts of ranks (cp, tp) {sorted(parts)}, expected {keys}")
+    where = [positions(cu_seqlens, cp=layout.cp, cp_rank=cp, tp=layout.tp, tp_rank=tp, rule=rule) for cp, tp in keys]
+    return joined([parts[key] for key in keys]).take(np.asarray(restored([list(map(int, w)) for w in where]), np.intp))
+
+
+# Layers
+
+
+def of_layers(routes: Routes, layers: Sequence[int]) -> Routes:
+    """The given layers, by number, in the order asked for. Raises RouteError for one that the routes lack."""
+    at = {layer: i for i, layer in enumerate(routes.layers)}
+    lacking = [layer for layer in layers if layer not in at]
+    if lacking:
+        raise RouteError(f"no routes for layers {lacking}; there are routes for {list(routes.layers)}")
+    chosen = [at[layer] for layer in layers]
+    return replace(routes, idx_TLK=np.ascontiguousarray(routes.idx_TLK[:, chosen]), layers=tuple(layers))
+
+
+def stage_layers(layout: Layout, moe_layers: Sequence[bool], pp: int, vp: int = 0) -> tuple[int, ...]:
+    """The MoE layers of stage (pp, vp) by global number: what its routers are, in their order.
+
+    By number and never by position: under VPP a rank's chunks are not neighbours, and dense layers have no router.
+    """
+    return tuple(i for i in layout.stages(len(moe_layers)).layers[pp, vp] if moe_layers[i])
+
+
+def with_layers(parts: Sequence[Routes]) -> Routes:
+    """The layers of all parts in one, ascending. Inverse of `of_layers` over all stages. The parts have equal rows."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.tokens != first.tokens or (part.kind_T != first.kind_T).any():
+            raise RouteError("stages to be joined have other rows than the first")
+    numbers = [layer for part in parts for layer in part.layers]
+    if len(set(numbers)) < len(numbers):
+        raise RouteError(f"layers {sorted({n for n in numbers if numbers.count(n) > 1})} come twice")
+    order = np.argsort(numbers)
+    return replace(
+        first,
+        idx_TLK=np.ascontiguousarray(np.concatenate([p.idx_TLK for p in parts], axis=1)[:, order]),
+        layers=tuple(sorted(numbers)),
+    )

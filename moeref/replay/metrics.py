@@ -1,0 +1,114 @@
+"""How far apart two sides are: one function with fixed definitions, and the names that frameworks have for them.
+
+With d = log p_trainer - log p_engine of the sampled tokens, over the tokens whose mask is 1:
+
+| key | definition |
+|---|---|
+| k1 | mean of -d: the unbiased estimate of KL(engine ‖ trainer), since the tokens were sampled by the engine |
+| k3 | mean of exp(d) - 1 - d: the same, never negative, of lower variance |
+| mean_abs, max_abs | of abs(d) |
+| f(τ) | share of tokens whose ratio max(p/q, q/p) exceeds τ |
+| mult_prob_error | mean of exp(abs(d)) |
+
+Routes agree as sets: the order inside a row carries no meaning between an engine and a trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moeref.replay.routes import GIVEN, RouteError, Routes
+
+TAUS = (2.0,)
+#: framework -> the key of its log -> the field of `Mismatch` that it is, as read in the frameworks' sources. slime and
+#: miles average each sample first, and verl's and ms-swift's k1 is over all tokens; with equal lengths these agree.
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "verl": {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"},
+    "ms-swift": {"rollout_correction/kl": "k1", "rollout_correction/k3_kl": "k3"},
+    "NeMo-RL": {"train/gen_kl_error": "k3", "train/token_mult_prob_error": "mult_prob_error"},
+    "SkyRL": {
+        "policy/rollout_train_logprobs_abs_diff_mean": "mean_abs",
+        "policy/rollout_train_logprobs_abs_diff_max": "max_abs",
+    },
+    "slime": {"train/train_rollout_logprob_abs_diff": "mean_abs"},
+    "miles": {"train/train_rollout_logprob_abs_diff": "mean_abs", "train/train_rollout_kl": "k3"},
+}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Log-probabilities of the same tokens on two sides; the module says how each is defined."""
+
+    tokens: int
+    k1: float
+    k3: float
+    mean_abs: float
+    max_abs: float
+    mult_prob_error: float
+    f: Mapping[float, float]
+
+    def named_as(self, framework: str) -> dict[str, float]:
+        """The values under a framework's own keys. Raises RouteError for a framework that is not in ALIASES."""
+        if framework not in ALIASES:
+            raise RouteError(f"no names of {framework!r}; there are those of {', '.join(ALIASES)}")
+        return {key: getattr(self, field) for key, field in ALIASES[framework].items()}
+
+
+def mismatch(trainer_T: Any, engine_T: Any, mask_T: Any = None, *, taus: Sequence[float] = TAUS) -> Mismatch:
+    """Compare log-probabilities in float64. Raises RouteError for unequal shapes, no tokens, or a value not finite."""
+    trainer, engine = (np.asarray(x, np.float64).reshape(-1) for x in (trainer_T, engine_T))
+    mask = np.ones(trainer.shape, bool) if mask_T is None else np.asarray(mask_T).reshape(-1).astype(bool)
+    if not trainer.shape == engine.shape == mask.shape:
+        raise RouteError(f"log-probabilities of {trainer.size} and {engine.size} tokens with a mask of {mask.size}")
+    if not mask.any():
+        raise RouteError("no token is left by the mask; a mean over none is not 0")
+    trainer, engine = trainer[mask], engine[mask]
+    if not (np.isfinite(trainer).all() and np.isfinite(engine).all()):
+        side = "engine" if np.isfinite(trainer).all() else "trainer"
+        raise RouteError(f"the {side} has log-probabilities that are not finite")
+    d = trainer - engine
+    ratio = np.exp(np.abs(d))
+    return Mismatch(
+        tokens=d.size,
+        k1=float(-d.mean()),
+        k3=float((np.expm1(d) - d).mean()),
+        mean_abs=float(np.abs(d).mean()),
+        max_abs=float(np.abs(d).max()),
+        mult_prob_error=float(ratio.mean()),
+        f={tau: float((ratio > tau).mean()) for tau in taus},
+    )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Rows whose experts are the same set, by layer; and the first (token, layer) where they are not."""
+
+    rows: int
+    by_layer: Mapping[int, float]
+    overall: float
+    first: tuple[int, int] | None
+
+
+def agreement(a: Routes, b: Routes) -> Agreement:
+    """Compare routes of the same tokens and layers; only rows given on both sides count.
+
+    Raises RouteError for other layers or shapes, and where no row is given on both sides.
+    """
+    if (a.layers, a.experts, a.idx_TLK.shape) != (b.layers, b.experts, b.idx_TLK.shape):
+        raise RouteError(
+            f"routes {list(a.idx_TLK.shape)} of layers {list(a.layers)} and {list(b.idx_TLK.shape)} of {list(b.layers)}"
+        )
+    both_T = (a.kind_T == GIVEN) & (b.kind_T == GIVEN)
+    if not both_T.any():
+        raise RouteError("no row is given on both sides")
+    tokens: npt.NDArray[np.intp] = np.flatnonzero(both_T)
+    same_TL = (np.sort(a.idx_TLK[tokens], axis=2) == np.sort(b.idx_TLK[tokens], axis=2)).all(axis=2)
+    wrong = np.argwhere(~same_TL)
+    first = (int(tokens[wrong[0][0]]) + a.start, a.layers[int(wrong[0][1])]) if len(wrong) else None
+    shares = {layer: float(same_TL[:, i].mean()) for i, layer in enumerate(a.layers)}
+    return Agreement(len(tokens), shares, float(same_TL.mean()), first)

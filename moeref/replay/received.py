@@ -1,0 +1,187 @@
+"""Reads the routes that engines and frameworks really send. `payload` is what moeref itself writes.
+
+| form | who sends it |
+|---|---|
+| base64 of a `.npy` file | vLLM over HTTP |
+| base64 of flat int32 | SGLang |
+| `{"data": base64, "shape": …, "dtype": …}` | ms-swift |
+| `nrlre1:<dtype>:<T>x<L>x<K>:<base64>` | NeMo-RL |
+| nested lists | JSON without an encoding |
+| an array, or anything with `numpy()` | vLLM in the same process |
+| bytes of a `.npy` file, of moeref's payload | files |
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moeref.replay import payload
+from moeref.replay.routes import RouteError, Routes, routes
+
+_NEMO = re.compile(r"nrlre1:(\w+):(\d+)x(\d+)x(\d+):")
+_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64")
+_NPY = b"\x93NUMPY"
+
+
+def received(
+    data: Any,
+    *,
+    moe_layers: Sequence[bool],
+    experts: int,
+    top_k: int,
+    tokens: int | None = None,
+    version: int = 0,
+    start: int = 0,
+    limit: int = payload.LIMIT,
+) -> Routes:
+    """The routes of one sample, of the MoE layers alone, whatever form `data` has.
+
+    moe_layers: by global decoder layer, False for a dense one. Data with a row for every decoder layer must hold zeros
+    for the dense ones, as vLLM sends; data with as many layers as are MoE is taken to be those. tokens: rows expected,
+    which flat data may need to tell the two apart. -1 in all layers of a row is a missing row.
+
+    Raises RouteError for None (the engine was not asked to return routes), for a form that is not in the table above,
+    for more than `limit` bytes, and for all that `routes` refuses.
+    """
+    if isinstance(data, bytes | bytearray | memoryview) and bytes(data[: len(payload.MAGIC)]) == payload.MAGIC:
+        found = payload.read(data, limit=limit)
+        numbers = tuple(i for i, moe in enumerate(moe_layers) if moe)
+        if (found.layers, found.experts, found.top_k) != (numbers, experts, top_k):
+            raise RouteError(
+                f"the payload has layers {list(found.layers)}, {found.experts} experts, top-{found.top_k}; the model "
+                f"has {list(numbers)}, {experts}, top-{top_k}"
+            )
+        return found
+    array = _shaped(_array(data, limit), moe_layers, top_k, tokens)
+    kept, layers = _moe_only(array, moe_layers)
+    if tokens is not None and len(kept) != tokens:
+        raise RouteError(f"{len(kept)} rows of routes, expected {tokens}")
+    return routes(kept, layers=layers, experts=experts, version=version, start=start)
+
+
+def _array(data: Any, limit: int) -> npt.NDArray[Any]:
+    if data is None:
+        raise RouteError("no routes came; was the engine started with enable_return_routed_experts?")
+    if isinstance(data, str):
+        return _text(data, limit)
+    if isinstance(data, bytes | bytearray | memoryview):
+        return _npy(bytes(data), limit)
+    if isinstance(data, Mapping):
+        return _described(data, limit)
+    if hasattr(data, "detach"):  # a tensor that may be on a device and part of a graph
+        data = data.detach().cpu().numpy()
+    if isinstance(data, np.ndarray):
+        return data
+    if isinstance(data, list | tuple):
+        try:
+            found = np.asarray(data)
+        except ValueError as error:
+            raise RouteError(f"nested lists of unequal length: {error}") from None
+        return found if found.size else found.astype(np.int64)
+    raise RouteError(f"routes came as {type(data).__name__}; see moeref.replay.received for the forms that are read")
+
+
+def _text(text: str, limit: int) -> npt.NDArray[Any]:
+    if match := _NEMO.match(text):
+        dtype, *shape = match.groups()
+        return _raw(_base64(text[match.end() :], limit), dtype, [int(n) for n in shape])
+    content = _base64(text, limit)
+    if content.startswith(_NPY):
+        return _npy(content, limit)
+    if len(content) % 4:
+        raise RouteError(f"{len(content)} bytes after base64 are neither a .npy file nor flat int32")
+    return np.frombuffer(content, "<i4")
+
+
+def _base64(text: str, limit: int) -> bytes:
+    if len(text) > limit * 4 // 3 + 4:
+        raise RouteError(f"{len(text)} characters of base64 are over the limit of {limit} bytes")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RouteError(f"routes are text, but not base64: {error}") from None
+
+
+def _described(data: Mapping[str, Any], limit: int) -> npt.NDArray[Any]:
+    if not {"data", "shape", "dtype"} <= data.keys() or not isinstance(data["data"], str):
+        raise RouteError(f"a dictionary of routes has data, shape and dtype, this one {sorted(map(str, data))}")
+    shape = data["shape"]
+    if not isinstance(shape, list | tuple) or any(not isinstance(n, int) or n < 0 for n in shape):
+        raise RouteError(f"shape of the routes: {shape!r:.60}")
+    return _raw(_base64(data["data"], limit), str(data["dtype"]), shape)
+
+
+def _raw(content: bytes, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
+    name = dtype.removeprefix("torch.").removeprefix("<")
+    if name not in _DTYPES:
+        raise RouteError(f"routes of dtype {dtype!r:.40}; {', '.join(_DTYPES)} are read")
+    kind = np.dtype(name).newbyteorder("<")
+    if math.prod(shape) * kind.itemsize != len(content):
+        raise RouteError(f"{len(content)} bytes of routes, but {list(shape)} of {name} are {math.prod(shape)} numbers")
+    return np.frombuffer(content, kind).reshape(shape)
+
+
+def _npy(content: bytes, limit: int) -> npt.NDArray[Any]:
+    if not content.startswith(_NPY):
+        raise RouteError(f"{len(content)} bytes that are neither a .npy file nor moeref's payload: {content[:14]!r}")
+    if len(content) > limit:
+        raise RouteError(f"{len(content)} bytes of routes are over the limit of {limit}")
+    stream = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
+    except Exception as error:  # numpy parses the header as Python text, which fails in many ways
+        raise RouteError(f"not a readable .npy file: {error}") from None
+    if dtype.kind not in "iu":
+        raise RouteError(f"not a readable .npy file: routes of dtype {dtype}")
+    rest = len(content) - stream.tell()
+    if math.prod(shape) * dtype.itemsize != rest:
+        raise RouteError(f"not a readable .npy file: {list(shape)} of {dtype} declared, {rest} bytes there")
+    return np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+def _shaped(array: npt.NDArray[Any], moe_layers: Sequence[bool], top_k: int, tokens: int | None) -> npt.NDArray[Any]:
+    """[T, L, K] of what may be flat, or [T, L·K]."""
+    if array.ndim == 3:
+        if array.shape[2] != top_k:
+            raise RouteError(f"routes {list(array.shape)} are of top-{array.shape[2]}, the model's is {top_k}")
+        return array
+    if array.ndim not in (1, 2):
+        raise RouteError(f"routes of shape {list(array.shape)}; expected [tokens, layers, {top_k}]")
+    depths = sorted({len(moe_layers), sum(moe_layers)})
+    if array.ndim == 2:
+        fits = [d for d in depths if array.shape[1] == d * top_k]
+    elif tokens is None:
+        fits = [d for d in depths if array.size % (d * top_k) == 0]
+    else:
+        fits = [d for d in depths if array.size == tokens * d * top_k]
+    if len(fits) != 1:
+        which = f"fit {' and '.join(map(str, fits))} layers; say tokens=" if fits else f"fit none of {depths} layers"
+        raise RouteError(f"flat routes of shape {list(array.shape)} at top-{top_k} {which}")
+    return array.reshape(-1, fits[0], top_k)
+
+
+def _moe_only(array: npt.NDArray[Any], moe_layers: Sequence[bool]) -> tuple[npt.NDArray[Any], list[int]]:
+    numbers = [i for i, moe in enumerate(moe_layers) if moe]
+    if array.shape[1] == len(numbers):
+        return array, numbers
+    if array.shape[1] != len(moe_layers):
+        raise RouteError(
+            f"routes of {array.shape[1]} layers; the model has {len(moe_layers)} decoder layers, of which "
+            f"{len(numbers)} are MoE"
+        )
+    dense = [i for i, moe in enumerate(moe_layers) if not moe]
+    for layer in dense:
+        if ((array[:, layer] != 0) & (array[:, layer] != -1)).any():
+            raise RouteError(f"layer {layer} is dense but has routes; do the layers of the two models line up?")
+    return array[:, numbers], numbers

@@ -1,0 +1,193 @@
+"""Alignment of routes: every step against its inverse, and against a plain loop over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeref.layout import Layout, LayoutError
+from moeref.replay import (
+    GIVEN,
+    MISSING,
+    PAD,
+    RouteError,
+    Routes,
+    continued,
+    from_tokens,
+    of_layers,
+    off_ranks,
+    on_rank,
+    packed,
+    padded,
+    positions,
+    stage_layers,
+    to_tokens,
+    truncated,
+    unpacked,
+    unpadded,
+    with_layers,
+)
+from tests.unit.routes import any_routes, random_routes
+
+
+@given(made=any_routes(least=1), lacks=st.booleans())
+def test_rows_to_tokens_and_back(made: Routes, lacks: bool) -> None:
+    tokens = made.tokens + lacks
+    whole, rule = to_tokens(made, tokens)
+    assert whole.tokens == tokens
+    assert whole.start == made.start
+    assert whole.kind_T.tolist() == [GIVEN] * made.tokens + [MISSING] * lacks
+    assert from_tokens(whole, rule).equals(made)
+
+
+@pytest.mark.parametrize("tokens", [3, 6])
+def test_any_other_number_of_rows_is_refused(tokens: int) -> None:
+    with pytest.raises(RouteError, match=f"4 rows of routes for {tokens} tokens"):
+        to_tokens(random_routes(4), tokens)
+
+
+@given(made=any_routes(), first=st.integers(0, 45), count=st.integers(0, 45))
+def test_truncation_takes_tokens_and_rows_together(made: Routes, first: int, count: int) -> None:
+    tokens_T = np.arange(made.tokens) + 100
+    kept, left = truncated(made, tokens_T, slice(first, first + count))
+    assert kept.tokens == len(left)
+    for row, token in enumerate(left):
+        assert kept.start + row == made.start + int(token) - 100
+        assert np.array_equal(kept.idx_TLK[row], made.idx_TLK[int(token) - 100])
+
+
+def test_truncation_of_unaligned_routes_is_refused() -> None:
+    with pytest.raises(RouteError, match="5 tokens and 4 rows"):
+        truncated(random_routes(4), np.arange(5), slice(2))
+    with pytest.raises(RouteError, match="not every 2th"):
+        truncated(random_routes(4), np.arange(4), slice(0, 4, 2))
+
+
+@given(made=any_routes(least=2), data=st.data())
+def test_a_rollout_in_turns_is_the_rollout_in_one(made: Routes, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, made.tokens - 1))
+    back = data.draw(st.integers(0, cut))
+    earlier, later = made.take(slice(0, cut)), made.take(slice(cut - back, None), start=made.start + cut - back)
+    assert continued(earlier, later).equals(made)
+
+
+def test_a_resumed_rollout_keeps_the_routes_of_the_tokens_it_sampled() -> None:
+    earlier, recomputed = random_routes(4, seed=1), random_routes(7, seed=2)
+    recomputed.versions_T[:] = 8
+    whole = continued(earlier, recomputed)
+    assert np.array_equal(whole.idx_TLK[:4], earlier.idx_TLK)
+    assert np.array_equal(whole.idx_TLK[4:], recomputed.idx_TLK[4:])
+    assert whole.versions_T.tolist() == [7] * 4 + [8] * 3
+
+
+def test_the_row_that_the_last_token_lacked_comes_with_the_next_turn() -> None:
+    earlier, _ = to_tokens(random_routes(4, seed=1), 5)
+    later = random_routes(3, seed=2, start=4)
+    whole = continued(earlier, later)
+    assert whole.tokens == 7
+    assert not (whole.kind_T == MISSING).any()
+    assert np.array_equal(whole.idx_TLK[4:], later.idx_TLK)
+
+
+def test_a_gap_between_turns_is_refused() -> None:
+    with pytest.raises(RouteError, match="rows end at token 4 and go on at 6; 2 tokens have no row"):
+        continued(random_routes(4), random_routes(2, start=6))
+
+
+@given(made=any_routes(), left=st.integers(0, 4), right=st.integers(0, 4))
+def test_padding_and_back(made: Routes, left: int, right: int) -> None:
+    whole = padded(made, left=left, right=right)
+    assert whole.kind_T.tolist() == [PAD] * left + [GIVEN] * made.tokens + [PAD] * right
+    assert unpadded(whole).equals(made)
+    assert all(len(set(row)) == made.top_k for layer in whole.idx_TLK.tolist() for row in layer)
+
+
+batches = st.lists(st.tuples(st.integers(1, 21), st.integers(0, 9)), min_size=1, max_size=4).map(
+    lambda sizes: [random_routes(n, seed=i, start=start) for i, (n, start) in enumerate(sizes)]
+)
+
+
+@given(samples=batches, multiple=st.sampled_from([1, 2, 4, 6]))
+def test_packing_and_back(samples: list[Routes], multiple: int) -> None:
+    batch = packed(samples, multiple=multiple)
+    assert all(n % multiple == 0 for n in batch.cu_seqlens)
+    assert len(batch.cu_seqlens) == len(samples) + 1
+    for found, sample in zip(unpacked(batch), samples, strict=True):
+        assert found.equals(sample)
+    pads = batch.routes.idx_TLK[batch.routes.kind_T == PAD]
+    counts = np.bincount(pads[:, 0].reshape(-1), minlength=11)
+    assert counts.max(initial=0) <= counts.min(initial=len(pads) * 3) + 1
+
+
+@given(
+    samples=batches,
+    cp=st.sampled_from([1, 2, 3]),
+    tp=st.sampled_from([1, 2]),
+    rule=st.sampled_from(["zigzag", "contiguous"]),
+)
+def test_ranks_and_back(samples: list[Routes], cp: int, tp: int, rule: str) -> None:
+    layout = Layout(tp=tp, cp=cp)
+    batch = packed(samples, multiple=2 * cp * tp)
+    parts = {}
+    for rank in range(layout.world):
+        at = layout.coords(rank)
+        parts[at.cp, at.tp] = on_rank(batch, layout, rank, rule=rule)  # type: ignore[arg-type]
+    whole = off_ranks(parts, batch.cu_seqlens, layout, rule=rule)  # type: ignore[arg-type]
+    assert whole.equals(batch.routes)
+
+
+def test_a_packed_batch_by_hand() -> None:
+    # Samples of 8 and 4 tokens, CP 2 zigzag: rank 0 has chunks 0 and 3 of each, then TP 2 halves what it has.
+    assert positions((0, 8, 12), cp=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert positions((0, 8, 12), cp=2, cp_rank=1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert positions((0, 8, 12), cp=2, cp_rank=1, tp=2, tp_rank=1).tolist() == [5, 9, 10]
+    assert positions((0, 8, 12), cp=2, cp_rank=1, rule="contiguous").tolist() == [4, 5, 6, 7, 10, 11]
+    with pytest.raises(LayoutError, match="not divisible by 2·cp"):
+        positions((0, 6), cp=2)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(pp=2), Layout(pp=2, vpp=2), Layout(pp=4), Layout(pp=2, vpp=2, layout="Et|ttt|tt|ttL")]
+)
+def test_stages_and_back(layout: Layout) -> None:
+    moe = (False, True, True, True, False, True, True, True)
+    made = random_routes(5, layers=tuple(i for i, is_moe in enumerate(moe) if is_moe))
+    parts = [of_layers(made, stage_layers(layout, moe, pp, vp)) for pp in range(layout.pp) for vp in range(layout.vpp)]
+    assert with_layers(parts).equals(made)
+
+
+def test_stages_go_by_layer_number_under_vpp() -> None:
+    moe = (False,) + (True,) * 7
+    layout = Layout(pp=2, vpp=2)
+    assert [stage_layers(layout, moe, pp, vp) for pp, vp in ((0, 0), (0, 1), (1, 0), (1, 1))] == [
+        (1,),
+        (4, 5),
+        (2, 3),
+        (6, 7),
+    ]
+
+
+def test_layers_that_are_not_there_and_layers_that_come_twice_are_refused() -> None:
+    made = random_routes(3)
+    with pytest.raises(RouteError, match=r"no routes for layers \[3\]"):
+        of_layers(made, [1, 3])
+    with pytest.raises(RouteError, match=r"layers \[2\] come twice"):
+        with_layers([of_layers(made, [1, 2]), of_layers(made, [2, 4])])
+    with pytest.raises(RouteError, match="other rows"):
+        with_layers([of_layers(made, [1]), of_layers(padded(made, right=1), [2])])
+
+
+def test_routes_of_an_mtp_layer_stay_apart() -> None:
+    made = random_routes(3, layers=(1, 2, 8))  # decoder of 8 layers; 8 is its MTP layer
+    assert of_layers(made, stage_layers(Layout(), (False, True, True) + (False,) * 5, 0)).layers == (1, 2)
+    assert of_layers(made, [8]).layers == (8,)
+
+
+def test_unpacking_a_batch_that_was_cut_is_refused() -> None:
+    batch = packed([random_routes(4)])
+    with pytest.raises(RouteError, match="cu_seqlens end at 4, but there are 3"):
+        unpacked(replace(batch, routes=batch.routes.take(slice(3))))

@@ -1,0 +1,109 @@
+"""The payload of routes: what is written comes back, and nothing else is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeref.replay import RouteError, Routes, continued, padded, read, routes, to_tokens, write
+from moeref.replay.payload import MAGIC
+from tests.unit.routes import any_routes, random_routes
+
+
+@given(made=any_routes(), zstd=st.booleans(), left=st.integers(0, 3))
+def test_what_is_written_comes_back(made: Routes, zstd: bool, left: int) -> None:
+    for one in (made, padded(made, left=left), to_tokens(made, made.tokens + 1)[0]):
+        back = read(write(one, zstd=zstd))
+        assert back.equals(one)
+        assert back.idx_TLK.dtype == one.idx_TLK.dtype
+
+
+def test_versions_come_back_row_by_row() -> None:
+    later = random_routes(3, start=4)
+    later.versions_T[:] = 8
+    made = continued(random_routes(4), later)
+    assert read(write(made)).versions_T.tolist() == [7] * 4 + [8] * 3
+
+
+def test_rows_that_are_all_given_cost_their_indices_alone() -> None:
+    made = random_routes(1000, layers=tuple(range(48)), experts=128, top_k=8)
+    assert len(write(made)) < 1000 * 48 * 8 + 600
+    assert not read(write(made)).idx_TLK.flags.writeable
+
+
+@given(made=any_routes(least=1), at=st.integers(0, 10**6), bit=st.integers(0, 7), zstd=st.booleans())
+def test_no_changed_bit_is_read(made: Routes, at: int, bit: int, zstd: bool) -> None:
+    content = bytearray(write(made, zstd=zstd))
+    content[at % len(content)] ^= 1 << bit
+    with pytest.raises(RouteError):
+        read(bytes(content))
+
+
+@given(made=any_routes(least=1), keep=st.integers(0, 10**6))
+def test_no_cut_payload_is_read(made: Routes, keep: int) -> None:
+    content = write(made)
+    with pytest.raises(RouteError):
+        read(content[: keep % len(content)])
+
+
+@given(content=st.binary(max_size=200))
+def test_garbage_is_refused_in_one_clear_error(content: bytes) -> None:
+    with pytest.raises(RouteError):
+        read(content)
+    with pytest.raises(RouteError):
+        read(MAGIC + content)
+
+
+def _with_header(**changes: object) -> bytes:
+    content = write(random_routes(2))
+    (length,) = struct.unpack("<I", content[len(MAGIC) : len(MAGIC) + 4])
+    begin = len(MAGIC) + 4
+    header = json.loads(content[begin : begin + length]) | changes
+    text = json.dumps(header).encode()
+    body = content[begin + length + 8 :]
+    checksum = struct.pack("<Q", xxhash.xxh3_64(text + body).intdigest())
+    return MAGIC + struct.pack("<I", len(text)) + text + checksum + body
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": 10**12}, "bytes; the header says"),
+        ({"tokens": -1}, "tokens is -1"),
+        ({"tokens": True}, "tokens is True"),
+        ({"dtype": "object"}, "dtype 'object'"),
+        ({"experts": 2}, "expert"),
+        ({"experts": 400}, "dtype 'uint8', but 400"),
+        ({"layers": [0, 0, 1]}, "ascending"),
+        ({"layers": ["a"]}, "ascending"),
+        ({"rows": "all"}, "rows 'all'"),
+        ({"version": None}, "rows 'given' with version None"),
+        ({"version": 2**40}, "32-bit"),
+        ({"more": 1}, "expected"),
+        ({"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_a_header_that_lies_is_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(RouteError, match=says):
+        read(_with_header(**changes))
+
+
+def test_a_declared_size_over_the_limit_is_refused_before_it_is_read() -> None:
+    content = write(random_routes(100))
+    with pytest.raises(RouteError, match=r"100 are allowed"):
+        read(content, limit=100)
+
+
+def test_a_compressed_frame_longer_than_declared_is_refused() -> None:
+    made = routes(np.zeros((5000, 1, 1), np.uint8), layers=[0], experts=1)
+    content = write(made, zstd=True)
+    assert len(content) < 1000
+    shorter = content.replace(b'"tokens":5000', b'"tokens":4000').replace(b'"bytes":5000', b'"bytes":4000')
+    with pytest.raises(RouteError, match="4001 bytes of routes, 4000 declared"):
+        read(shorter)

@@ -1,0 +1,122 @@
+"""The forms in which engines and frameworks send routes."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moeref.replay import MISSING, RouteError, received, write
+from moeref.replay.routes import Routes
+from tests.unit.routes import random_routes
+
+MOE = (False, True, True, False, True)
+WANT = random_routes(6, layers=(1, 2, 4), experts=11, top_k=3)
+FULL = np.zeros((6, 5, 3), np.int32)
+FULL[:, [1, 2, 4]] = WANT.idx_TLK
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def got(data: Any, **more: Any) -> Routes:
+    return received(data, **{"moe_layers": MOE, "experts": 11, "top_k": 3, "version": 7, **more})
+
+
+FORMS = {
+    "vLLM over HTTP: base64 of .npy": text(npy(FULL.astype(np.uint8))),
+    "vLLM in the process": FULL.astype(np.uint8),
+    "a tensor": torch.from_numpy(FULL).to(torch.int64),
+    "SGLang: flat int32": text(FULL.astype("<i4").tobytes()),
+    "ms-swift: data, shape, dtype": {"data": text(FULL.astype("<i2").tobytes()), "shape": [6, 5, 3], "dtype": "int16"},
+    "torch's name of a type": {"data": text(FULL.astype("u1").tobytes()), "shape": (6, 5, 3), "dtype": "torch.uint8"},
+    "NeMo-RL: nrlre1": "nrlre1:int32:6x5x3:" + text(FULL.tobytes()),
+    "nested lists": FULL.tolist(),
+    "layers and top-k in one axis": FULL.reshape(6, 15),
+    ".npy bytes": npy(FULL.astype(np.int64)),
+    "big-endian .npy": npy(FULL.astype(">i4")),
+    "MoE layers alone": np.asarray(WANT.idx_TLK),
+    "moeref's payload": write(WANT),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_routes(form: str) -> None:
+    assert got(FORMS[form], tokens=6).equals(WANT)
+
+
+def test_a_missing_row_among_dense_layers() -> None:
+    data = FULL.copy()
+    data[2] = -1
+    found = got(data)
+    assert found.kind_T.tolist() == [0, 0, MISSING, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "enable_return_routed_experts"),
+        (3, "came as int"),
+        ("?!", "not base64"),
+        (text(b"abc"), "neither a .npy file nor flat"),
+        (b"\x80\x04pickle", "neither a .npy file nor moeref's"),
+        ({"data": "AAAA"}, "data, shape and dtype"),
+        ({"data": "AAAA", "shape": [-1], "dtype": "int8"}, "shape of the routes"),
+        ({"data": "AAAA", "shape": [1 << 40, 5, 3], "dtype": "int8"}, "3 bytes of routes, but"),
+        ({"data": "AAAA", "shape": [1, 1, 3], "dtype": "object"}, "dtype 'object'"),
+        ([[1], [2, 3]], "unequal length"),
+        (FULL[:, :, :2], "top-2, the model's is 3"),
+        (FULL[:, :4], "routes of 4 layers; the model has 5 decoder layers, of which 3 are MoE"),
+        (FULL + 1, "layer 0 is dense but has routes"),
+        (np.full((6, 3, 3), 255, np.uint8), "expert 255 is outside 0 to 10; was it cast"),
+        (np.zeros((6, 3, 3), np.uint8), "expert 0 twice"),
+        (np.zeros((1, 3, 3), object), "not object"),
+        (npy(FULL)[:-10], "not a readable .npy"),
+        (npy(np.zeros(1, object)), "not a readable .npy"),
+    ],
+)
+def test_what_is_not_routes_is_refused(data: Any, says: str) -> None:
+    with pytest.raises(RouteError, match=says):
+        got(data)
+
+
+def test_flat_data_that_fits_two_depths_needs_the_number_of_tokens() -> None:
+    flat = np.tile(FULL.reshape(-1), 3)  # 18·5 rows and layers are also 30·3
+    with pytest.raises(RouteError, match="fit 3 and 5 layers; say tokens="):
+        got(flat)
+    assert got(flat, tokens=18).tokens == 18
+    with pytest.raises(RouteError, match="fit none"):
+        got(flat, tokens=17)
+
+
+def test_another_number_of_rows_than_expected_is_refused() -> None:
+    with pytest.raises(RouteError, match="6 rows of routes, expected 7"):
+        got(FULL, tokens=7)
+
+
+def test_a_header_that_declares_terabytes_is_refused() -> None:
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": "|u1", "fortran_order": False, "shape": (10**12, 5, 3)})
+    with pytest.raises(RouteError, match=r"\[1000000000000, 5, 3\] of uint8 declared, 0 bytes there"):
+        got(out.getvalue())
+    content = npy(FULL).replace(b"(6, 5, 3)", b"(9, 5, 3)")
+    with pytest.raises(RouteError, match=r"\[9, 5, 3\] of int32 declared, 360 bytes there"):
+        got(content)
+    with pytest.raises(RouteError, match="over the limit"):
+        got(text(npy(FULL)), limit=100)
+
+
+def test_a_payload_of_another_model_is_refused() -> None:
+    with pytest.raises(RouteError, match="the model has"):
+        got(write(WANT), moe_layers=(True,) * 5)

@@ -1,0 +1,74 @@
+"""Routes: what is refused, by name, and what is narrowed without wrapping."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeref.replay import GIVEN, MISSING, RouteError, index_dtype, joined, routes, spread
+from tests.unit.routes import random_routes
+
+
+def test_the_narrowest_type_that_holds_every_expert() -> None:
+    assert [index_dtype(n).name for n in (1, 256, 257, 65536)] == ["uint8", "uint8", "uint16", "uint16"]
+    for bad in (0, 65537):
+        with pytest.raises(RouteError, match=f"experts={bad}"):
+            index_dtype(bad)
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.int32, np.int64, np.uint16])
+def test_no_type_wraps(kind: type) -> None:
+    given_TLK = np.array([[[300, 44]]], kind)
+    assert routes(given_TLK, layers=[0], experts=384).idx_TLK.tolist() == [[[300, 44]]]
+    with pytest.raises(RouteError, match="expert 300 is outside 0 to 255"):
+        routes(given_TLK, layers=[0], experts=256)
+
+
+def test_an_array_of_the_right_type_is_not_copied() -> None:
+    idx = np.zeros((2, 1, 1), np.uint8)
+    assert routes(idx, layers=[0], experts=4).idx_TLK is idx
+
+
+def test_a_row_of_minus_one_is_missing_and_no_other() -> None:
+    made = routes([[[0, 1], [2, 3]], [[-1, -1], [-1, -1]]], layers=[3, 5], experts=4)
+    assert made.kind_T.tolist() == [GIVEN, MISSING]
+    assert made.idx_TLK[0].tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(RouteError, match="token 11, layer 5: -1 in a row that is given elsewhere"):
+        routes([[[0, 1], [2, 3]], [[0, 1], [-1, -1]]], layers=[3, 5], experts=4, start=10)
+
+
+@pytest.mark.parametrize(
+    ("given_TLK", "more", "says"),
+    [
+        ([[0, 1]], {}, r"integers \[tokens, layers, top-k\]"),
+        ([[[0.0, 1.0]]], {}, "float64"),
+        ([[[0, 1]]], {"layers": [0, 1]}, "must be 1 ascending"),
+        ([[[0, 1], [0, 1]]], {"layers": [3, 2]}, "ascending"),
+        ([[[0, 4]]], {}, "token 0, layer 0: expert 4 is outside 0 to 3"),
+        ([[[0, -2]]], {}, "expert -2 is outside"),
+        ([[[2, 2]]], {}, r"token 0, layer 0: expert 2 twice in \[2, 2\]"),
+        ([[[0, 1, 2, 3, 0]]], {}, "top-5 of 4|top-k 5 of 4"),
+        ([[[0, 1]]], {"start": -1}, "start=-1"),
+    ],
+)
+def test_malformed_routes_are_refused_by_place(given_TLK: object, more: dict[str, object], says: str) -> None:
+    with pytest.raises(RouteError, match=says):
+        routes(given_TLK, **{"layers": [0], "experts": 4, **more})  # type: ignore[arg-type]
+
+
+@given(rows=st.integers(0, 60), top_k=st.integers(1, 8), experts=st.integers(8, 300), first=st.integers(0, 9))
+def test_spread_rows_are_distinct_and_even(rows: int, top_k: int, experts: int, first: int) -> None:
+    found = spread(rows, 2, top_k, experts, first)
+    assert found.shape == (rows, 2, top_k)
+    assert all(len(set(row)) == top_k for row in found[:, 0].tolist())
+    counts = np.bincount(found[:, 1].reshape(-1).astype(int), minlength=experts)
+    assert counts.max(initial=0) - counts.min(initial=rows * top_k) <= 1
+
+
+def test_parts_of_another_model_are_not_joined() -> None:
+    with pytest.raises(RouteError, match="part 1 has layers"):
+        joined([random_routes(2), random_routes(2, layers=(1, 2))])
+    with pytest.raises(RouteError, match="no routes"):
+        joined([])

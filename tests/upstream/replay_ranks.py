@@ -1,0 +1,334 @@
+"""Rank entry: what the controller does with real models of one rank. Each check is a function of a Bench."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from moeref_conformance.api import Cell, Claims, Info, Session, Target, World
+from safetensors.torch import load_file
+
+from moeref import bridge, families, megatron
+from moeref.config import MoEConfig
+from moeref.layout import Layout
+from moeref.megatron.replay import recording, replaying, routers
+from moeref.replay import MISSING, RouteError, Routes, routes
+
+
+class Nothing:
+    """A target that is never opened: the entry below does everything."""
+
+    info = Info(name="replay", version="0")
+    claims = Claims(facets=frozenset(), families=frozenset({"glm4_moe"}), worlds=frozenset({"gloo"}), mtp=1)
+
+    def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
+        raise NotImplementedError
+
+
+target = Nothing()
+
+
+class Bench:
+    """Builds models of the cell's checkpoint, and runs them."""
+
+    def __init__(self, cell: Cell, inputs: dict[str, str]) -> None:
+        self.model = families.read(inputs["hf_config"], cell.dtype)
+        self.tokens_BS = load_file(inputs["tokens"])["tokens"]
+        self._checkpoint = Path(inputs["checkpoint"])
+        self.built = self.build()
+
+    def build(self, **overrides: Any) -> Any:
+        asked = MoEConfig(moe_enable_routing_replay=True)
+        built = megatron.build(self.model, Layout(), 0, asked=asked, overrides=overrides)
+        bridge.load(built.table, 0, built.chunks, self._checkpoint)
+        return built
+
+    def logits(self, built: Any = None) -> torch.Tensor:
+        one = built or self.built
+        return megatron.logits(one.chunks, one.table, self.tokens_BS)
+
+    def gradients(self, built: Any) -> dict[tuple[int, str], torch.Tensor]:
+        return megatron.gradients(built.chunks, built.table, self.tokens_BS)
+
+    def given(self, seed: int = 0) -> list[Routes]:
+        """Random routes of each row; the last token of each has none."""
+        layers = [i for i, moe in enumerate(self.model.moe_layers) if moe]
+        rng, (samples, length) = np.random.default_rng(seed), self.tokens_BS.shape
+        found = []
+        for _ in range(samples):
+            order = rng.random((length, len(layers), self.model.experts)).argsort(axis=2)[:, :, : self.model.top_k]
+            order[-1] = -1
+            found.append(routes(order, layers=layers, experts=self.model.experts))
+        return found
+
+    def assert_native(self, native: torch.Tensor) -> None:
+        """Nothing of a scope is left: no action, no queue, no hook, no method of an instance."""
+        for chunk in self.built.chunks:
+            assert not chunk._forward_hooks
+            assert not chunk._forward_pre_hooks
+        for replay in replays(self.built):
+            assert replay.router_replay_action is None
+            assert replay.target_topk_idx is None
+            assert replay.recorded_topk_idx is None
+            assert replay.replay_backward_list == []
+            assert "get_replay_topk" not in vars(replay)
+        assert torch.equal(self.logits(), native)
+
+
+def replays(built: Any) -> list[RouterReplay]:
+    return [router.replay for chunk in built.chunks for router in routers(chunk)]
+
+
+@contextmanager
+def setting(owner: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
+
+
+def recorded_routes_replay_bit_for_bit(bench: Bench) -> None:
+    native = bench.logits()
+    with recording(bench.built.chunks) as recorded:
+        assert torch.equal(bench.logits(), native)
+    assert recorded.microbatches == len(bench.tokens_BS)
+    found = [recorded.routes(number) for number in range(recorded.microbatches)]
+    assert found[0].layers == tuple(i for i, moe in enumerate(bench.model.moe_layers) if moe)
+    with replaying(bench.built.chunks, found):
+        assert torch.equal(bench.logits(), native)
+    with pytest.raises(KeyError):
+        recorded.routes(recorded.microbatches)
+    bench.assert_native(native)
+
+
+def given_rows_are_taken_and_missing_rows_are_not(bench: Bench) -> None:
+    native, given = bench.logits(), bench.given()
+    with recording(bench.built.chunks) as before:
+        bench.logits()
+    seen = seen_experts(bench.built)
+    with replaying(bench.built.chunks, given), seen as chosen:
+        assert not torch.allclose(bench.logits(), native)
+    first = given[0].layers[0]
+    for number, one in enumerate(given):
+        for i, layer in enumerate(one.layers):
+            want = np.sort(one.idx_TLK[:-1, i])
+            assert (np.sort(chosen[number][layer][:-1]) == want).all()
+        assert one.kind_T[-1] == MISSING
+        own = before.routes(number).idx_TLK[-1, 0]
+        assert sorted(chosen[number][first][-1].tolist()) == sorted(own.tolist())
+    bench.assert_native(native)
+
+
+@contextmanager
+def seen_experts(built: Any) -> Iterator[list[dict[int, np.ndarray[Any, Any]]]]:
+    """Experts of every token in each forward by layer, read off the routing map that the dispatcher gets."""
+    found: list[dict[int, np.ndarray[Any, Any]]] = []
+
+    def after(layer: int) -> Callable[..., None]:
+        def hook(_: Any, __: Any, out: Any) -> None:
+            if not found or layer in found[-1]:
+                found.append({})
+            map_TE = out[1]
+            found[-1][layer] = np.stack([np.flatnonzero(row) for row in map_TE.cpu().numpy()])
+
+        return hook
+
+    handles = [r.module.register_forward_hook(after(r.layer)) for c in built.chunks for r in routers(c) if not r.mtp]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def a_scope_in_a_scope_is_refused(bench: Bench) -> None:
+    native, given = bench.logits(), bench.given()
+    for outer in (lambda: recording(bench.built.chunks), lambda: replaying(bench.built.chunks, given)):
+        for inner in (lambda: recording(bench.built.chunks), lambda: replaying(bench.built.chunks, given)):
+            with outer():
+                with pytest.raises(RouteError, match="recorded or replayed already"), inner():
+                    raise AssertionError("entered")
+                bench.logits()
+    bench.assert_native(native)
+
+
+def an_error_leaves_the_routers_native(bench: Bench) -> None:
+    native, given = bench.logits(), bench.given()
+    with pytest.raises(ZeroDivisionError), replaying(bench.built.chunks, given):
+        _ = bench.logits() / (1 // 0)
+    bench.assert_native(native)
+    with pytest.raises(ZeroDivisionError), replaying(bench.built.chunks, given):
+        raise ZeroDivisionError
+    bench.assert_native(native)
+    experts = next(m for m in bench.built.chunks[0].modules() if hasattr(m, "router")).experts
+
+    def stop(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    handle = experts.register_forward_pre_hook(stop)
+    for scope in (recording(bench.built.chunks), replaying(bench.built.chunks, given)):
+        with pytest.raises(ZeroDivisionError), scope:  # in the middle of a forward
+            bench.logits()
+    handle.remove()
+    bench.assert_native(native)
+    short = [one.take(slice(0, -1)) for one in given]
+    with (
+        pytest.raises(RouteError, match=r"routes 16 tokens on this rank, its routes have 15 rows"),
+        replaying(bench.built.chunks, short),
+    ):
+        bench.logits()
+    bench.assert_native(native)
+
+
+def another_number_of_microbatches_is_refused(bench: Bench) -> None:
+    native, given = bench.logits(), bench.given()
+    with (
+        pytest.raises(RouteError, match="runs microbatch 1, but routes are given for 1"),
+        replaying(bench.built.chunks, given[:1]),
+    ):
+        bench.logits()
+    with (
+        pytest.raises(RouteError, match=r"given for 3 microbatches, but chunk 0 ran 2"),
+        replaying(bench.built.chunks, [*given, given[0]]),
+    ):
+        bench.logits()
+    with (
+        pytest.raises(RouteError, match=r"given for 2 microbatches, but chunk 0 ran 0"),
+        replaying(bench.built.chunks, given),
+    ):
+        pass
+    bench.assert_native(native)
+
+
+def another_model_is_left_alone(bench: Bench) -> None:
+    """A second model of the process, and one that was discarded before."""
+    bench.build()
+    other = bench.build()
+    native, given = bench.logits(), bench.given()
+    with replaying(bench.built.chunks, given):
+        replayed = bench.logits()
+        assert torch.equal(bench.logits(other), native)
+        assert all(r.target_topk_idx is None and r.replay_backward_list == [] for r in replays(other))
+    with replaying(other.chunks, given):
+        assert torch.equal(bench.logits(other), replayed)
+        assert torch.equal(bench.logits(), native)
+    with recording(bench.built.chunks) as recorded:
+        bench.logits(other)
+    assert recorded.microbatches == 0
+    bench.assert_native(native)
+
+
+def mtp_routers_are_kept_apart(bench: Bench) -> None:
+    native, given = bench.logits(), bench.given()
+    found = routers(bench.built.chunks[0])
+    layers, depth = [r.layer for r in found], len(bench.model.moe_layers)
+    assert layers == [*given[0].layers, depth]
+    assert [r.mtp for r in found] == [False] * (len(found) - 1) + [True]
+    mtp = found[-1].replay
+    with replaying(bench.built.chunks, given):
+        bench.logits()
+        assert (mtp.router_replay_action, mtp.target_topk_idx) == (None, None)
+    with (
+        pytest.raises(RouteError, match=rf"no routes for layers \[{depth}\]"),
+        replaying(bench.built.chunks, given, mtp=True),
+    ):
+        raise AssertionError("entered")
+    with pytest.raises(RouteError, match=rf"layer {depth} recorded nothing"), recording(bench.built.chunks, mtp=True):
+        bench.logits()  # which leaves multi-token prediction out
+    bench.assert_native(native)
+
+
+def what_cannot_be_replayed_is_refused(bench: Bench) -> None:
+    native, given, chunks = bench.logits(), bench.given(), bench.built.chunks
+    config, first = bench.built.config, routers(chunks[0])[0]
+
+    def refused(says: str, scope: Callable[[], Any] = lambda: replaying(chunks, given)) -> None:
+        with pytest.raises(RouteError, match=says), scope():
+            raise AssertionError("entered")
+
+    with setting(config, moe_router_fusion=True):
+        refused(f"layer {first.layer}: the fused router")
+        refused("the fused router", lambda: recording(chunks))
+    for kind in ("sinkhorn", "quantile_balancing"):
+        with setting(first.module, routing_type=kind):
+            refused(f"{kind} routing ignores")
+            refused(f"{kind} routing ignores", lambda: recording(chunks))
+    with setting(first.module, router_replay=None):
+        refused("moe_enable_routing_replay=True")
+    for kind, coefficient in (("aux_loss", 0.1), (["seq_aux_loss", "global_aux_loss"], [0.0, 0.1])):
+        with setting(first.module, routing_type=kind), setting(config, moe_aux_loss_coeff=coefficient):
+            refused("computed over the router's own top-k")
+            with recording(chunks), pytest.raises(RouteError, match="already"), replaying(chunks, given):
+                pass
+            with replaying(chunks, given, aux_loss="native"):
+                bench.logits()
+    for kind, coefficient in (("aux_loss", 0.0), (["seq_aux_loss", "aux_loss"], [0.0, 0.0])):  # no loss is computed
+        with (
+            setting(first.module, routing_type=kind),
+            setting(config, moe_aux_loss_coeff=coefficient),
+            replaying(chunks, given),
+        ):
+            bench.logits()
+    wide = routes(np.zeros((16, 1, 1), np.int64), layers=[given[0].layers[0]], experts=4)
+    refused("the routes are top-1 of 4", lambda: replaying(chunks, [wide, wide]))
+    lacking = [Routes(g.idx_TLK[:, 1:], g.layers[1:], g.experts, g.kind_T, g.versions_T) for g in given]
+    refused("no routes for layers", lambda: replaying(chunks, lacking))
+    bench.assert_native(native)
+
+
+def recomputation_takes_the_same_routes(bench: Bench) -> None:
+    """Full recomputation, of some layers, and of the MoE layers alone: gradients are the same bit for bit."""
+    ways: Sequence[dict[str, Any]] = (
+        {},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    )
+    given = bench.given()
+    found, own, runs = [], [], []
+    for way in ways:
+        built = bench.build(**way)
+        own.append(bench.gradients(built))
+        with replaying(built.chunks, given), seen_experts(built) as seen:
+            found.append(bench.gradients(built))
+        runs.append(sum(map(len, seen)))
+        assert all(replay.replay_backward_list == [] for replay in replays(built))
+    # Rows times MoE layers, and those again that are recomputed.
+    assert [count / runs[0] for count in runs] == [1, 2, 1.5, 2]
+    assert any(not torch.equal(found[0][key], own[0][key]) for key in own[0])
+    for one in found[1:]:
+        assert all(torch.equal(one[key], found[0][key]) for key in found[0])
+
+
+CHECKS = {
+    "glm4_moe": (
+        *(recorded_routes_replay_bit_for_bit, given_rows_are_taken_and_missing_rows_are_not),
+        *(a_scope_in_a_scope_is_refused, an_error_leaves_the_routers_native, another_model_is_left_alone),
+        *(another_number_of_microbatches_is_refused, what_cannot_be_replayed_is_refused),
+        recomputation_takes_the_same_routes,
+    ),
+    "glm4_moe+mtp1": (mtp_routers_are_kept_apart,),
+}
+
+
+def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
+    """Run the checks of the cell's variant; what each raised goes to done.json."""
+    megatron.initialise(Layout())
+    bench, done = Bench(cell, inputs), {}
+    for one in CHECKS["+".join(part for part in cell.variant.split("+") if part != "L3")]:
+        try:
+            one(bench)
+            done[one.__name__] = ""
+        except Exception:
+            done[one.__name__] = traceback.format_exc()
+    (folder / "done.json").write_text(json.dumps(done))

@@ -1,0 +1,154 @@
+"""The report as a page for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding as Indented
+from rich.table import Table
+from rich.text import Text
+
+from moeref.check.report import Report, Stage
+
+#: Settings shown unless all are asked for: those that differ between frameworks, and those the layout decides.
+SHOWN = (
+    "moe_token_dispatcher_type",
+    "moe_flex_dispatcher_backend",
+    "moe_router_load_balancing_type",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_grouped_gemm",
+    "moe_enable_routing_replay",
+    "moe_shared_expert_intermediate_size",
+    "mtp_num_layers",
+    "sequence_parallel",
+    "rotary_base",
+)
+
+
+def page(report: Report, *, every_setting: bool = False) -> RenderableType:
+    """The whole report: verdict and problems first, then what Megatron is given and how the model lies."""
+    parts: list[RenderableType] = [_verdict(report)]
+    parts += [_problems(report)] if report.problems else []
+    parts += [_facts(report)]
+    if report.stages:
+        parts += [_title("Stages"), _indented(_stages(report))]
+    if report.record is not None:
+        parts += [_title("What Megatron is given"), _indented(_settings(report, every_setting))]
+    return Group(*parts)
+
+
+def show(report: Report, console: Console | None = None, *, every_setting: bool = False) -> None:
+    """Print the page."""
+    (console or Console()).print(page(report, every_setting=every_setting))
+
+
+def _title(text: str) -> Text:
+    return Text(f"\n{text}", style="bold")
+
+
+def _indented(what: RenderableType) -> Indented:
+    return Indented(what, (0, 0, 0, 2))
+
+
+def _verdict(report: Report) -> Text:
+    said = ("will work", "bold green") if report.works else ("will not work", "bold red")
+    where = f" on {report.world} ranks" if report.world else ""
+    return Text.assemble((report.title, "bold"), f" under {report.layout}{where}: ", said)
+
+
+def _problems(report: Report) -> Indented:
+    table = Table.grid(padding=(0, 2))
+    for problem in report.problems:
+        table.add_row(Text(problem.about, style="red"), Text(problem.text))
+        if problem.fix:
+            table.add_row("", Text(problem.fix, style="green"))
+    return _indented(table)
+
+
+def _facts(report: Report) -> Indented:
+    table = Table.grid(padding=(0, 2))
+    for name, text in _lines(report):
+        table.add_row(Text(name, style="bold"), Text(text))
+    return Indented(table, (1, 0, 0, 2))
+
+
+def _lines(report: Report) -> Iterable[tuple[str, str]]:
+    model = report.model
+    dense = len(model.moe_layers) - sum(model.moe_layers)
+    size = f", {report.parameters / 1e9:.1f} B parameters in {report.tensors:,} tensors" if report.tensors else ""
+    more = f", {model.mtp_layers} MTP" if model.mtp_layers else ""
+    yield (
+        "model",
+        f"{model.family}: {model.num_layers} layers ({dense} dense{more}), {model.experts} experts, "
+        f"top-{model.top_k}{size}",
+    )
+    if report.experts:
+        yield "experts", f"{report.experts[1]} of {report.experts[0]} on each rank"
+    if report.weights:
+        most = max(report.weights, key=lambda pp: report.weights[pp])
+        yield (
+            "weights",
+            f"up to {report.weights[most] / 2**30:.2f} GiB on a rank (pp {most}), without optimizer or gradients",
+        )
+    if report.dispatcher:
+        yield "dispatcher", f"{report.dispatcher} ({report.dispatcher_why})"
+    if report.needs:
+        yield "", f"needs {', '.join(report.needs)}"
+    if report.padding:
+        plan = report.padding.plan
+        yield "padding", f"packed sequences to a multiple of {plan.multiple}"
+        for factor in plan.factors:
+            yield "", f"{factor.multiple} per {factor.level}: {factor.why}"
+        if report.padding.padded is not None:
+            yield "", f"{report.padding.length} → {report.padding.padded} tokens, {report.padding.rows} rows on a rank"
+    if report.seeds:
+        counts = ", ".join(f"{kind} {have} of {want}" for kind, (have, want) in report.seeds.counts.items())
+        yield "seeds", f"distinct: {counts}"
+    if report.replay != "off":
+        yield "replay", f"{report.replay}; {report.route_bytes} bytes of routes a token"
+    for note in report.notes:
+        yield "note", note
+
+
+def _stages(report: Report) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("pp", "vp", "layers", "", "GiB a rank"):
+        table.add_column(heading, justify="right" if heading in ("pp", "vp", "GiB a rank") else "left")
+    # Neighbours that are alike but for their numbers are one line.
+    ordered = sorted(report.stages, key=lambda s: (s.vp, s.pp))
+    for _, alike in groupby(ordered, key=lambda s: (s.vp, len(s.layers), s.holds, report.weights.get(s.pp))):
+        run = list(alike)
+        first, last = run[0], run[-1]
+        size = report.weights.get(first.pp)
+        table.add_row(
+            f"{first.pp}–{last.pp}" if len(run) > 1 else str(first.pp),
+            str(first.vp),
+            f"{_range(run)} ({len(first.layers)} each)" if len(run) > 1 else f"{_range(run)} ({len(first.layers)})",
+            ", ".join(first.holds),
+            f"{size / 2**30:.2f}" if size is not None else "",
+        )
+    return table
+
+
+def _range(run: list[Stage]) -> str:
+    layers = [layer for stage in run for layer in stage.layers]
+    return f"{layers[0]}–{layers[-1]}" if layers else "none"
+
+
+def _settings(report: Report, every: bool) -> Table:
+    assert report.record is not None
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("setting", "value", "origin", ""):
+        table.add_column(heading)
+    for name, setting in sorted(report.record.settings.items()):
+        if every or name in SHOWN or setting.origin in ("field", "override", "derived"):
+            table.add_row(name, Text(repr(setting.value), overflow="fold"), setting.origin, setting.reason)
+    return table

@@ -1,0 +1,108 @@
+"""What a preflight found, as values: a page and JSON are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moeref.config import Record
+from moeref.dispatcher.padding import Plan
+from moeref.families import Model
+from moeref.seeds import Report as SeedReport
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why it will not work, and what to do. `about`: layout, bridge, config, dispatcher, padding, seeds or replay."""
+
+    about: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its decoder layers by global number, and bytes of weights on each of its ranks."""
+
+    pp: int
+    vp: int
+    layers: tuple[int, ...]
+    holds: tuple[str, ...]  # "embedding", "mtp", "head"
+
+
+@dataclass(frozen=True)
+class Padding:
+    """The padding plan and what it makes of the sequence length."""
+
+    plan: Plan
+    length: int | None
+    padded: int | None
+    rows: int | None  # of one rank, after context and sequence parallelism
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that can be said before a GPU is spent. What a problem kept from being worked out is None or empty."""
+
+    title: str
+    model: Model
+    layout: str
+    world: int | None
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    record: Record | None = None
+    dispatcher: str = ""
+    dispatcher_why: str = ""
+    needs: tuple[str, ...] = ()  # of the machine
+    stages: tuple[Stage, ...] = ()
+    experts: tuple[int, int] | None = None  # experts of the model, experts of a rank
+    padding: Padding | None = None
+    seeds: SeedReport | None = None
+    weights: Mapping[int, int] = field(default_factory=dict)  # pipeline rank -> bytes on each of its ranks, at most
+    parameters: int = 0
+    tensors: int = 0
+    replay: str = "off"
+    route_bytes: int = 0  # of one token, as moeref.replay writes it
+
+    @property
+    def works(self) -> bool:
+        """The verdict."""
+        return not self.problems
+
+    def to_plain(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        padding = self.padding
+        return {
+            "works": self.works,
+            "model": self.title,
+            "family": self.model.family,
+            "layout": self.layout,
+            "world": self.world,
+            "problems": [vars(problem) for problem in self.problems],
+            "notes": list(self.notes),
+            "megatron": self.record.to_plain() if self.record else None,
+            "dispatcher": {
+                "choice": self.dispatcher,
+                "why": self.dispatcher_why,
+                "needs": list(self.needs),
+            },
+            "stages": [{**vars(s), "layers": list(s.layers), "holds": list(s.holds)} for s in self.stages],
+            "experts": None if self.experts is None else {"model": self.experts[0], "rank": self.experts[1]},
+            "padding": None
+            if padding is None
+            else {
+                "multiple": padding.plan.multiple,
+                "factors": [vars(factor) for factor in padding.plan.factors],
+                "length": padding.length,
+                "padded": padding.padded,
+                "rows_per_rank": padding.rows,
+            },
+            "seeds": None
+            if self.seeds is None
+            else {kind: {"distinct": have, "wanted": want} for kind, (have, want) in self.seeds.counts.items()},
+            "weight_bytes": {f"pp{pp}": size for pp, size in self.weights.items()},
+            "parameters": self.parameters,
+            "tensors": self.tensors,
+            "replay": {"mode": self.replay, "bytes_per_token": self.route_bytes},
+        }

@@ -1,0 +1,106 @@
+"""Reads a run file: one model, one layout, and what is asked for policy and reference, each value written once.
+
+```yaml
+model: glm-4.7-flash            # a known name, or a path
+layout: {tp: 2, ep: 8, etp: 1, world: 8}
+seq_length: 8192                # optional, as dispatcher, precision, replay and seed are
+policy: {moe_router_score_function: sigmoid}
+reference: ${policy}            # interpolation: the reference model is asked for the same
+```
+
+YAML is read with OmegaConf, which resolves interpolations; JSON needs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moeref.check.run import CheckError
+from moeref.config import ConfigError, MoEConfig, shared
+from moeref.config.errors import nearest
+
+OPTIONS = ("dispatcher", "precision", "replay", "seq_length", "seed")
+_KEYS = ("model", "layout", *OPTIONS, "policy", "reference", "declared")
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A run file's values; options that it leaves out are None. `models` are the settings of policy and reference."""
+
+    model: str
+    layout: str
+    models: Mapping[str, dict[str, Any]]
+    dispatcher: str | None = None
+    precision: str | None = None
+    replay: str | None = None
+    seq_length: int | None = None
+    seed: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `check` that the file gives."""
+        return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
+
+
+def is_run_file(model: str) -> bool:
+    """Whether MODEL is a run file and not a model: YAML, or JSON with a `policy`."""
+    path = Path(model)
+    if path.suffix in (".yaml", ".yml"):
+        return True
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    found = _parsed(path)
+    return isinstance(found, Mapping) and "policy" in found
+
+
+def read_run_file(file: str | Path) -> RunFile:
+    """The values of `file`.
+
+    Raises CheckError for a file that cannot be read, unknown or missing keys, and a reference model that is asked for
+    something else than the policy where `declared` does not name it.
+    """
+    path = Path(file)
+    found = _parsed(path)
+    if not isinstance(found, Mapping):
+        raise CheckError(f"{path}: a run file is a mapping, this is {type(found).__name__}")
+    for key in found:
+        if key not in _KEYS:
+            raise CheckError(f"{path}: unknown key {key!r}{nearest(str(key), _KEYS)}")
+    for key in ("model", "layout", "policy"):
+        if not found.get(key):
+            raise CheckError(f"{path}: {key} is missing")
+    models = {"policy": dict(found["policy"])}
+    if found.get("reference"):
+        models["reference"] = dict(found["reference"])
+        sides = [MoEConfig.from_mapping(models[name]) for name in ("policy", "reference")]
+        try:
+            shared(*({**s.fields, **s.transformer_config_kwargs} for s in sides), declared=found.get("declared") or ())
+        except ConfigError as error:
+            raise CheckError(f"{path}: {error}; write the difference under declared:, or interpolate") from error
+    layout = found["layout"]
+    text = ",".join(f"{k}={v}" for k, v in layout.items()) if isinstance(layout, Mapping) else str(layout)
+    options = {key: found.get(key) for key in OPTIONS}
+    return RunFile(model=str(found["model"]), layout=text, models=models, **options)
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        if path.suffix == ".json":
+            return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckError(f"{path}: {error}") from error
+    try:
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError as error:
+        raise CheckError(f"{path}: YAML run files need the package omegaconf; or write JSON") from error
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
+    except (OSError, ValueError, OmegaConfBaseException) as error:
+        raise CheckError(f"{path}: {error}") from error
+    except Exception as error:  # PyYAML's own errors, whose package is not imported here
+        raise CheckError(f"{path}: not YAML: {error}") from error

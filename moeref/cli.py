@@ -1,0 +1,116 @@
+"""The command line: `moeref check`.
+
+Exit codes: 0 it will work, 1 it will not, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from moeref.check import CheckError, Report, check
+from moeref.check.run import PRECISIONS, REPLAY
+from moeref.check.runfile import OPTIONS, RunFile, is_run_file, read_run_file
+from moeref.config import ConfigError, MoEConfig
+from moeref.families import published
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and give its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _check(options)
+    except (CheckError, ConfigError) as error:
+        print(f"moeref: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moeref", description="The glue between Megatron and an inference engine.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    command = commands.add_parser(
+        "check",
+        help="say what a run will do before a GPU is spent",
+        epilog=f"Known models: {', '.join(published())}.",
+    )
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a known name, a Hugging Face config file or folder, or a run file (.yaml, .json)",
+    )
+    command.add_argument("--layout", help="such as tp=8,pp=16,ep=64,etp=1,world=1024,first=3,last=2")
+    command.add_argument("--dispatcher", help="auto (default), allgather, alltoall, flex:deepep, flex:hybridep")
+    command.add_argument("--precision", help=f"{', '.join(PRECISIONS)} (default: bf16)")
+    command.add_argument("--replay", help=f"{', '.join(REPLAY)} (default: off)")
+    command.add_argument("--seq-length", type=int, metavar="N", help="tokens of one packed sequence, before padding")
+    command.add_argument("--seed", type=int, metavar="N", help="of the run (default: 1234)")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of Megatron's; JSON value"
+    )
+    command.add_argument("--core", help="version of megatron-core (default: 0.19.2)")
+    command.add_argument("--json", action="store_true", help="machine-readable")
+    command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> int:
+    if is_run_file(options.model):
+        reports = _of_file(read_run_file(options.model), options)
+    else:
+        if not options.layout:
+            raise CheckError("say --layout tp=…,pp=…,ep=…; `--layout world=1` is one rank")
+        reports = {"": _one(options.model, options.layout, _asked({}, options.set), options)}
+    if options.json:
+        plain = {name or "run": report.to_plain() for name, report in reports.items()}
+        print(json.dumps(plain if len(plain) > 1 else next(iter(plain.values())), indent=1, ensure_ascii=False))
+    else:
+        _show(reports, options.all)
+    return 0 if all(report.works for report in reports.values()) else 1
+
+
+def _of_file(run: RunFile, options: argparse.Namespace) -> dict[str, Report]:
+    for name, value in run.options.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    layout = options.layout or run.layout
+    return {name: _one(run.model, layout, _asked(moe, options.set), options) for name, moe in run.models.items()}
+
+
+def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace) -> Report:
+    given = {name: value for name in (*OPTIONS, "core") if (value := getattr(options, name)) is not None}
+    return check(model, layout, asked=asked, **given)
+
+
+def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:
+    through = dict(moe.get("transformer_config_kwargs") or {})
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise CheckError(f"--set {pair}: write NAME=VALUE")
+        try:
+            through[name.strip()] = json.loads(text)
+        except ValueError:
+            through[name.strip()] = text  # a bare word is a string
+    return MoEConfig.from_mapping({**moe, **({"transformer_config_kwargs": through} if through else {})})
+
+
+def _show(reports: dict[str, Report], every: bool) -> None:
+    from rich.console import Console
+
+    from moeref.check.page import show
+
+    console = Console()
+    # A reference that is asked for the same as the policy needs no page of its own.
+    pages: list[tuple[list[str], Report]] = []
+    for name, report in reports.items():
+        if pages and pages[-1][1].to_plain() == report.to_plain():
+            pages[-1][0].append(name)
+        else:
+            pages.append(([name], report))
+    for names, report in pages:
+        if names[0]:
+            console.print(f"[bold]{' and '.join(names)}[/bold]")
+        show(report, console, every_setting=every)

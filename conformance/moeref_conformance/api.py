@@ -6,19 +6,36 @@ Shape suffixes used in the kit: `tokens_BS` batch × sequence, `logits_BSV` batc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+from moeref_conformance.facets import (
+    Config,
+    Dispatch,
+    DispatcherRequest,
+    Export,
+    Forward,
+    Gradients,
+    NameRow,
+    Names,
+    Padding,
+    PadRequest,
+    Plan,
+    Replay,
+    Request,
+    RoundTrip,
+    RoutedRows,
+    Seeds,
+    TensorMeta,
+)
 
 API_VERSION = 1
 
-#: Facets a target may claim. Those after `forward` are reserved: the interface leaves room for them.
-FACETS = ("names", "export", "forward", "config", "delta", "replay", "dispatch", "seeds", "sync")
+#: Facets a target may claim; `delta` and `sync` are reserved: the interface leaves room for them.
+FACETS = ("names", "plan", "export", "forward", "gradients", "config", "delta", "replay", "dispatch", "seeds", "sync")
 
 
 class Unsupported(Exception):
@@ -81,6 +98,7 @@ class Cell:
     layout_name: str
     layout: Layout
     world: str = "gloo"  # static | gloo | gloo-cuda | nccl
+    size: str = "tiny"  # or a published model (`sizes`), which decides the family and the axes down to `mtp`
     layers: int = 8  # decoder layers of the tiny model; uneven layouts need another number
     dtype: str = "float32"  # of the checkpoint and of the Megatron parameters
     tied: bool = False  # tie_word_embeddings
@@ -90,20 +108,23 @@ class Cell:
     experts: str = "sequential"  # Megatron's expert modules: sequential | grouped
     dispatcher: str = "alltoall"
     replay: str = "off"
+    gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
     tags: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def variant(self) -> str:
         """All that is not layout or world: cells of one variant share a checkpoint and must export the same bytes."""
-        extra = [f"L{self.layers}"] if self.layers != 8 else []
-        extra += [self.dtype] if self.dtype != "float32" else []
-        extra += ["tied"] if self.tied else []
-        extra += [f"mtp{self.mtp}"] if self.mtp else []
+        extra: list[str] = []
+        if self.size == "tiny":
+            extra += [f"L{self.layers}"] if self.layers != 8 else []
+            extra += [self.dtype] if self.dtype != "float32" else []
+            extra += ["tied"] if self.tied else []
+            extra += [f"mtp{self.mtp}"] if self.mtp else []
         extra += [self.spelling] if self.spelling != "per_expert" else []
         extra += [f"{self.norms}-norms"] if self.norms != "apart" else []
         extra += [self.experts] if self.experts != "sequential" else []
         extra += [v for v, d in ((self.dispatcher, "alltoall"), (self.replay, "off")) if v != d]
-        return "+".join([self.family, *extra])
+        return "+".join([self.family if self.size == "tiny" else self.size, *extra])
 
     @property
     def id(self) -> str:
@@ -136,6 +157,7 @@ class Claims:
     replay: frozenset[str] = frozenset({"off"})
     tied: bool = True
     mtp: int = 0  # most multi-token prediction layers
+    announces: bool = True  # `Export.plan` says what will come; without it only the streams themselves are compared
     limits: Mapping[str, int] = field(default_factory=dict)  # e.g. {"vpp": 1, "ep": 64}
 
     def why_not(self, cell: Cell) -> str | None:
@@ -175,82 +197,27 @@ class World:
     hf_config: Path  # folder with the config.json of the model to build (no weights are promised here)
 
 
-@dataclass(frozen=True, kw_only=True)
-class NameRow:
-    """One tensor a rank holds: its name in the rank's own module, its global Megatron name, and the HF names in it.
-
-    `shape` and `dtype` are those of this rank's shard. `hf` lists the HF tensors whose elements it holds, in the order
-    in which the target lays them out; it is empty for a replica that no export reads (a tied head on the last stage).
-    """
-
-    chunk: int  # virtual pipeline stage on this rank
-    local: str
-    global_name: str
-    hf: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str  # "float32", "bfloat16"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorMeta:
-    """What an export promises to send: the full HF tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@runtime_checkable
-class Names(Protocol):
-    """Facet `names`."""
-
-    def table(self, rank: int) -> Sequence[NameRow]:
-        """All tensors that `rank` holds. Pure: no collective, no module, any rank may ask for any rank."""
-        ...
-
-
-@runtime_checkable
-class Export(Protocol):
-    """Facet `export`. All calls are made by all ranks in the same order."""
-
-    def chunks(self) -> Sequence[torch.nn.Module]:
-        """The real model chunks of this rank, one per virtual stage: the kit's back door for looking and changing."""
-        ...
-
-    def load(self, checkpoint: Path) -> None:
-        """Read a Hugging Face folder (safetensors, one file or indexed) into this rank's shards, or raise."""
-        ...
-
-    def plan(self) -> Sequence[TensorMeta]:
-        """What `stream` will yield, in order, without a collective."""
-        ...
-
-    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        """Full HF tensors in order: the tensor on the writer, None on every other rank."""
-        ...
-
-
-@runtime_checkable
-class Forward(Protocol):
-    """Facet `forward`."""
-
-    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
-        """`logits_BSV` in fp32 over the unpadded vocabulary on the ranks of the last stage, None elsewhere.
-
-        `tokens_BS` is int64 and equal on all ranks; each row is one microbatch; positions are 0..S-1; no dropout.
-        """
-        ...
-
-
 class Session(Protocol):
     """One opened cell on one rank. A facet that is not claimed is None."""
 
     @property
     def names(self) -> Names | None: ...
     @property
+    def plan(self) -> Plan | None: ...
+    @property
     def export(self) -> Export | None: ...
     @property
     def forward(self) -> Forward | None: ...
+    @property
+    def gradients(self) -> Gradients | None: ...
+    @property
+    def config(self) -> Config | None: ...
+    @property
+    def seeds(self) -> Seeds | None: ...
+    @property
+    def replay(self) -> Replay | None: ...
+    @property
+    def dispatch(self) -> Dispatch | None: ...
 
 
 class Target(Protocol):
@@ -272,3 +239,35 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(v) for v in (sorted(value) if isinstance(value, set | frozenset) else value)]
     return str(value) if isinstance(value, Path) else value
+
+
+__all__ = [
+    "API_VERSION",
+    "FACETS",
+    "Cell",
+    "Claims",
+    "Config",
+    "Dispatch",
+    "DispatcherRequest",
+    "Export",
+    "Forward",
+    "Gradients",
+    "Info",
+    "Layout",
+    "NameRow",
+    "Names",
+    "PadRequest",
+    "Padding",
+    "Plan",
+    "Replay",
+    "Request",
+    "RoundTrip",
+    "RoutedRows",
+    "Seeds",
+    "Session",
+    "Target",
+    "TensorMeta",
+    "Unsupported",
+    "World",
+    "to_plain",
+]

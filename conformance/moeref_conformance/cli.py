@@ -1,4 +1,4 @@
-"""The command line: `list`, `smoke`, `run`, `inputs`, `report`, `diff`.
+"""The command line: `list`, `smoke`, `run`, `inputs`, `report`, `diff`, `shards`, `table`.
 
 Exit codes: 0 conformant, 1 not conformant, 2 bad input or an error of the kit, 3 incomplete.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from moeref_conformance import matrix as matrices
 from moeref_conformance.checks import BadInput
 from moeref_conformance.rules import load_rules, select
+from moeref_conformance.sizes import TINY
 
 OUT = Path("conformance-report")
 
@@ -79,15 +80,30 @@ def _parser() -> argparse.ArgumentParser:
     difference.add_argument("old", type=Path)
     difference.add_argument("new", type=Path)
     difference.set_defaults(command=_diff)
+
+    shards = commands.add_parser("shards", help="whether two targets load the same shards; 1 if not")
+    shards.add_argument("left", help="a target, as for `run`")
+    shards.add_argument("right", help="another one")
+    shards.add_argument("--out", type=Path, metavar="FILE", help="write what was compared as JSON")
+    _selection(shards, rules=False)
+    shards.set_defaults(command=_shards)
+
+    table = commands.add_parser("table", help="one Markdown page on several results: rules × cells, with causes")
+    table.add_argument(
+        "results", type=Path, nargs="+", help="results.jsonl, with shards.json next to it if there is one"
+    )
+    table.add_argument("--out", type=Path, required=True, metavar="FILE")
+    table.set_defaults(command=_table)
     return parser
 
 
-def _selection(parser: argparse.ArgumentParser, matrix: str = "cpu") -> None:
+def _selection(parser: argparse.ArgumentParser, matrix: str = "cpu", rules: bool = True) -> None:
     parser.add_argument("--matrix", default=matrix, help=f"a shipped matrix or a file (default: {matrix})")
     parser.add_argument("--cell", action="append", default=[], help="only cells of this id, glob or tag; repeatable")
-    parser.add_argument(
-        "--rule", action="append", default=[], help="only rules with this prefix, and what they require"
-    )
+    if rules:
+        parser.add_argument(
+            "--rule", action="append", default=[], help="only rules with this prefix, and what they require"
+        )
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -152,6 +168,9 @@ def _inputs(options: argparse.Namespace) -> int:
     if options.out.exists():
         raise BadInput(f"{options.out} exists; name a folder that does not")
     cells = matrices.load(options.matrix).select(options.cell)
+    sizes = sorted({cell.size for cell in cells} - {TINY})
+    if sizes:
+        raise BadInput(f"published models ({', '.join(sizes)}) have no weights here; name cells of a tiny model")
     with tempfile.TemporaryDirectory() as made_here:
         for variant, cell in {cell.variant: cell for cell in cells}.items():
             inputs, folder = expected(cell, Path(made_here)).inputs, options.out / variant
@@ -177,6 +196,30 @@ def _diff(options: argparse.Namespace) -> int:
     changes = diff(read(options.old), read(options.new))
     print("\n".join(changes.lines))
     return 1 if changes.worse else 0
+
+
+def _shards(options: argparse.Namespace) -> int:
+    from moeref_conformance import shards
+
+    found = []
+    for compared in shards.run(options.left, options.right, matrices.load(options.matrix).select(options.cell)):
+        print(compared.text, flush=True)
+        found.append(compared)
+    if options.out:
+        shards.write(options.out, options.left, options.right, found)
+    same = sum(compared.same for compared in found)
+    print(f"{sum(compared.equal for compared in found)} shards equal; {same} of {len(found)} cells equal throughout")
+    return 0 if same == len(found) else 1
+
+
+def _table(options: argparse.Namespace) -> int:
+    from moeref_conformance import shards
+    from moeref_conformance.report.table import render
+    from moeref_conformance.results import read
+
+    pairs = [(read(path), shards.read(path.parent / "shards.json")) for path in options.results]
+    options.out.write_text(render(pairs), encoding="utf-8")
+    return 0
 
 
 def _say(results: Any, page: Path) -> int:

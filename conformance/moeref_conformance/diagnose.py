@@ -56,6 +56,7 @@ def _other_values(
         lambda: values.stale_values(expected, got, stale),
         lambda: shards.wrong_share(name, expected, got, context),
         lambda: _another(name, got, context),
+        lambda: shards.wrong_expert(name, expected, got, context),
         lambda: axes.transposed(expected, got),
         lambda: _slices(name, expected, got, context, stale),
         lambda: shards.not_rechunked(name, expected, got, context),
@@ -66,6 +67,7 @@ def _other_values(
         lambda: _moved(name, expected, got, context),
         lambda: values.rounded(expected, got),
         lambda: values.scaled(expected, got),
+        lambda: values.shifted(expected, got),
         lambda: values.foreign(expected, got, context),
     )
 

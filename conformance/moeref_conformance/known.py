@@ -6,7 +6,8 @@
     matrix = "cpu"                      # optional: counts only for this matrix
     outcome = "fail"                    # or "flaky": runs and is reported, never green
     reason = "VPP offset counts dense layers"
-    link = "https://..."
+    link = "https://..."                # where it is tracked; or, where nobody does yet:
+    reproduce = "nox -s ..."            # the command that shows it
     expires = 2027-02-01                # afterwards the entry is an error
 
 Entries are strict: an expected failure that passes is `xpass`, and one that matches nothing is an error.
@@ -26,7 +27,8 @@ from moeref_conformance.matrix import Matrix, check_where, matches
 from moeref_conformance.rules import Rule, load_rules
 
 OUTCOMES = ("fail", "flaky")
-KEYS = ("rule", "where", "outcome", "reason", "link", "expires")
+KEYS = ("rule", "where", "outcome", "reason", "expires")
+EVIDENCE = ("link", "reproduce")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +39,20 @@ class Known:
     where: Mapping[str, Any]
     outcome: str
     reason: str
-    link: str
     expires: datetime.date
+    link: str = ""
+    reproduce: str = ""
     matrix: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """Reason, link and expiry in one line."""
-        return f"{self.reason} ({self.link}, until {self.expires.isoformat()})"
+        """Reason, evidence and expiry in one line."""
+        evidence = self.link or f"`{self.reproduce}`"
+        return f"{self.reason} ({evidence}, until {self.expires.isoformat()})"
 
     def covers(self, cell: Cell, rule: Rule) -> bool:
         """Whether this entry speaks of `rule` in `cell`."""
-        return rule.id in self.rules and rule.applies(cell.world) and matches(self.where, cell)
+        return rule.id in self.rules and rule.applies(cell.world, cell.replay) and matches(self.where, cell)
 
 
 def find(matrix: Matrix, target_name: str) -> Path | None:
@@ -101,17 +105,20 @@ def lookup(entries: Iterable[Known], cell: Cell, rule: Rule) -> Known | None:
 
 
 def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> Known:
-    check_keys(spot, table, (*KEYS, "matrix"), KEYS)
+    check_keys(spot, table, (*KEYS, *EVIDENCE, "matrix"), KEYS)
+    given = [key for key in EVIDENCE if key in table]
+    if not given:
+        raise BadInput(f"{spot}: 'link' is missing, and there is no 'reproduce' in its place")
     ids = text_list(f"{spot}: rule", table["rule"])
     for rule_id in ids:
         if rule_id not in rules:
             raise BadInput(f"{spot}: unknown rule {rule_id!r}{nearest(rule_id, rules)}")
     if table["outcome"] not in OUTCOMES:
         raise BadInput(f"{spot}: outcome={table['outcome']!r} is not one of {', '.join(OUTCOMES)}")
-    for key in ("reason", "link"):
+    for key in ("reason", *given):
         if not isinstance(table[key], str) or not table[key].strip():
             raise BadInput(f"{spot}: the {key} is empty")
-    if not table["link"].startswith(("https://", "http://")):
+    if "link" in given and not table["link"].startswith(("https://", "http://")):
         raise BadInput(f"{spot}: link={table['link']!r} is not a URL")
     # A TOML date-time is a date too for Python; only a plain date is meant.
     if type(table["expires"]) is not datetime.date:
@@ -121,7 +128,8 @@ def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> Known:
         where=check_where(spot, table["where"]),
         outcome=table["outcome"],
         reason=table["reason"].strip(),
-        link=table["link"],
         expires=table["expires"],
+        link=table.get("link", ""),
+        reproduce=table.get("reproduce", "").strip(),
         matrix=tuple(text_list(f"{spot}: matrix", table["matrix"])) if "matrix" in table else (),
     )

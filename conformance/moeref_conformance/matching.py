@@ -78,7 +78,8 @@ def _lines(tensors: Mapping[str, torch.Tensor], columns: bool) -> dict[bytes, Wh
 def lines_of(tensor: torch.Tensor, columns: bool) -> list[bytes]:
     """The rows (or columns) of a matrix as bytes; of a stack of matrices the rows one after the other."""
     flat = tensor.detach().reshape(-1, tensor.shape[-1])
-    flat = (flat.T if columns else flat).contiguous()
+    # A copy: a transposed [1, n] counts as contiguous, and its bytes cannot be viewed.
+    flat = (flat.T if columns else flat).clone(memory_format=torch.contiguous_format)
     return [row.tobytes() for row in flat.view(torch.uint8).numpy()] if flat.numel() else []
 
 

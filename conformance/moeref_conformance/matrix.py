@@ -6,8 +6,9 @@ name = "cpu"
 tp2-ep2 = { tp = 2, ep = 2 }
 [[grid]]                                    # the product of its lists
 layout = ["tp2-ep2"]
-family = ["qwen3_moe", "glm4_moe"]
+family = ["qwen3_moe", "glm4_moe"]          # or size = ["kimi-k2"], published models, in world static
 rules = ["EXP"]                             # optional: only rules with these prefixes
+gradients = false                           # optional: no training step, which costs about a third of a cell's time
 [[exclude]]
 where = { layout = "tp2-ep2", family = "glm4_moe" }
 reason = "..."                              # mandatory, and the exclusion must match something
@@ -27,18 +28,36 @@ from typing import Any
 
 from moeref_conformance.api import Cell, Layout, to_plain
 from moeref_conformance.checks import BadInput, check_keys, nearest, read_toml, text_list
-from moeref_conformance.rules import WORLDS, select
+from moeref_conformance.rules import WORLDS, load_rules, select
+from moeref_conformance.sizes import TINY, published
 
 LAYOUT_KEYS = tuple(f.name for f in fields(Layout))
 #: Lists of a grid, in the order in which the product runs (the last varies fastest).
-AXES = ("world", "family", "dtype", "tied", "mtp", "spelling", "norms", "experts", "dispatcher", "replay", "layout")
-CHOICES = {
+AXES = (
+    "world",
+    "family",
+    "size",
+    "dtype",
+    "tied",
+    "mtp",
+    "spelling",
+    "norms",
+    "experts",
+    "dispatcher",
+    "replay",
+    "layout",
+)
+CHOICES: dict[str, Iterable[str]] = {
     "world": WORLDS,
+    "size": published(),
     "dtype": ("float32", "bfloat16"),
     "spelling": ("per_expert", "fused"),
     "norms": ("apart", "fused"),
     "experts": ("sequential", "grouped"),
 }
+#: What a published model decides.
+OF_SIZE = ("family", "dtype", "tied", "mtp")
+LAYERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +120,15 @@ def parse(data: Mapping[str, Any], path: Path) -> Matrix:
     rules: dict[str, frozenset[str]] = {}
     for number, grid in enumerate(data["grid"], 1):
         spot = f"{where}: grid {number}"
-        check_keys(spot, grid, (*AXES, "tags", "rules"), ("layout", "family", "world"))
+        what = "size" if "size" in grid else "family"
+        check_keys(spot, grid, (*AXES, "tags", "rules", "gradients"), ("layout", "world", what))
+        _check_size(spot, grid)
         chosen = select(text_list(f"{spot}: rules", grid["rules"]) if "rules" in grid else ())
-        for cell in _product(spot, grid, layouts):
+        if type(grid.get("gradients", True)) is not bool:
+            raise BadInput(f"{spot}: gradients={grid['gradients']!r} is not true or false")
+        if not grid.get("gradients", True):
+            chosen = frozenset(name for name in chosen if "gradients" not in load_rules()[name].facets)
+        for cell in _product(where, spot, grid, layouts):
             if cell.id in cells:
                 raise BadInput(f"{spot}: cell {cell.id} is already there; a cell belongs to one grid")
             cells[cell.id], rules[cell.id] = cell, chosen
@@ -144,7 +169,16 @@ def _value(cell: Cell, key: str) -> Any:
     return getattr(cell, key) if hasattr(cell, key) else getattr(cell.layout, key)
 
 
-def _layout(where: str, entry: Any) -> tuple[Layout, int]:
+def _check_size(where: str, grid: Mapping[str, Any]) -> None:
+    given = [axis for axis in OF_SIZE if axis in grid]
+    if "size" in grid and given:
+        raise BadInput(f"{where}: {', '.join(given)} cannot go with size, a published model decides that")
+    if "size" in grid and grid["world"] not in ("static", ["static"]):
+        raise BadInput(f'{where}: size needs world = "static"; published models have no weights here')
+
+
+def _layout(where: str, entry: Any) -> tuple[Layout, int | None]:
+    """A layout, and the number of layers that it asks of a tiny model."""
     table = _from_text(where, entry) if isinstance(entry, str) else entry
     if not isinstance(table, Mapping):
         raise BadInput(f"{where}: expected a table or a text form such as 'tp=2,ep=2'")
@@ -153,7 +187,6 @@ def _layout(where: str, entry: Any) -> tuple[Layout, int]:
         kind = str if key == "layout" else bool if key in ("embedding", "loss") else int
         if type(value) is not kind:
             raise BadInput(f"{where}: {key}={value!r} is not {'an' if kind is int else 'a'} {kind.__name__}")
-    layers = table.get("layers", 8)
     try:
         layout = Layout(**{k: v for k, v in table.items() if k != "layers"})
     except ValueError as error:
@@ -166,11 +199,15 @@ def _layout(where: str, entry: Any) -> tuple[Layout, int]:
             raise BadInput(f"{where}: world={layout.world} is not a multiple of {what}={size}")
     if layout.vpp > 1 and layout.pp == 1:
         raise BadInput(f"{where}: vpp={layout.vpp} needs pp of at least 2")
+    return layout, table.get("layers")
+
+
+def _check_split(where: str, cell: Cell) -> None:
+    layout = cell.layout
     if layout.layout is None and layout.first is None and layout.last is None:
-        counted = layers + layout.embedding + layout.loss
+        counted = cell.layers + layout.embedding + layout.loss
         if counted % (layout.pp * layout.vpp):
             raise BadInput(f"{where}: {counted} layers do not divide over pp·vpp={layout.pp * layout.vpp} stages")
-    return layout, layers
 
 
 def _from_text(where: str, text: str) -> dict[str, Any]:
@@ -185,7 +222,9 @@ def _from_text(where: str, text: str) -> dict[str, Any]:
     return table
 
 
-def _product(where: str, grid: Mapping[str, Any], layouts: Mapping[str, tuple[Layout, int]]) -> Iterable[Cell]:
+def _product(
+    file: str, where: str, grid: Mapping[str, Any], layouts: Mapping[str, tuple[Layout, int | None]]
+) -> Iterable[Cell]:
     tags = tuple(text_list(f"{where}: tags", grid["tags"])) if "tags" in grid else ()
     values: dict[str, list[Any]] = {}
     for axis in (axis for axis in AXES if axis in grid):
@@ -206,7 +245,15 @@ def _product(where: str, grid: Mapping[str, Any], layouts: Mapping[str, tuple[La
         fields_ = dict(zip(values, combination, strict=True))
         name = fields_.pop("layout")
         layout, layers = layouts[name]
-        yield Cell(layout_name=name, layout=layout, layers=layers, tags=tags, **fields_)
+        if "size" in fields_:
+            if layers is not None:
+                raise BadInput(f"{file}: layout {name}: layers={layers} cannot go with size={fields_['size']}")
+            fields_ |= published()[fields_["size"]].axes
+        else:
+            fields_["layers"] = LAYERS if layers is None else layers
+        cell = Cell(layout_name=name, layout=layout, gradients=grid.get("gradients", True), tags=tags, **fields_)
+        _check_split(f"{file}: layout {name}" + (f" with {cell.size}" if cell.size != TINY else ""), cell)
+        yield cell
 
 
 def _exclude(where: str, entries: Iterable[Any], cells: Mapping[str, Cell]) -> dict[str, str]:

@@ -63,7 +63,7 @@ class Plan:
 
     def rules_of(self, cell: Cell) -> list[Rule]:
         """The rules that can be judged in the cell's world, prerequisites first."""
-        return [rule for rule in self.rules.values() if rule.applies(cell.world)]
+        return [rule for rule in self.rules.values() if rule.applies(cell.world, cell.replay)]
 
     def enabled(self, cell: Cell, rule: Rule) -> bool:
         """Whether the selection and the cell's grid include the rule."""

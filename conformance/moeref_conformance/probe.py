@@ -19,8 +19,23 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeref_conformance.api import Cell, Export, Forward, NameRow, Session, Target, TensorMeta, World, to_plain
+from moeref_conformance.api import (
+    Cell,
+    Dispatch,
+    Export,
+    Forward,
+    Gradients,
+    Layout,
+    NameRow,
+    Seeds,
+    Session,
+    Target,
+    TensorMeta,
+    World,
+    to_plain,
+)
 from moeref_conformance.records import EVENTS, free_key
+from moeref_conformance.steps import config, dispatch, exchange, gradients, replay, seeds
 
 #: Exact in every floating dtype, and changes sign, so that a zero or an absolute value cannot hide a stale tensor.
 CHANGE = -0.5
@@ -103,8 +118,17 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
             log.step("topology", _topology)
         if "names" in facets:
             log.step("names", lambda: plain_rows(_facet(session, "names").table(world.rank), NameRow))
+        if "config" in facets:
+            log.step("config", lambda: _config(session, chunks="export" in facets))
+        if "seeds" in facets:
+            _seed_steps(log, _facet(session, "seeds"), world.rank)
+        if "dispatch" in facets:
+            _dispatch_steps(log, _facet(session, "dispatch"), cell, world.rank)
         if "export" in facets:
-            _export_steps(log, session, inputs, forward="forward" in facets)
+            trained = cell.layout if "gradients" in facets and gradients.asked(cell) else None
+            announces = target.claims.announces
+            routed = _replay(log, session, cell, inputs) if "replay" in facets and cell.replay != "off" else None
+            _export_steps(log, session, inputs, routed, trained, forward="forward" in facets, plan=announces)
     except BaseException as error:
         # The outcome is already on record; a second error on the way out must not hide it.
         try:
@@ -124,6 +148,11 @@ def _facet(session: Session, name: str) -> Any:
 
 def plain_rows(rows: Any, kind: type) -> list[dict[str, Any]]:
     """A target's answer as plain values. Raises TypeError that names what came instead of rows of `kind`."""
+    return [to_plain(row) for row in checked_rows(rows, kind)]
+
+
+def checked_rows(rows: Any, kind: type) -> list[Any]:
+    """A target's answer as a list. Raises TypeError that names what came instead of rows of `kind`."""
     if not isinstance(rows, Iterable):
         raise TypeError(f"expected rows of api.{kind.__name__}, the target gave {rows!r}")
     made = list(rows)
@@ -132,7 +161,7 @@ def plain_rows(rows: Any, kind: type) -> list[dict[str, Any]]:
             raise TypeError(
                 f"expected rows of api.{kind.__name__}, the target gave a {type(row).__name__}: {row!r:.80}"
             )
-    return [to_plain(row) for row in made]
+    return made
 
 
 def _topology() -> dict[str, Any] | None:
@@ -172,19 +201,53 @@ def held_tensors(chunks: Any) -> Iterator[tuple[int, str, str, torch.Tensor]]:
                     yield i, f"{prefix}.{name}" if prefix else name, "buffer", buffer
 
 
-def _export_steps(log: _Log, session: Session, inputs: Mapping[str, str], forward: bool) -> None:
+def _config(session: Session, chunks: bool) -> dict[str, Any]:
+    return config.recorded(_facet(session, "config"), _facet(session, "export").chunks() if chunks else None)
+
+
+def _seed_steps(log: _Log, facet: Seeds, rank: int) -> None:
+    log.step("seeds_planned", lambda: seeds.planned(facet, rank))
+    log.step("seeds", lambda: seeds.installed(facet))
+    log.step("seeds_resumed", lambda: seeds.resumed(facet))
+
+
+def _dispatch_steps(log: _Log, facet: Dispatch, cell: Cell, rank: int) -> None:
+    log.step("padding", lambda: dispatch.padded(facet, cell.layout))
+    log.step("dispatchers", lambda: dispatch.chosen(facet))
+    log.step("exchange", lambda: exchange.exchanged(facet, cell, rank, log.save))
+
+
+def _replay(log: _Log, session: Session, cell: Cell, inputs: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
+    facet, forward, export = (_facet(session, name) for name in ("replay", "forward", "export"))
+    return partial(replay.run, facet, forward, export, cell, Path(inputs["tokens"]), inputs.get("routes"), log.save)
+
+
+def _export_steps(
+    log: _Log,
+    session: Session,
+    inputs: Mapping[str, str],
+    routed: Callable[[], Any] | None,
+    trained: Layout | None,
+    *,
+    forward: bool,
+    plan: bool,
+) -> None:
     log.step("inventory", lambda: _inventory(_facet(session, "export")))
     export: Export = _facet(session, "export")
     log.step("load", lambda: export.load(Path(inputs["checkpoint"])))
     log.step("shards", lambda: log.save("shards", {f"{c}:{n}": t for c, n, _, t in held_tensors(export.chunks())}))
-    log.step("plan", lambda: plain_rows(export.plan(), TensorMeta))
+    log.step("plan", lambda: plain_rows(export.plan(), TensorMeta) if plan else None)
     log.step("export", lambda: _stream(log, "export", export))
     if forward:
         log.step("forward", lambda: _forward(log, _facet(session, "forward"), Path(inputs["tokens"])))
+    if routed is not None:
+        log.step("replay", routed)
+    if trained is not None:
+        log.step("gradients", lambda: _gradients(log, _facet(session, "gradients"), Path(inputs["tokens"]), trained))
     log.step("change", lambda: _change(export))
     log.step("export_changed", lambda: _stream(log, "export_changed", export))
     log.step("own", lambda: _own(log, export))
-    log.step("refuse_parameter", lambda: _export_unmapped(export), refusal=True)
+    log.step("refuse_parameter", lambda: _export_unmapped(export, plan), refusal=True)
     for step, key in (("refuse_extra", "checkpoint_extra"), ("refuse_missing", "checkpoint_missing")):
         log.step(step, partial(export.load, Path(inputs[key])), refusal=True)
 
@@ -222,6 +285,10 @@ def _forward(log: _Log, forward: Forward, tokens_file: Path) -> dict[str, bool]:
     if logits is not None:
         log.save("forward", {"logits": logits})
     return {"has": logits is not None}
+
+
+def _gradients(log: _Log, facet: Gradients, tokens_file: Path, layout: Layout) -> None:
+    log.save("gradients", gradients.step(facet, tokens_file, layout))
 
 
 def _change(export: Export) -> None:
@@ -263,14 +330,15 @@ def _own(log: _Log, export: Export) -> dict[str, list[str]]:
     return {"changed": changed, "later": later}
 
 
-def _export_unmapped(export: Export) -> None:
+def _export_unmapped(export: Export, plan: bool) -> None:
     """Export while chunk 0 has a parameter that no table can know; the stream is drained if the plan does not raise."""
     chunk, holder = export.chunks()[0], torch.nn.Module()
     like = next(chunk.parameters(), torch.empty(0))
     holder.register_parameter("weight", torch.nn.Parameter(torch.ones(2, 3, dtype=like.dtype, device=like.device)))
     chunk.add_module(UNMAPPED, holder)
     try:
-        export.plan()
+        if plan:
+            export.plan()
         for _ in export.stream():
             pass
     finally:

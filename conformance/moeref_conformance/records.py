@@ -126,8 +126,15 @@ class Observation:
     seconds: float = 0.0
 
     @classmethod
-    def read(cls, cell: Cell, cell_dir: Path, exits: Iterable[RankExit], seconds: float = 0.0) -> Observation:
-        """Read `cell_dir/rank*` with what the world says of each process.
+    def read(
+        cls,
+        cell: Cell,
+        cell_dir: Path,
+        exits: Iterable[RankExit],
+        seconds: float = 0.0,
+        events: Mapping[int, list[dict[str, Any]]] | None = None,
+    ) -> Observation:
+        """Read `cell_dir/rank*`, or the `events` kept in memory, with what the world says of each process.
 
         Crashes are in the order of failure: those the world saw fail first, then by the time of the last event; ranks
         that hung or were ended by the world come last.
@@ -135,6 +142,8 @@ class Observation:
         ranks, crashes = [], []
         for end in sorted(exits, key=lambda e: e.rank):
             record = RankRecord(end.rank, rank_dir(cell_dir, end.rank))
+            if events:
+                record.events = events.get(end.rank, [])
             ranks.append(record)
             if crash := _crash(record, end):
                 crashes.append(crash)
@@ -150,6 +159,14 @@ class Observation:
             record.events = [{"step": "names", "phase": "ok", "at": 0.0, "seconds": 0.0, "value": to_plain(list(rows))}]
             ranks.append(record)
         return cls(cell, ranks)
+
+
+def write_events(cell_dir: Path, events: Mapping[int, list[dict[str, Any]]]) -> None:
+    """Put records that were kept in memory where those of other worlds lie."""
+    for rank, lines in events.items():
+        folder = rank_dir(cell_dir, rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / EVENTS).write_text("".join(json.dumps(to_plain(line)) + "\n" for line in lines), encoding="utf-8")
 
 
 def free_key(taken: Mapping[str, Any], name: str) -> str:

@@ -18,15 +18,22 @@ from moeref_conformance.checks import BadInput, check_keys, nearest, text_list
 
 LEVELS = ("MUST", "SHOULD")
 WORLDS = ("static", "gloo", "gloo-cuda", "nccl")
+REPLAY = ("off", "R2", "R3")
 
 #: What a rule group is about, for headings.
 GROUPS = {
     "RUN": "run to the end",
     "TOP": "place in the process groups",
     "NAM": "names",
+    "PLN": "plan",
     "LOD": "load",
     "EXP": "export",
     "FWD": "forward",
+    "GRD": "gradients",
+    "CFG": "config",
+    "SED": "seeds",
+    "DSP": "dispatch and padding",
+    "RPL": "routing replay",
 }
 
 
@@ -44,15 +51,18 @@ class Rule:
     since: str = ""
     faults: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
+    replay: tuple[str, ...] = ()
 
     @property
     def group(self) -> str:
         """The part before the dash: `EXP` of `EXP-002`."""
         return self.id.partition("-")[0]
 
-    def applies(self, world: str) -> bool:
-        """Whether cells of this world can be judged. `gloo` stands for every world with one process a rank."""
-        return world in self.worlds or (world != "static" and "gloo" in self.worlds)
+    def applies(self, world: str, replay: str = "off") -> bool:
+        """Whether cells of this world and replay mode can be judged. `gloo` stands for every world with one process a
+        rank; a rule that names no mode is judged in all."""
+        here = world in self.worlds or (world != "static" and "gloo" in self.worlds)
+        return here and (not self.replay or replay in self.replay)
 
 
 @cache
@@ -104,7 +114,7 @@ def select(prefixes: Iterable[str], rules: Mapping[str, Rule] | None = None) -> 
 def revision(rules: Mapping[str, Rule] | None = None) -> str:
     """Eight hex digits over all that decides a verdict; reasons, links and comments may change without a new one."""
     rules = load_rules() if rules is None else rules
-    parts = [[r.id, r.level, r.text, r.facets, sorted(r.worlds), sorted(r.requires)] for r in rules.values()]
+    parts = [[r.id, r.level, r.text, r.facets, sorted(r.worlds), sorted(r.requires), r.replay] for r in rules.values()]
     return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:8]
 
 
@@ -112,12 +122,12 @@ def _rule(rule_id: str, entry: Any) -> Rule:
     where = f"rules: {rule_id}"
     if not re.fullmatch(r"[A-Z]{3}-\d{3}", rule_id):
         raise BadInput(f"{where}: an id is three capitals, a dash and three digits")
-    lists = ("facets", "worlds", "requires", "why", "faults", "steps")
+    lists = ("facets", "worlds", "requires", "why", "faults", "steps", "replay")
     check_keys(where, entry, ("level", "text", "since", *lists), ("level", "text", "facets", "worlds", "why", "since"))
     if entry["level"] not in LEVELS:
         raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")
     values = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
-    for key, known in (("facets", FACETS), ("worlds", WORLDS)):
+    for key, known in (("facets", FACETS), ("worlds", WORLDS), ("replay", REPLAY)):
         for value in values[key]:
             if value not in known:
                 raise BadInput(f"{where}: {key} has unknown {value!r}{nearest(value, known)}")

@@ -23,7 +23,7 @@ from moeref_conformance import known as known_failures
 from moeref_conformance.api import Cell, Claims, Layout
 from moeref_conformance.judges import Case, Finding, Outcome
 from moeref_conformance.plan import Plan, header, repeat
-from moeref_conformance.records import Observation
+from moeref_conformance.records import Observation, write_events
 from moeref_conformance.results import Results, Verdict, Writer
 from moeref_conformance.rules import Rule
 from moeref_conformance.targets.dump import DumpTarget
@@ -192,6 +192,7 @@ class Runner(AbstractContextManager["Runner"]):
             if key not in self._baselines:
                 same = (c for c in self.plan.matrix.cells if (c.variant, c.world) == key and _is_baseline(c))
                 one = next(same, replace(cell, layout_name="one", layout=Layout(), tags=()))
+                one = replace(one, gradients=True)
                 if why_not := self.plan.target.claims.why_not(one):
                     self._baselines[key] = None, f"the one-rank run is not claimed: {why_not}"
                 else:
@@ -210,7 +211,9 @@ class Runner(AbstractContextManager["Runner"]):
             outcome = world.run(cell, folder, dict(inputs), self.plan.target.claims)
         if outcome.error:
             raise RuntimeError(f"world {cell.world}: {outcome.error}")
-        return Observation.read(cell, folder, outcome.exits, outcome.seconds)
+        if outcome.events and self.plan.settings.keep:
+            write_events(folder, outcome.events)
+        return Observation.read(cell, folder, outcome.exits, outcome.seconds, outcome.events)
 
     @contextmanager
     def _lease(self, kind: str) -> Iterator[RunsCells]:

@@ -11,6 +11,7 @@ from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.records import Observation
 from moeref_conformance.rules import load_rules
 from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.static import StaticWorld
 
 RULES = load_rules()
 
@@ -23,6 +24,7 @@ class Bench:
 
     def __init__(self, world: GlooWorld, folder: Path, target: Target) -> None:
         self._world, self._folder, self._target = world, folder, target
+        self._static = StaticWorld(target)
         self._seen: dict[tuple[str, tuple[str, ...]], Observation] = {}
 
     def observe(self, cell: Cell, deadline: float) -> Observation:
@@ -31,9 +33,10 @@ class Bench:
             where = self._folder / f"cell{len(self._seen)}"
             where.mkdir()
             self._world.deadline = deadline
-            outcome = self._world.run(cell, where, expected(cell, self._folder).inputs, self._target.claims)
+            world = self._static if cell.world == "static" else self._world
+            outcome = world.run(cell, where, expected(cell, self._folder).inputs, self._target.claims)
             assert not outcome.error, outcome.error
-            self._seen[key] = Observation.read(cell, where, outcome.exits, outcome.seconds)
+            self._seen[key] = Observation.read(cell, where, outcome.exits, outcome.seconds, outcome.events)
         return self._seen[key]
 
     def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:
@@ -45,13 +48,13 @@ class Bench:
             expected=expected(cell, self._folder),
             observation=observation,
             # Rules that look at it require RUN-001.
-            baseline=None if observation.crashes else self.observe(one, deadline),
+            baseline=None if observation.crashes or cell.world == "static" else self.observe(one, deadline),
             target=self._target,
         )
         outcomes: dict[str, Outcome] = {}
         for rule in RULES.values():
-            if not rule.applies(cell.world):
+            if not rule.applies(cell.world, cell.replay):
                 continue
-            unmet = [r for r in rule.requires if outcomes[r].findings or outcomes[r].untested]
+            unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)
         return outcomes

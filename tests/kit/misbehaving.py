@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from moeref_conformance.api import Cell, Info, Session, Unsupported, World
-from moeref_conformance.targets.faults.rewrite import Rewritten
+from moeref_conformance.targets.faults.rewrite import Rewritten, Swapped
 from moeref_conformance.targets.moeref import MoerefTarget
-
-
-class _With:
-    """A session with one facet replaced."""
-
-    def __init__(self, session: Session, **facets: Any) -> None:
-        for name in ("names", "export", "forward"):
-            setattr(self, name, facets.get(name, getattr(session, name)))
 
 
 class _Table:
@@ -75,14 +67,14 @@ def _prints(session: Session, world: World) -> Any:
 
 
 MISBEHAVE: dict[str, Any] = {
-    "claims-too-much": lambda s, w: _With(s, forward=_Logits(Unsupported("no forward pass here"))),
-    "facet-is-none": lambda s, w: _With(s, forward=None),
-    "table-of-none": lambda s, w: _With(s, names=_Table(None)),
-    "table-of-numbers": lambda s, w: _With(s, names=_Table([1, 2])),
-    "empty-table": lambda s, w: _With(s, names=_Table([])),
-    "logits-of-another-shape": lambda s, w: _With(s, forward=_Logits(torch.zeros(3))),
-    "logits-are-a-string": lambda s, w: _With(s, forward=_Logits("garbage")),
-    "no-logits": lambda s, w: _With(s, forward=_Logits(None)),
+    "claims-too-much": lambda s, w: Swapped(s, forward=_Logits(Unsupported("no forward pass here"))),
+    "facet-is-none": lambda s, w: Swapped(s, forward=None),
+    "table-of-none": lambda s, w: Swapped(s, names=_Table(None)),
+    "table-of-numbers": lambda s, w: Swapped(s, names=_Table([1, 2])),
+    "empty-table": lambda s, w: Swapped(s, names=_Table([])),
+    "logits-of-another-shape": lambda s, w: Swapped(s, forward=_Logits(torch.zeros(3))),
+    "logits-are-a-string": lambda s, w: Swapped(s, forward=_Logits("garbage")),
+    "no-logits": lambda s, w: Swapped(s, forward=_Logits(None)),
     "stream-of-strings": lambda s, w: Rewritten(s, lambda good: iter(["garbage"])),
     "stream-of-arrays": lambda s, w: Rewritten(s, lambda good: ((m, t if t is None else np.ones(3)) for m, t in good)),
     "empty-stream": lambda s, w: Rewritten(s, lambda good: iter(())),

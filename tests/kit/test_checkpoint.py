@@ -19,7 +19,7 @@ from moeref_conformance.oracles.checkpoint import (
 )
 
 pytestmark = pytest.mark.cpu
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss")
 VARIANTS = ({}, {"dtype": "bfloat16"}, {"tied": True}, {"spelling": "fused"}, {"layers": 6})
 
 
@@ -42,7 +42,7 @@ def test_variant(family: str, more: dict[str, object], work: Path) -> None:
     assert made.config["tie_word_embeddings"] is want.tied
     assert ("lm_head.weight" in made.tensors) is not want.tied
     fused = any("gate_up_proj" in name for name in made.tensors)
-    assert fused is (want.spelling == "fused")
+    assert fused is (want.spelling == "fused" or family == "gpt_oss")
     widths = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
     keys = ("hidden_size", "intermediate_size", "vocab_size", *(k for k in widths if made.config.get(k)))
     sizes = [made.config[k] for k in keys]
@@ -63,8 +63,8 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
     index = json.loads((made.dir / "checkpoint" / INDEX).read_text())
     assert set(index["weight_map"]) == set(made.tensors)
     assert len(set(index["weight_map"].values())) >= 3
-    last = "block_sparse_moe.experts.15.w2" if family == "mixtral" else "mlp.experts.15.down_proj"
-    assert f"model.layers.7.{last}.weight" in made.tensors
+    last = {"mixtral": "block_sparse_moe.experts.15.w2.weight", "gpt_oss": "mlp.experts.down_proj_bias"}
+    assert f"model.layers.7.{last.get(family, 'mlp.experts.15.down_proj.weight')}" in made.tensors
 
 
 def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: Path) -> None:

@@ -58,6 +58,13 @@ def test_mistakes_are_refused(tmp_path, change, message):
         entries(tmp_path, ENTRY | change)
 
 
+def test_a_command_may_stand_for_the_link(tmp_path):
+    untracked = {k: v for k, v in ENTRY.items() if k != "link"} | {"reproduce": "nox -s smoke"}
+    assert entries(tmp_path, untracked)[0].text == "rows swapped (`nox -s smoke`, until 2027-02-01)"
+    with pytest.raises(BadInput, match="reproduce is empty"):
+        entries(tmp_path, untracked | {"reproduce": " "})
+
+
 @pytest.mark.parametrize("key", sorted(ENTRY))
 def test_nothing_is_optional(tmp_path, key):
     with pytest.raises(BadInput, match=f"'{key}' is missing"):

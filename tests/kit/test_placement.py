@@ -179,6 +179,62 @@ def test_latent_attention(work: Path) -> None:
         placed.held(0, 0, prefix + "linear_qkv.weight", ())
 
 
+def test_gpt_oss(work: Path) -> None:
+    """Pairs of columns are taken apart by reshaping, matrices turned by transposing, for two ETP ranks."""
+    placed = oracle(work, family="gpt_oss", ep=2, tp=2)
+    at = [next(r for r in range(4) if (c := placed.coords(r))["ep"] == 1 and c["etp"] == etp) for etp in range(2)]
+    expert, hf = "decoder.layers.3.mlp.experts.local_experts.1.", "model.layers.3.mlp.experts."
+    parts = {
+        name: [placed.held(rank, 0, expert + name, ()).tensor for rank in at]
+        for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
+    }
+    for name, source in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc1.bias", "gate_up_proj_bias")):
+        pairs = placed.tensors[hf + source][7].T.unflatten(0, (-1, 2))
+        halves = [torch.cat(both) for both in zip(*(part.chunk(2) for part in parts[name]), strict=True)]
+        assert all(torch.equal(half, pairs[:, i]) for i, half in enumerate(halves))
+    assert torch.equal(torch.cat(parts["linear_fc2.weight"], dim=1).T, placed.tensors[hf + "down_proj"][7])
+    assert all(torch.equal(part, placed.tensors[hf + "down_proj_bias"][7]) for part in parts["linear_fc2.bias"])
+    sinks = [placed.held(r, 0, "decoder.layers.3.self_attention.core_attention.softmax_offset", ()) for r in range(4)]
+    by_tp = [next(h for r, h in enumerate(sinks) if placed.coords(r)["tp"] == tp).tensor for tp in range(2)]
+    assert torch.equal(torch.cat(by_tp), placed.tensors["model.layers.3.self_attn.sinks"])
+    grouped = placed.held(at[0], 0, "decoder.layers.3.mlp.experts.linear_fc1.bias1", ())
+    assert (grouped.layer, grouped.expert) == (3, 7)
+    assert torch.equal(grouped.tensor, parts["linear_fc1.bias"][0])
+
+
+def test_gated_delta_nets(work: Path) -> None:
+    """Put together by reshapes: 8 key heads of 22 channels with 2 value heads of 10 each, on 4 ranks."""
+    placed, prefix = oracle(work, family="qwen3_next", layers=4, tp=4), "decoder.layers.0.self_attention."
+    hf = {name.removeprefix("model.layers.0.linear_attn."): t for name, t in placed.tensors.items()}
+
+    def parts(local: str) -> list[torch.Tensor]:
+        return [placed.held(rank, 0, prefix + local, ()).tensor for rank in range(4)]
+
+    cuts = [part.split([44, 44, 40, 40, 4, 4]) for part in parts("in_proj.weight")]
+    q, k, v, z, b, a = (torch.cat(section) for section in zip(*cuts, strict=True))
+    qkvz = [q.view(8, 22, 40), k.view(8, 22, 40), v.view(8, 20, 40), z.view(8, 20, 40)]
+    assert torch.equal(torch.cat(qkvz, 1).reshape(-1, 40), hf["in_proj_qkvz.weight"])
+    assert torch.equal(torch.cat([b.view(8, 2, 40), a.view(8, 2, 40)], 1).reshape(-1, 40), hf["in_proj_ba.weight"])
+    channels = zip(*(part.split([44, 44, 40]) for part in parts("conv1d.weight")), strict=True)
+    assert torch.equal(torch.cat([torch.cat(section) for section in channels]), hf["conv1d.weight"])
+    assert torch.equal(torch.cat(parts("A_log")), hf["A_log"])
+    assert torch.equal(torch.cat(parts("dt_bias")), hf["dt_bias"])
+    assert torch.equal(torch.cat(parts("out_proj.weight"), 1), hf["out_proj.weight"])
+    assert all(torch.equal(part, hf["norm.weight"]) for part in parts("out_norm.weight"))
+    with pytest.raises(Unknown):
+        placed.held(0, 0, prefix + "linear_qkv.weight", ())
+
+
+def test_gated_queries(work: Path) -> None:
+    placed = oracle(work, family="qwen3_next", layers=4, tp=4)
+    local, hf = "decoder.layers.2.self_attention.linear_qkv.weight", "model.layers.2.self_attn."
+    fused = torch.cat([placed.held(rank, 0, local, ()).tensor for rank in range(4)]).view(8, 48, 40)
+    both = torch.stack([fused[:, :16].reshape(8, 2, 8, 40), fused[:, 16:32].reshape(8, 2, 8, 40)], 2)
+    assert torch.equal(both.reshape(-1, 40), placed.tensors[hf + "q_proj.weight"])
+    assert torch.equal(fused[:, 32:40].reshape(-1, 40), placed.tensors[hf + "k_proj.weight"])
+    assert torch.equal(fused[:, 40:].reshape(-1, 40), placed.tensors[hf + "v_proj.weight"])
+
+
 def test_multi_token_prediction(work: Path) -> None:
     alone = {"pp": 4, "layout": "Ett|ttt|ttt|mL"}
     made = replace(cell(**alone), mtp=1)

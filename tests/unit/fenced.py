@@ -13,6 +13,8 @@ from pathlib import Path
 
 from moeref_conformance import cli, matrix, rules, targets
 
+from moeref import cli as preflight
+
 ROOT = Path(__file__).parents[2]
 #: Targets and files that stand for the reader's own.
 PLACEHOLDERS = ("mypackage.adapter:target", "dump:dump")
@@ -53,6 +55,12 @@ def check(command: str) -> None:
             sessions = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
             output("nox", "--list", "-s", *sessions)  # fails on a session that does not exist
             _check_paths(arguments)
+        case "moeref":
+            try:
+                preflight._parser().parse_args(arguments)
+            except SystemExit as error:
+                raise AssertionError(f"moeref {shlex.join(arguments)}: not accepted") from error
+            assert preflight.main(arguments) in (0, 1)
         case "moeref-conformance":
             _check_kit(arguments)
         case "pytest":

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moeref_conformance.api import Cell, Target
@@ -47,13 +47,17 @@ class Outcome:
 
 @dataclass
 class Case:
-    """What a judge may look at. `baseline` is the one-rank run of the same variant."""
+    """What a judge may look at. `baseline` is the one-rank run of the same variant.
+
+    `made` keeps what several judges work out from the rest.
+    """
 
     cell: Cell
     expected: Expected | None
     observation: Observation | None
     baseline: Observation | None
     target: Target
+    made: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 Judge = Callable[[Case], Outcome]

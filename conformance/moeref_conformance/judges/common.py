@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from moeref_conformance.api import NameRow
@@ -58,15 +59,57 @@ def without(case: Case, *steps: str) -> list[Finding]:
     return found
 
 
-def name_rows(record: RankRecord) -> list[NameRow]:
+def name_rows(record: RankRecord) -> tuple[NameRow, ...]:
     """The names table that this rank gave."""
-    return [NameRow(**{**row, "hf": tuple(row["hf"]), "shape": tuple(row["shape"])}) for row in record.value("names")]
+    value = record.value("names")
+    if isinstance(value, tuple):  # kept in memory
+        return value
+    return tuple(NameRow(**{**row, "hf": tuple(row["hf"]), "shape": tuple(row["shape"])}) for row in value)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A names table, and the ranks that gave an equal one at the same place of the TP, PP, EP and ETP groups."""
+
+    rows: tuple[NameRow, ...]
+    ranks: list[int]
+
+    @property
+    def rank(self) -> int:
+        """The first of the ranks, for which findings are told."""
+        return self.ranks[0]
+
+
+def tables(case: Case) -> list[Given]:
+    """The names tables of all ranks: what a judge says of one rank holds for all that gave the same at such a place."""
+    if "tables" not in case.made:
+        found: dict[tuple[Any, ...], Given] = {}
+        same: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
+        kept: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
+        for record in observed(case).ranks:
+            if not record.has("names"):
+                continue
+            rows = name_rows(record)
+            # Of a table that several records share, only the first is compared with the others.
+            # Both are held: the number of an object that is gone may come again.
+            if id(rows) not in kept:
+                kept[id(rows)] = rows, same.setdefault(rows, rows)
+            rows = kept[id(rows)][1]
+            at = topology.coords(case.cell.layout, record.rank)
+            key = id(rows), at["pp"], at["ep"], at["tp"], at["etp"]
+            found.setdefault(key, Given(rows, [])).ranks.append(record.rank)
+        case.made["tables"] = list(found.values())
+    given: list[Given] = case.made["tables"]
+    return given
 
 
 def placement(case: Case) -> Placement:
     """The brute-force placement of the cell's checkpoint."""
-    expected = known(case)
-    return Placement(case.cell, expected.config, expected.tensors)
+    if "placement" not in case.made:
+        expected = known(case)
+        case.made["placement"] = Placement(case.cell, expected.config, expected.tensors)
+    found: Placement = case.made["placement"]
+    return found
 
 
 def context(case: Case, factor: float = 1.0) -> Context:

@@ -142,16 +142,17 @@ def _told(meta: tuple[str, tuple[int, ...], str]) -> str:
 
 @judges("EXP-004")
 def one_order_everywhere(case: Case) -> Outcome:
-    """Plan and both streams of every rank, against the first rank's export."""
+    """Plan and both streams of every rank, against the first rank's export; a target without a plan records None."""
     found = without(case, "plan", "export", "export_changed")
     ranks = [r for r in observed(case).ranks if r.has("export")]
     for record in ranks:
         first = _metas(ranks[0], "export")
         for step in ("plan", "export", "export_changed"):
-            if record.has(step):
+            if record.has(step) and record.value(step) is not None:
                 whose = f"the export of rank {ranks[0].rank}"
                 found += _first_unlike(case, record.rank, step, _metas(record, step), first, whose)
-    return outcome(found)
+    plan = all(r.value("plan") is not None for r in ranks if r.has("plan"))
+    return outcome(found, met="exact" if plan else "exact, without a plan: the target claims none")
 
 
 @judges("EXP-005")

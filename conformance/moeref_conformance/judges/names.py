@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 
 from moeref_conformance.api import NameRow
 from moeref_conformance.judges import Case, Finding, Outcome, judges
@@ -16,20 +15,15 @@ from moeref_conformance.judges.common import (
     observed,
     outcome,
     placement,
+    tables,
     without,
 )
 from moeref_conformance.oracles.placement import Placement, Unknown, hf_numbers, plain_local
 from moeref_conformance.probe import UNMAPPED
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc[12]\.weight(\d+)$)")
-_FUSED = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
-
-
-def _tables(case: Case) -> Iterator[tuple[int, list[NameRow]]]:
-    for record in observed(case).ranks:
-        if record.has("names"):
-            yield record.rank, name_rows(record)
+_EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc[12]\.(?:weight|bias)(\d+)$)")
+_FUSED = tuple(f".mlp.experts.{part}_proj{kind}" for part in ("gate_up", "down") for kind in ("", "_bias"))
 
 
 def _row(case: Case, rank: int, row: NameRow, message: str, **more: object) -> Finding:
@@ -41,7 +35,7 @@ def _row(case: Case, rank: int, row: NameRow, message: str, **more: object) -> F
 def tables_cover_the_checkpoint(case: Case) -> Outcome:
     """The union over all ranks."""
     found = without(case, "names")
-    want, have = set(known(case).tensors), {h for _, rows in _tables(case) for row in rows for h in row.hf}
+    want, have = set(known(case).tensors), {h for given in tables(case) for row in given.rows for h in row.hf}
     for name in sorted(want - have):
         found.append(finding(case, None, "names", f"no rank lists {name}", hf_name=name))
     for name in sorted(have - want):
@@ -56,9 +50,9 @@ def names_are_in_bijection(case: Case) -> Outcome:
     oracle = placement(case)
     told: dict[str, tuple[int, NameRow]] = {}
     owners: dict[str, dict[str, tuple[int, NameRow]]] = defaultdict(dict)
-    for rank, rows in _tables(case):
-        seen: set[str] = set()
-        for row in rows:
+    for given in tables(case):
+        rank, seen = given.rank, set[str]()
+        for row in given.rows:
             first_rank, first = told.setdefault(row.global_name, (rank, row))
             if (first.hf, first.dtype) != (row.hf, row.dtype):
                 message = f"{row.global_name} is {list(row.hf)} {row.dtype} here, {list(first.hf)} {first.dtype}"
@@ -83,7 +77,7 @@ def _right_kind(case: Case, oracle: Placement, rank: int, row: NameRow) -> list[
         held = oracle.held(rank, row.chunk, row.local, row.shape)
     except Unknown as error:
         return [_row(case, rank, row, str(error))] if error.what == "module" else []
-    if {_blank(h) for h in held.hf} == {_blank(h) for h in row.hf}:
+    if held.hf == row.hf or {_blank(h) for h in held.hf} == {_blank(h) for h in row.hf}:
         return []
     message = f"{row.local} is made of {list(held.hf)}, the table says {list(row.hf)}"
     return [_row(case, rank, row, message, expected=str(list(held.hf)), got=str(list(row.hf)))]
@@ -98,9 +92,9 @@ def layer_numbers(case: Case) -> Outcome:
     """Numbers in HF and global names against megatron-core's stages, and every layer of the stage is there."""
     found = without(case, "names")
     oracle = placement(case)
-    for rank, rows in _tables(case):
-        listed: set[tuple[int, int]] = set()
-        for row in rows:
+    for given in tables(case):
+        rank, listed = given.rank, set[tuple[int, int]]()
+        for row in given.rows:
             local = _LAYER.search(f".{plain_local(row.local)}")
             if local is None:
                 continue
@@ -135,9 +129,9 @@ def expert_numbers(case: Case) -> Outcome:
     """Numbers in HF and global names, and every expert of the rank is there in every MoE layer."""
     found = without(case, "names")
     oracle = placement(case)
-    for rank, rows in _tables(case):
-        listed: set[tuple[int | None, int | None, bool]] = set()
-        for row in rows:
+    for given in tables(case):
+        rank, listed = given.rank, set[tuple[int | None, int | None, bool]]()
+        for row in given.rows:
             local = _EXPERT.search(row.local)
             if local is None:
                 continue
@@ -208,6 +202,7 @@ def refusal(case: Case, step: str, name: str, what: str) -> Outcome:
     """Every rank must have raised in `step` with a message that holds `name`."""
     found = []
     have = {record.rank: record for record in observed(case).ranks}
+    ended = {crash.rank: f": it {crash.kind} in step {crash.step}" for crash in observed(case).crashes}
     for rank in range(case.cell.layout.world):
         record = have.get(rank)
         error = record.error(step) if record else None
@@ -217,5 +212,5 @@ def refusal(case: Case, step: str, name: str, what: str) -> Outcome:
         elif error is None and record is not None and record.has(step):
             found.append(finding(case, rank, step, f"{what}, and nothing was raised", expected=f"an error with {name}"))
         elif error is None:
-            found.append(finding(case, rank, step, f"no record of step {step}"))
+            found.append(finding(case, rank, step, f"no record of step {step}{ended.get(rank, '')}"))
     return outcome(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moeref_conformance.judges import Case, Outcome, judges
 from moeref_conformance.judges.common import finding, observed, outcome, without
 from moeref_conformance.oracles import topology
+from moeref_conformance.records import REFUSALS
 
 #: Name of the error of the checked collectives.
 MISMATCH = "CollectiveMismatch"
@@ -12,14 +13,18 @@ MISMATCH = "CollectiveMismatch"
 
 @judges("RUN-001")
 def every_rank_finishes(case: Case) -> Outcome:
-    """Crashes in the order in which ranks failed, so that the first finding is the one to look at."""
-    run = observed(case)
-    found = []
-    for i, crash in enumerate(run.crashes):
-        first = "failed first: " if i == 0 and len(run.crashes) > 1 else ""
+    """Crashes in the order in which ranks failed, so that the first finding is the one to look at.
+
+    The last steps hand the target bad input. What happens there, a hang included, is what the rules on refusals judge.
+    """
+    run, found = observed(case), []
+    late = {crash.rank for crash in run.crashes if crash.step in REFUSALS}
+    crashes = [crash for crash in run.crashes if crash.rank not in late]
+    for i, crash in enumerate(crashes):
+        first = "failed first: " if i == 0 and len(crashes) > 1 else ""
         message = f"{first}{crash.kind} in step {crash.step}: {crash.detail}"
         found.append(finding(case, crash.rank, crash.step, message, diagnosis="" if i == 0 else f"{crash.kind} later"))
-    return outcome(found or without(case, "close"))
+    return outcome(found or [missing for missing in without(case, "close") if missing.rank not in late])
 
 
 @judges("RUN-002")
@@ -41,7 +46,8 @@ def collectives_agree(case: Case) -> Outcome:
 @judges("TOP-001")
 def groups_are_megatrons(case: Case) -> Outcome:
     """Coordinates and members of every group, against RankGenerator."""
-    found = without(case, "topology")
+    # Read at once after opening, so a rank that failed later still tells why.
+    found = [] if observed(case).crashes else without(case, "topology")
     layout = case.cell.layout
     groups = topology.groups(layout)
     for record in observed(case).ranks:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from moeref_conformance.api import Cell
 from moeref_conformance.oracles import recipes
+from moeref_conformance.sizes import TINY
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EXTRA = "model.layers.0.kit_extra.weight"
@@ -69,6 +70,10 @@ def expected(cell: Cell, workdir: Path) -> Expected:
 
     Raises ValueError for a family or spelling without a recipe.
     """
+    if cell.size != TINY:
+        from moeref_conformance.oracles import published
+
+        return published.expected(cell, workdir)
     final = workdir / cell.variant
     if not final.exists():
         workdir.mkdir(parents=True, exist_ok=True)
@@ -84,7 +89,12 @@ def expected(cell: Cell, workdir: Path) -> Expected:
     folders = {"hf_config": "config", **{k: k for k in ("checkpoint", "checkpoint_extra", "checkpoint_missing")}}
     inputs = {key: str(final / folder) for key, folder in folders.items()}
     inputs["tokens"] = str(final / "tokens.safetensors")
-    return Expected(dir=final, inputs=inputs, missing=(final / "missing.txt").read_text())
+    made = Expected(dir=final, inputs=inputs, missing=(final / "missing.txt").read_text())
+    if cell.replay == "R3":
+        from moeref_conformance.oracles import routed
+
+        inputs["routes"] = str(routed.write(made))
+    return made
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
@@ -153,20 +163,33 @@ def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
             value = 0.3 + 0.1 * noise
             assert bool((value.bfloat16().float() != value).all()), "the bias must not fit bf16"
         else:
-            value = (_center(name) + _spread(name) * noise).to(dtype).float()
+            value = (_center(name, model.config.model_type) + _spread(name) * noise).to(dtype).float()
         tensor.copy_(value)
 
 
-def _center(name: str) -> float:
+def _center(name: str, family: str) -> float:
+    # Qwen3-Next's norms scale by 1 + weight, but for the gated delta net's own; half of that is under 0.5, where w - 1
+    # rounds.
+    if family == "qwen3_next":
+        return 0.5 if name.endswith("linear_attn.norm.weight") else 0.0
     return 1.0 if "norm" in name else 0.0
 
 
 def _spread(name: str) -> float:
     """Standard deviation: activations stay near 1, and attention, experts and router each weigh in the logits."""
+    if name.endswith("linear_attn.out_proj.weight"):
+        return 0.05
+    if "linear_attn" in name and "proj" not in name:
+        return 0.5  # decays and convolutions that tell
     if "norm" in name:
         return 0.2
-    if name.endswith("mlp.gate.weight"):
+    if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
         return 0.3
+    if name.endswith("self_attn.sinks"):
+        return 1.0
+    if name.endswith("gate_up_proj_bias"):
+        # gpt-oss clamps at 7.
+        return 4.0
     return 0.03 if name.startswith("lm_head") else 0.12
 
 
@@ -178,6 +201,8 @@ def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
 
     def watch(gate: Any, args: tuple[torch.Tensor, ...]) -> None:
         router_TE = args[0].reshape(-1, gate.weight.shape[1]).float() @ gate.weight.float().T
+        if getattr(gate, "bias", None) is not None:
+            router_TE = router_TE + gate.bias.float()
         bias_E = getattr(gate, "e_score_correction_bias", None)
         scores_TE = router_TE.softmax(-1) if bias_E is None else router_TE.sigmoid() + bias_E
         if groups > kept:
@@ -191,7 +216,8 @@ def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
         best = scores_TE.topk(k + 1, dim=-1).values
         margins.append(float((best[:, k - 1] - best[:, k]).min()))
 
-    handles = [m.register_forward_pre_hook(watch) for n, m in model.named_modules() if n.endswith("mlp.gate")]
+    gates = [m for n, m in model.named_modules() if n.endswith(("mlp.gate", "mlp.router"))]
+    handles = [gate.register_forward_pre_hook(watch) for gate in gates]
     with torch.no_grad():
         logits_BSV = model(tokens_BS).logits.float().contiguous()
     for handle in handles:
@@ -240,7 +266,7 @@ def _mtp(
         for rest, tensor in sorted(like.items()):
             name, noise = f"model.layers.{number}.{rest}", torch.randn(tensor.shape, generator=generator)
             bias = rest.endswith("e_score_correction_bias")
-            value = 0.3 + 0.1 * noise if bias else _center(name) + _spread(name) * noise
+            value = 0.3 + 0.1 * noise if bias else _center(name, cell.family) + _spread(name) * noise
             found[name] = value.to(tensor.dtype)
         copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
         found |= {f"model.layers.{number}.{rest}": tensor.clone() for rest, tensor in copies.items()}
@@ -250,7 +276,7 @@ def _mtp(
 
 def _missing_name(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     layer = f"model.layers.{cell.layers - 1}."
-    if cell.spelling == "fused":
+    if cell.spelling == "fused" or cell.family == "gpt_oss":
         name = layer + "mlp.experts.down_proj"
     else:
         name = layer + ("block_sparse_moe.experts.11.w3" if cell.family == "mixtral" else "mlp.experts.11.up_proj")

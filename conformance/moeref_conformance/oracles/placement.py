@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from moeref_conformance.api import Cell
-from moeref_conformance.oracles import topology
+from moeref_conformance.oracles import gpt_oss, hybrid, topology
 from moeref_conformance.oracles.stages import mtp_stage, stage_layers
 
 _EXPERT_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.")
-_GATE_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.gate\.weight$")
+_GATE_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
 _LAYER_HF = re.compile(r"^model\.layers\.(\d+)\.")
 _LAYER_LOCAL = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _MTP_LOCAL = re.compile(r"^mtp\.layers\.(\d+)\.(?:(?:mtp_model_layer|transformer_layer)\.)?(.+)$")
 _EXPERT_LOCAL = re.compile(
-    r"^mlp\.experts\.(?:local_experts\.(?P<seq>\d+)\.linear_fc[12]\.weight|linear_fc[12]\.weight(?P<grp>\d+))$"
+    r"^mlp\.experts\.(?:local_experts\.(?P<seq>\d+)\.linear_fc[12]\.(?:weight|bias)"
+    r"|linear_fc[12]\.(?:weight|bias)(?P<grp>\d+))$"
 )
 #: Rest of the local name -> rest of the Hugging Face name, for tensors every TP rank holds whole.
 _WHOLE = {
@@ -99,7 +100,7 @@ class Placement:
         self.cell, self.layout, self.config, self.tensors = cell, cell.layout, config, tensors
         experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
         self.experts = int(experts or 0)
-        self.latent = bool(config.get("kv_lora_rank"))
+        self.latent, self.hybrid = bool(config.get("kv_lora_rank")), config.get("model_type") == "qwen3_next"
         self.fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
         self.layers = stage_layers(cell)
         end = max(self.layers, key=lambda stage: (stage[1], stage[0]))
@@ -108,6 +109,7 @@ class Placement:
         self.final = next(s for s, ids in self.layers.items() if cell.layers - 1 in ids) if cell.mtp else end
         self.moe_layers = {hf_numbers(name)[0] for name in tensors if _GATE_HF.search(name)}
         self.mixtral = any(".block_sparse_moe." in name for name in tensors)
+        self.sinks = any(name.endswith(".self_attn.sinks") for name in tensors)
         self._coords: dict[int, dict[str, int]] = {}
 
     def coords(self, rank: int) -> dict[str, int]:
@@ -178,8 +180,12 @@ class Placement:
         mtp = _MTP_LOCAL.match(name)
         rest, prefix = mtp[2] if mtp else name.split(".", 3)[3], f"model.layers.{layer}."
         if expert is not None:
-            return self._expert(prefix, layer, expert, "linear_fc1" in rest, at["etp"])
+            return self._expert(prefix, layer, expert, rest, at["etp"])
         whole = _LATENT_WHOLE if self.latent and "attention" in rest else _WHOLE
+        if self.hybrid:
+            whole = {**_WHOLE, **hybrid.WHOLE}
+        if self.sinks:
+            whole = {**_WHOLE, **gpt_oss.WHOLE}
         if rest in whole:
             moe = rest == "mlp.router.weight" and self.mixtral
             source = self._need(prefix + ("block_sparse_moe.gate.weight" if moe else whole[rest]))
@@ -191,6 +197,12 @@ class Placement:
         if mtp and rest == "eh_proj.weight":
             source = self._need(prefix + rest)
             return Held(lambda: _row_shard(self.tensors[source], tp, size), (source,), layer)
+        if self.hybrid and rest in hybrid.CUT:
+            rests, make = hybrid.CUT[rest]
+            sources = {name: self._need(prefix + name) for name in rests}
+            heads = hybrid.Heads(self.config, tp, size)
+            given = {name: self.tensors[source] for name, source in sources.items()}
+            return Held(lambda: make(heads, given), tuple(sources.values()), layer)
         if self.latent and rest in _LATENT_HEADS:
             source = self._need(prefix + _LATENT_HEADS[rest])
             return Held(lambda: self._heads(source, tp), (source,), layer)
@@ -198,15 +210,19 @@ class Placement:
             kind = rest.rsplit(".", 1)[1]
             parts = tuple(self._need(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv")
             return Held(lambda: self._qkv(parts, tp), parts, layer)
+        if self.sinks and rest == "self_attention.core_attention.softmax_offset":
+            source = self._need(prefix + "self_attn.sinks")
+            return Held(lambda: self._heads(source, tp), (source,), layer)
         if rest == "self_attention.linear_proj.weight":
             source = self._need(prefix + "self_attn.o_proj.weight")
             return Held(lambda: _column_shard(self.tensors[source], tp, size), (source,), layer)
         mlp, _, linear = rest.rpartition("linear_")
+        in_file = mlp.replace("experts", "expert") if self.hybrid else mlp
         if mlp in ("mlp.", "mlp.shared_experts.") and linear == "fc1.weight":
-            gate, up = self._need(f"{prefix}{mlp}gate_proj.weight"), self._need(f"{prefix}{mlp}up_proj.weight")
+            gate, up = self._need(f"{prefix}{in_file}gate_proj.weight"), self._need(f"{prefix}{in_file}up_proj.weight")
             return Held(lambda: _gate_up(self.tensors[gate], self.tensors[up], tp, size), (gate, up), layer)
         if mlp in ("mlp.", "mlp.shared_experts.") and linear == "fc2.weight":
-            down = self._need(f"{prefix}{mlp}down_proj.weight")
+            down = self._need(f"{prefix}{in_file}down_proj.weight")
             return Held(lambda: _column_shard(self.tensors[down], tp, size), (down,), layer)
         raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
 
@@ -234,7 +250,7 @@ class Placement:
     def _vocabulary(self, source: str, tp: int, shape: Sequence[int], read: bool) -> Held:
         """Rows tp·n … tp·n+n−1 of the vocabulary, n being the target's choice; rows past its end are padding."""
         full, n = self.tensors[self._need(source)], int(shape[0])
-        rows = [i for i in range(tp * n, tp * n + n) if i < len(full)]
+        rows = range(min(tp * n, len(full)), min(tp * n + n, len(full)))
 
         def make() -> torch.Tensor:
             return torch.stack([full[i] for i in rows] + [torch.zeros_like(full[0])] * (n - len(rows)))
@@ -267,9 +283,13 @@ class Placement:
         mine = [head for head in range(heads) if head * self.layout.tp // heads == tp]
         return torch.stack([full[head * width + i] for head in mine for i in range(width)])
 
-    def _expert(self, prefix: str, layer: int, expert: int, first: bool, etp: int) -> Held:
-        """fc1 (`first`) or fc2 of one expert, from either spelling of the checkpoint."""
-        size = self.layout.expert_tp
+    def _expert(self, prefix: str, layer: int, expert: int, rest: str, etp: int) -> Held:
+        """fc1 or fc2 of one expert, from either spelling of the checkpoint."""
+        size, first = self.layout.expert_tp, "linear_fc1" in rest
+        if self.sinks:
+            hf, make = gpt_oss.EXPERT["linear_fc1" if first else "linear_fc2", "bias" if ".bias" in rest else "weight"]
+            source = self._need(prefix + hf)
+            return Held(lambda: make(self.tensors[source], expert, etp, size), (source,), layer, expert)
         if self.fused:
             name = self._need(f"{prefix}mlp.experts.{'gate_up_proj' if first else 'down_proj'}")
             full = self.tensors[name][expert]

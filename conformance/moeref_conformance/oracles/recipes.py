@@ -57,6 +57,9 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 2,
+        # transformers' class has neither field; the published config does, and bridges read them.
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10_000.0,
@@ -68,9 +71,41 @@ _FAMILY: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 1.0,
         },
     },
+    # A gated delta net in two layers of three, which no pipeline stage is a multiple of; the first layer is dense.
+    "qwen3_next": {
+        "head_dim": 8,
+        "num_experts": 16,
+        "shared_expert_intermediate_size": 72,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 22,
+        "linear_value_head_dim": 10,
+        "linear_conv_kernel_dim": 4,
+        "mlp_only_layers": [0],
+        # A gated delta net normalises sums that nearly cancel: a smaller epsilon makes logits of fp32's rounding.
+        "rms_norm_eps": 1e-3,
+    },
+    # The window is shorter than a sequence. One of the 5 frequencies of YaRN stays, two are mixed, two slow down.
+    "gpt_oss": {
+        "head_dim": 10,
+        "num_local_experts": 12,
+        "intermediate_size": 56,
+        "sliding_window": 5,
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 4.0,
+            "beta_slow": 0.5,
+            "truncate": False,
+        },
+    },
     # transformers leaves the latent norms at an epsilon of 1e-6 whatever rms_norm_eps says, so _COMMON's 1e-6 stays.
     "glm4_moe_lite": {
         **_LATENT,
+        "first_k_dense_replace": 1,  # published; transformers reads `mlp_layer_types`, whose default says the same
         "n_shared_experts": 1,
         "n_group": 1,
         "topk_group": 1,
@@ -95,12 +130,16 @@ def model(cell: Cell) -> Any:
         "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
         "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
         "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+        "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     }[cell.family]
     values = {**_COMMON, **_FAMILY[cell.family], "num_hidden_layers": cell.layers, "tie_word_embeddings": cell.tied}
     if cell.mtp:
         values["num_nextn_predict_layers"] = cell.mtp
-    if cell.family == "mixtral":
+    if cell.family in ("mixtral", "gpt_oss"):
         values = {k: v for k, v in values.items() if k not in ("moe_intermediate_size", "norm_topk_prob")}
+    if cell.family == "qwen3_next":
+        values["full_attention_interval"] = min(3, cell.layers)
     config = config_of(**values)
     config._attn_implementation = "eager"
     return model_of(config).eval()

@@ -41,8 +41,7 @@ def coords(layout: Layout, rank: int) -> dict[str, int]:
     """The coordinates of `rank`: its index in its group of each of AXES. Raises ValueError for a rank out of range."""
     if not 0 <= rank < layout.world:
         raise ValueError(f"rank {rank} is not in the world of {layout.text} (0..{layout.world - 1})")
-    found = _groups(layout)
-    return {axis: next(group.index(rank) for group in found[axis] if rank in group) for axis in AXES}
+    return dict(zip(AXES, _places(layout)[rank], strict=True))
 
 
 def coords_text(layout: Layout, rank: int) -> str:
@@ -50,6 +49,14 @@ def coords_text(layout: Layout, rank: int) -> str:
     at = coords(layout, rank)
     axes = ["tp", "pp", *(["cp"] if layout.cp > 1 else []), "ep", "etp", "dp"]
     return " ".join(f"{axis}{at[axis]}" for axis in axes)
+
+
+@lru_cache(maxsize=256)
+def _places(layout: Layout) -> list[tuple[int, ...]]:
+    """The coordinates of every rank, in the order of AXES."""
+    found = _groups(layout)
+    by_axis = [{rank: place for group in found[axis] for place, rank in enumerate(group)} for axis in AXES]
+    return [tuple(of[rank] for of in by_axis) for rank in range(layout.world)]
 
 
 @lru_cache(maxsize=256)

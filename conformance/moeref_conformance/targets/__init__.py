@@ -1,8 +1,8 @@
 """From what `--target` says to a checked `Target`.
 
-`name` is looked up among the built-in targets and the entry points of the group `moeref.targets`; `faulty:<id>` among
-the deliberately wrong targets that prove the kit; `dump:DIR` is a folder of records; `module:attr` is imported. What is
-found may be a target or a callable without arguments that makes one.
+`name` is looked up among the built-in targets (moeref and the bridges of `peers`) and the entry points of the group
+`moeref.targets`; `faulty:<id>` among the deliberately wrong targets that prove the kit; `dump:DIR` is a folder of
+records; `module:attr` is imported. What is found may be a target or a callable without arguments that makes one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, cast
 
 from moeref_conformance.api import API_VERSION, FACETS, Claims, Info, Target
 from moeref_conformance.checks import BadInput, nearest
+from moeref_conformance.targets.peers import PEERS
 
 GROUP = "moeref.targets"
-BUILTIN = {"moeref": "moeref_conformance.targets.moeref:target"}
+BUILTIN = {"moeref": "moeref_conformance.targets.moeref:target", **PEERS}
 FAULTY = "moeref_conformance.targets.faulty"
 
 

@@ -20,6 +20,7 @@ class FaultyTarget(MoerefTarget):
     """moeref with the edits of `faults` in place while a session is open."""
 
     def __init__(self, *faults: Fault) -> None:
+        super().__init__()
         self.faults = faults
         self.info = Info(name="faulty:" + "+".join(f.id for f in faults), version=MoerefTarget.info.version)
         self.claims = MoerefTarget.claims

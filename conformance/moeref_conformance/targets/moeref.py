@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moeref import bridge, families
+from moeref import bridge, config, dispatcher, families, replay, seeds
 from moeref.bridge import blocks, checkpoint, loader, units
+from moeref.dispatcher import padding, reference, routing
 from moeref.exporter import plan, stream
 from moeref.layout import Layout
-from moeref_conformance.api import Cell, Claims, Info, NameRow, TensorMeta, World
+from moeref.replay import align
+from moeref_conformance import facets
+from moeref_conformance.api import Cell, Claims, Info, NameRow, Request, TensorMeta, World
 
 if TYPE_CHECKING:
     import torch
@@ -21,35 +25,57 @@ if TYPE_CHECKING:
     from moeref.megatron import Built
 
 
+class _Rooms(dict[str, Any]):
+    """Modules by a short name, any other by its path below `moeref`: those that import megatron-core only in a rank."""
+
+    def __missing__(self, name: str) -> Any:
+        return importlib.import_module(f"moeref.{name}")
+
+
 #: The modules that `faulty` edits to re-create real bugs. They are looked up at call time, so an edit takes effect.
-ROOMS = {
-    "blocks": blocks,
-    "bridge": bridge,
-    "checkpoint": checkpoint,
-    "families": families,
-    "loader": loader,
-    "plan": plan,
-    "stream": stream,
-    "units": units,
-}
+ROOMS = _Rooms(
+    blocks=blocks,
+    bridge=bridge,
+    checkpoint=checkpoint,
+    families=families,
+    loader=loader,
+    plan=plan,
+    seeds=seeds,
+    stream=stream,
+    units=units,
+)
 
 
 class _Names:
     def __init__(self, table: units.Table) -> None:
         self._table = table
+        #: Rows of a table that several ranks share, next to what they were made of.
+        self._made: dict[int, tuple[tuple[units.Placed, ...], tuple[NameRow, ...]]] = {}
 
     def table(self, rank: int) -> Sequence[NameRow]:
-        return [
-            NameRow(
-                chunk=placed.chunk,
-                local=placed.local,
-                global_name=placed.unit.name,
-                hf=tuple(t.name for t in placed.unit.hf) if placed.unit.exports else (),
-                shape=placed.shape,
-                dtype=placed.unit.dtype,
-            )
-            for placed in self._table.placed(rank)
-        ]
+        placed = self._table.placed(rank)
+        if id(placed) not in self._made:
+            self._made[id(placed)] = placed, tuple(_row(p) for p in placed)
+        return self._made[id(placed)][1]
+
+
+def _row(placed: units.Placed) -> NameRow:
+    return NameRow(
+        chunk=placed.chunk,
+        local=placed.local,
+        global_name=placed.unit.name,
+        hf=tuple(t.name for t in placed.unit.hf) if placed.unit.exports else (),
+        shape=placed.shape,
+        dtype=placed.unit.dtype,
+    )
+
+
+class _Plan:
+    def __init__(self, table: units.Table) -> None:
+        self._table = table
+
+    def tensors(self) -> Sequence[TensorMeta]:
+        return [_meta(t) for t in plan.Plan(self._table).tensors]
 
 
 class _Export:
@@ -86,24 +112,193 @@ class _Forward:
         return megatron.logits(self._built.chunks, self._built.table, tokens_BS)
 
 
+class _Gradients:
+    def __init__(self, built: Built) -> None:
+        self._built = built
+
+    def gradients(self, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
+        from moeref import megatron
+
+        return megatron.gradients(self._built.chunks, self._built.table, tokens_BS)
+
+
+class _Replay:
+    def __init__(self, built: Built, rank: int) -> None:
+        self._built, self._rank = built, rank
+        self._recorded: list[replay.Routes] = []
+
+    def _given(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> list[replay.Routes]:
+        """This rank's rows and layers of every microbatch."""
+        if routes is None:
+            return self._recorded
+        if len(routes) != len(tokens_BS):
+            raise replay.RouteError(f"routes of {len(routes)} samples for {len(tokens_BS)}")
+        layout, model = self._built.table.layout, self._built.table.model
+        rows = [*routes, *([routes[-1]] * (-len(routes) % (layout.pp if layout.vpp > 1 else 1)))]
+        return [self._local(sample, tokens_BS.shape[1], layout, model) for sample in rows]
+
+    def _local(self, sample: Any, tokens: int, layout: Layout, model: families.Model) -> replay.Routes:
+        sent = replay.received(sample, moe_layers=model.moe_layers, experts=model.experts, top_k=model.top_k)
+        whole, _ = replay.to_tokens(sent, tokens)
+        pp, vps = layout.coords(self._rank).pp, range(layout.vpp)
+        layers = sorted(i for vp in vps for i in align.stage_layers(layout, model.moe_layers, pp, vp))
+        return replay.of_layers(replay.on_rank(replay.packed([whole]), layout, self._rank), layers)
+
+    def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        from moeref import megatron
+        from moeref.megatron import replay as controller
+
+        with controller.recording(self._built.chunks) as recorded:
+            logits = megatron.logits(self._built.chunks, self._built.table, tokens_BS)
+        self._recorded = [recorded.routes(number) for number in range(recorded.microbatches)]
+        return logits
+
+    def replay(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> torch.Tensor | None:
+        from moeref import megatron
+        from moeref.megatron import replay as controller
+
+        with controller.replaying(self._built.chunks, self._given(tokens_BS, routes)):
+            return megatron.logits(self._built.chunks, self._built.table, tokens_BS)
+
+    def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> dict[tuple[int, str], torch.Tensor]:
+        from moeref import megatron
+        from moeref.megatron import replay as controller
+
+        with controller.replaying(self._built.chunks, self._given(tokens_BS, routes)):
+            return megatron.gradients(self._built.chunks, self._built.table, tokens_BS)
+
+
+class _Seeds:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> dict[str, int]:
+        return seeds.rank_seeds(self._layout, rank, seed, per_dp=per_dp).generators
+
+    def install(self, seed: int, per_dp: bool) -> None:
+        from moeref.megatron import seeding
+
+        seeding.seed_rank(self._layout, seed, per_dp=per_dp)
+
+    def save(self) -> Any:
+        from moeref.megatron import seeding
+
+        return seeding.save()
+
+    def restore(self, states: Any) -> None:
+        from moeref.megatron import seeding
+
+        seeding.restore(states)
+
+
+class _Dispatch:
+    def __init__(self, layout: Layout, name: str) -> None:
+        self._layout, self._name, self._core = layout, name, importlib.metadata.version("megatron-core")
+
+    def padded(self, request: facets.PadRequest) -> facets.Padding:
+        recipe = None if request.precision == "bf16" else request.precision
+        made = padding.plan(self._layout, recipe=recipe, dispatcher=request.dispatcher)
+        samples = tuple(made.pack(lengths).samples for lengths in request.lengths)
+        return facets.Padding(samples=samples, totals=made.group([sum(padded) for padded in samples]))
+
+    def settings(self, request: facets.DispatcherRequest) -> dict[str, Any]:
+        # Not as training: moeref's model mends the gradients for which the table refuses ETP at EP=1 under 0.16.
+        setup = dispatcher.Setup(
+            layout=self._layout,
+            sequence_parallel=self._layout.tp > 1,
+            experts=8 * self._layout.ep,
+            precision=request.precision,  # type: ignore[arg-type]
+            equal_rows=request.equal_rows,
+            training=False,
+        )
+        there = dispatcher.Environment(core=self._core, packages=request.packages, gpu=request.gpu)
+        return dispatcher.select(request.dispatcher, setup, there).settings
+
+    def round_trip(
+        self, rows: facets.RoutedRows, expert: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> facets.RoundTrip:
+        import torch
+        from megatron.core import parallel_state
+
+        groups = reference.Groups(
+            ep=parallel_state.get_expert_model_parallel_group(),
+            etp=parallel_state.get_expert_tensor_parallel_group(),
+            etp_ep=parallel_state.get_expert_tensor_and_model_parallel_group(),
+        )
+        experts_TK, weights_TK = routing.pad_rows(rows.experts_TK, rows.weights_TK, rows.padding_T, rows.experts)
+        map_TE = reference.routing_map(experts_TK, rows.experts)
+        weights_TE = weights_TK.new_zeros(map_TE.shape).scatter(1, experts_TK, weights_TK)
+        found = reference.DISPATCH[self._name](rows.x_TH, weights_TE, map_TE, groups)
+        pieces = torch.split(found.rows_RH, found.counts_L.tolist())
+        numbered = zip(groups.experts(rows.experts), pieces, strict=True)
+        outputs_RH = torch.cat([expert(*one) for one in numbered]) * found.weights_R[:, None]
+        counts_E = routing.expert_counts(map_TE, rows.padding_T)
+        return facets.RoundTrip(y_TH=found.combine(outputs_RH), counts_E=counts_E)
+
+
+class _Config:
+    """What moeref's one source of settings makes of requests, read back from a real TransformerConfig."""
+
+    def __init__(self, model: families.Model, layout: Layout, cell: Cell, built: Built | None) -> None:
+        self._model, self._layout, self._built = model, layout, built
+        self._asked = config.MoEConfig(**_asked(cell))
+
+    def given(self) -> dict[str, Any]:
+        return dict(self._built.record.values) if self._built else self._settings(self._asked)
+
+    def resolve(self, request: Request, role: str) -> dict[str, Any]:
+        policy = config.MoEConfig.from_mapping(
+            {**self._asked.fields, **request.fields, "transformer_config_kwargs": request.overrides}
+        )
+        return self._settings(policy if role == "policy" else config.for_reference(policy))
+
+    def _settings(self, asked: config.MoEConfig) -> dict[str, Any]:
+        from moeref import megatron
+
+        record = megatron.settings_of(self._model, self._layout, asked)
+        return dict(megatron.transformer_config(record)[1].values)
+
+
+def _asked(cell: Cell) -> dict[str, Any]:
+    """What a cell asks of Megatron."""
+    replayed = {"moe_enable_routing_replay": True} if cell.replay != "off" else {}
+    return {"moe_token_dispatcher_type": cell.dispatcher, **replayed}
+
+
 class _Session:
-    def __init__(self, names: _Names, export: _Export | None = None, forward: _Forward | None = None) -> None:
-        self.names, self.export, self.forward = names, export, forward
+    def __init__(
+        self,
+        table: units.Table,
+        layout: Layout,
+        config: _Config,
+        dispatch: _Dispatch,
+        export: _Export | None = None,
+        forward: _Forward | None = None,
+        gradients: _Gradients | None = None,
+        replay: _Replay | None = None,
+    ) -> None:
+        self.names, self.plan, self.seeds, self.config = _Names(table), _Plan(table), _Seeds(layout), config
+        self.dispatch = dispatch
+        self.export, self.forward, self.gradients, self.replay = export, forward, gradients, replay
 
 
 class MoerefTarget:
-    """moeref, judged like anybody else."""
+    """moeref, judged like anybody else. `divisible_by` times TP is what the vocabulary is padded to a multiple of."""
+
+    def __init__(self, divisible_by: int = units.VOCAB_DIVISIBLE_BY) -> None:
+        self._divisible_by = divisible_by
 
     info = Info(name="moeref", version=importlib.metadata.version("moeref"))
     claims = Claims(
-        facets=frozenset({"names", "export", "forward"}),
-        families=frozenset(families.FAMILIES),
+        facets=frozenset({"names", "plan", "export", "forward", "gradients", "config", "seeds", "replay", "dispatch"}),
+        families=frozenset({*families.FAMILIES, *families.ALIASES}),
         worlds=frozenset({"static", "gloo"}),
         spellings=frozenset({"per_expert", "fused"}),
         norms=frozenset({"apart", "fused"}),
         mtp=2,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset({"alltoall", "allgather"}),
+        replay=frozenset({"off", "R2", "R3"}),
     )
 
     @contextmanager
@@ -112,11 +307,11 @@ class MoerefTarget:
         spelling = families.Spelling(norms=cell.norms, experts=cell.experts, hf=cell.spelling)  # type: ignore[arg-type]
         table = units.Table(model, layout, spelling)
         if world.kind == "static":
-            yield _Session(_Names(table))
+            yield _Session(table, layout, _Config(model, layout, cell, None), _Dispatch(layout, cell.dispatcher))
             return
         from moeref import megatron
 
-        table = units.Table(model, layout, replace(spelling, mtp=megatron.mtp_name()))
+        table = units.Table(model, layout, replace(spelling, mtp=megatron.mtp_name()), self._divisible_by)
         rank = megatron.initialise(layout)
         try:
             built = megatron.build(
@@ -126,9 +321,13 @@ class MoerefTarget:
                 device=world.device,
                 norms=cell.norms,
                 experts=cell.experts,
-                overrides={"moe_token_dispatcher_type": cell.dispatcher},
+                asked=config.MoEConfig(**_asked(cell)),
+                divisible_by=self._divisible_by,
             )
-            yield _Session(_Names(table), _Export(built, table, rank), _Forward(built))
+            settings = _Config(model, layout, cell, built)
+            export, replays = _Export(built, table, rank), _Replay(built, rank)
+            through = _Dispatch(layout, cell.dispatcher)
+            yield _Session(table, layout, settings, through, export, _Forward(built), _Gradients(built), replays)
         finally:
             megatron.shut_down()
 
@@ -138,4 +337,9 @@ def target() -> MoerefTarget:
     return MoerefTarget()
 
 
-__all__ = ["ROOMS", "MoerefTarget", "target"]
+def unpadded() -> MoerefTarget:
+    """moeref with no more vocabulary rows than TP needs, as bridges build it: to compare shards with theirs."""
+    return MoerefTarget(divisible_by=1)
+
+
+__all__ = ["ROOMS", "MoerefTarget", "target", "unpadded"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moeref_conformance.compare import same
+from moeref_conformance.compare import raw, same
 from moeref_conformance.matching import Context, short, span
 from moeref_conformance.trials.axes import SIZES
 
@@ -65,6 +65,27 @@ def _words(names: Sequence[str]) -> str:
     return " and ".join([", ".join(listed[:-1]), listed[-1]] if len(listed) > 1 else listed)
 
 
+def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+    """A rank's shard of one expert, cut rightly, but from another expert of the tensor that holds all of them."""
+    sources = context.sources(name)
+    if len(sources) != 1 or sources[0].dim() < 2 or expected.shape != got.shape:
+        return ""
+    experts, want, have = _bits(sources[0]).reshape(len(sources[0]), -1), _bits(expected), _bits(got)
+    for own in experts:
+        ordered, order = own.sort()
+        place = torch.searchsorted(ordered, want).clamp(max=len(own) - 1)
+        if torch.equal(ordered[place], want):
+            others = (experts[:, order[place]] == have).all(1).nonzero()
+            return f"is expert {int(others[0])}" if len(others) else ""
+    return ""
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, `[numel]`."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return raw(tensor).view(kinds[tensor.element_size()]).reshape(-1)
+
+
 def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
     """A rank's shard cut otherwise from the tensors it is made of: stacked, as one tensor, or another rank's."""
     sources, names = context.sources(name), context.parts.get(name, ())
@@ -82,10 +103,12 @@ def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, context: C
                 if size > 1 and same(whole[rank * rows : (rank + 1) * rows].contiguous(), got):
                     told = f"rows {span(rank * rows, rows)} of {len(whole)}"
                     return f"TP shard is a contiguous part of cat({_words(names)}): {told}"
-    return _another_share(expected, got, sources)
+    return _another_share(expected, got, sources, names)
 
 
-def _another_share(expected: torch.Tensor, got: torch.Tensor, sources: Sequence[torch.Tensor]) -> str:
+def _another_share(
+    expected: torch.Tensor, got: torch.Tensor, sources: Sequence[torch.Tensor], names: Sequence[str]
+) -> str:
     """The shard of another rank, or of another number of ranks. Tensors of three sources interleave: not these."""
     if len(sources) > 2 or got.dim() == 0:
         return ""
@@ -94,9 +117,12 @@ def _another_share(expected: torch.Tensor, got: torch.Tensor, sources: Sequence[
         size = full // max(1, got.shape[dim])
         if size < 2 or any(s.shape[dim] % size for s in sources):
             continue
+        shares = [torch.cat([s.chunk(size, dim)[rank] for s in sources], 0).contiguous() for rank in range(size)]
         for rank in range(size):
-            if same(torch.cat([s.chunk(size, dim)[rank] for s in sources], 0).contiguous(), got):
+            if same(shares[rank], got):
                 right = full // max(1, expected.shape[dim])
+                if right == size and not any(same(share, expected) for share in shares):
+                    return f"is shard {rank} of {size} of {_words(names)} as they lie in the file, no heads taken apart"
                 whose = "another rank's" if right == size else f"a cut over {size} ranks instead of {right}"
                 return f"is shard {rank} of {size} of dim {dim}: {whose}"
     return ""

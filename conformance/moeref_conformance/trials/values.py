@@ -97,6 +97,17 @@ def scaled(expected: torch.Tensor, got: torch.Tensor) -> str:
     return ""
 
 
+def shifted(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """The expected tensor plus a constant."""
+    if not expected.is_floating_point() or expected.shape != got.shape or got.numel() < ENOUGH:
+        return ""
+    apart = (got.double() - expected.double()).flatten()
+    constant = float(apart.mean())
+    if abs(constant) > 1e-2 and float((apart - constant).abs().max()) < 1e-2 * abs(constant):
+        return f"is the expected tensor {constant:+.3g}"
+    return ""
+
+
 #: Fewer elements say nothing: a few equal values may be chance.
 ENOUGH = 4
 

@@ -5,8 +5,9 @@ Nothing here imports torch, so that the parent can read an outcome without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 #: Exit code of a rank in which something raised; the record of the step says what.
 EXIT_RAISED = 3
@@ -72,12 +73,14 @@ class RunOutcome:
     """What a world says about one cell. `error` is a failure of the kit itself (no verdict on the target can be given).
 
     `strays` counts processes that the target had left behind and the world ended after the cell.
+    `events` holds, by rank, the record of a world that keeps it in memory instead of in the cell's folder.
     """
 
     exits: tuple[RankExit, ...]
     seconds: float
     error: str = ""
     strays: int = 0
+    events: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

@@ -90,7 +90,7 @@ def streams() -> None:
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Sends `device="cuda"` arguments, `Tensor.cuda()` and `Tensor.to("cuda")` to the CPU."""
+    """Sends `device="cuda"` arguments, `Tensor.cuda()` and `Tensor.to("cuda")` to the CPU, and pins no memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -98,6 +98,8 @@ class CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         if func is torch.Tensor.to:
             args = tuple(CPU if _is_cuda(a) else a for a in args)
         return func(*args, **kwargs)
@@ -110,7 +112,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 def device_literals() -> None:
-    """`device="cuda"` literals and `.cuda()` calls go to the CPU, by a torch function mode left on for good."""
+    """`device="cuda"` literals, `.cuda()` calls and pinned memory are the CPU's, by a torch function mode left on."""
     CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
@@ -123,6 +125,11 @@ def cuda_random() -> None:
 
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
+
+
+def eager() -> None:
+    """`torch.compile` runs what it is given as it is: megatron-core compiles elementwise functions of its modules."""
+    torch.compiler.set_stance("force_eager")
 
 
 def uneven_all_gather() -> None:
@@ -234,8 +241,9 @@ SUBSTITUTIONS = (
     Substitution("current_device", "torch", "allocations name torch.cuda.current_device()", current_device),
     Substitution("synchronize", "torch", "pipeline point-to-point synchronises after a batch", synchronize),
     Substitution("streams", "torch", "the all-to-all dispatcher and shared experts use streams", streams),
-    Substitution("device_literals", "torch", 'the schedules allocate on device="cuda"', device_literals),
+    Substitution("device_literals", "torch", 'schedules allocate on device="cuda", rope pins memory', device_literals),
     Substitution("cuda_random", "torch", "model-parallel seeding keeps states of the CUDA generator", cuda_random),
+    Substitution("eager", "torch", "megatron-core compiles small functions, once more in every rank", eager),
     Substitution("uneven_all_gather", "torch", "gloo refuses uneven pieces (ETP > 1, all-to-all)", uneven_all_gather),
     Substitution("megatron_random", "megatron", "its state helpers call into the CUDA generator", megatron_random),
     Substitution("splits_to_numpy", "megatron", "splits stay CPU tensors, which all_to_all refuses", splits_to_numpy),

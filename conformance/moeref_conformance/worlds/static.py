@@ -1,25 +1,26 @@
 """The world without processes: a target's names tables for any number of ranks, asked for in this process.
 
-It leaves the same records as a world with ranks, so that the same judges read them. A table must be pure, hence the
-target is asked here, in the kit's own process, and without a deadline.
+It makes the same records as a world with ranks, so that the same judges read them, but keeps them in memory, and equal
+tables once: thousands of ranks hold few tables. A table must be pure, hence the target is asked here, in the kit's own
+process, and without a deadline.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.api import Cell, Claims, NameRow, Names, Target, World
-from moeref_conformance.records import EVENTS, rank_dir
+from moeref_conformance.api import Cell, Claims, NameRow, Names, Seeds, Target, TensorMeta, World
+from moeref_conformance.steps import seeds
 from moeref_conformance.worlds import EXIT_RAISED, RankExit, RunOutcome
 
 
 class StaticWorld:
-    """Drives the facet `names` of one target. A context manager only for the likeness with the other worlds."""
+    """Drives the pure facets of one target, and what is pure of others. A context manager only as other worlds are."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -34,6 +35,7 @@ class StaticWorld:
         """Ask for the table of every rank. The first error ends the cell as that rank's exit; nothing is raised."""
         began, size = time.monotonic(), cell.layout.world
         exits: list[RankExit] = []
+        events: dict[int, list[dict[str, Any]]] = {}
         workdir = cell_dir / "work"
         workdir.mkdir(parents=True, exist_ok=True)
         world = World(
@@ -42,18 +44,72 @@ class StaticWorld:
         rank, step = 0, "open"
         try:
             with self._target.open(cell, world) as session:
-                from moeref_conformance.probe import plain_rows  # imports torch, which listing cells does not need
+                from moeref_conformance.probe import checked_rows  # imports torch, which listing cells does not need
 
-                step, table = "names", _names_of(session)
+                step, table, tables = "names", _names_of(session), _Tables()
                 for rank in range(size):
-                    _write(cell_dir, rank, step, "ok", value=plain_rows(table.table(rank), NameRow))
+                    events[rank] = [_event(step, "ok", value=tables.kept(table.table(rank)))]
+                    if "seeds" in claims.facets:
+                        planned = seeds.planned(_seeds_of(session), rank)
+                        events[rank].append(_event("seeds_planned", "ok", value=planned))
                     exits.append(_exit(rank, 0, step))
+                if "config" in claims.facets:
+                    from moeref_conformance.steps import config
+
+                    step, rank = "config", 0
+                    events[0].append(_event(step, "ok", value=config.recorded(_facet(session, step), None)))
+                if "dispatch" in claims.facets:
+                    from moeref_conformance.steps import dispatch
+
+                    step, rank, facet = "padding", 0, _facet(session, "dispatch")
+                    events[0].append(_event(step, "ok", value=dispatch.padded(facet, cell.layout)))
+                    step = "dispatchers"
+                    events[0].append(_event(step, "ok", value=dispatch.chosen(facet)))
+                if "plan" in claims.facets:
+                    step, rank = "plan", 0
+                    tensors = tuple(checked_rows(_facet(session, step).tensors(), TensorMeta))
+                    events[0].append(_event(step, "ok", value=tensors))
                 step = "close"
         except Exception as error:  # whatever the target raises is its verdict
             what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-            _write(cell_dir, rank, step, "raised", error=what)
+            events.setdefault(rank, []).append(_event(step, "raised", error=what))
             exits = [done for done in exits if done.rank != rank] + [_exit(rank, EXIT_RAISED, step)]
-        return RunOutcome(exits=tuple(exits), seconds=time.monotonic() - began)
+        return RunOutcome(exits=tuple(exits), seconds=time.monotonic() - began, events=events)
+
+
+class _Tables:
+    """Tables in one form, each kept once: a rank whose table equals another's, row by row, shares it."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
+        self._given: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
+
+    def kept(self, given: Any) -> tuple[NameRow, ...]:
+        """The table to keep for `given`. Raises TypeError that names what came instead of rows of api.NameRow."""
+        # A tuple that came before and is still held cannot have changed; anything else is compared.
+        if id(given) in self._given:
+            return self._given[id(given)][1]
+        from moeref_conformance.probe import checked_rows
+
+        rows = tuple(_hashable(row) for row in checked_rows(given, NameRow))
+        kept = self._tables.setdefault(rows, rows)
+        if type(given) is tuple:
+            self._given[id(given)] = given, kept
+        return kept
+
+
+def _hashable(row: NameRow) -> NameRow:
+    for name in ("local", "global_name", "dtype"):
+        if not isinstance(getattr(row, name), str):
+            raise TypeError(f"api.NameRow of {row.local!r}: {name} is {getattr(row, name)!r}, not a str")
+    good = type(row.hf) is tuple and type(row.shape) is tuple
+    return row if good else replace(row, hf=tuple(row.hf), shape=tuple(row.shape))
+
+
+def _facet(session: Any, name: str) -> Any:
+    if getattr(session, name) is None:
+        raise TypeError(f"the target claims the facet {name!r} but its session has None for it")
+    return getattr(session, name)
 
 
 def _names_of(session: Any) -> Names:
@@ -63,13 +119,17 @@ def _names_of(session: Any) -> Names:
     return names
 
 
+def _seeds_of(session: Any) -> Seeds:
+    if session.seeds is None:
+        raise TypeError("the target claims the facet 'seeds' but its session has None for it")
+    found: Seeds = session.seeds
+    return found
+
+
 def _exit(rank: int, code: int, step: str) -> RankExit:
     ended = code == 0
     return RankExit(rank, code, None, False, step, "", "", first=not ended, finished=ended)
 
 
-def _write(cell_dir: Path, rank: int, step: str, phase: str, **more: Any) -> None:
-    folder = rank_dir(cell_dir, rank)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / EVENTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "phase": phase, "at": time.time(), "seconds": 0.0, **more}) + "\n")
+def _event(step: str, phase: str, **more: Any) -> dict[str, Any]:
+    return {"step": step, "phase": phase, "at": time.time(), "seconds": 0.0, **more}

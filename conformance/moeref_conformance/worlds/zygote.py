@@ -39,6 +39,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCHDYNAMO_DISABLE": "1",  # megatron-core's jit_fuser is torch.compile: a C++ compiler and threads
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which some bridges import, starts a thread
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it under sequence parallelism
 }
 #: What every Megatron target imports; preloaded so that ranks do not.
@@ -102,11 +103,13 @@ def prepare(spec: str, entry: str, device: str) -> tuple[Target, Callable[..., A
     begin = time.perf_counter()
     import torch
 
+    from moeref_conformance.targets import peers
     from moeref_conformance.worlds import collectives, cpu
 
     torch.set_num_threads(1)
     cpu.install(device, "torch")
     collectives.install()
+    peers.before_megatron(spec, device)
     substituted: tuple[str, ...] = ()
     if importlib.util.find_spec("megatron") is not None:
         for module in PRELOAD:
@@ -117,6 +120,8 @@ def prepare(spec: str, entry: str, device: str) -> tuple[Target, Callable[..., A
     from moeref_conformance.targets import resolve
 
     target = resolve(spec)
+    if preload := getattr(target, "preload", None):
+        preload()
     facts = {
         "pid": os.getpid(),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers", "moeref")},

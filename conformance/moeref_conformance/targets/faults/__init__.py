@@ -3,11 +3,33 @@
 import tomllib
 from importlib.resources import files
 
-from moeref_conformance.targets.faults import export, gather, loading, names, roles, stream
+from moeref_conformance.targets.faults import (
+    config,
+    context,
+    dispatch,
+    export,
+    gather,
+    gpt_oss,
+    gradients,
+    hybrid,
+    loading,
+    names,
+    replay,
+    roles,
+    routes,
+    seeds,
+    static,
+    stream,
+)
 from moeref_conformance.targets.faults.base import Edit, Fault
 
 FAULTS: dict[str, Fault] = {
-    fault.id: fault for module in (names, loading, gather, export, stream, roles) for fault in module.FAULTS
+    fault.id: fault
+    for module in (
+        *(names, loading, context, gather, gradients, export, stream),
+        *(roles, seeds, config, gpt_oss, hybrid, static, routes, replay, dispatch),
+    )
+    for fault in module.FAULTS
 }
 #: The list of reported bugs by id: {"report": …, "symptom": …}. A fault's `bug` text names ids of it.
 KNOWN_BUGS: dict[str, dict[str, str]] = tomllib.loads(files(__name__).joinpath("bugs.toml").read_text(encoding="utf-8"))
@@ -28,6 +50,10 @@ NOT_EXPRESSIBLE = {
     "W6": "delta updates in two halves of a buffer: no facet yet",
     "W9": "delta updates with a base version: no facet yet",
     "W15": "delta updates by XOR: no facet yet",
+    "R9": "padding for FP8: no cell has a quantised model",
+    "R14": "resumed rollouts: a sample's routes come to the facet in one piece",
+    "R18": "the mask of padded tokens: the tokens of a cell have no padding",
+    "P11": "microbatches: how many a rank makes is for the trainer to say, and no facet asks it",
     "W18": "a checker that waits for nothing: a bug of the judge, not of the judged",
 }
 

@@ -51,7 +51,7 @@ class Fault:
 def cell(family: str, layout_name: str, *, world_size: int = 0, layers: int = 2, **axes: Any) -> Cell:
     """A cell whose layout is named by its sizes: `cell("qwen3_moe", "tp2-ep2")`; more of either by keyword."""
     sizes: dict[str, Any] = {}
-    for part in layout_name.split("-"):
+    for part in layout_name.split("-") if layout_name != "one" else ():
         name = part.rstrip("0123456789")
         sizes[name] = int(part[len(name) :])
     cell_axes = {k: axes.pop(k) for k in list(axes) if k in Cell.__dataclass_fields__ and k != "layout"}

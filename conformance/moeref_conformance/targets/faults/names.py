@@ -8,6 +8,7 @@ from typing import Any
 
 from moeref_conformance.api import Cell, NameRow, Session, World
 from moeref_conformance.targets.faults.base import Edit, Fault, Rooms, cell
+from moeref_conformance.targets.faults.rewrite import Swapped
 
 
 def _local_experts_at_pp1(rooms: Rooms) -> Iterable[Edit]:
@@ -66,13 +67,12 @@ def _bias_unmapped(rooms: Rooms) -> Iterable[Edit]:
     return [Edit(families, "rows", rows), Edit(load, "inventory", inventory), Edit(load, "check_headers", check)]
 
 
-class _RewrittenNames:
-    """The names facet with every row of a table passed through a function."""
+class _RewrittenNames(Swapped):
+    """A session, and its names facet, with every row of a table passed through a function."""
 
     def __init__(self, session: Session, rewrite: Any) -> None:
+        super().__init__(session, names=self)
         self._good, self._rewrite = session.names, rewrite
-        self.export, self.forward = session.export, session.forward
-        self.names = self
 
     def table(self, rank: int) -> Sequence[NameRow]:
         assert self._good is not None
@@ -148,7 +148,7 @@ def _norms_swapped(rooms: Rooms) -> Iterable[Edit]:
     return [Edit(families, "rows", rows)]
 
 
-def _shards_by_tp(rooms: Rooms) -> Iterable[Edit]:
+def shards_by_tp(rooms: Rooms) -> Iterable[Edit]:
     table = rooms["units"].Table
     good = table.shard
 
@@ -174,7 +174,11 @@ def _etp_not_passed_on(rooms: Rooms) -> Iterable[Edit]:
         made = good(cls, text)
         return replace(made, etp=made.tp)
 
-    return [Edit(layout, "parse", classmethod(parse))]
+    # Seeding would refuse at once what is to be seen in the records.
+    return [
+        Edit(layout, "parse", classmethod(parse)),
+        Edit(rooms["megatron.seeding"], "here", lambda layout: None),
+    ]
 
 
 FAULTS = (
@@ -182,7 +186,7 @@ FAULTS = (
         id="experts-local-at-pp1",
         bug="B16: miles#1088 review, PP=1 returned before experts were globalised",
         rules=("NAM-001", "NAM-004"),
-        also=("RUN-001",),
+        also=("NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "ep2"),
         edits=_local_experts_at_pp1,
     ),
@@ -190,11 +194,7 @@ FAULTS = (
         id="every-chunk-is-stage-0",
         bug="B22: slime a952d2f, the provider had no vp_stage",
         rules=("NAM-001", "NAM-003"),
-        also=(
-            "NAM-002",
-            "NAM-004",
-            "RUN-001",
-        ),
+        also=("NAM-002", "NAM-004", "NAM-007", "RUN-001"),
         cell=cell("glm4_moe", "pp2-vpp2", layers=4),
         edits=_every_chunk_stage_0,
     ),
@@ -202,7 +202,7 @@ FAULTS = (
         id="custom-layout-ignores-pp",
         bug="B27: megatron-core's offset for a layout string ignores the pp_rank it is given",
         rules=("NAM-001", "NAM-003"),
-        also=("RUN-001",),
+        also=("NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "pp2", layers=6, layout="Ett|tt|t|tL", vpp=2),
         edits=_custom_layout_ignores_pp,
     ),
@@ -224,10 +224,7 @@ FAULTS = (
         id="metadata-of-rank-0",
         bug="SkyRL#1816: every rank's buffer sliced with rank 0's names and shapes",
         rules=("NAM-001", "NAM-005"),
-        also=(
-            "NAM-002",
-            "NAM-003",
-        ),
+        also=("NAM-002", "NAM-003", "NAM-007"),
         cell=cell("qwen3_moe", "pp2"),
         wrap=_rank_0_metadata,
     ),
@@ -243,16 +240,16 @@ FAULTS = (
         id="etp-not-passed-on",
         bug="B5 in kind: slime#1737, miles#803: one runtime field is not passed on, and its default runs",
         rules=("TOP-001",),
-        also=("LOD-001", "NAM-004"),
+        also=("NAM-004", "NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "tp2-ep2-etp1", world_size=4),
         edits=_etp_not_passed_on,
-        diagnosis="instead of 1",
+        says="etp rank is",
     ),
     Fault(
         id="vpp-offset-of-equal-stages",
         bug="Megatron-LM#1584: VPP offsets ignore that the last stage has its own number of layers",
         rules=("NAM-001", "NAM-003"),
-        also=("RUN-001",),
+        also=("NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=6, last=2),
         edits=_vpp_offset_of_equal_stages,
     ),
@@ -287,8 +284,9 @@ FAULTS = (
         id="expert-shards-by-tp",
         bug="Megatron-Bridge#2746: expert shapes computed with TP where ETP differs",
         rules=("RUN-001",),
+        also=("NAM-007",),
         cell=cell("qwen3_moe", "tp2-ep2-etp1", world_size=4),
-        edits=_shards_by_tp,
+        edits=shards_by_tp,
         says="the table says",
     ),
     Fault(

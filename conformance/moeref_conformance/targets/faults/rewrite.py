@@ -1,4 +1,4 @@
-"""Sessions whose export stream passes through a function: how a fault changes what is sent without touching moeref."""
+"""Sessions with another facet in place of one of moeref's: how a fault changes what is said or sent without an edit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,23 @@ from moeref_conformance.api import Cell, Session, TensorMeta, World
 Pair = tuple[TensorMeta, "torch.Tensor | None"]
 
 
-class Rewritten:
-    """The export facet with its stream passed through a function."""
+class Swapped:
+    """`session` with the facets given in place of its own."""
+
+    def __init__(self, session: Session, **facets: Any) -> None:
+        self._session = session
+        vars(self).update(facets)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+class Rewritten(Swapped):
+    """A session, and its export facet, with the stream passed through a function."""
 
     def __init__(self, session: Session, rewrite: Callable[[Iterator[Pair]], Iterator[Pair]]) -> None:
         assert session.export is not None
-        self.names, self.forward, self.export = session.names, session.forward, self
+        super().__init__(session, export=self)
         self._good, self._rewrite = session.export, rewrite
         self.chunks, self.load, self.plan = self._good.chunks, self._good.load, self._good.plan
 

@@ -1,0 +1,254 @@
+"""The facets: what a session of a target can do, one protocol each, and the plain data that goes in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameRow:
+    """One tensor a rank holds: its name in the rank's own module, its global Megatron name, and the HF names in it.
+
+    `shape` and `dtype` are those of this rank's shard. `hf` lists the HF tensors whose elements it holds, in the order
+    in which the target lays them out; it is empty for a replica that no export reads (a tied head on the last stage).
+    """
+
+    chunk: int  # virtual pipeline stage on this rank
+    local: str
+    global_name: str
+    hf: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMeta:
+    """What an export promises to send: the full HF tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@runtime_checkable
+class Names(Protocol):
+    """Facet `names`."""
+
+    def table(self, rank: int) -> Sequence[NameRow]:
+        """All tensors that `rank` holds. Pure: no collective, no module, any rank may ask for any rank."""
+        ...
+
+
+@runtime_checkable
+class Plan(Protocol):
+    """Facet `plan`."""
+
+    def tensors(self) -> Sequence[TensorMeta]:
+        """What an export would send, in order. Pure: from config and layout alone, no collective, no module."""
+        ...
+
+
+@runtime_checkable
+class Export(Protocol):
+    """Facet `export`. All calls are made by all ranks in the same order."""
+
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """The real model chunks of this rank, one per virtual stage: the kit's back door for looking and changing."""
+        ...
+
+    def load(self, checkpoint: Path) -> None:
+        """Read a Hugging Face folder (safetensors, one file or indexed) into this rank's shards, or raise."""
+        ...
+
+    def plan(self) -> Sequence[TensorMeta]:
+        """What `stream` will yield, in order, without a collective. Called only if `Claims.announces`."""
+        ...
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        """Full HF tensors in order: the tensor on the writer, None on every other rank."""
+        ...
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """Facet `forward`."""
+
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        """`logits_BSV` in fp32 over the unpadded vocabulary on the ranks of the last stage, None elsewhere.
+
+        `tokens_BS` is int64 and equal on all ranks; each row is one microbatch; positions are 0..S-1; no dropout.
+        """
+        ...
+
+
+@runtime_checkable
+class Gradients(Protocol):
+    """Facet `gradients`."""
+
+    def gradients(self, tokens_BS: torch.Tensor) -> Mapping[tuple[int, str], torch.Tensor]:
+        """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
+        pass and all reductions over ranks; no optimiser step, and the weights stay as they are.
+
+        The loss is the mean over all tokens of the cross entropy of the next token over the unpadded vocabulary, the
+        first token of a row following its last. Every data-parallel replica gets all rows. `tokens_BS` is as in
+        `Forward.logits`, with rows in multiples of 2·PP under interleaving. Not asked in bf16 or with MTP layers.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Settings to ask a target for, by the names of megatron-core's TransformerConfig.
+
+    `fields` are set as the target's own settings, `overrides` passed through to Megatron; these win.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Config(Protocol):
+    """Facet `config`. Settings go by TransformerConfig's names; values that are not plain (functions, dtypes) may be
+    left out."""
+
+    def given(self) -> Mapping[str, Any]:
+        """What the model of this session was given; in the static world, would be given."""
+        ...
+
+    def resolve(self, request: Request, role: str) -> Mapping[str, Any]:
+        """What a `policy` or `reference` model would be given if `request` is asked for both; nothing is built.
+
+        Raises for a name that Megatron does not have, and for a setting that would have no effect.
+        """
+        ...
+
+
+@runtime_checkable
+class Replay(Protocol):
+    """Facet `replay`. All calls are made by all ranks; `tokens_BS` is as in `Forward.logits`, each row a microbatch.
+
+    `routes` are what an engine sends: for each row integers [S - 1, layers, top-k], zeros for dense layers; a row of -1
+    and the last token, which has none, are left to the router. None (R2) stands for the routes that `record` saw last.
+    """
+
+    def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        """A forward without gradients whose routes are remembered; `logits_BSV` as `Forward.logits` gives them."""
+        ...
+
+    def replay(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> torch.Tensor | None:
+        """A forward without gradients under `routes`; logits as above. Raises for routes that do not fit."""
+        ...
+
+    def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> Mapping[tuple[int, str], torch.Tensor]:
+        """A training step under `routes`; gradients as `Gradients.gradients` gives them."""
+        ...
+
+
+@runtime_checkable
+class Seeds(Protocol):
+    """Facet `seeds`. Generators are `python`, `numpy`, `torch`, `cuda`, and Megatron's trackers `tp` and `expert`."""
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        """Seed by generator of `rank`; `per_dp`: replicas get seeds of their own. Pure; raises for a bad seed."""
+        ...
+
+    def install(self, seed: int, per_dp: bool) -> None:
+        """Seed this process's generators; called after model-parallel initialisation. Raises for a bad seed."""
+        ...
+
+    def save(self) -> Any:
+        """The states of all generators, for a checkpoint."""
+        ...
+
+    def restore(self, states: Any) -> None:
+        """Put back what `save` gave; the same states may be restored more than once."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadRequest:
+    """Packed sequences of several ranks of one etp·ep group: the lengths of the samples that each rank holds."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    precision: str = "bf16"  # or a recipe that quantises: tensorwise, delayed, mxfp8, blockwise, nvfp4
+    dispatcher: str = "alltoall"  # alltoall | allgather | flex-deepep | flex-hybridep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Padded lengths of every sample, and of every rank's packed sequence before CP and TP split it.
+
+    What a total has beyond the sum of its samples is a tail of padding, split as one more sample.
+    """
+
+    samples: tuple[tuple[int, ...], ...]
+    totals: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherRequest:
+    """A dispatcher asked for by name, for training in `precision`, and what there is to run it.
+
+    `equal_rows`: all ranks of an etp·ep group dispatch the same number of rows. `packages` are those of deep_ep,
+    hybrid_ep and transformer_engine that import.
+    """
+
+    dispatcher: str
+    precision: str = "bf16"  # or fp32
+    equal_rows: bool = True
+    gpu: bool = False
+    packages: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedRows:
+    """Rows of this rank with their experts: T rows, H hidden, K experts a row, `experts` in all.
+
+    Padding rows (`padding_T`) come with what a router makes of them: arbitrary weights and experts.
+    """
+
+    x_TH: torch.Tensor
+    weights_TK: torch.Tensor
+    experts_TK: torch.Tensor  # int64
+    padding_T: torch.Tensor  # bool
+    experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTrip:
+    """What comes back to this rank's rows, and what they count for in expert statistics."""
+
+    y_TH: torch.Tensor
+    counts_E: torch.Tensor
+
+
+@runtime_checkable
+class Dispatch(Protocol):
+    """Facet `dispatch`. Sequence parallelism is on wherever TP exceeds 1, and CP splits samples into 2·CP chunks."""
+
+    def padded(self, request: PadRequest) -> Padding:
+        """What the samples and packed sequences are padded to. Pure."""
+        ...
+
+    def settings(self, request: DispatcherRequest) -> Mapping[str, Any]:
+        """What Megatron is given for it: `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend`. Pure.
+
+        Raises for a dispatcher that cannot work here.
+        """
+        ...
+
+    def round_trip(self, rows: RoutedRows, expert: Callable[[int, torch.Tensor], torch.Tensor]) -> RoundTrip:
+        """Send rows to their experts by the cell's dispatcher, and the weighted outputs back; differentiable.
+
+        Called by all ranks, not in the static world. `expert(number, rows_RH)` computes one of this rank's experts
+        (numbered globally), or its share of one under ETP, and is called for each of them. Raises on every rank for
+        a row that names an expert twice or one that does not exist.
+        """
+        ...

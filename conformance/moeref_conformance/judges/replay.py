@@ -1,0 +1,286 @@
+"""RPL: where tokens went under replay, seen at the experts' door, and what came of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from moeref_conformance.compare import same
+from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.judges.common import finding, known, observed, outcome, without
+from moeref_conformance.oracles import topology
+from moeref_conformance.oracles.routed import Routed, given_routes, routed
+from moeref_conformance.oracles.sequence import positions
+from moeref_conformance.records import RankRecord
+from moeref_conformance.steps.replay import PHASES
+
+Place = tuple[int, int]  # sample, position
+Seen = Mapping[int, Mapping[Place, frozenset[int]]]  # layer -> place -> experts
+TRANSFORMERS = 2e-5
+
+
+def seen_routes(case: Case, phase: str) -> tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]:
+    """The experts that received each token in `phase`, from all ranks' records.
+
+    Rows that enter a layer on a rank are at the positions that CP and sequence parallelism give it; samples come in
+    order, and one that comes again (recomputation, filler of an interleaved schedule) has the same bytes.
+    """
+    layout, found = case.cell.layout, list[Finding]()
+    per_rank: dict[int, dict[str, torch.Tensor]] = {}
+    for record in observed(case).ranks:
+        if record.has("replay"):
+            tensors = record.tensors("replay")
+            per_rank[record.rank] = {
+                k.removeprefix(f"{phase}."): t for k, t in tensors.items() if k.startswith(f"{phase}.")
+            }
+    samples = known(case).tokens_BS.shape[0]
+    length = known(case).tokens_BS.shape[1]
+    who: dict[int, dict[bytes, Place]] = defaultdict(dict)
+    for rank, tensors in per_rank.items():
+        at = topology.coords(layout, rank)
+        mine = positions(length, layout, at)
+        for layer in {int(key.split(".")[0]) for key in tensors if key.endswith(".in")}:
+            order: dict[bytes, int] = {}
+            for call in range(sum(key.startswith(f"{layer}.") and key.endswith(".in") for key in tensors)):
+                rows = tensors[f"{layer}.{call}.in"]
+                number = order.setdefault(_bytes(rows), len(order)) % samples
+                if len(rows) != len(mine):
+                    message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(mine)}"
+                    found.append(finding(case, rank, "replay", message, layer=layer))
+                    continue
+                for row, position in zip(rows, mine, strict=True):
+                    who[layer][_bytes(row)] = (number, position)
+    went: dict[int, dict[Place, frozenset[int]]] = defaultdict(dict)
+    for rank, tensors in per_rank.items():
+        ep = topology.coords(layout, rank)["ep"]
+        for key in tensors:
+            if not key.endswith(".sent"):
+                continue
+            layer = int(key.split(".")[0])
+            counts = tensors[key.removesuffix("sent") + "count"].tolist()
+            first = ep * len(counts)
+            rows = iter(tensors[key])
+            for local, count in enumerate(counts):
+                for _ in range(count):
+                    place = who[layer].get(_bytes(next(rows)))
+                    if place is None:
+                        message = f"{phase}: expert {first + local} of layer {layer} received a row that no token is"
+                        found.append(finding(case, rank, "replay", message, layer=layer, expert=first + local))
+                    else:
+                        went[layer][place] = went[layer].get(place, frozenset()) | {first + local}
+    return went, found
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _against(case: Case, phase: str, want: Seen, *, only_missing: bool = False, whose: str) -> list[Finding]:
+    """Findings where the tokens of `phase` went elsewhere than `want`."""
+    went, found = seen_routes(case, phase)
+    missing = _without_route(case) if only_missing else None
+    for layer, places in sorted(want.items()):
+        for place, experts in sorted(places.items()):
+            if missing is not None and place not in missing:
+                continue
+            have = went.get(layer, {}).get(place, frozenset())
+            if have != experts:
+                found.append(_elsewhere(case, phase, layer, place, want, have, whose))
+    return found
+
+
+def _elsewhere(
+    case: Case, phase: str, layer: int, place: Place, want: Seen, have: frozenset[int], whose: str
+) -> Finding:
+    experts = want[layer][place]
+    message = f"{phase}: token {place[1]} of sample {place[0]} went to other experts of layer {layer} than {whose}"
+    return finding(
+        case,
+        None,
+        "replay",
+        message,
+        layer=layer,
+        expected=str(sorted(experts)),
+        got=str(sorted(have)) if have else "no expert",
+        diagnosis=_diagnosis(case, want, layer, place, have),
+    )
+
+
+def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset[int]) -> str:
+    """What the experts that were chosen instead are the right ones of, if of anything."""
+    if not have:
+        return "reached no expert"
+    right = want[layer][place]
+
+    def fits(experts: frozenset[int] | None) -> bool:
+        # Of a phase that runs a layer twice, one run may be right: then `have` is the right experts and others.
+        return experts is not None and experts != right and have in (experts, experts | right)
+
+    for other, places in want.items():
+        if other != layer and fits(places.get(place)):
+            return f"the route of layer {other} (layer {other - layer:+d})"
+    for (sample, position), experts in want[layer].items():
+        if fits(experts):
+            same_sample = sample == place[0]
+            return f"the route of token {position}" + ("" if same_sample else f" of sample {sample}")
+    if len(have) < len(right):
+        return "fewer experts than top-k: an expert twice in the route"
+    if have == frozenset(range(len(have))):
+        return "the first experts: a padding row"
+    if case.cell.replay == "R3" and fits(_oracle(case, "native").experts.get(layer, {}).get(place)):
+        return "the router's own choice"
+    return ""
+
+
+def _without_route(case: Case) -> set[Place]:
+    """Places that the given routes leave to the router."""
+    found = set()
+    for number, sample in enumerate(given_routes(known(case), 0)):
+        length = known(case).tokens_BS.shape[1]
+        found |= {(number, s) for s in range(length) if s >= len(sample) or sample[s].min() < 0}
+    return found
+
+
+def _oracle(case: Case, which: str) -> Routed:
+    """transformers under the route set `a` or `b`, or natively."""
+    cache: dict[str, Routed] = case.expected.__dict__.setdefault("_routed", {})
+    if which not in cache:
+        routes = None if which == "native" else given_routes(known(case), "ab".index(which))
+        cache[which] = routed(known(case), routes)
+    return cache[which]
+
+
+def _in_bf16(case: Case) -> Outcome | None:
+    if case.cell.dtype == "float32":
+        return None
+    return Outcome(untested=f"judged in fp32 only: {case.cell.dtype} turns the routers' own choice")
+
+
+@judges("RPL-001")
+def tokens_take_their_routes(case: Case) -> Outcome:
+    """In every phase that is replayed; of R3 the given rows, of R2 all rows as recorded."""
+    found = without(case, "replay")
+    if found:
+        return outcome(found)
+    if case.cell.replay == "R2":
+        for phase, source in (("replay", "record"), ("step", "record"), ("recompute", "record")):
+            found += _against(case, phase, seen_routes(case, source)[0], whose="the recorded forward's")
+        changed = seen_routes(case, "record-changed")[0]
+        return outcome(found + _against(case, "step-changed", changed, whose="the recorded forward's"))
+    missing = _without_route(case)
+    for phase in PHASES["R3"]:
+        if phase.startswith("native"):
+            continue
+        want = _oracle(case, phase[-1]).experts
+        given = {layer: {p: e for p, e in places.items() if p not in missing} for layer, places in want.items()}
+        found += _against(case, phase, given, whose="its route says")
+    return outcome(found)
+
+
+@judges("RPL-002")
+def other_forwards_are_native(case: Case) -> Outcome:
+    """Before, between and after: R3 against transformers, R2 by routers that were turned round."""
+    if (no := _in_bf16(case)) is not None:
+        return no
+    found = without(case, "replay")
+    if found:
+        return outcome(found)
+    if case.cell.replay == "R3":
+        for phase in ("native", "native-again"):
+            found += _against(case, phase, _oracle(case, "native").experts, whose="the router chooses")
+        return outcome(found)
+    recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]
+    found += _against(case, "record", _oracle(case, "native").experts, whose="the router chooses")
+    for layer, places in sorted(recorded.items()):
+        if places and all(turned.get(layer, {}).get(place) == experts for place, experts in places.items()):
+            message = f"changed-native: layer {layer} still takes the recorded routes outside of replay"
+            found.append(finding(case, None, "replay", message, layer=layer))
+    return outcome(found)
+
+
+@judges("RPL-003")
+def rows_without_a_route_are_native(case: Case) -> Outcome:
+    """They take what transformers' router chooses while the other rows are replayed."""
+    if (no := _in_bf16(case)) is not None:
+        return no
+    found = without(case, "replay")
+    for phase in ("replay-a", "step-a", "recompute-b", "replay-b") if not found else ():
+        want = _oracle(case, phase[-1]).experts
+        found += _against(case, phase, want, only_missing=True, whose="the router chooses")
+    return outcome(found)
+
+
+@judges("RPL-004")
+def logits_under_routes_are_transformers(case: Case) -> Outcome:
+    """In fp32, on every rank of the last stage."""
+    if (no := _in_bf16(case)) is not None:
+        return no
+    found, worst = without(case, "replay"), 0.0
+    for phase in ("replay-a", "replay-b") if not found else ():
+        want = _oracle(case, phase[-1]).logits_BSV
+        for rank, got in _logits(case, phase).items():
+            if got.shape != want.shape:
+                message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"
+                found.append(finding(case, rank, "replay", message))
+                continue
+            apart = (got.double() - want.double()).abs()
+            far = float(torch.where(apart.isnan(), torch.inf, apart).max())
+            worst = max(worst, far)
+            if far > TRANSFORMERS:
+                message = f"{phase}: logits are off transformers' under the same routes by {far:.2g} > {TRANSFORMERS:g}"
+                found.append(finding(case, rank, "replay", message))
+    return outcome(found, met=f"{worst:.1e} ≤ {TRANSFORMERS:g}")
+
+
+@judges("RPL-005")
+def replayed_logits_are_the_recorded_ones(case: Case) -> Outcome:
+    """Bit for bit, on the same layout with the same weights."""
+    found = without(case, "replay")
+    if not found:
+        recorded, again = _logits(case, "record"), _logits(case, "replay")
+        if not recorded or recorded.keys() != again.keys():
+            message = f"logits of the recorded forward on ranks {sorted(recorded)}, of the replayed on {sorted(again)}"
+            found.append(finding(case, None, "replay", message))
+        for rank in recorded.keys() & again.keys():
+            if not same(recorded[rank], again[rank]):
+                far = float((recorded[rank].double() - again[rank].double()).abs().max())
+                message = f"the logits replayed are off the recorded ones by {far:.2g}"
+                found.append(finding(case, rank, "replay", message))
+    return outcome(found)
+
+
+@judges("RPL-006")
+def gates_learn(case: Case) -> Outcome:
+    """Every router's weight has a gradient that is not zero."""
+    found = without(case, "replay")
+    for record in observed(case).ranks if not found else ():
+        for phase in ("step-a", "recompute-b") if case.cell.replay == "R3" else ("step", "recompute"):
+            prefix = f"{phase}.gradients."
+            gates = {k: t for k, t in record.tensors("replay").items() if k.startswith(prefix) and "router.weight" in k}
+            found += [
+                finding(case, record.rank, "replay", f"{phase}: the gate {key.removeprefix(prefix)} has no gradient")
+                for key, gradient in gates.items()
+                if not bool(gradient.any())
+            ]
+    return outcome(found)
+
+
+@judges("RPL-007")
+def malformed_routes_are_refused(case: Case) -> Outcome:
+    """On every rank, so that no rank waits for another."""
+    found = without(case, "replay")
+    for record in observed(case).ranks if not found else ():
+        for what, answer in record.value("replay")["refused"].items():
+            if answer is None:
+                found.append(finding(case, record.rank, "replay", f"routes with {what} were replayed"))
+    return outcome(found)
+
+
+def _logits(case: Case, phase: str) -> dict[int, torch.Tensor]:
+    return {r.rank: t[f"{phase}.logits"] for r in _records(case) if f"{phase}.logits" in (t := r.tensors("replay"))}
+
+
+def _records(case: Case) -> list[RankRecord]:
+    return [record for record in observed(case).ranks if record.has("replay")]

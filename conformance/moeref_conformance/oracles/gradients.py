@@ -1,0 +1,32 @@
+"""Gradients of whole Hugging Face tensors, read out of the one-rank run's: any layout's shards can be cut of them.
+
+Every element of the checkpoint gets a number, the numbers are placed by brute force where the one rank holds the
+elements, and each gradient goes back to the element whose number lies in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from moeref_conformance.api import Cell, Layout
+from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.placement import Placement
+
+
+def full_gradients(cell: Cell, expected: Expected, local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients in fp64 by Hugging Face name; NaN where the one-rank run has none. `local` is keyed `chunk:name`."""
+    numbers: dict[str, torch.Tensor] = {}
+    count = 0
+    for name, tensor in expected.tensors.items():
+        numbers[name] = torch.arange(count, count + tensor.numel()).reshape(tensor.shape)
+        count += tensor.numel()
+    placed = Placement(replace(cell, layout_name="one", layout=Layout()), expected.config, numbers)
+    flat = torch.full((count,), torch.nan, dtype=torch.float64)
+    for key, gradient in local.items():
+        chunk, _, name = key.partition(":")
+        held = placed.held(0, int(chunk), name, list(gradient.shape))
+        flat[held.tensor[: held.rows].flatten()] = gradient[: held.rows].double().flatten()
+    return {name: flat[where] for name, where in numbers.items()}

@@ -1,0 +1,120 @@
+"""The expected tensors of a published model: names, shapes and dtypes as transformers itself would save them.
+
+transformers builds the full module on the meta device, where no weight exists, and its own conversion turns what is in
+memory into what is in files. Multi-token prediction layers, which it does not build, are added as they are published.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeref_conformance.api import Cell
+from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.sizes import Size, published
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ExpectedSize(Expected):
+    """A published model without weights: `tensors` are on the meta device, and `inputs` has the config alone."""
+
+    size: Size | None = None
+    spelling: str = "per_expert"
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by Hugging Face name, in the order of their names."""
+        assert self.size is not None
+        return tensors(self.size.name, self.spelling)
+
+
+def expected(cell: Cell, workdir: Path) -> ExpectedSize:
+    """What the cell's published model has. Its config.json is written to `workdir/<size>/config`.
+
+    Raises RuntimeError if transformers does not find the published counts: then nothing can be judged by it.
+    """
+    size = published()[cell.size]
+    folder = workdir / cell.size
+    path = folder / "config" / "config.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(size.config, indent=2))
+    tensors(size.name, cell.spelling)
+    return ExpectedSize(
+        dir=folder, inputs={"hf_config": str(path.parent)}, missing="", size=size, spelling=cell.spelling
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def tensors(name: str, spelling: str) -> dict[str, torch.Tensor]:
+    """The tensors of a published model by name, on the meta device; `spelling` as in `Cell`."""
+    found = derived(published()[name].config, spelling)
+    if spelling == "per_expert":
+        check_counts(published()[name], found)
+    return found
+
+
+def derived(config: Mapping[str, Any], spelling: str) -> dict[str, torch.Tensor]:
+    """The tensors that a Hugging Face config gives, on the meta device, in the order of their names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model, mtp = _model(config), int(config.get("num_nextn_predict_layers") or 0)
+    if spelling == "fused" and mtp:
+        raise ValueError("multi-token prediction layers are published per expert, not fused")
+    state = dict(model.state_dict())
+    if config["tie_word_embeddings"]:
+        del state["lm_head.weight"]
+    if spelling == "per_expert":
+        state = revert_weight_conversion(model, state)
+    for number in range(mtp):
+        state |= _mtp(int(config["num_hidden_layers"]), number, state)
+    return dict(sorted(state.items()))
+
+
+def _model(config: Mapping[str, Any]) -> Any:
+    """transformers' module on the meta device, its parameters in the published dtype; buffers stay fp32."""
+    import transformers
+
+    model_of = getattr(transformers, config["architectures"][0])
+    # A copy: transformers writes into the tables of a config that it is given.
+    known = {k: v for k, v in copy.deepcopy(dict(config)).items() if k not in ("architectures", "model_type")}
+    with torch.device("meta"):
+        model = model_of(model_of.config_class(**known))
+    dtype = _DTYPES[str(config.get("dtype") or config["torch_dtype"])]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _mtp(layers: int, number: int, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One multi-token prediction layer, as DeepSeek-V3 and GLM-4.5 publish it: a layer like the decoder's last, three
+    norms, a projection of embedding and hidden state, and the embedding and the head once more."""
+    embedding, norm, head = (state[f"{n}.weight"] for n in ("model.embed_tokens", "model.norm", "lm_head"))
+    last, here = f"model.layers.{layers - 1}.", f"model.layers.{layers + number}."
+    found = {here + name.removeprefix(last): tensor for name, tensor in state.items() if name.startswith(last)}
+    found |= {f"{here}{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
+    found[here + "eh_proj.weight"] = norm.new_empty(len(norm), 2 * len(norm))
+    return {**found, here + "embed_tokens.weight": embedding, here + "shared_head.head.weight": head}
+
+
+def check_counts(size: Size, state: Mapping[str, torch.Tensor]) -> None:
+    """RuntimeError unless there are as many tensors, parameters and bytes as were published."""
+    held = {
+        "tensors": len(state),
+        "parameters": sum(t.numel() for t in state.values()),
+        "bytes": sum(t.numel() * t.element_size() for t in state.values()),
+    }
+    for what, number in held.items():
+        if number != getattr(size, what):
+            raise RuntimeError(
+                f"{size.name}: transformers has {number:,} {what}, published are {getattr(size, what):,}"
+            )

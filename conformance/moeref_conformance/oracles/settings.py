@@ -1,0 +1,119 @@
+"""What TransformerConfig has to hold for a cell: from transformers' config class, the checkpoint, and the layout.
+
+Whether a thing is there (a bias, a norm, shared experts, which layers have a router) is read off the checkpoint's
+tensors, sizes off their shapes, and what leaves no tensor off the config object that transformers makes.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from moeref_conformance.api import Cell, Layout
+from moeref_conformance.oracles.checkpoint import Expected
+
+_ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
+#: A value of the first kind may be told as any of the second: megatron-core does the same with both.
+_SAME: dict[str, tuple[Any, ...]] = {
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_num_groups": (None, 1),
+    "moe_router_group_topk": (None, 1),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "mtp_num_layers": (None, 0),
+    "virtual_pipeline_model_parallel_size": (None, 1),
+}
+
+
+def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
+    """TransformerConfig's names with the values that this model needs."""
+    config, tensors = _config(expected.config), expected.tensors
+    layers = int(config.num_hidden_layers)
+    routers = {int(m[1]): t for name, t in tensors.items() if (m := _ROUTER.match(name)) and int(m[1]) < layers}
+    experts, hidden = next(iter(routers.values())).shape
+
+    def any_has(*ends: str) -> bool:
+        return any(name.endswith(end) for name in tensors for end in ends)
+
+    def rows(*ends: str) -> int | None:
+        return next((int(t.shape[0]) for name, t in tensors.items() if name.endswith(ends)), None)
+
+    bias = any_has(".e_score_correction_bias")
+    groups = int(getattr(config, "n_group", None) or 1)
+    found = {
+        "num_layers": layers,
+        "hidden_size": int(hidden),
+        "num_attention_heads": int(config.num_attention_heads),
+        "layernorm_epsilon": float(config.rms_norm_eps),
+        "num_moe_experts": int(experts),
+        "moe_router_topk": int(config.num_experts_per_tok),
+        "moe_ffn_hidden_size": int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size),
+        "moe_layer_freq": [int(layer in routers) for layer in range(layers)],
+        "moe_router_enable_expert_bias": bias,
+        "moe_router_score_function": "sigmoid" if bias else "softmax",
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": int(config.topk_group) if groups > 1 else None,
+        "moe_router_topk_scaling_factor": float(getattr(config, "routed_scaling_factor", None) or 1.0),
+        "moe_shared_expert_intermediate_size": rows(
+            ".mlp.shared_experts.gate_proj.weight", ".mlp.shared_expert.gate_proj.weight"
+        ),
+        "mtp_num_layers": cell.mtp or int(getattr(config, "num_nextn_predict_layers", None) or 0),
+        "qk_layernorm": any_has(".q_norm.weight", ".kv_a_layernorm.weight"),
+    }
+    if len(routers) < layers:
+        found["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
+    if any_has(".kv_a_proj_with_mqa.weight"):
+        return {**found, "multi_latent_attention": True, **_latent(config)}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {**found, "num_query_groups": int(config.num_key_value_heads), "kv_channels": int(width)}
+
+
+def of_the_layout(layout: Layout) -> dict[str, Any]:
+    """The parallel sizes; sequence parallelism goes with TP, since megatron-core trains experts so alone."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "num_layers_in_first_pipeline_stage": layout.first,
+        "num_layers_in_last_pipeline_stage": layout.last,
+        "account_for_embedding_in_pipeline_split": layout.embedding,
+        "account_for_loss_in_pipeline_split": layout.loss,
+        "sequence_parallel": layout.tp > 1,
+    }
+
+
+def fits(name: str, want: Any, have: Any) -> bool:
+    """Whether megatron-core makes the same of both."""
+    alike = _SAME.get(name, ())
+    if want in alike and have in alike:
+        return True
+    if name == "moe_layer_freq" and isinstance(have, int) and not isinstance(have, bool):
+        have = [int(i % have == 0) for i in range(len(want))]
+    return isinstance(want, bool) == isinstance(have, bool) and bool(want == have)
+
+
+def _latent(config: Any) -> dict[str, Any]:
+    return {
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rotary_base": float(config.rope_parameters["rope_theta"]),
+        "rotary_scaling_factor": float(config.rope_parameters.get("factor") or 1.0),
+    }
+
+
+def _config(values: dict[str, Any]) -> Any:
+    """transformers' config object; for a type that it does not know, DeepSeek-V3's, whose keys such configs have."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = values["model_type"]
+    if kind not in CONFIG_MAPPING_NAMES:
+        kind = "deepseek_v3"
+    rest = {k: copy.deepcopy(v) for k, v in values.items() if k not in ("model_type", "quantization_config")}
+    return AutoConfig.for_model(kind, **rest)

@@ -1,0 +1,126 @@
+"""Steps of the facet `seeds`: what is planned, what the generators hold after seeding, and what a resume draws."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+from moeref_conformance.api import Seeds
+
+#: The seed of every run, and the two ways to ask for it.
+SEED = 1234
+WAYS = {"plain": False, "per_dp": True}
+#: What no generator can be seeded with.
+BAD: tuple[Any, ...] = (None, 0, -7)
+
+
+def planned(seeds: Seeds, rank: int) -> dict[str, Any]:
+    """The seeds of one rank, both ways, and what a bad seed was answered with (None: it was taken)."""
+    plans: dict[str, Any] = {way: dict(seeds.planned(rank, SEED, per_dp)) for way, per_dp in WAYS.items()}
+    return {**plans, "refused": {repr(bad): _refusal(lambda bad=bad: seeds.planned(rank, bad, False)) for bad in BAD}}  # type: ignore[misc]
+
+
+def installed(seeds: Seeds) -> dict[str, Any]:
+    """Digests of all generator states after seeding, both ways, and of what megatron-core itself installs."""
+    found: dict[str, Any] = {}
+    for way, per_dp in WAYS.items():
+        seeds.install(SEED, per_dp)
+        found[way] = states()
+    found["refused"] = {repr(bad): _refusal(lambda bad=bad: seeds.install(bad, False)) for bad in BAD}  # type: ignore[misc]
+    found["megatron"] = {way: _megatron(per_dp) for way, per_dp in WAYS.items()}
+    return found
+
+
+def resumed(seeds: Seeds) -> dict[str, list[Any]]:
+    """Draws after a save, then after each of two restores of the same states."""
+    seeds.install(SEED, False)
+    _draws()  # a run that is saved has drawn before
+    saved = seeds.save()
+    found = {"went on": _draws()}
+    for turn in ("resumed", "resumed again"):
+        seeds.restore(saved)
+        found[turn] = _draws()
+    return found
+
+
+def _refusal(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _trackers() -> dict[str, Any]:
+    """Megatron's tracker states under the kit's names."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    held = megatron_random.get_cuda_rng_tracker().get_states()
+    names = {
+        "tp": megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
+        "expert": megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
+    }
+    return {name: held.get(key) for name, key in names.items()}
+
+
+def states() -> dict[str, str]:
+    """A digest of the state of every generator; empty for a tracker that does not exist."""
+    import numpy as np
+    import torch
+
+    kind, keys, *rest = np.random.get_state()
+    found = {
+        "python": _digest(repr(random.getstate()).encode()),
+        "numpy": _digest(repr((kind, bytes(keys), rest)).encode()),
+        "torch": _digest(bytes(torch.get_rng_state().numpy())),
+        "cuda": _digest(bytes(torch.cuda.get_rng_state().cpu().numpy())),
+    }
+    return {**found, **{k: _digest(bytes(v.cpu().numpy())) if v is not None else "" for k, v in _trackers().items()}}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def seeded(default: int) -> dict[str, str]:
+    """Digests of python's, numpy's and torch's generators when seeded with `default`, and megatron-core's own trackers.
+
+    The ranks' coordinates come from megatron-core's process groups. All generators of this process are changed.
+    """
+    import numpy as np
+    import torch
+    from megatron.core import tensor_parallel
+
+    random.seed(default)
+    np.random.seed(default)
+    torch.manual_seed(default)
+    tensor_parallel.model_parallel_cuda_manual_seed(default)
+    return states()
+
+
+def _megatron(per_dp: bool) -> dict[str, str]:
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank() if per_dp else 0
+    return seeded(SEED + 100 * stage + 10 * replica)
+
+
+def _draws() -> list[float]:
+    """One number from every generator."""
+    import numpy as np
+    import torch
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    found = [random.random(), float(np.random.random()), float(torch.rand(()))]
+    tracker = megatron_random.get_cuda_rng_tracker()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in (
+        megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
+        megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
+    ):
+        with tracker.fork(name):
+            found.append(float(torch.rand((), device=device)))
+    return found

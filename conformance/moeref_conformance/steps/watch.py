@@ -1,0 +1,48 @@
+"""Looks at the door of the experts: which hidden states came to an MoE layer, and which of them reached each expert.
+
+What a router or a replay buffer says is not looked at. Rows are told by their bytes, so that it does not matter by
+which dispatcher, or over which ranks, they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def watched(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], phase: str) -> Iterator[None]:
+    """Record under `phase.layer.call.{in,sent,count}`: rows [T, H] that enter the decoder's MoE layer of that global
+    number, rows [N, H] that its local experts receive, and how many of these each local expert has."""
+    handles = []
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            if hasattr(module, "experts") and hasattr(module, "router") and "mtp" not in name.split("."):
+                handles += _watch(module, into, phase)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(module: Any, into: dict[str, torch.Tensor], phase: str) -> list[Any]:
+    layer, calls = int(module.layer_number) - 1, {"in": 0, "sent": 0}
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().reshape(-1, tensor.shape[-1]).cpu().clone()
+
+    def enter(_: Any, args: tuple[Any, ...]) -> None:
+        into[f"{phase}.{layer}.{calls['in']}.in"] = rows(args[0])
+        calls["in"] += 1
+
+    def receive(_: Any, args: tuple[Any, ...]) -> None:
+        key = f"{phase}.{layer}.{calls['sent']}"
+        into[f"{key}.sent"] = rows(args[0])
+        into[f"{key}.count"] = torch.as_tensor(args[1]).detach().cpu().to(torch.int64).clone()
+        calls["sent"] += 1
+
+    return [module.register_forward_pre_hook(enter), module.experts.register_forward_pre_hook(receive)]

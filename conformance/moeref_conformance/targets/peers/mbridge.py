@@ -1,0 +1,63 @@
+"""mbridge (ISEEKYAN) as a target. Its names are mapped from its own modules, so it has no table and no plan."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moeref_conformance.api import Cell, Claims, World
+from moeref_conformance.targets.peers import common
+
+
+class Mbridge:
+    """The README's calls: `AutoBridge`, `get_model`, `load_weights`, `export_weights`."""
+
+    info = common.info("mbridge", "https://github.com/ISEEKYAN/mbridge/issues")
+    claims = Claims(
+        facets=frozenset({"export", "forward"}),
+        families=frozenset({"qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3"}),
+        worlds=frozenset({"gloo"}),
+        norms=frozenset({"fused"}),
+        experts=frozenset({"grouped"}),
+        announces=False,
+        mtp=1,
+        dispatchers=frozenset({"alltoall", "allgather"}),
+    )
+
+    def preload(self) -> None:
+        """Import the bridge and its models."""
+        importlib.import_module("mbridge")
+
+    @contextmanager
+    def open(self, cell: Cell, world: World) -> Iterator[common.BridgeSession]:
+        """Build the model of one rank."""
+        package: Any = importlib.import_module("mbridge")
+        hf_config = common.hf_config(world)
+        for name, value in (hf_config.rope_parameters or {}).items():
+            # mbridge reads the fields of transformers 4, where they stood in the config itself.
+            if name in ("rope_theta", "partial_rotary_factor") and not hasattr(hf_config, name):
+                setattr(hf_config, name, value)
+        with common.groups(cell):
+            # Its own padding is to a multiple of its argument; megatron-core wants one of TP.
+            bridge = package.AutoBridge.from_config(
+                hf_config, dtype=common.torch_dtype(cell), make_vocab_size_divisible_by=cell.layout.tp
+            )
+            settings = {**common.ON_CPU, **common.parallel_settings(cell)}
+            bridge.set_extra_args(**settings)
+            models = bridge.get_model(bf16=cell.dtype == "bfloat16", use_cpu_initialization=True)
+            chunks = [getattr(model, "module", model) for model in models]
+            yield common.BridgeSession(
+                export=common.BridgeExport(
+                    chunks,
+                    read=lambda folder: bridge.load_weights(models, folder),
+                    write=lambda: bridge.export_weights(models),
+                ),
+                forward=common.BridgeForward(chunks, cell, hf_config.vocab_size),
+            )
+
+
+def target() -> Mbridge:
+    """The target that `--target mbridge` names."""
+    return Mbridge()

@@ -1,0 +1,55 @@
+"""Gradients: what only a backward pass shows, and that the kit notices it where the installed megatron-core has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+
+import pytest
+import torch
+from moeref_conformance import matrix
+from moeref_conformance.api import Layout
+from moeref_conformance.checks import BadInput
+from moeref_conformance.steps import gradients
+from moeref_conformance.worlds.gloo import GlooWorld
+from silent import SILENT, Silent
+
+from tests.kit.bench import Bench
+
+#: Both of `SILENT` are mended between the two versions that the project is tested with.
+WRONG = tuple(int(part) for part in version("megatron-core").split(".")[:2]) < (0, 19)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with GlooWorld("silent:target", grace=1.0) as world:
+        yield Bench(world, tmp_path_factory.mktemp("silent"), Silent())
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", SILENT.values(), ids=SILENT)
+def test_what_megatron_computes_wrongly_is_red(bench: Bench, fault) -> None:  # type: ignore[no-untyped-def]
+    outcomes = bench.judge(replace(fault.cell, tags=(fault.id,)))
+    red = {rule for rule, outcome in outcomes.items() if outcome.findings}
+    assert red == {*fault.also, *(fault.rules if WRONG else ())}
+
+
+@pytest.mark.cpu
+def test_interleaving_gets_more_microbatches_of_the_same_mean() -> None:
+    tokens_BS = torch.arange(6).reshape(2, 3)
+    assert gradients.batch(tokens_BS, Layout(pp=4)).tolist() == tokens_BS.tolist()
+    assert gradients.batch(tokens_BS, Layout(pp=2, vpp=2)).tolist() == [*tokens_BS.tolist(), *tokens_BS.tolist()]
+
+
+@pytest.mark.cpu
+def test_a_grid_may_leave_the_training_step_out(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    grid = {"world": ["gloo"], "family": ["qwen3_moe"], "layout": ["one"]}
+    data = {"schema": 1, "name": "x", "layouts": {"one": {}}, "grid": [{**grid, "gradients": False}]}
+    found = matrix.parse(data, tmp_path / "x.toml")
+    assert not found.cells[0].gradients
+    assert "GRD-001" not in found.rules[found.cells[0].id]
+    assert "FWD-002" in found.rules[found.cells[0].id]
+    with pytest.raises(BadInput, match="gradients='no' is not true or false"):
+        matrix.parse({**data, "grid": [{**grid, "gradients": "no"}]}, tmp_path / "x.toml")

@@ -1,0 +1,35 @@
+"""RPL-008 in bf16: gradients under replay are those of one rank up to rounding, and a few per cent more are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import scaled_steps
+from moeref_conformance.targets.faults.base import cell
+from moeref_conformance.worlds.gloo import GlooWorld
+
+from tests.kit.bench import Bench
+
+pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
+CELL = cell("qwen3_moe", "tp2-ep2", replay="R3", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with GlooWorld("scaled_steps:target", grace=1.0) as world:
+        yield Bench(world, tmp_path_factory.mktemp("scaled"), scaled_steps.target())
+
+
+def test_replayed_gradients_are_those_of_one_rank(bench: Bench) -> None:
+    outcomes = bench.judge(CELL)
+    assert {rule: o.findings for rule, o in outcomes.items() if o.findings} == {}
+    met = outcomes["RPL-008"].met
+    assert 0 < float(met.split(" ≤ ")[0]) <= 0.05
+
+
+def test_a_tenth_too_much_is_noticed(bench: Bench) -> None:
+    outcomes = bench.judge(replace(CELL, tags=("1.1",)))
+    assert [rule for rule, o in outcomes.items() if o.findings] == ["RPL-008"]
+    assert "step-a: the gradients are off the one-rank run's by 0.1" in outcomes["RPL-008"].findings[0].message

@@ -1,0 +1,47 @@
+"""Shards of two targets, compared by hash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from moeref_conformance import shards
+from moeref_conformance.checks import BadInput
+from moeref_conformance.matrix import load
+
+pytestmark = pytest.mark.cpu
+
+
+def test_a_hash_says_dtype_shape_and_bytes() -> None:
+    zeros = torch.zeros(2, 3)
+    others = [
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(2, 3).index_fill_(1, torch.tensor(2), 1),
+    ]
+    assert shards.digest(zeros) == shards.digest(torch.zeros(3, 2).T)
+    assert shards.digest(zeros) not in [shards.digest(other) for other in others]
+
+
+def test_compared() -> None:
+    left, right = {"0:0:a": "1", "0:0:b": "2", "1:0:a": "3"}, {"0:0:a": "1", "0:0:b": "9", "1:0:c": "3"}
+    found = shards.compare("cell", left, right)
+    assert (found.equal, found.unlike, found.apart, found.same) == (1, ("0:0:b",), ("1:0:a", "1:0:c"), False)
+    assert found.text == "cell: 1 shards equal, 1 differ, 2 held by one only, first 0:0:b"
+    assert shards.compare("cell", left, left).same
+    assert not shards.compare("cell", {}, {}).same
+    assert not shards.Compared("cell", error="rank 0 died").same
+
+
+def test_written_and_read(tmp_path: Path) -> None:
+    found = [shards.compare("a", {"x": "1"}, {"x": "2", "y": "1"}), shards.Compared("b", error="rank 1 hung")]
+    shards.write(tmp_path / "deep" / "shards.json", "left", "right", found)
+    assert shards.read(tmp_path / "deep" / "shards.json") == found
+    assert shards.read(tmp_path / "none.json") == []
+
+
+def test_no_cell_in_common_is_refused() -> None:
+    cells = [cell for cell in load("smoke").cells if cell.world == "static"]
+    with pytest.raises(BadInput, match="claim no cell"):
+        list(shards.run("moeref", "moeref", cells))

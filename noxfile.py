@@ -29,13 +29,26 @@ PYTHON_OF_CORE = {"0.19.2": "3.12", "0.16.1": "3.11"}
 CORE, *OLDER_CORES = PYTHON_OF_CORE
 PYTHON = PYTHON_OF_CORE[CORE]
 
+#: Released bridges, each in an environment of its own: its Python, what is installed with dependencies, and without
+#: (where these cannot be had without a GPU).
+PEERS = {
+    "mbridge": ("3.11", ("mbridge==0.15.1", "einops", "omegaconf"), ()),
+    "mcore-bridge": ("3.11", ("mcore-bridge==1.6.5", "accelerate", "datasets", "pillow"), ()),
+    "megatron-bridge": (
+        "3.12",
+        ("accelerate", "datasets", "einops", "hydra-core", "omegaconf", "peft"),
+        ("megatron-bridge==0.6.2",),
+    ),
+}
+
 # One thread an operator: rank processes and test workers fill the cores, and no result may depend on their number.
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "UV_PYTHON_DOWNLOADS": "never"}
 
 
 def constraints(python: str) -> Path:
-    """The file that pins every distribution, transitive ones too, for sessions on `python`."""
-    return ROOT / "constraints" / f"py{python.replace('.', '')}.txt"
+    """The file that pins every distribution, transitive ones too, for sessions on `python`, or for a peer."""
+    name = f"peers-{python}" if python in PEERS else f"py{python.replace('.', '')}"
+    return ROOT / "constraints" / f"{name}.txt"
 
 
 def index_settings() -> dict[str, str]:
@@ -53,9 +66,9 @@ def index_settings() -> dict[str, str]:
     return found
 
 
-def install(session: nox.Session, *requirements: str, groups: tuple[str, ...] = ()) -> None:
+def install(session: nox.Session, *requirements: str, groups: tuple[str, ...] = (), peer: str = "") -> None:
     """Install `requirements` and dependency groups at the pinned versions, build backends included."""
-    pins = constraints(str(session.python))
+    pins = constraints(peer or str(session.python))
     wanted = [*requirements, *nox.project.dependency_groups(PYPROJECT, *groups)]
     env = {**ENV, **index_settings(), "UV_BUILD_CONSTRAINT": str(pins), "PIP_BUILD_CONSTRAINT": str(pins)}
     session.install("-c", str(pins), *wanted, env=env)
@@ -97,6 +110,53 @@ def status(session: nox.Session) -> None:
     Path("docs/status/cpu.md").write_text(head + summary, encoding="utf-8")
 
 
+def peers_with(name: str) -> None:
+    python, wanted, alone = PEERS[name]
+
+    # Named as nox's own parametrisation would name it; each has its own Python and pins.
+    @nox.session(python=python, name=f"peers({name})", default=False)
+    def peers(session: nox.Session) -> None:
+        install(session, "-e", ".[kit]", *wanted, peer=name)
+        if alone:
+            session.install("--no-deps", *alone, env={**ENV, **index_settings()})
+        kit, out = ["python", "-m", "moeref_conformance"], f"conformance-report/peers/{name}"
+        chosen = [word for word in session.posargs if word != "--shards"]
+        if chosen == session.posargs:
+            # Known failures are excused, so only what is new fails the session.
+            where = f"{out}-selection" if chosen else out
+            run = ["run", "--target", name, "--matrix", "matrices/peers.toml", "--out", where, *chosen]
+            session.run(*kit, *run, env=ENV)
+        if not chosen or chosen != session.posargs:
+            # The bridges pad a vocabulary to a multiple of TP and no further; so does moeref here.
+            pair = ["moeref_conformance.targets.moeref:unpadded", name, "--matrix", "matrices/peers.toml"]
+            save = [] if chosen else ["--out", f"{out}/shards.json"]
+            session.run(*kit, "shards", *pair, *save, *chosen, env=ENV)
+
+    peers.__doc__ = f"Judge {name} and compare its shards with moeref's; `-- --cell …` judges, `-- --shards` compares."
+
+
+for _peer in PEERS:
+    peers_with(_peer)
+
+
+@nox.session(python=PYTHON, default=False)
+def peers_status(session: nox.Session) -> None:
+    """Write docs/status/peers.md from what the peers' sessions left in conformance-report/peers/."""
+    install(session, "-e", ".[kit]")
+    results = [f"conformance-report/peers/{name}/results.jsonl" for name in PEERS]
+    page = Path("docs/status/peers.md")
+    session.run("python", "-m", "moeref_conformance", "table", *results, "--out", str(page), env=ENV)
+    made = "\n".join([*(f".venv/bin/nox -s 'peers({name})'" for name in PEERS), ".venv/bin/nox -s peers_status"])
+    head = f"# Released bridges on CPU\n\nMeasured, and written here, by:\n\n```sh\n{made}\n```\n\n"
+    page.write_text(head + page.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+@nox.session(python=PYTHON, default=False)
+def static(session: nox.Session) -> None:
+    """Judge moeref's names and plans for published models, up to 8192 ranks; the report goes to conformance-report/."""
+    judge(session, "static", "conformance-report/static")
+
+
 @nox.session(python=PYTHON)
 def smoke(session: nox.Session) -> None:
     """Judge moeref in the few cells of matrices/smoke.toml."""
@@ -123,6 +183,18 @@ def types(session: nox.Session) -> None:
     """Check types with mypy --strict."""
     install(session, "-e", ".[kit]", groups=("types",))
     session.run("mypy", *session.posargs)
+
+
+@nox.session(python=PYTHON, default=False)
+def mutants(session: nox.Session) -> None:
+    """Change layout, families and bridge bit by bit and list the changes no test sees; `-- moeref/layout` selects."""
+    install(session, "-e", ".[kit]", groups=("mutants",))
+    wanted = [f"{path.strip('/').removesuffix('.py').replace('/', '.')}.*" for path in session.posargs]
+    env = {**ENV, "CI": "1"}  # hypothesis' `ci` profile: the same examples for every mutant
+    session.run("mutmut", "run", *(wanted or ["moeref.*"]), env=env)  # what is named is tried anew
+    results = session.run("mutmut", "results", env=env, silent=True)
+    missed = [line.strip() for line in str(results).splitlines() if not line.endswith((": killed", ": not checked"))]
+    session.log("\n".join([f"{len(missed)} not killed (`mutmut show NAME` prints the change):", *missed]))
 
 
 @nox.session(python=PYTHON, default=False)
@@ -165,3 +237,11 @@ def lock(session: nox.Session) -> None:
         command = ["uv", "pip", "compile", "pyproject.toml", "--all-extras", *groups, "--python-version", python]
         command += ["--quiet", "--no-annotate", "--output-file", str(pins.relative_to(ROOT)), *session.posargs]
         session.run(*command, env={**ENV, **index_settings(), "UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"})
+    for peer, (python, wanted, _) in PEERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            wishes = Path(folder, "requirements.in")
+            wishes.write_text("\n".join(wanted), encoding="utf-8")
+            command = ["uv", "pip", "compile", "pyproject.toml", str(wishes), "--extra", "kit"]
+            command += ["--python-version", python, "-c", str(constraints(python).relative_to(ROOT)), "--quiet"]
+            command += ["--no-annotate", "--output-file", str(constraints(peer).relative_to(ROOT)), *session.posargs]
+            session.run(*command, env={**ENV, **index_settings(), "UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moeref import families
 from moeref.bridge import Table, hf_tensors, load
 from moeref.exporter import Plan, export
 from moeref.layout import Layout
@@ -90,9 +91,7 @@ def test_read_the_file_whole(benchmark: Any, table: Table, tmp_path: Path) -> No
 @pytest.mark.benchmark(group="plan")
 def test_plan_of_qwen3_30b(benchmark: Any) -> None:
     """18,867 tensors at TP2·PP4·EP8: plan and one rank's table, without weights or a collective."""
-    sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128}
-    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151_936}
-    big = model("qwen3_moe", **sizes, num_experts_per_tok=8, dtype="bfloat16")
+    big = families.read(families.known("qwen3-30b-a3b"))
 
     def plan() -> int:
         made = Table(big, Layout.parse("tp=2,pp=4,ep=8,etp=1,world=64"))

@@ -36,7 +36,7 @@ PEERS = {
     "mcore-bridge": ("3.11", ("mcore-bridge==1.6.5", "accelerate", "datasets", "pillow"), ()),
     "megatron-bridge": (
         "3.12",
-        ("accelerate", "datasets", "einops", "hydra-core", "omegaconf", "peft"),
+        ("accelerate", "datasets", "einops", "hydra-core", "hypothesis", "omegaconf", "peft"),
         ("megatron-bridge==0.6.2",),
     ),
 }
@@ -131,6 +131,8 @@ def peers_with(name: str) -> None:
             pair = ["moeref_conformance.targets.moeref:unpadded", name, "--matrix", "matrices/peers.toml"]
             save = [] if chosen else ["--out", f"{out}/shards.json"]
             session.run(*kit, "shards", *pair, *save, *chosen, env=ENV)
+        if name == "megatron-bridge" and not chosen:
+            session.run("pytest", "-m", "cpu", "tests/peers", env=ENV)
 
     peers.__doc__ = f"Judge {name} and compare its shards with moeref's; `-- --cell …` judges, `-- --shards` compares."
 

@@ -10,8 +10,8 @@ import torch
 from moeref_conformance.compare import same
 from moeref_conformance.judges import Case, Finding, Outcome, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome, without
-from moeref_conformance.oracles import topology
-from moeref_conformance.oracles.routed import Routed, given_routes, routed
+from moeref_conformance.oracles import routed, topology
+from moeref_conformance.oracles.routed import given_routes
 from moeref_conformance.oracles.sequence import positions
 from moeref_conformance.records import RankRecord
 from moeref_conformance.steps.replay import PHASES
@@ -143,13 +143,8 @@ def _without_route(case: Case) -> set[Place]:
     return found
 
 
-def _oracle(case: Case, which: str) -> Routed:
-    """transformers under the route set `a` or `b`, or natively."""
-    cache: dict[str, Routed] = case.expected.__dict__.setdefault("_routed", {})
-    if which not in cache:
-        routes = None if which == "native" else given_routes(known(case), "ab".index(which))
-        cache[which] = routed(known(case), routes)
-    return cache[which]
+def _oracle(case: Case, which: str) -> routed.Routed:
+    return routed.known(known(case), which)
 
 
 def _in_bf16(case: Case) -> Outcome | None:

@@ -34,8 +34,8 @@ def test_a_real_config_holds_every_setting(family: str, layout: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_real_object_is_filled_like_one_that_is_made(family: str) -> None:
     target = bare(family)
-    apply(megatron.settings_of(model(family), Layout(tp=2)), target)
-    made, _ = megatron.transformer_config(megatron.settings_of(model(family), Layout(tp=2)))
+    apply(megatron.settings_of(model(family), Layout(tp=2, etp=1)), target)
+    made, _ = megatron.transformer_config(megatron.settings_of(model(family), Layout(tp=2, etp=1)))
     # What the object derived from its first sizes stays, and nobody set it.
     assert shared(target, made, declared=["output_layer_init_method"]).keys() <= {"output_layer_init_method"}
 

@@ -100,7 +100,9 @@ def test_every_verdict_is_megatrons(which: str, request: pytest.FixtureRequest) 
 
 
 def test_packages_are_seen_as_megatron_sees_them(plain: Run, with_packages: Run) -> None:
-    assert installed(gpu=False) == plain.environment
+    found = installed(gpu=False)
+    # In a git checkout megatron-core's own version ends with the commit.
+    assert (found.minor, found.packages, found.gpu) == (plain.environment.minor, plain.environment.packages, False)
     assert with_packages.environment.packages == plain.environment.packages | {"deep_ep", "hybrid_ep"}
 
 

@@ -39,6 +39,13 @@ def broken(case):
     raise KeyError(EVIL)
 
 
+def test_rules_of_replay_are_shown_where_they_are_judged(failed):
+    assert "RPL" not in markdown.render(failed)
+    for cell in failed.header["cells"]:
+        cell["replay"] = "R3"
+    assert "RPL" in markdown.render(failed)
+
+
 def test_page_is_complete_and_escaped(failed):
     page = html.render(failed)
     assert "<script" not in page

@@ -174,7 +174,8 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
         # Layouts that need another number of layers belong to the same block as the others.
         key = (cell["variant"].replace(f"+L{cell['layers']}", ""), cell["world"])
         if key not in blocks:
-            blocks[key] = Block(*key, rules=[rule for rule in rules if rule.applies(cell["world"])])
+            judged = [rule for rule in rules if rule.applies(cell["world"], cell.get("replay", "off"))]
+            blocks[key] = Block(*key, rules=judged)
         verdicts = table[cell["id"]]
         marks = [_mark(verdicts.get(rule.id)) for rule in blocks[key].rules]
         row = Row(

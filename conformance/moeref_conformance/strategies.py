@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moeref_conformance.api import Layout, PadRequest, RoutedRows
+from moeref_conformance import api
+from moeref_conformance.api import PadRequest, RoutedRows
 from moeref_conformance.steps.dispatch import DISPATCHERS, PRECISIONS
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ SIZES = (1, 2, 3, 4, 8)
 
 def layouts(
     sizes: Sequence[int] = SIZES, *, replicas: Sequence[int] = (1, 3), pp: Sequence[int] | None = None
-) -> SearchStrategy[Layout]:
+) -> SearchStrategy[api.Layout]:
     """Layouts whose world is a multiple of both grids: TP, EP, CP and ETP of `sizes`, PP of `pp` (default `sizes`).
 
     `replicas` are multiples of the smallest world. VPP is 1, 2 or 3 where PP exceeds 1. Whether a model's layers
@@ -37,11 +38,11 @@ def layouts(
     from hypothesis import strategies as st
 
     @st.composite
-    def found(draw: DrawFn) -> Layout:
+    def found(draw: DrawFn) -> api.Layout:
         size, stages = st.sampled_from(sizes), st.sampled_from(pp or sizes)
-        made = Layout(tp=draw(size), pp=draw(stages), ep=draw(size), cp=draw(size), etp=draw(st.none() | size))
+        made = api.Layout(tp=draw(size), pp=draw(stages), ep=draw(size), cp=draw(size), etp=draw(st.none() | size))
         vpp = draw(st.sampled_from((1, 2, 3))) if made.pp > 1 else 1
-        return Layout(**{**vars(made), "vpp": vpp, "world": made.world * draw(st.sampled_from(replicas))})
+        return api.Layout(**{**vars(made), "vpp": vpp, "world": made.world * draw(st.sampled_from(replicas))})
 
     return found()
 

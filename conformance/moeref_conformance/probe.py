@@ -35,7 +35,7 @@ from moeref_conformance.api import (
     to_plain,
 )
 from moeref_conformance.records import EVENTS, free_key
-from moeref_conformance.steps import config, dispatch, exchange, gradients, replay, seeds
+from moeref_conformance.steps import config, dispatch, exchange, facet_of, gradients, replay, seeds
 
 #: Exact in every floating dtype, and changes sign, so that a zero or an absolute value cannot hide a stale tensor.
 CHANGE = -0.5
@@ -117,13 +117,13 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
         if "export" in facets:
             log.step("topology", _topology)
         if "names" in facets:
-            log.step("names", lambda: plain_rows(_facet(session, "names").table(world.rank), NameRow))
+            log.step("names", lambda: plain_rows(facet_of(session, "names").table(world.rank), NameRow))
         if "config" in facets:
             log.step("config", lambda: _config(session, chunks="export" in facets))
         if "seeds" in facets:
-            _seed_steps(log, _facet(session, "seeds"), world.rank)
+            _seed_steps(log, facet_of(session, "seeds"), world.rank)
         if "dispatch" in facets:
-            _dispatch_steps(log, _facet(session, "dispatch"), cell, world.rank)
+            _dispatch_steps(log, facet_of(session, "dispatch"), cell, world.rank)
         if "export" in facets:
             trained = cell.layout if "gradients" in facets and gradients.asked(cell) else None
             announces = target.claims.announces
@@ -137,13 +137,6 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
             log.write("close", "raised", time.time(), error={"type": type(second).__name__, "message": str(second)})
         raise
     log.step("close", lambda: bool(manager.__exit__(None, None, None)))
-
-
-def _facet(session: Session, name: str) -> Any:
-    facet = getattr(session, name)
-    if facet is None:
-        raise TypeError(f"the target claims the facet {name!r} but its session has None for it")
-    return facet
 
 
 def plain_rows(rows: Any, kind: type) -> list[dict[str, Any]]:
@@ -202,7 +195,7 @@ def held_tensors(chunks: Any) -> Iterator[tuple[int, str, str, torch.Tensor]]:
 
 
 def _config(session: Session, chunks: bool) -> dict[str, Any]:
-    return config.recorded(_facet(session, "config"), _facet(session, "export").chunks() if chunks else None)
+    return config.recorded(facet_of(session, "config"), facet_of(session, "export").chunks() if chunks else None)
 
 
 def _seed_steps(log: _Log, facet: Seeds, rank: int) -> None:
@@ -218,7 +211,7 @@ def _dispatch_steps(log: _Log, facet: Dispatch, cell: Cell, rank: int) -> None:
 
 
 def _replay(log: _Log, session: Session, cell: Cell, inputs: Mapping[str, str]) -> Callable[[], dict[str, Any]]:
-    facet, forward, export = (_facet(session, name) for name in ("replay", "forward", "export"))
+    facet, forward, export = (facet_of(session, name) for name in ("replay", "forward", "export"))
     return partial(replay.run, facet, forward, export, cell, Path(inputs["tokens"]), inputs.get("routes"), log.save)
 
 
@@ -232,18 +225,18 @@ def _export_steps(
     forward: bool,
     plan: bool,
 ) -> None:
-    log.step("inventory", lambda: _inventory(_facet(session, "export")))
-    export: Export = _facet(session, "export")
+    log.step("inventory", lambda: _inventory(facet_of(session, "export")))
+    export: Export = facet_of(session, "export")
     log.step("load", lambda: export.load(Path(inputs["checkpoint"])))
     log.step("shards", lambda: log.save("shards", {f"{c}:{n}": t for c, n, _, t in held_tensors(export.chunks())}))
     log.step("plan", lambda: plain_rows(export.plan(), TensorMeta) if plan else None)
     log.step("export", lambda: _stream(log, "export", export))
     if forward:
-        log.step("forward", lambda: _forward(log, _facet(session, "forward"), Path(inputs["tokens"])))
+        log.step("forward", lambda: _forward(log, facet_of(session, "forward"), Path(inputs["tokens"])))
     if routed is not None:
         log.step("replay", routed)
     if trained is not None:
-        log.step("gradients", lambda: _gradients(log, _facet(session, "gradients"), Path(inputs["tokens"]), trained))
+        log.step("gradients", lambda: _gradients(log, facet_of(session, "gradients"), Path(inputs["tokens"]), trained))
     log.step("change", lambda: _change(export))
     log.step("export_changed", lambda: _stream(log, "export_changed", export))
     log.step("own", lambda: _own(log, export))

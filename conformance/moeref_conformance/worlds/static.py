@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.api import Cell, Claims, NameRow, Names, Seeds, Target, TensorMeta, World
-from moeref_conformance.steps import seeds
+from moeref_conformance.api import Cell, Claims, NameRow, Target, TensorMeta, World
+from moeref_conformance.steps import facet_of, seeds
 from moeref_conformance.worlds import EXIT_RAISED, RankExit, RunOutcome
 
 
@@ -46,28 +46,28 @@ class StaticWorld:
             with self._target.open(cell, world) as session:
                 from moeref_conformance.probe import checked_rows  # imports torch, which listing cells does not need
 
-                step, table, tables = "names", _names_of(session), _Tables()
+                step, table, tables = "names", facet_of(session, "names"), _Tables()
                 for rank in range(size):
                     events[rank] = [_event(step, "ok", value=tables.kept(table.table(rank)))]
                     if "seeds" in claims.facets:
-                        planned = seeds.planned(_seeds_of(session), rank)
+                        planned = seeds.planned(facet_of(session, "seeds"), rank)
                         events[rank].append(_event("seeds_planned", "ok", value=planned))
                     exits.append(_exit(rank, 0, step))
                 if "config" in claims.facets:
                     from moeref_conformance.steps import config
 
                     step, rank = "config", 0
-                    events[0].append(_event(step, "ok", value=config.recorded(_facet(session, step), None)))
+                    events[0].append(_event(step, "ok", value=config.recorded(facet_of(session, step), None)))
                 if "dispatch" in claims.facets:
                     from moeref_conformance.steps import dispatch
 
-                    step, rank, facet = "padding", 0, _facet(session, "dispatch")
+                    step, rank, facet = "padding", 0, facet_of(session, "dispatch")
                     events[0].append(_event(step, "ok", value=dispatch.padded(facet, cell.layout)))
                     step = "dispatchers"
                     events[0].append(_event(step, "ok", value=dispatch.chosen(facet)))
                 if "plan" in claims.facets:
                     step, rank = "plan", 0
-                    tensors = tuple(checked_rows(_facet(session, step).tensors(), TensorMeta))
+                    tensors = tuple(checked_rows(facet_of(session, step).tensors(), TensorMeta))
                     events[0].append(_event(step, "ok", value=tensors))
                 step = "close"
         except Exception as error:  # whatever the target raises is its verdict
@@ -104,26 +104,6 @@ def _hashable(row: NameRow) -> NameRow:
             raise TypeError(f"api.NameRow of {row.local!r}: {name} is {getattr(row, name)!r}, not a str")
     good = type(row.hf) is tuple and type(row.shape) is tuple
     return row if good else replace(row, hf=tuple(row.hf), shape=tuple(row.shape))
-
-
-def _facet(session: Any, name: str) -> Any:
-    if getattr(session, name) is None:
-        raise TypeError(f"the target claims the facet {name!r} but its session has None for it")
-    return getattr(session, name)
-
-
-def _names_of(session: Any) -> Names:
-    if session.names is None:
-        raise TypeError("the target claims the facet 'names' but its session has None for it")
-    names: Names = session.names
-    return names
-
-
-def _seeds_of(session: Any) -> Seeds:
-    if session.seeds is None:
-        raise TypeError("the target claims the facet 'seeds' but its session has None for it")
-    found: Seeds = session.seeds
-    return found
 
 
 def _exit(rank: int, code: int, step: str) -> RankExit:

@@ -6,6 +6,7 @@ runs, and uv links their files from its cache, so that a second environment with
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,6 +44,13 @@ PEERS = {
 
 # One thread an operator: rank processes and test workers fill the cores, and no result may depend on their number.
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "UV_PYTHON_DOWNLOADS": "never"}
+
+
+#: With nox's own --no-install the GPU session takes the machine's Python as it is.
+AS_IT_IS = "--no-install" in sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
+GPU = "conformance-report/gpu"
+#: The kit's exit code where a claimed cell could not be judged.
+INCOMPLETE = 3
 
 
 def constraints(python: str) -> Path:
@@ -99,6 +107,47 @@ def conformance_with(core: str) -> None:
 
 for _core in OLDER_CORES:
     conformance_with(_core)
+
+
+@nox.session(python=False if AS_IT_IS else PYTHON, name="conformance-gpu", default=False)
+def conformance_gpu(session: nox.Session) -> None:
+    """Judge moeref on this machine's GPUs; `--no-install` takes the machine's own Python and packages as they are."""
+    env = ENV
+    if AS_IT_IS:
+        # A container's torch and Transformer Engine are built for each other: nothing is installed.
+        paths = [str(ROOT), str(ROOT / "conformance"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {**ENV, "PYTHONPATH": os.pathsep.join(paths)}
+        python = "python3"
+        session.run(python, "-m", "moeref_conformance.present", env=env)
+    else:
+        python = "python"
+        install(session, "-e", ".[kit]")
+    if "--out" in session.posargs:
+        session.error(f"the report of this session goes to {GPU}/")
+    command = [python, "-m", "moeref_conformance", "run", "--target", "moeref", "--matrix", "matrices/gpu.toml"]
+    session.run(*command, "--out", GPU, *session.posargs, env=env, success_codes=[0, INCOMPLETE])
+    ended = Path(GPU, "results.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    if json.loads(ended).get("exit") != 0:
+        # nox knows success and failure only, so that the code of an incomplete run has to go past it.
+        session.warn("some cells could not be judged: exit code 3")
+        sys.exit(INCOMPLETE)
+
+
+@nox.session(python=PYTHON, name="gpu-status", default=False)
+def gpu_status(session: nox.Session) -> None:
+    """Write docs/status/gpu.md: which cells wait for which GPUs, and what `conformance-gpu` found if there were any."""
+    install(session, "-e", ".[kit]")
+    command = ["python", "-m", "moeref_conformance", "list", "--matrix", "gpu", "--worlds"]
+    waiting = str(session.run(*command, env=ENV, silent=True)).strip()
+    found, header = Path(GPU), Path(GPU, "results.jsonl")
+    ran = header.is_file() and "GPU" in json.loads(header.read_text(encoding="utf-8").splitlines()[0])["versions"]
+    summary = (found / "summary.md").read_text(encoding="utf-8").replace("\n### ", "\n## ") if ran else ""
+    page = Path("docs/status/gpu.md")
+    start, mark, _ = page.read_text(encoding="utf-8").partition("<!-- written by nox -s gpu-status -->\n")
+    if not mark:
+        session.error(f"{page} has lost its mark: nothing is written")
+    state = summary or "**The GPU run is outstanding.** No cell of this matrix has been judged on a GPU.\n"
+    page.write_text(f"{start}{mark}\n{state}\n## Cells by world\n\n{waiting}\n", encoding="utf-8")
 
 
 @nox.session(python=PYTHON, default=False)

@@ -30,6 +30,7 @@ from moeref_conformance.facets import (
     RoutedRows,
     Seeds,
     TensorMeta,
+    Turn,
 )
 
 API_VERSION = 1
@@ -108,7 +109,11 @@ class Cell:
     experts: str = "sequential"  # Megatron's expert modules: sequential | grouped
     dispatcher: str = "alltoall"
     replay: str = "off"
+    kernels: str = "torch"  # of the layers: torch (plain modules, under any names) | te (Transformer Engine's)
+    precision: str = ""  # what `dtype` says, or an FP8 recipe: delayed | tensorwise | blockwise | mxfp8
     gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
+    needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
+    gpus: int = field(default=0, compare=False)  # least number of GPUs
     tags: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -123,6 +128,7 @@ class Cell:
         extra += [self.spelling] if self.spelling != "per_expert" else []
         extra += [f"{self.norms}-norms"] if self.norms != "apart" else []
         extra += [self.experts] if self.experts != "sequential" else []
+        extra += [v for v, d in ((self.kernels, "torch"), (self.precision, "")) if v != d]
         extra += [v for v, d in ((self.dispatcher, "alltoall"), (self.replay, "off")) if v != d]
         return "+".join([self.family if self.size == "tiny" else self.size, *extra])
 
@@ -155,6 +161,8 @@ class Claims:
     experts: frozenset[str] = frozenset({"sequential"})
     dispatchers: frozenset[str] = frozenset({"alltoall"})
     replay: frozenset[str] = frozenset({"off"})
+    kernels: frozenset[str] = frozenset({"torch"})
+    precisions: frozenset[str] = frozenset({""})
     tied: bool = True
     mtp: int = 0  # most multi-token prediction layers
     announces: bool = True  # `Export.plan` says what will come; without it only the streams themselves are compared
@@ -171,9 +179,11 @@ class Claims:
             ("experts", cell.experts, self.experts),
             ("dispatcher", cell.dispatcher, self.dispatchers),
             ("replay", cell.replay, self.replay),
+            ("kernels", cell.kernels, self.kernels),
+            ("precision", cell.precision, self.precisions),
         ):
             if value not in claimed:
-                return f"{name}={value} is not claimed (claimed: {', '.join(sorted(claimed)) or 'none'})"
+                return f"{name}={value} is not claimed (claimed: {', '.join(sorted(filter(None, claimed))) or 'none'})"
         if cell.tied and not self.tied:
             return "tied embeddings are not claimed"
         if cell.mtp > self.mtp:
@@ -267,6 +277,7 @@ __all__ = [
     "Session",
     "Target",
     "TensorMeta",
+    "Turn",
     "Unsupported",
     "World",
     "to_plain",

@@ -12,11 +12,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moeref_conformance import census
 from moeref_conformance import matrix as matrices
 from moeref_conformance.checks import BadInput
+from moeref_conformance.machine import Machine, needs, started
 from moeref_conformance.rules import load_rules, select
 from moeref_conformance.sizes import TINY
 
@@ -49,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="cells of a matrix and rules")
     listing.add_argument("--target", help="say of each cell whether this target claims it")
     listing.add_argument("--json", action="store_true", help="machine-readable")
+    listing.add_argument(
+        "--worlds", action="store_true", help="only count: which world cells run in with 1, 4, 8 and 2 × 8 GPUs"
+    )
     _selection(listing)
     listing.set_defaults(command=_list)
 
@@ -56,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
         run = commands.add_parser(name, help=help_text)
         run.add_argument("--target", required=True, help="a name, module:attr or dump:DIR; `moeref` is built in")
         run.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"where results go (default: {OUT})")
+        run.add_argument(
+            "--world",
+            default="auto",
+            metavar="WORLD",
+            help="gloo, gloo-cuda or nccl for all cells (default: auto, the machine decides what is left open)",
+        )
         run.add_argument("--known", type=Path, metavar="FILE", help="known failures (default: known/<target>.toml)")
         run.add_argument("--deadline", type=float, default=120.0, metavar="S", help="seconds a cell may take")
         run.add_argument("--jobs", type=int, default=0, metavar="N", help="cells side by side (default: by cores)")
@@ -81,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     difference.add_argument("new", type=Path)
     difference.set_defaults(command=_diff)
 
-    shards = commands.add_parser("shards", help="whether two targets load the same shards; 1 if not")
+    shards = commands.add_parser(
+        "shards", help="whether two targets load the same shards; 1 if not, known failures excepted"
+    )
     shards.add_argument("left", help="a target, as for `run`")
     shards.add_argument("right", help="another one")
     shards.add_argument("--out", type=Path, metavar="FILE", help="write what was compared as JSON")
@@ -115,12 +129,16 @@ def _list(options: argparse.Namespace) -> int:
 
         claims = resolve(options.target).claims
     rules = [rule for rule in load_rules().values() if rule.id in chosen]
-    rows = [(cell, claims.why_not(cell) if claims else None) for cell in cells]
+    # A world that the machine is to choose is the one of a machine with as many GPUs as the cell takes at least.
+    rows = [(cell, claims.why_not(replace(cell, world=Machine().world(cell))) if claims else None) for cell in cells]
+    if options.worlds:
+        print(census.markdown(cells))
+        return 0
     if options.json:
         data: dict[str, Any] = {
             "matrix": {"name": matrix.name, "hash": matrix.hash},
             "cells": [
-                {"id": cell.id, "layout": cell.layout.text, "tags": cell.tags}
+                {"id": cell.id, "layout": cell.layout.text, "tags": cell.tags, "needs": needs(cell), "gpus": cell.gpus}
                 | ({"claimed": why is None, "why_not": why} if claims else {})
                 for cell, why in rows
             ],
@@ -131,7 +149,9 @@ def _list(options: argparse.Namespace) -> int:
     width = max(len(cell.id) for cell in cells)
     print(f"matrix {matrix.name}@{matrix.hash}: {len(cells)} cells")
     for cell, why in rows:
-        print(f"  {cell.id:{width}}  {cell.layout.text}" + (f"  (unclaimed: {why})" if why else ""))
+        remarks = [f"{cell.gpus} GPUs"] * bool(cell.gpus) + [census.words(cell)] * bool(needs(cell))
+        remarks = [f"needs {' and '.join(remarks)}"] * bool(remarks) + [f"unclaimed: {why}"] * bool(why)
+        print(f"  {cell.id:{width}}  {cell.layout.text}" + (f"  ({'; '.join(remarks)})" if remarks else ""))
     print(f"rules: {len(rules)}")
     for rule in rules:
         print(f"  {rule.id}  {rule.level:6}  {rule.text}")
@@ -139,10 +159,18 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if started():
+        from moeref_conformance.worlds.torchrun import take_part
+
+        return take_part(options.target, lambda crew: _judge(options, crew))
+    return _judge(options)
+
+
+def _judge(options: argparse.Namespace, crew: Any = None) -> int:
     from moeref_conformance.plan import Settings, prepare
     from moeref_conformance.progress import Progress
     from moeref_conformance.report import write_all
-    from moeref_conformance.runner import run
+    from moeref_conformance.runner import machinery, run
 
     plan = prepare(
         Settings(
@@ -150,6 +178,7 @@ def _run(options: argparse.Namespace) -> int:
             matrix=options.matrix,
             cells=tuple(options.cell),
             rules=tuple(options.rule),
+            world=options.world,
             known=options.known,
             deadline=options.deadline,
             jobs=options.jobs,
@@ -158,7 +187,12 @@ def _run(options: argparse.Namespace) -> int:
         )
     )
     with Progress(len(plan.cells)) as progress:
-        results = run(plan, options.out, progress)
+        results = run(plan, options.out, progress, machinery(crew))
+    if plan.machine is not None and not plan.machine.count and any(plan.lacks(cell) for cell in plan.cells):
+        from rich.console import Console
+
+        print(f"No GPU: {plan.machine.why_not['gpu']}. What would run where there are some:")
+        Console().print(census.table(matrices.load(options.matrix).select(options.cell)))
     return _say(results, write_all(results, options.out))
 
 
@@ -199,17 +233,20 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _shards(options: argparse.Namespace) -> int:
-    from moeref_conformance import shards
+    from moeref_conformance import known, shards
+    from moeref_conformance.targets import resolve
 
-    found = []
-    for compared in shards.run(options.left, options.right, matrices.load(options.matrix).select(options.cell)):
+    matrix, found = matrices.load(options.matrix), []
+    files = {known.find(matrix, resolve(spec).info.name) for spec in (options.left, options.right)}
+    failures = [entry for file in files if file for entry in known.load(file, matrix)]
+    for compared in shards.run(options.left, options.right, matrix.select(options.cell), failures):
         print(compared.text, flush=True)
         found.append(compared)
     if options.out:
         shards.write(options.out, options.left, options.right, found)
     same = sum(compared.same for compared in found)
     print(f"{sum(compared.equal for compared in found)} shards equal; {same} of {len(found)} cells equal throughout")
-    return 0 if same == len(found) else 1
+    return 0 if all(compared.fine for compared in found) else 1
 
 
 def _table(options: argparse.Namespace) -> int:

@@ -6,9 +6,12 @@ name = "cpu"
 tp2-ep2 = { tp = 2, ep = 2 }
 [[grid]]                                    # the product of its lists
 layout = ["tp2-ep2"]
+world = ["gloo"]                            # or "gpu": nccl where there is a GPU for every rank, else gloo-cuda
 family = ["qwen3_moe", "glm4_moe"]          # or size = ["kimi-k2"], published models, in world static
 rules = ["EXP"]                             # optional: only rules with these prefixes
 gradients = false                           # optional: no training step, which costs about a third of a cell's time
+gpus = 8                                    # optional: least number of GPUs
+needs = ["fp8"]                             # optional: what it needs besides, beyond what its axes imply
 [[exclude]]
 where = { layout = "tp2-ep2", family = "glm4_moe" }
 reason = "..."                              # mandatory, and the exclusion must match something
@@ -20,7 +23,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
@@ -28,10 +31,11 @@ from typing import Any
 
 from moeref_conformance.api import Cell, Layout, to_plain
 from moeref_conformance.checks import BadInput, check_keys, nearest, read_toml, text_list
+from moeref_conformance.layouts import LAYOUT_KEYS, check_split, read_layout
+from moeref_conformance.machine import ANY, NEEDS, RECIPES, Machine
 from moeref_conformance.rules import WORLDS, load_rules, select
 from moeref_conformance.sizes import TINY, published
 
-LAYOUT_KEYS = tuple(f.name for f in fields(Layout))
 #: Lists of a grid, in the order in which the product runs (the last varies fastest).
 AXES = (
     "world",
@@ -45,15 +49,19 @@ AXES = (
     "experts",
     "dispatcher",
     "replay",
+    "kernels",
+    "precision",
     "layout",
 )
 CHOICES: dict[str, Iterable[str]] = {
-    "world": WORLDS,
+    "world": (*WORLDS, ANY),
     "size": published(),
     "dtype": ("float32", "bfloat16"),
     "spelling": ("per_expert", "fused"),
     "norms": ("apart", "fused"),
     "experts": ("sequential", "grouped"),
+    "kernels": ("torch", "te"),
+    "precision": ("", *RECIPES),
 }
 #: What a published model decides.
 OF_SIZE = ("family", "dtype", "tied", "mtp")
@@ -69,27 +77,56 @@ class Matrix:
     cells: tuple[Cell, ...]
     rules: Mapping[str, frozenset[str]]
     excluded: tuple[tuple[str, str], ...]  # (cell id, reason)
+    hash: str  # eight hex digits over what the file says of cells, rules and exclusions, however it spells it
+    in_file: Mapping[str, str] = field(default_factory=dict)  # by cell id, the id before a world was chosen
 
-    @property
-    def hash(self) -> str:
-        """Eight hex digits over cells, rules and exclusions; comments and spelling of the file do not count."""
-        cells = [[to_plain(cell), sorted(self.rules[cell.id])] for cell in self.cells]
-        return hashlib.sha256(json.dumps([self.name, cells, self.excluded]).encode()).hexdigest()[:8]
+    def on(self, machine: Machine, world: str = "auto") -> Matrix:
+        """This matrix with the worlds that its cells run in on `machine`: in `world`, if given, all but static ones.
+
+        Raises `BadInput` where two cells become one.
+        """
+        cells: dict[str, Cell] = {}
+        in_file: dict[str, str] = {}
+        for cell in self.cells:
+            here = replace(cell, world=machine.world(cell, world))
+            if here.id in cells:
+                raise BadInput(f"matrix {self.name}: {cell.id} and {in_file[here.id]} would both be {here.id}")
+            cells[here.id], in_file[here.id] = here, cell.id
+        rules = {cell_id: self.rules[in_file[cell_id]] for cell_id in cells}
+        return replace(self, cells=tuple(cells.values()), rules=rules, in_file=in_file)
 
     def select(self, patterns: Iterable[str]) -> tuple[Cell, ...]:
         """The cells that match one of `patterns` (id, glob over ids, or tag); all of them if there are none.
+
+        An id counts with the world that the file names and with the one that was chosen.
 
         Raises `BadInput` for a pattern that matches no cell.
         """
         chosen: set[str] = set()
         patterns = list(patterns)
         for pattern in patterns:
-            found = {c.id for c in self.cells if c.id == pattern or fnmatchcase(c.id, pattern) or pattern in c.tags}
+            found = {
+                cell.id
+                for cell in self.cells
+                for name in (cell.id, self.in_file.get(cell.id, cell.id))
+                if name == pattern or fnmatchcase(name, pattern) or pattern in cell.tags
+            }
             if not found:
                 known = [*(c.id for c in self.cells), *(tag for c in self.cells for tag in c.tags)]
                 raise BadInput(f"matrix {self.name}: no cell or tag matches {pattern!r}{nearest(pattern, known)}")
             chosen |= found
         return tuple(c for c in self.cells if c.id in chosen or not patterns)
+
+
+def _hash(name: str, cells: Iterable[Cell], rules: Mapping[str, frozenset[str]], excluded: Any) -> str:
+    counted = [[_counted(cell), sorted(rules[cell.id])] for cell in cells]
+    return hashlib.sha256(json.dumps([name, counted, excluded]).encode()).hexdigest()[:8]
+
+
+def _counted(cell: Cell) -> dict[str, Any]:
+    # What came after hashes were published counts where it is set, so that they stay.
+    later = {"kernels": "torch", "precision": "", "needs": [], "gpus": 0}
+    return {key: value for key, value in to_plain(cell).items() if key not in later or value != later[key]}
 
 
 def folder() -> Path:
@@ -115,13 +152,13 @@ def parse(data: Mapping[str, Any], path: Path) -> Matrix:
     check_keys(where, data, ("schema", "name", "layouts", "grid", "exclude"), ("schema", "name", "layouts", "grid"))
     if data["schema"] != 1:
         raise BadInput(f"{where}: schema={data['schema']!r}; this kit reads schema 1")
-    layouts = {name: _layout(f"{where}: layout {name}", entry) for name, entry in data["layouts"].items()}
+    layouts = {name: read_layout(f"{where}: layout {name}", entry) for name, entry in data["layouts"].items()}
     cells: dict[str, Cell] = {}
     rules: dict[str, frozenset[str]] = {}
     for number, grid in enumerate(data["grid"], 1):
         spot = f"{where}: grid {number}"
         what = "size" if "size" in grid else "family"
-        check_keys(spot, grid, (*AXES, "tags", "rules", "gradients"), ("layout", "world", what))
+        check_keys(spot, grid, (*AXES, "tags", "rules", "gradients", "needs", "gpus"), ("layout", "world", what))
         _check_size(spot, grid)
         chosen = select(text_list(f"{spot}: rules", grid["rules"]) if "rules" in grid else ())
         if type(grid.get("gradients", True)) is not bool:
@@ -140,7 +177,9 @@ def parse(data: Mapping[str, Any], path: Path) -> Matrix:
             raise BadInput(f"{where}: layout {name!r} is in no grid")
     if not kept:
         raise BadInput(f"{where}: no cell is left")
-    return Matrix(name=str(data["name"]), path=path, cells=kept, rules=rules, excluded=tuple(excluded.items()))
+    name, left_out = str(data["name"]), tuple(excluded.items())
+    revision = _hash(name, kept, rules, left_out)
+    return Matrix(name=name, path=path, cells=kept, rules=rules, excluded=left_out, hash=revision)
 
 
 def matches(where: Mapping[str, Any], cell: Cell) -> bool:
@@ -177,55 +216,24 @@ def _check_size(where: str, grid: Mapping[str, Any]) -> None:
         raise BadInput(f'{where}: size needs world = "static"; published models have no weights here')
 
 
-def _layout(where: str, entry: Any) -> tuple[Layout, int | None]:
-    """A layout, and the number of layers that it asks of a tiny model."""
-    table = _from_text(where, entry) if isinstance(entry, str) else entry
-    if not isinstance(table, Mapping):
-        raise BadInput(f"{where}: expected a table or a text form such as 'tp=2,ep=2'")
-    check_keys(where, table, (*LAYOUT_KEYS, "layers"))
-    for key, value in table.items():
-        kind = str if key == "layout" else bool if key in ("embedding", "loss") else int
-        if type(value) is not kind:
-            raise BadInput(f"{where}: {key}={value!r} is not {'an' if kind is int else 'a'} {kind.__name__}")
-    try:
-        layout = Layout(**{k: v for k, v in table.items() if k != "layers"})
-    except ValueError as error:
-        raise BadInput(f"{where}: {error}") from error
-    for what, size in (
-        ("tp·pp·cp", layout.tp * layout.pp * layout.cp),
-        ("etp·ep·pp", layout.expert_tp * layout.ep * layout.pp),
-    ):
-        if layout.world % size:
-            raise BadInput(f"{where}: world={layout.world} is not a multiple of {what}={size}")
-    if layout.vpp > 1 and layout.pp == 1:
-        raise BadInput(f"{where}: vpp={layout.vpp} needs pp of at least 2")
-    return layout, table.get("layers")
-
-
-def _check_split(where: str, cell: Cell) -> None:
-    layout = cell.layout
-    if layout.layout is None and layout.first is None and layout.last is None:
-        counted = cell.layers + layout.embedding + layout.loss
-        if counted % (layout.pp * layout.vpp):
-            raise BadInput(f"{where}: {counted} layers do not divide over pp·vpp={layout.pp * layout.vpp} stages")
-
-
-def _from_text(where: str, text: str) -> dict[str, Any]:
-    # `layout=` comes last because megatron-core's layout strings contain commas.
-    head, _, tail = text.partition("layout=")
-    table: dict[str, Any] = {"layout": tail} if tail else {}
-    for part in filter(None, (p.strip() for p in head.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals or not value.isdigit():
-            raise BadInput(f"{where}: {part!r} is not key=number")
-        table[key] = bool(int(value)) if key in ("embedding", "loss") else int(value)
-    return table
+def _check_kernels(where: str, cell: Cell) -> None:
+    if cell.kernels == "te" and cell.norms != "fused":
+        raise BadInput(f'{where}: kernels = "te" needs norms = "fused": that is how Transformer Engine holds them')
+    if cell.precision and cell.kernels != "te":
+        raise BadInput(f'{where}: precision = "{cell.precision}" needs kernels = "te"')
 
 
 def _product(
     file: str, where: str, grid: Mapping[str, Any], layouts: Mapping[str, tuple[Layout, int | None]]
 ) -> Iterable[Cell]:
-    tags = tuple(text_list(f"{where}: tags", grid["tags"])) if "tags" in grid else ()
+    tags, needs = (tuple(text_list(f"{where}: {key}", grid[key])) if key in grid else () for key in ("tags", "needs"))
+    for need in needs:
+        if need not in NEEDS:
+            raise BadInput(f"{where}: unknown need {need!r}{nearest(need, NEEDS)}")
+    gpus = grid.get("gpus", 0)
+    if type(gpus) is not int or gpus < 0:
+        raise BadInput(f"{where}: gpus={gpus!r} is not a number of GPUs")
+    more = {"tags": tags, "needs": needs, "gpus": gpus, "gradients": grid.get("gradients", True)}
     values: dict[str, list[Any]] = {}
     for axis in (axis for axis in AXES if axis in grid):
         raw = grid[axis]
@@ -251,8 +259,9 @@ def _product(
             fields_ |= published()[fields_["size"]].axes
         else:
             fields_["layers"] = LAYERS if layers is None else layers
-        cell = Cell(layout_name=name, layout=layout, gradients=grid.get("gradients", True), tags=tags, **fields_)
-        _check_split(f"{file}: layout {name}" + (f" with {cell.size}" if cell.size != TINY else ""), cell)
+        cell = Cell(layout_name=name, layout=layout, **more, **fields_)
+        _check_kernels(where, cell)
+        check_split(f"{file}: layout {name}" + (f" with {cell.size}" if cell.size != TINY else ""), cell)
         yield cell
 
 

@@ -17,14 +17,18 @@ from typing import Any
 from moeref_conformance import known as known_failures
 from moeref_conformance import matrix as matrices
 from moeref_conformance import targets
-from moeref_conformance.api import Cell, Target, to_plain
+from moeref_conformance.api import Cell, Layout, Target, to_plain
 from moeref_conformance.checks import BadInput
 from moeref_conformance.known import Known
+from moeref_conformance.machine import ANY, GPU_WORLDS, Machine, concerned, detect, started
 from moeref_conformance.matrix import Matrix
 from moeref_conformance.results import version_of, versions
 from moeref_conformance.rules import GROUPS, Rule, load_rules, revision, select
+from moeref_conformance.targets.dump import DumpTarget
 
 DEADLINE = 120.0
+#: What `--world` takes: the machine's choice, or one world for all cells with ranks.
+ASKED = ("auto", "gloo", *GPU_WORLDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,7 @@ class Settings:
     matrix: str = "cpu"
     cells: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
+    world: str = "auto"  # one of ASKED
     known: Path | None = None
     deadline: float = DEADLINE  # seconds a cell may take
     jobs: int = 0  # worlds side by side; 0 leaves it to `Plan.workers`
@@ -44,7 +49,10 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings, resolved and checked."""
+    """Settings, resolved and checked.
+
+    `machine` is None where nothing depends on it, `ranks` the number of processes that torchrun started, or 0.
+    """
 
     settings: Settings
     target: Target
@@ -54,10 +62,17 @@ class Plan:
     selected: frozenset[str]
     known: tuple[Known, ...]
     known_file: Path | None
+    machine: Machine | None = None
+    ranks: int = 0
 
     @property
     def workers(self) -> int:
-        """Number of worlds side by side: `jobs`, or two given the cores and enough cells to be worth a start."""
+        """Number of worlds side by side: `jobs`, or two given the cores and enough cells to be worth a start.
+
+        Under torchrun there is one, since its processes serve one cell after the other.
+        """
+        if self.ranks:
+            return 1
         many = sum(cell.world != "static" for cell in self.cells) > 24
         return self.settings.jobs or min(2 if many else 1, os.cpu_count() or 1)
 
@@ -65,20 +80,62 @@ class Plan:
         """The rules that can be judged in the cell's world, prerequisites first."""
         return [rule for rule in self.rules.values() if rule.applies(cell.world, cell.replay)]
 
+    def lacks(self, cell: Cell) -> str:
+        """What the cell needs and is not there to run it, as a reason for the report; empty if it can run."""
+        if isinstance(self.target, DumpTarget):
+            return ""
+        if self.machine is not None and (reason := self.machine.lacks(cell)):
+            return reason
+        if self.ranks and cell.world != "static" and cell.layout.world > self.ranks:
+            return f"has {cell.layout.world} ranks, and torchrun started {self.ranks}"
+        return ""
+
+    def one(self, cell: Cell) -> Cell:
+        """The one-rank cell that `cell` is compared with: the matrix's own if it has one.
+
+        On GPUs it is the run over NCCL in both worlds: one rank sends nothing, so that only kernels count, and they are
+        the same; and it is the run that is judged against transformers on the CPU.
+        """
+        # DeepEP refuses a group of one. Who carries the rows changes nothing that is computed from them.
+        carrier = "alltoall" if cell.dispatcher.startswith("flex-") else cell.dispatcher
+        one = replace(
+            cell, layout_name="one", layout=Layout(), dispatcher=carrier, needs=(), gpus=0, gradients=True, tags=()
+        )
+        if cell.world == "gloo-cuda" and self.settings.world == "auto":
+            over_nccl = replace(one, world="nccl")
+            if not self.lacks(over_nccl) and self.target.claims.why_not(over_nccl) is None:
+                one = over_nccl
+        alike = (c for c in self.matrix.cells if (c.variant, c.world) == (one.variant, one.world))
+        return replace(next(filter(is_one, alike), one), gradients=True)
+
     def enabled(self, cell: Cell, rule: Rule) -> bool:
         """Whether the selection and the cell's grid include the rule."""
         return rule.id in self.selected and rule.id in self.matrix.rules[cell.id]
 
 
-def prepare(settings: Settings) -> Plan:
-    """Resolve target, matrix, selection and known failures. Raises `BadInput`, and does no work."""
+def is_one(cell: Cell) -> bool:
+    """Whether the cell is a one-rank run."""
+    return cell.layout == Layout()
+
+
+def prepare(settings: Settings, machine: Machine | None = None) -> Plan:
+    """Resolve target, matrix, selection and known failures. Raises `BadInput`, and does no work.
+
+    `machine` stands for this one, which is looked at only where something depends on it.
+    """
     if settings.deadline <= 0:
         raise BadInput(f"deadline={settings.deadline} must be more than 0 seconds")
     if settings.jobs < 0:
         raise BadInput(f"jobs={settings.jobs} must be at least 1, or 0 to choose by cores")
+    if settings.world not in ASKED:
+        raise BadInput(f"world={settings.world!r} is none of {', '.join(ASKED)}")
     matrix = matrices.load(settings.matrix)
-    cells, rules, selected = matrix.select(settings.cells), load_rules(), select(settings.rules)
     target = targets.resolve(settings.target)
+    if settings.world in GPU_WORLDS or any(concerned(cell) for cell in matrix.cells):
+        machine = machine or detect()
+    if settings.world != "auto" or any(cell.world == ANY for cell in matrix.cells):
+        matrix = matrix.on(machine or Machine(), settings.world)
+    cells, rules, selected = matrix.select(settings.cells), load_rules(), select(settings.rules)
     known_file = settings.known or known_failures.find(matrix, target.info.name)
     plan = Plan(
         settings=settings,
@@ -89,6 +146,8 @@ def prepare(settings: Settings) -> Plan:
         selected=selected,
         known=known_failures.load(known_file, matrix) if known_file else (),
         known_file=known_file,
+        machine=machine,
+        ranks=started(),
     )
     kept = tuple(cell for cell in cells if any(plan.enabled(cell, rule) for rule in plan.rules_of(cell)))
     if not kept:
@@ -110,13 +169,14 @@ def header(plan: Plan) -> dict[str, Any]:
         "kit": version_of("moeref") or "from source",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
-        "versions": versions(),
+        "versions": versions() | dict(plan.machine.versions if plan.machine else {}),
         "target": {"spec": settings.target, **to_plain(plan.target.info), "claims": to_plain(claims)},
         "matrix": {"name": plan.matrix.name, "hash": plan.matrix.hash, "cells": len(plan.matrix.cells)},
         "seed": SEED,
         "settings": {
             "cells": list(settings.cells),
             "rules": list(settings.rules),
+            "world": settings.world,
             "known": plan.known_file.name if plan.known_file else "",
             "known entries": len(plan.known),
             "deadline": settings.deadline,
@@ -132,6 +192,8 @@ def header(plan: Plan) -> dict[str, Any]:
 def repeat(settings: Settings, cell: Cell, rule: Rule) -> str:
     """The one line that judges this rule in this cell again."""
     words = ["run", "--target", settings.target, "--matrix", settings.matrix, "--cell", cell.id, "--rule", rule.id]
+    if settings.world != "auto":
+        words += ["--world", settings.world]
     if settings.deadline != DEADLINE:
         words += ["--deadline", f"{settings.deadline:g}"]
     if settings.known:

@@ -16,18 +16,22 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moeref_conformance import known as known_failures
-from moeref_conformance.api import Cell, Claims, Layout
+from moeref_conformance.api import Cell, Claims
 from moeref_conformance.judges import Case, Finding, Outcome
-from moeref_conformance.plan import Plan, header, repeat
+from moeref_conformance.plan import Plan, header, is_one, repeat
 from moeref_conformance.records import Observation, write_events
 from moeref_conformance.results import Results, Verdict, Writer
 from moeref_conformance.rules import Rule
 from moeref_conformance.targets.dump import DumpTarget
 from moeref_conformance.worlds import RunOutcome
+
+if TYPE_CHECKING:
+    from moeref_conformance.worlds.crew import Crew
 
 
 class RunsCells(Protocol):
@@ -50,29 +54,32 @@ class Machinery:
     judges: Mapping[str, Callable[[Case], Outcome]]
 
 
-def machinery() -> Machinery:
-    """The real worlds, oracle and judges."""
+def machinery(crew: Crew | None = None) -> Machinery:
+    """The real worlds, oracle and judges. With a `crew` the ranks are those of torchrun."""
     from moeref_conformance.judges import JUDGES
     from moeref_conformance.oracles.checkpoint import expected
+    from moeref_conformance.worlds import KINDS
     from moeref_conformance.worlds.dump import DumpWorld
-    from moeref_conformance.worlds.gloo import GlooWorld
+    from moeref_conformance.worlds.forked import ForkedWorld
     from moeref_conformance.worlds.static import StaticWorld
+    from moeref_conformance.worlds.torchrun import TorchrunWorld
 
     @contextmanager
-    def gloo(plan: Plan, device: str) -> Iterator[RunsCells]:
+    def forked(kind: str, plan: Plan) -> Iterator[RunsCells]:
         if isinstance(plan.target, DumpTarget):
             yield DumpWorld(plan.target)
             return
-        with GlooWorld(plan.settings.target, deadline=plan.settings.deadline, device=device) as world:
+        made = (
+            TorchrunWorld(crew, kind, deadline=plan.settings.deadline)
+            if crew
+            else ForkedWorld(plan.settings.target, deadline=plan.settings.deadline, kind=kind)
+        )
+        with made as world:
             world.start()  # a target that cannot be imported there ends the run here, not cell by cell
             yield world
 
     return Machinery(
-        worlds={
-            "static": lambda plan: StaticWorld(plan.target),
-            "gloo": lambda plan: gloo(plan, "cpu"),
-            "gloo-cuda": lambda plan: gloo(plan, "cuda:0"),
-        },
+        worlds={"static": lambda plan: StaticWorld(plan.target), **{kind: partial(forked, kind) for kind in KINDS}},
         expect=expected,
         judges=JUDGES,
     )
@@ -87,8 +94,8 @@ class Runner(AbstractContextManager["Runner"]):
         self._stack = ExitStack()
         self._pools: dict[str, queue.LifoQueue[RunsCells]] = {}
         self._expecting = threading.Lock()
-        self._locks: dict[tuple[str, str], threading.Lock] = {}
-        self._baselines: dict[tuple[str, str], tuple[Observation | None, str]] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._baselines: dict[str, tuple[Observation | None, str]] = {}
         self._done: dict[str, tuple[list[Verdict], float]] = {}
 
     def __enter__(self) -> Runner:
@@ -98,21 +105,23 @@ class Runner(AbstractContextManager["Runner"]):
             )
         )
         # Worlds start in this thread, which outlives them; meanwhile the oracle makes the first model: both take long.
-        kinds = [cell.world for cell in self.plan.cells if self.plan.target.claims.why_not(cell) is None]
-        first = [c for c in self.plan.cells if c.world in kinds and not self._gap(c.world)][:1]
+        claims = self.plan.target.claims
+        cells = [cell for cell in self.plan.cells if claims.why_not(cell) is None and not self._gap(cell)]
+        ones = {one.id: one for one in map(self.plan.one, cells)}
+        kinds = [cell.world for cell in cells]
+        compared = {one.world for one in ones.values() if claims.why_not(one) is None and not self._gap(one)}
+        kinds += sorted(compared - set(kinds))
         try:
-            for cell in first:
+            for cell in cells[:1]:
                 self._stack.enter_context(ThreadPoolExecutor(1)).submit(self._expected, cell)
-            for kind in sorted(kind for kind in set(kinds) if not self._gap(kind)):
+            for kind in sorted(set(kinds)):
                 self._pools[kind] = queue.LifoQueue()
                 for _ in range(min(self.plan.workers, kinds.count(kind))):
                     self._pools[kind].put(self._stack.enter_context(self._parts.worlds[kind](self.plan)))
         except BaseException:
             self._stack.close()
             raise
-        for kind in sorted(set(kinds)):
-            for variant in {cell.variant for cell in self.plan.cells if cell.world == kind}:
-                self._locks[variant, kind] = threading.Lock()
+        self._locks = {one: threading.Lock() for one in ones}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +149,7 @@ class Runner(AbstractContextManager["Runner"]):
                     "not in the selection" if rule.id not in self.plan.selected else "not in this grid of the matrix"
                 )
                 verdicts[rule.id] = Verdict(cell=cell.id, rule=rule.id, status="disabled", reason=reason)
-            elif gap := self._gap(cell.world):
+            elif gap := self._gap(cell):
                 verdicts[rule.id] = Verdict(cell=cell.id, rule=rule.id, status="untested", reason=gap)
             else:
                 pending.append(rule)
@@ -155,7 +164,7 @@ class Runner(AbstractContextManager["Runner"]):
             else:
                 for rule in pending:
                     verdicts[rule.id] = self._judge(case, rule, verdicts, remark)
-                if not self.plan.settings.keep and not _is_baseline(cell):
+                if not self.plan.settings.keep and not is_one(cell):
                     shutil.rmtree(self._cell_dir(cell), ignore_errors=True)
         return [verdicts[rule.id] for rule in self.plan.rules_of(cell)], seconds
 
@@ -166,11 +175,10 @@ class Runner(AbstractContextManager["Runner"]):
         lacking = [step for step in rule.steps if step not in self.plan.target.steps(cell)]
         return f"the dump has no record of {' and '.join(lacking)}" if lacking else ""
 
-    def _gap(self, world: str) -> str:
-        """Why cells of this world cannot be run here, if so."""
-        if world in ("gloo-cuda", "nccl") and not Path("/dev/nvidiactl").exists():
-            return f"world {world} needs a GPU, and this machine has none"
-        return "" if world in self._parts.worlds else f"this kit has no world {world}"
+    def _gap(self, cell: Cell) -> str:
+        """Why the cell cannot be run here, if so."""
+        no_world = "" if cell.world in self._parts.worlds else f"this kit has no world {cell.world}"
+        return self.plan.lacks(cell) or no_world
 
     def _case(self, cell: Cell) -> tuple[Case, str]:
         """The run of a cell with its baseline, and a remark for rules that lack the baseline."""
@@ -187,17 +195,16 @@ class Runner(AbstractContextManager["Runner"]):
         return case, remark
 
     def _baseline(self, cell: Cell) -> tuple[Observation | None, str]:
-        key = (cell.variant, cell.world)
-        with self._locks[key]:
-            if key not in self._baselines:
-                same = (c for c in self.plan.matrix.cells if (c.variant, c.world) == key and _is_baseline(c))
-                one = next(same, replace(cell, layout_name="one", layout=Layout(), tags=()))
-                one = replace(one, gradients=True)
+        one = self.plan.one(cell)
+        with self._locks[one.id]:
+            if one.id not in self._baselines:
                 if why_not := self.plan.target.claims.why_not(one):
-                    self._baselines[key] = None, f"the one-rank run is not claimed: {why_not}"
+                    self._baselines[one.id] = None, f"the one-rank run is not claimed: {why_not}"
+                elif gap := self._gap(one):
+                    self._baselines[one.id] = None, f"the one-rank run {gap}"
                 else:
-                    self._baselines[key] = self._observe(one, self._expected(one).inputs), ""
-        return self._baselines[key]
+                    self._baselines[one.id] = self._observe(one, self._expected(one).inputs), ""
+        return self._baselines[one.id]
 
     def _expected(self, cell: Cell) -> Any:
         with self._expecting:
@@ -299,7 +306,7 @@ def run(
                     progress("begin", cell, [])
                     return cell, *runner.cell(cell)
 
-                futures = [pool.submit(one, cell) for cell in sorted(plan.cells, key=lambda c: not _is_baseline(c))]
+                futures = [pool.submit(one, cell) for cell in sorted(plan.cells, key=lambda c: not is_one(c))]
                 try:
                     for future in as_completed(futures):
                         cell, verdicts, seconds = future.result()
@@ -314,10 +321,6 @@ def run(
         order = {cell.id: number for number, cell in enumerate(plan.cells)}
         writer.results.verdicts.sort(key=lambda v: order[v.cell])
         return writer.results
-
-
-def _is_baseline(cell: Cell) -> bool:
-    return cell.layout == Layout()
 
 
 def _tail(error: BaseException) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from moeref_conformance.api import Cell, Target, World
 from moeref_conformance.checks import BadInput
+from moeref_conformance.known import Known, lookup
+from moeref_conformance.rules import load_rules
 
 HASHES = "hashes.json"
 #: (rank, chunk, local name), as text: `3:0:decoder.final_layernorm.weight`.
@@ -24,13 +26,22 @@ Hashes = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Compared:
-    """What two targets hold in one cell. `error` says why a target did not load; then nothing is compared."""
+    """What two targets hold in one cell. `error` says why a target did not load; then nothing is compared.
+
+    `known` is the reason of the known failure that explains why not every shard is equal.
+    """
 
     cell: str
     equal: int = 0
     unlike: tuple[str, ...] = ()  # held by both, with other bytes, shape or dtype
     apart: tuple[str, ...] = ()  # held by one of them
     error: str = ""
+    known: str = ""
+
+    @property
+    def fine(self) -> bool:
+        """Whether every shard is equal, or a known failure says why not."""
+        return self.same or bool(self.known)
 
     @property
     def same(self) -> bool:
@@ -40,11 +51,12 @@ class Compared:
     @property
     def text(self) -> str:
         """One line."""
+        known = f" (known: {self.known})" if self.known else ""
         if self.error:
-            return f"{self.cell}: not compared: {self.error}"
+            return f"{self.cell}: not compared: {self.error}{known}"
         first = next(iter((*self.unlike, *self.apart)), "")
         tail = f", {len(self.unlike)} differ, {len(self.apart)} held by one only, first {first}" if first else ""
-        return f"{self.cell}: {self.equal} shards equal{tail}"
+        return f"{self.cell}: {self.equal} shards equal{tail}{known}"
 
 
 def hash_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
@@ -79,11 +91,14 @@ def compare(cell: str, left: Hashes, right: Hashes) -> Compared:
     return Compared(cell, len(equal), tuple(sorted(both - equal)), tuple(sorted(left.keys() ^ right.keys())))
 
 
-def run(left: str, right: str, cells: Iterable[Cell], deadline: float = 120.0) -> Iterator[Compared]:
-    """Compare in every cell that both targets claim. Raises BadInput if there is none."""
+def run(
+    left: str, right: str, cells: Iterable[Cell], known: Sequence[Known] = (), deadline: float = 120.0
+) -> Iterator[Compared]:
+    """Compare in every cell that both targets claim. `known` are failures of either one. Raises BadInput if there is no
+    such cell."""
     from moeref_conformance.oracles.checkpoint import expected
     from moeref_conformance.targets import resolve
-    from moeref_conformance.worlds.gloo import GlooWorld
+    from moeref_conformance.worlds.forked import ForkedWorld
 
     targets = {spec: resolve(spec) for spec in (left, right)}
     claimed = [
@@ -96,7 +111,7 @@ def run(left: str, right: str, cells: Iterable[Cell], deadline: float = 120.0) -
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moeref-shards-")))
         entry = f"{__name__}:hash_rank"
-        worlds = {spec: stack.enter_context(GlooWorld(spec, deadline=deadline, entry=entry)) for spec in targets}
+        worlds = {spec: stack.enter_context(ForkedWorld(spec, deadline=deadline, entry=entry)) for spec in targets}
         for number, cell in enumerate(claimed):
             inputs, sides = expected(cell, folder / "expected").inputs, []
             for side, (spec, world) in enumerate(worlds.items()):
@@ -105,11 +120,17 @@ def run(left: str, right: str, cells: Iterable[Cell], deadline: float = 120.0) -
                 outcome = world.run(cell, where, inputs, targets[spec].claims)
                 failed = next((f"{spec}: {e.text}" for e in outcome.exits if e.kind != "ok"), "")
                 if error := outcome.error or failed:
-                    yield Compared(cell.id, error=error)
+                    yield explained(Compared(cell.id, error=error), cell, known)
                     break
                 sides.append(_read(where))
             else:
-                yield compare(cell.id, *sides)
+                yield explained(compare(cell.id, *sides), cell, known)
+
+
+def explained(found: Compared, cell: Cell, known: Sequence[Known]) -> Compared:
+    """With the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001."""
+    entry = None if found.same else lookup(known, cell, load_rules()["RUN-001" if found.error else "LOD-001"])
+    return replace(found, known=entry.reason) if entry else found
 
 
 def write(file: Path, left: str, right: str, found: Iterable[Compared]) -> None:

@@ -17,7 +17,7 @@ from moeref_conformance import matrix
 from moeref_conformance.api import Cell, to_plain
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.targets import resolve
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +48,7 @@ def test_cells_per_minute(tmp_path: Path) -> None:
     claims = resolve("moeref").claims
     table = Table("cell", "ranks", "forked, s", "process a rank, s", "ratio", title="seconds a cell, moeref on gloo")
     forked, spawned = 0.0, 0.0
-    with GlooWorld("moeref") as world:
+    with ForkedWorld("moeref") as world:
         began = time.monotonic()
         world.start()
         start = time.monotonic() - began

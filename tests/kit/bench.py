@@ -10,7 +10,7 @@ from moeref_conformance.judges import JUDGES, Case, Outcome
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.records import Observation
 from moeref_conformance.rules import load_rules
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 from moeref_conformance.worlds.static import StaticWorld
 
 RULES = load_rules()
@@ -22,7 +22,7 @@ class Bench:
     Runs a cell, and its one-rank baseline, once for all who ask, and judges it.
     """
 
-    def __init__(self, world: GlooWorld, folder: Path, target: Target) -> None:
+    def __init__(self, world: ForkedWorld, folder: Path, target: Target) -> None:
         self._world, self._folder, self._target = world, folder, target
         self._static = StaticWorld(target)
         self._seen: dict[tuple[str, tuple[str, ...]], Observation] = {}

@@ -7,6 +7,7 @@ import sys
 import pytest
 from kit_toy import MATRIX, ToyWorld, failing, run
 from moeref_conformance import cli
+from moeref_conformance.machine import Machine
 
 
 @pytest.fixture
@@ -72,6 +73,30 @@ def test_report_and_diff(tmp_path, capsys):
     assert cli.main(["diff", *files]) == 1
     assert "EXP-002 qwen3_moe/tp2/gloo: exact → fail" in capsys.readouterr().out
     assert cli.main(["diff", *reversed(files)]) == 0
+
+
+def test_a_run_without_a_gpu_says_so_and_what_would_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moeref_conformance.plan.detect", lambda: Machine(why_not={"gpu": "no device"}))
+    out = tmp_path / "out"
+    arguments = ["run", "--target", "moeref", "--matrix", "gpu", "--cell", "tied", "--cell", "fp8", "--out", str(out)]
+    assert cli.main(arguments) == 3
+    said = capsys.readouterr().out
+    assert "No GPU: no device. What would run where there are some:" in said
+    assert "1 nccl, 2" in said
+    assert "incomplete: 0/15 claimed cells pass" in said
+    assert "needs a GPU, and there is none here: no device" in (out / "summary.md").read_text()
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert {row["status"] for row in rows if row["kind"] == "verdict"} == {"untested"}
+    assert (rows[-1]["kind"], rows[-1]["exit"]) == ("footer", 3)
+
+
+def test_list_counts_worlds_and_names_needs(capsys):
+    assert cli.main(["list", "--matrix", "gpu", "--worlds"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("| what the cells need | cells | 1 GPU | 4 GPUs | 8 GPUs |")
+    assert table[-1].startswith("| together | 156 |")
+    assert cli.main(["list", "--matrix", "gpu", "--cell", "*flex-deepep/ep16/*", "--target", "moeref"]) == 0
+    assert "(needs 16 GPUs and DeepEP)" in capsys.readouterr().out
 
 
 def test_diff_of_other_matrices_is_refused(tmp_path, capsys):

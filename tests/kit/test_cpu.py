@@ -9,7 +9,7 @@ import pytest
 import torch
 from moeref_conformance.api import Cell, Layout
 from moeref_conformance.worlds import RunOutcome, cpu
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
@@ -24,19 +24,19 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module", params=["forward", "backward"])
-def world(request: pytest.FixtureRequest) -> Iterator[GlooWorld]:
-    with GlooWorld("toy_targets:target", deadline=60, entry=f"toy_megatron:{request.param}") as found:
+def world(request: pytest.FixtureRequest) -> Iterator[ForkedWorld]:
+    with ForkedWorld("toy_targets:target", deadline=60, entry=f"toy_megatron:{request.param}") as found:
         yield found
 
 
-def run(world: GlooWorld, layout: Layout, folder: Path) -> RunOutcome:
+def run(world: ForkedWorld, layout: Layout, folder: Path) -> RunOutcome:
     cell = Cell(family="toy", layout_name="x", layout=layout)
     outcome = world.run(cell, folder, {"hf_config": str(folder)}, Toy.claims)
     assert outcome.ok, outcome.error or next(e.text + "\n" + e.stderr_tail for e in outcome.exits if e.first)
     return outcome
 
 
-def test_layouts(world: GlooWorld, tmp_path: Path) -> None:
+def test_layouts(world: ForkedWorld, tmp_path: Path) -> None:
     run(world, Layout(), tmp_path / "one")
     for name, layout in LAYOUTS.items():
         run(world, layout, tmp_path / name)

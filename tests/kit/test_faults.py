@@ -15,7 +15,7 @@ from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.steps import gradients
 from moeref_conformance.targets.faults import FAULTS, KNOWN_BUGS, NOT_EXPRESSIBLE, Fault
 from moeref_conformance.targets.faulty import by_tag
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import RULES, Bench
 
@@ -43,7 +43,7 @@ REPORTS = (
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("faults")
     with (
-        GlooWorld("moeref_conformance.targets.faulty:by_tag", grace=1.0) as world,
+        ForkedWorld("moeref_conformance.targets.faulty:by_tag", grace=1.0) as world,
         ThreadPoolExecutor(1) as pool,
     ):
         # Both sides import for seconds: the oracle makes its first model while the world starts.

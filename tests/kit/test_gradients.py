@@ -12,7 +12,7 @@ from moeref_conformance import matrix
 from moeref_conformance.api import Layout
 from moeref_conformance.checks import BadInput
 from moeref_conformance.steps import gradients
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 from silent import SILENT, Silent
 
 from tests.kit.bench import Bench
@@ -23,7 +23,7 @@ WRONG = tuple(int(part) for part in version("megatron-core").split(".")[:2]) < (
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with GlooWorld("silent:target", grace=1.0) as world:
+    with ForkedWorld("silent:target", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("silent"), Silent())
 
 

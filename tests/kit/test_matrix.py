@@ -3,6 +3,7 @@
 import pytest
 from kit_toy import MATRIX, cells
 from moeref_conformance.checks import BadInput
+from moeref_conformance.machine import Machine
 from moeref_conformance.matrix import folder, load
 
 
@@ -53,6 +54,12 @@ def test_cpu_covers_every_axis_alone_and_together():
         ('layout = ["tp2"]', 'layout = ["tp2"]\nnorms = ["inside"]', "unknown norms 'inside'"),
         ('layout = ["tp2"]', 'layout = ["tp2"]\nrules = ["XXX"]', "no rule starts with 'XXX'"),
         ('layout = ["tp2"]', "layout = []", "non-empty list"),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\nneeds = ["fp9"]', "unknown need 'fp9'; did you mean 'fp8'"),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\ngpus = true', "gpus=True is not a number of GPUs"),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\nkernels = ["tee"]', "unknown kernels 'tee'; did you mean 'te'"),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\nkernels = ["te"]', 'kernels = "te" needs norms = "fused"'),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\nprecision = ["mxfp8"]', 'precision = "mxfp8" needs kernels = "te"'),
+        ('layout = ["tp2"]', 'layout = ["tp2"]\nprecision = ["fp8"]', "unknown precision 'fp8'"),
     ],
 )
 def test_mistakes_are_refused(tmp_path, old, new, message):
@@ -111,3 +118,25 @@ def test_unknown_matrix_names_the_shipped_ones():
         load("smok")
     with pytest.raises(BadInput, match="cannot be read"):
         load("nowhere/x.toml")
+
+
+ON_GPUS = MATRIX.replace('world = ["gloo"]\nfamily = ["glm', 'world = ["gpu"]\nfamily = ["glm')
+
+
+def test_what_cells_need_of_a_machine_is_part_of_them(tmp_path):
+    grid = 'layout = ["tp2"]\ngpus = 8\nneeds = ["deep_ep"]\nnorms = ["fused"]\nkernels = ["te"]'
+    matrix = cells(ON_GPUS.replace('layout = ["tp2"]', f'{grid}\nprecision = ["", "mxfp8"]'), tmp_path)
+    found = matrix.select(["glm4_moe*"])
+    assert [cell.id for cell in found] == ["glm4_moe+fused-norms+te/tp2/gpu", "glm4_moe+fused-norms+te+mxfp8/tp2/gpu"]
+    assert {(cell.gpus, cell.needs) for cell in found} == {(8, ("deep_ep",))}
+    assert matrix.hash != cells(ON_GPUS, tmp_path).hash
+
+
+def test_two_worlds_that_become_one_are_refused(tmp_path):
+    matrix = cells(ON_GPUS.replace('"gpu"', '"gpu", "nccl"'), tmp_path)
+    with pytest.raises(BadInput, match="glm4_moe/tp2/nccl and glm4_moe/tp2/gpu would both be glm4_moe/tp2/nccl"):
+        matrix.on(Machine(gpus=("a", "b")))
+
+
+def test_hashes_that_were_published_before_cells_named_kernels_stay(tmp_path):
+    assert cells(MATRIX, tmp_path).hash == "5ddd315e"

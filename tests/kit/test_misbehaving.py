@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from moeref_conformance.targets.faults.base import cell
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
 from tests.kit.misbehaving import MISBEHAVE, target
@@ -37,7 +37,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with GlooWorld("tests.kit.misbehaving:target", grace=1.0) as world:
+    with ForkedWorld("tests.kit.misbehaving:target", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("misbehaving"), target)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from moeref_conformance import shards
 from moeref_conformance.checks import BadInput
+from moeref_conformance.known import Known
 from moeref_conformance.matrix import load
 
 pytestmark = pytest.mark.cpu
@@ -32,6 +35,23 @@ def test_compared() -> None:
     assert shards.compare("cell", left, left).same
     assert not shards.compare("cell", {}, {}).same
     assert not shards.Compared("cell", error="rank 0 died").same
+
+
+def test_known_failures_explain_only_what_they_cover() -> None:
+    cell = next(cell for cell in load("smoke").cells if cell.world == "gloo")
+
+    def entry(rule: str) -> Known:
+        until = datetime.date(2999, 1, 1)
+        return Known(rules=(rule,), where={"family": cell.family}, outcome="fail", reason="drops it", expires=until)
+
+    unlike, equal = shards.compare(cell.id, {"x": "1"}, {"x": "2"}), shards.compare(cell.id, {"x": "1"}, {"x": "1"})
+    died = shards.Compared(cell.id, error="rank 0 died")
+    assert not shards.explained(unlike, cell, [entry("RUN-001")]).fine
+    assert not shards.explained(died, cell, [entry("LOD-001")]).fine
+    assert shards.explained(died, cell, [entry("RUN-001")]).fine
+    assert shards.explained(unlike, cell, [entry("LOD-001")]).text.endswith("(known: drops it)")
+    assert shards.explained(equal, cell, [entry("LOD-001")]).known == ""
+    assert not shards.explained(died, replace(cell, family="mixtral"), [entry("RUN-001")]).fine
 
 
 def test_written_and_read(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.targets.faults import FAULTS
 from moeref_conformance.targets.faults.base import cell
 from moeref_conformance.targets.faulty import by_tag
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
 
@@ -29,7 +29,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setitem(recipes._FAMILY, "gpt_oss", square)
         sizes = expected(cell("gpt_oss", "ep2"), folder).config
         assert sizes["hidden_size"] == sizes["intermediate_size"]
-        with GlooWorld("moeref_conformance.targets.faulty:by_tag", grace=1.0) as world:
+        with ForkedWorld("moeref_conformance.targets.faulty:by_tag", grace=1.0) as world:
             yield Bench(world, folder, by_tag)
 
 

@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from moeref_conformance.api import Cell, Layout
-from moeref_conformance.worlds import RankExit, RunOutcome
-from moeref_conformance.worlds.gloo import GlooWorld, WorldError
+from moeref_conformance.worlds import KINDS, RankExit, RunOutcome, mark_first
+from moeref_conformance.worlds.forked import ForkedWorld, Part, WorldError
 from toy_targets import Toy
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
@@ -23,8 +25,8 @@ ENTRY = "toy_targets:dispatch"
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[GlooWorld]:
-    with GlooWorld("toy_targets:target", deadline=20, grace=2, entry=ENTRY) as found:
+def world() -> Iterator[ForkedWorld]:
+    with ForkedWorld("toy_targets:target", deadline=20, grace=2, entry=ENTRY) as found:
         yield found
 
 
@@ -32,7 +34,7 @@ def cell(entry: str, ranks: int = 2) -> Cell:
     return Cell(family="toy", layout_name=f"dp{ranks}", layout=Layout(world=ranks), tags=(entry,))
 
 
-def run(world: GlooWorld, folder: Path, entry: str, ranks: int = 2) -> RunOutcome:
+def run(world: ForkedWorld, folder: Path, entry: str, ranks: int = 2) -> RunOutcome:
     outcome = world.run(cell(entry, ranks), folder, {"hf_config": str(folder)}, Toy.claims)
     assert outcome.error == ""
     assert [e.rank for e in outcome.exits] == list(range(ranks))
@@ -61,7 +63,7 @@ def gone(pids: list[int], seconds: float = 5) -> bool:
     return True
 
 
-def test_ranks_finish(world: GlooWorld, tmp_path: Path) -> None:
+def test_ranks_finish(world: ForkedWorld, tmp_path: Path) -> None:
     outcome = run(world, tmp_path, "trivial", 4)
     assert outcome.ok
     assert outcome.strays == 0
@@ -75,7 +77,7 @@ def test_ranks_finish(world: GlooWorld, tmp_path: Path) -> None:
     assert world.facts["versions"]["megatron-core"]
 
 
-def test_a_rank_that_finishes_early_waits_for_the_others(world: GlooWorld, tmp_path: Path) -> None:
+def test_a_rank_that_finishes_early_waits_for_the_others(world: ForkedWorld, tmp_path: Path) -> None:
     assert run(world, tmp_path, "one_leaves_early", 3).ok
 
 
@@ -88,7 +90,7 @@ def test_a_rank_that_finishes_early_waits_for_the_others(world: GlooWorld, tmp_p
     ],
 )
 def test_the_first_failure_is_named(
-    world: GlooWorld,
+    world: ForkedWorld,
     tmp_path: Path,
     entry: str,
     ranks: int,
@@ -106,18 +108,18 @@ def test_the_first_failure_is_named(
     assert outcome.seconds < 10
 
 
-def test_what_was_raised_is_in_the_tail(world: GlooWorld, tmp_path: Path) -> None:
+def test_what_was_raised_is_in_the_tail(world: ForkedWorld, tmp_path: Path) -> None:
     assert "ValueError: expert 7 is missing" in first(run(world, tmp_path, "raises")).stderr_tail
 
 
-def test_leaving_with_code_0_is_not_finishing(world: GlooWorld, tmp_path: Path) -> None:
+def test_leaving_with_code_0_is_not_finishing(world: ForkedWorld, tmp_path: Path) -> None:
     outcome = run(world, tmp_path, "quits", 1)
     assert not outcome.ok
     assert outcome.exits[0].kind == "died"
     assert "exit code 0 in step start before its work was over" in outcome.exits[0].text
 
 
-def test_a_hang_ends_at_the_deadline_with_stacks(world: GlooWorld, tmp_path: Path) -> None:
+def test_a_hang_ends_at_the_deadline_with_stacks(world: ForkedWorld, tmp_path: Path) -> None:
     world.deadline = 5
     try:
         outcome = run(world, tmp_path, "hangs", 3)
@@ -132,7 +134,7 @@ def test_a_hang_ends_at_the_deadline_with_stacks(world: GlooWorld, tmp_path: Pat
     assert run(world, tmp_path / "next", "trivial").ok
 
 
-def test_output_of_any_size_is_kept_in_files(world: GlooWorld, tmp_path: Path) -> None:
+def test_output_of_any_size_is_kept_in_files(world: ForkedWorld, tmp_path: Path) -> None:
     outcome = run(world, tmp_path, "prints")
     assert outcome.ok
     for rank in ("rank0000", "rank0001"):
@@ -141,7 +143,7 @@ def test_output_of_any_size_is_kept_in_files(world: GlooWorld, tmp_path: Path) -
     assert len(outcome.exits[0].stderr_tail) <= 8000
 
 
-def test_processes_left_behind_are_ended(world: GlooWorld, tmp_path: Path) -> None:
+def test_processes_left_behind_are_ended(world: ForkedWorld, tmp_path: Path) -> None:
     outcome = run(world, tmp_path, "grandchildren")
     assert outcome.ok
     assert outcome.strays == 4
@@ -150,7 +152,7 @@ def test_processes_left_behind_are_ended(world: GlooWorld, tmp_path: Path) -> No
     assert gone(pids, 0.5)
 
 
-def test_disagreeing_splits_are_named_on_every_rank(world: GlooWorld, tmp_path: Path) -> None:
+def test_disagreeing_splits_are_named_on_every_rank(world: ForkedWorld, tmp_path: Path) -> None:
     outcome = run(world, tmp_path, "splits_disagree")
     assert [e.kind for e in outcome.exits] == ["raised", "raised"]
     assert "all_to_all_single in group [0, 1], rank 1: peers send [1, 0] rows, I expect [3, 0]" in (
@@ -160,7 +162,7 @@ def test_disagreeing_splits_are_named_on_every_rank(world: GlooWorld, tmp_path: 
     assert run(world, tmp_path / "next", "trivial").ok
 
 
-def test_a_dead_zygote_is_a_kit_error_and_the_next_cell_runs(world: GlooWorld, tmp_path: Path) -> None:
+def test_a_dead_zygote_is_a_kit_error_and_the_next_cell_runs(world: ForkedWorld, tmp_path: Path) -> None:
     os.kill(world.start()["pid"], signal.SIGKILL)
     outcome = world.run(cell("trivial"), tmp_path / "a", {"hf_config": "."}, Toy.claims)
     # Either it was seen dead and restarted at once, or its death was met in the middle.
@@ -185,7 +187,7 @@ def test_a_target_that_cannot_be_served_is_explained(
         "threading.Thread(target=time.sleep, args=(60,), daemon=True, name='busy').start()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with GlooWorld(spec, entry=ENTRY) as world:
+    with ForkedWorld(spec, entry=ENTRY) as world:
         with pytest.raises(WorldError, match=part):
             world.start()
         outcome = world.run(cell("trivial"), tmp_path / "cell", {"hf_config": "."}, Toy.claims)
@@ -193,7 +195,7 @@ def test_a_target_that_cannot_be_served_is_explained(
 
 
 def test_bad_requests_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    world = GlooWorld("toy_targets:target", entry=ENTRY)
+    world = ForkedWorld("toy_targets:target", entry=ENTRY)
     with pytest.raises(ValueError, match="family=toy is not claimed"):
         world.run(cell("trivial"), tmp_path, {"hf_config": "."}, replace(Toy.claims, families=frozenset()))
     with pytest.raises(ValueError, match="lack 'hf_config'"):
@@ -201,16 +203,149 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path: Path) -> None
     (tmp_path / "rank0000").mkdir()
     with pytest.raises(ValueError, match="records of an earlier run"):
         world.run(cell("trivial"), tmp_path, {"hf_config": "."}, Toy.claims)
+    with pytest.raises(ValueError, match="this world is gloo"):
+        world.run(replace(cell("trivial"), world="nccl"), tmp_path / "a", {"hf_config": "."}, Toy.claims)
+    part = Part(ranks=(2,), local={2: 0}, store=("localhost", 1), prefix="x")
+    with pytest.raises(ValueError, match=r"ranks \(2,\) must be of its 2"):
+        world.run(cell("trivial"), tmp_path / "a", {"hf_config": "."}, Toy.claims, part)
     with pytest.raises(ValueError, match="deadline"):
-        GlooWorld("x", deadline=0)
+        ForkedWorld("x", deadline=0)
+    with pytest.raises(ValueError, match="'static' has no forked ranks"):
+        ForkedWorld("x", kind="static")
     assert world.facts == {}
+
+
+class Halves:
+    """A cell whose ranks two zygotes fork, as on two machines: 0 and 2 in the first, 1 in the second."""
+
+    RANKS = ((0, 2), (1,))
+
+    def __init__(self, worlds: list[ForkedWorld], pool: ThreadPoolExecutor) -> None:
+        import torch.distributed as dist
+
+        self.worlds, self.pool = worlds, pool
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.finished = [threading.Event() for _ in worlds]
+
+    def run(self, entry: str, folder: Path) -> list[Future[RunOutcome]]:
+        for event in self.finished:
+            event.clear()
+        return [
+            self.pool.submit(
+                world.run, cell(entry, 3), folder / str(i), {"hf_config": "."}, Toy.claims,
+                Part(
+                    ranks=ranks, local={rank: place for place, rank in enumerate(ranks)},
+                    store=("localhost", self.store.port), prefix=folder.name, finished=self.finished[i].set,
+                ),
+            )
+            for i, (world, ranks) in enumerate(zip(self.worlds, self.RANKS, strict=True))
+        ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def halves() -> Iterator[Halves]:
+    worlds = [ForkedWorld("toy_targets:target", deadline=20, grace=1, entry=ENTRY) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool, worlds[0], worlds[1]:
+        for world in worlds:
+            world.start()
+        yield Halves(worlds, pool)
+
+
+def test_parts_of_a_cell_stay_until_all_have_finished(halves: Halves, tmp_path: Path) -> None:
+    running = halves.run("trivial", tmp_path)
+    assert all(event.wait(20) for event in halves.finished)
+    seen = [json.loads((tmp_path / str(r % 2) / f"rank{r:04d}" / "seen.json").read_text()) for r in range(3)]
+    time.sleep(0.3)
+    assert all(alive(s["pid"]) for s in seen)
+    assert not any(future.done() for future in running)
+    for world in halves.worlds:
+        world.leave()
+    outcomes = [future.result(10) for future in running]
+    assert all(outcome.ok for outcome in outcomes)
+    assert [[e.rank for e in outcome.exits] for outcome in outcomes] == [[0, 2], [1]]
+    assert [s["sum"] for s in seen] == [3.0] * 3
+    assert [(s["env"], s["local"]) for s in seen] == [("0", ["0", "2"]), ("1", ["0", "1"]), ("2", ["1", "2"])]
+
+
+def test_a_failure_elsewhere_begins_the_grace_period(halves: Halves, tmp_path: Path) -> None:
+    running = halves.run("hangs", tmp_path)
+    until = time.monotonic() + 15
+    while not (tmp_path / "1" / "rank0001" / "events.jsonl").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    begin = time.monotonic()
+    for world in halves.worlds:
+        world.end()
+    outcomes = [future.result(10) for future in running]
+    assert 0.9 < time.monotonic() - begin < 6
+    assert {e.kind for outcome in outcomes for e in outcome.exits} <= {"killed", "raised"}
+    assert not any(event.is_set() for event in halves.finished)
+
+
+def test_a_failure_in_one_part_lets_the_other_be_told(halves: Halves, tmp_path: Path) -> None:
+    running = halves.run("raises", tmp_path)
+    failed = running[1].result(15)  # rank 1
+    for world in halves.worlds:
+        world.end()
+    merged = mark_first([*running[0].result(15).exits, *(replace(e, host="node7") for e in failed.exits)])
+    (first,) = [e for e in merged if e.first]
+    assert first.text == "rank 1 (tp0 pp0 ep0 etp0 dp1 on node7) raised in step load"
+
+
+def test_the_first_failure_of_many() -> None:
+    died = RankExit(0, None, 9, False, "load", "", "", seen=2.0)
+    raised = RankExit(1, 3, None, False, "load", "", "", seen=2.0, raised=1.9)
+    echo = RankExit(2, 3, None, False, "load", "", "", seen=1.0, raised=0.9, echo=True)
+    ended = RankExit(3, None, 9, False, "load", "", "", killed=True)
+    late = RankExit(4, None, 9, True, "load", "", "", killed=True, events=3, waits=True)
+    later = RankExit(5, None, 9, True, "load", "", "", killed=True, events=3)
+    latest = RankExit(6, None, 9, True, "load", "", "", killed=True, events=4)
+
+    def first_of(*exits: RankExit) -> list[int]:
+        return [e.rank for e in mark_first(exits) if e.first]
+
+    assert first_of(echo, raised, died, ended) == [0]
+    assert first_of(echo, replace(raised, seen=1.5), died) == [1]
+    assert first_of(echo, ended) == [2]
+    assert first_of(late, later, latest) == [5]
+    assert first_of(late, latest) == [4]
+    assert first_of(ended) == []
+
+
+def test_devices_of_the_worlds() -> None:
+    assert [KINDS[kind].device_of(3) for kind in ("gloo", "gloo-cuda", "nccl")] == ["cpu", "cuda:0", "cuda:3"]
+    assert [KINDS[kind].on_gpu for kind in ("gloo", "gloo-cuda", "nccl")] == [False, True, True]
+
+
+def test_a_gpu_that_is_not_there_is_named(halves: Halves, tmp_path: Path) -> None:
+    wanted = Part(ranks=(0,), local={0: 99}, store=("localhost", halves.store.port), prefix="gpu")
+    with ForkedWorld("toy_targets:target", deadline=20, grace=1, entry=ENTRY, kind="nccl") as world:
+        outcome = world.run(replace(cell("trivial", 1), world="nccl"), tmp_path, {"hf_config": "."}, Toy.claims, wanted)
+    assert outcome.error == ""
+    assert outcome.exits[0].kind == "raised"
+    assert "rank 0 needs GPU 99 of this machine, and torch" in outcome.exits[0].stderr_tail
+    assert world.facts["substitutions"] == ["router_gemm", "latent_attention_linear", "sequence_parallel_norm"]
+
+
+def test_a_target_that_initialises_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy_gpu.py").write_text(
+        "import torch\n"
+        "from toy_targets import target\n"
+        "torch.cuda._initialized = True  # what torch.cuda.init() leaves behind\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with (
+        ForkedWorld("toy_gpu:target", entry=ENTRY, kind="gloo-cuda") as world,
+        pytest.raises(WorldError, match="CUDA was initialised in the zygote by importing the target 'toy_gpu:target'"),
+    ):
+        world.start()
 
 
 PARENT = """
 import sys
 from pathlib import Path
-from test_world import ENTRY, GlooWorld, Toy, cell
-with GlooWorld("toy_targets:target", deadline=60, entry=ENTRY) as world:
+from test_world import ENTRY, ForkedWorld, Toy, cell
+with ForkedWorld("toy_targets:target", deadline=60, entry=ENTRY) as world:
     print(world.start()["pid"], flush=True)
     world.run(cell(sys.argv[2], 2), Path(sys.argv[1]), {"hf_config": "."}, Toy.claims)
 """

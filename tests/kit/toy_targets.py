@@ -20,7 +20,7 @@ class Toy:
     """A target that can be resolved and claims the toy family; the entries below never open it."""
 
     info = Info(name="toy", version="0")
-    claims = Claims(facets=frozenset(), families=frozenset({"toy"}), worlds=frozenset({"gloo"}))
+    claims = Claims(facets=frozenset(), families=frozenset({"toy"}), worlds=frozenset({"gloo", "gloo-cuda", "nccl"}))
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
         raise NotImplementedError
@@ -40,6 +40,7 @@ def trivial(target: Target, cell: Cell, world: World, inputs: dict[str, str], fo
     x = torch.tensor([float(world.rank)])
     dist.all_reduce(x)
     seen = {"pid": os.getpid(), "sid": os.getsid(0), "rank": world.rank, "sum": x.item(), "env": os.environ["RANK"]}
+    seen["local"] = [os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]]
     (folder / "seen.json").write_text(json.dumps(seen))
     assert world.workdir.is_dir()
     event(folder, "open", "ok")

@@ -55,6 +55,8 @@ def check(command: str) -> None:
             sessions = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
             output("nox", "--list", "-s", *sessions)  # fails on a session that does not exist
             _check_paths(arguments)
+            if sessions[0] == "conformance-gpu":
+                _check_kit(["run", "--target", "moeref", "--matrix", "gpu", *arguments[len(sessions) + 2 :]])
         case "moeref":
             try:
                 preflight._parser().parse_args(arguments)
@@ -70,6 +72,8 @@ def check(command: str) -> None:
         case "torchrun":
             assert shutil.which("torchrun", path=str(Path(sys.executable).parent))
             _check_paths(arguments)
+            if "moeref_conformance" in arguments:
+                _check_kit(arguments[arguments.index("moeref_conformance") + 1 :])
         case "pip":
             assert arguments[0] == "install"
             _check_paths(arguments)

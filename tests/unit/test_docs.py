@@ -12,9 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from fenced import ROOT, blocks, check, commands, words
+from fenced import ROOT, blocks, check, commands, output, words
 from moeref_conformance import known, matrix
 from moeref_conformance.cli import _parser
+from moeref_conformance.machine import detect
 from moeref_conformance.rules import load_rules
 from moeref_conformance.targets.faults import FAULTS
 
@@ -134,3 +135,28 @@ def test_tutorials_run_as_written(page: str, tmp_path: Path) -> None:
     assert all(shutil.which(words(line)[0], path=path) for line in ran)
     for shown in re.findall(r"<!-- qkv-as-q-k-v finding -->\n```text\n(.+?)```", PAGES[page], flags=re.DOTALL):
         assert shown in (tmp_path / "red" / "summary.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("begin", ["nox -s conformance-gpu --no-install", "moeref-conformance run"])
+def test_commands_for_gpus_end_with_3_where_there_is_none(begin: str, tmp_path: Path) -> None:
+    """As typed in a checkout that is not installed: the session takes this Python, and its exit code is the kit's."""
+    if detect().count:
+        pytest.skip(f"this machine has GPUs ({detect().versions['GPU']}), where the commands judge")
+    for name in ("noxfile.py", "pyproject.toml", "matrices", "moeref", "conformance", "constraints"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path}
+    lines = [line for line in commands(PAGES["how-to/run-on-gpus.md"]) if line.startswith(begin)]
+    assert lines
+    for line in lines:
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 3, f"{line}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        assert "No GPU: no NVIDIA device under /dev" in done.stdout + done.stderr
+
+
+def test_the_status_page_counts_what_waits_for_gpus() -> None:
+    page = PAGES["status/gpu.md"]
+    if "The GPU run is outstanding" not in page:
+        pytest.skip("the page is of a run on GPUs")
+    assert page.rstrip().endswith(output("moeref_conformance", "list", "--matrix", "gpu", "--worlds").strip())

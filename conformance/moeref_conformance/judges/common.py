@@ -8,6 +8,7 @@ from typing import Any
 
 from moeref_conformance.api import NameRow
 from moeref_conformance.judges import Case, Finding, Outcome, grouped
+from moeref_conformance.machine import GPU_WORLDS
 from moeref_conformance.matching import Context
 from moeref_conformance.oracles import topology
 from moeref_conformance.oracles.checkpoint import Expected
@@ -117,6 +118,23 @@ def context(case: Case, factor: float = 1.0) -> Context:
     expected = known(case)
     tensors = expected.tensors if factor == 1.0 else {k: v * factor for k, v in expected.tensors.items()}
     return Context(tensors, int(expected.config.get("first_k_dense_replace") or 0))
+
+
+def tolerance(case: Case, limit: float) -> str:
+    """A tolerance in words; on a GPU with the remark that it is a CPU's."""
+    return f"{limit:g}" + (", a limit measured on CPUs" if case.cell.world in GPU_WORLDS else "")
+
+
+def within(case: Case, worst: float, limit: float) -> str:
+    """How a pass within a tolerance was met."""
+    return f"{worst:.1e} ≤ {tolerance(case, limit)}"
+
+
+def unmeasured(case: Case) -> Outcome | None:
+    """For kernels whose deviations nobody has measured: there is no tolerance to judge sums in another order by."""
+    if case.cell.kernels == "torch":
+        return None
+    return Outcome(untested="no tolerance is measured for Transformer Engine's kernels yet")
 
 
 def names_text(names: Iterable[str], most: int = 4) -> str:

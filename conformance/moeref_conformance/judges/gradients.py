@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from moeref_conformance.judges import Case, Finding, Outcome, judges
-from moeref_conformance.judges.common import finding, known, observed, outcome, without
+from moeref_conformance.judges.common import finding, known, observed, outcome, tolerance, unmeasured, within, without
 from moeref_conformance.oracles.gradients import full_gradients
 from moeref_conformance.oracles.placement import Placement, Unknown
 from moeref_conformance.records import RankRecord
@@ -27,6 +27,8 @@ def gradients_are_the_one_rank_runs(case: Case) -> Outcome:
         return Outcome(untested="there is no one-rank run of this variant to compare with")
     if case.baseline is case.observation:
         return outcome(_unusable(case, one), met="the one-rank run itself")
+    if no := unmeasured(case):
+        return no
     whole = full_gradients(case.cell, known(case), one.tensors("gradients"))
     oracle = Placement(case.cell, known(case).config, whole)
     found, worst = without(case, "inventory", "gradients"), 0.0
@@ -35,7 +37,7 @@ def gradients_are_the_one_rank_runs(case: Case) -> Outcome:
             more, far = against(case, oracle, record, record.tensors("gradients"))
             found += more
             worst = max(worst, far)
-    return outcome(found, met=f"{worst:.1e} ≤ {LIMIT:g}" if worst else "exact")
+    return outcome(found, met=within(case, worst, LIMIT) if worst else "exact")
 
 
 def missing(
@@ -85,7 +87,9 @@ def against(
         if far <= LIMIT:
             worst = max(worst, far)
             continue
-        message = f"the gradient of {local} is off the one-rank run's by {far:.2g} of its largest > {LIMIT:g}"
+        message = (
+            f"the gradient of {local} is off the one-rank run's by {far:.2g} of its largest > {tolerance(case, LIMIT)}"
+        )
         more = {"hf_name": sources[0], "local_name": local, "diagnosis": _diagnosis(want, mine)}
         found.append(finding(case, record.rank, phase, message, **more))
     return found, worst

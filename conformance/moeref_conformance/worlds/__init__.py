@@ -1,13 +1,39 @@
-"""Worlds run the ranks of a cell. This module owns what every world answers: how each rank ended, and how long it took.
+"""Worlds run the ranks of a cell. This module owns what they differ in (a table) and what every world answers: how each
+rank ended, and how long it took.
 
 Nothing here imports torch, so that the parent can read an outcome without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sets one world of forked ranks apart: the backend of its default process group and the device of a rank."""
+
+    backend: str
+    device: str
+
+    @property
+    def on_gpu(self) -> bool:
+        """Tensors of the model live on a GPU."""
+        return self.device != "cpu"
+
+    def device_of(self, local: int) -> str:
+        """The device of the rank that has this index among the ranks on its machine."""
+        return self.device.format(local=local)
+
+
+#: The worlds whose ranks are processes. In gloo-cuda all ranks share one GPU; in nccl each has its own.
+KINDS: Mapping[str, Kind] = {
+    "gloo": Kind("gloo", "cpu"),
+    "gloo-cuda": Kind("staged", "cuda:0"),
+    "nccl": Kind("nccl", "cuda:{local}"),
+}
 
 #: Exit code of a rank in which something raised; the record of the step says what.
 EXIT_RAISED = 3
@@ -25,6 +51,9 @@ class RankExit:
     that lost their connection. When ranks hang, the ones furthest behind are marked.
     `killed`: the world ended it after another rank had failed; `signal` then says nothing about the rank itself.
     `finished`: it reported the end of its work. A rank that leaves with code 0 but did not finish is a failure.
+    `echo`: what it raised is what a rank says whose peer is gone. `seen` is when the world saw that it had failed,
+    `raised` when its exception came (0 if none did), both in seconds since the cell began there. `events` counts its
+    events, `waits`: it hung inside a collective. `host` is its machine, where there are several.
     """
 
     rank: int
@@ -37,6 +66,12 @@ class RankExit:
     first: bool = False
     killed: bool = False
     finished: bool = False
+    echo: bool = False
+    seen: float = 0.0
+    raised: float = 0.0
+    events: int = 0
+    waits: bool = False
+    host: str = ""
 
     @property
     def kind(self) -> Literal["ok", "raised", "died", "hung", "killed"]:
@@ -52,7 +87,8 @@ class RankExit:
     @property
     def text(self) -> str:
         """For people: `rank 1 (tp1 pp0) died in step load: SIGKILL`."""
-        place = f"rank {self.rank}" + (f" ({self.coords})" if self.coords else "")
+        where = self.coords + (f" on {self.host}" if self.host else "")
+        place = f"rank {self.rank}" + (f" ({where.strip()})" if where else "")
         match self.kind:
             case "ok":
                 return f"{place} finished"
@@ -86,6 +122,25 @@ class RunOutcome:
     def ok(self) -> bool:
         """Every rank finished."""
         return not self.error and bool(self.exits) and all(e.kind == "ok" for e in self.exits)
+
+
+def mark_first(exits: Sequence[RankExit]) -> tuple[RankExit, ...]:
+    """The exits with `first` set: on the failure that came before the others, or on the hung ranks furthest behind.
+
+    Echoes come last. Of failures seen at the same time a death precedes exceptions: it is what broke the connections.
+    Of hung ranks with equally few events, those that do not wait inside a collective are what the others wait for.
+    """
+    own = [e for e in exits if e.kind in ("died", "raised")]
+    hung = [e for e in exits if e.timed_out]
+    first: set[int] = set()
+    # On another machine a hung rank may be ended a moment before the deadline comes for those that wait for it.
+    if own and not (hung and all(e.echo for e in own)):
+        first = {min(own, key=lambda e: (e.echo, e.seen, e.raised)).rank}
+    elif hung:
+        behind = min(e.events for e in hung)
+        last = [e for e in hung if e.events == behind]
+        first = {e.rank for e in [e for e in last if not e.waits] or last}
+    return tuple(replace(e, first=e.rank in first) for e in exits)
 
 
 def signal_name(number: int) -> str:

@@ -1,10 +1,10 @@
 """Checked collectives: before the data moves, the members of a group agree on what is about to move.
 
 gloo under-fills an all-to-all whose splits disagree, or aborts the process, and scatters wrong bytes from tensors that
-are not contiguous. So `install()` wraps torch.distributed's collectives: every member first sends a fixed-size int64
-signature of its call (one small all-gather), all members judge the same table, and on disagreement all of them raise
-CollectiveMismatch. Then the output buffers are poisoned (NaN, or the largest integer), so that what a collective does
-not fill is seen. Install before megatron-core is imported: it captures collectives by name at import.
+are not contiguous; NCCL waits for ever. So `install()` wraps torch.distributed's collectives: every member first sends
+a fixed-size int64 signature of its call (one small all-gather), all members judge the same table, and on disagreement
+all of them raise CollectiveMismatch. Then the output buffers are poisoned (NaN, or the largest integer), so that what a
+collective does not fill is seen. Install before megatron-core is imported: it captures collectives by name at import.
 
 Point-to-point calls are left alone but for poisoned receive buffers. With `async_op=True` the check still completes
 first; then the real Work is returned. What a call declares is described in `calls.py`.
@@ -114,8 +114,9 @@ def _agree(op: str, call: Call, group: Any, n: int, me: int) -> None:
         *[*shape, *[-1] * SHOWN][:SHOWN],
     ]
     zero = [0] * n
-    mine = torch.tensor([*header, *(call.send or zero), *(call.expect or zero)], dtype=torch.int64, device="cpu")
-    everyone = torch.empty(n * mine.numel(), dtype=torch.int64, device="cpu")
+    where = _device(group)
+    mine = torch.tensor([*header, *(call.send or zero), *(call.expect or zero)], dtype=torch.int64, device=where)
+    everyone = torch.empty(n * mine.numel(), dtype=torch.int64, device=where)
     group._allgather_base(everyone, mine).wait()
     table = everyone.view(n, -1).tolist()
     trouble = _trouble(table, n, call, me)
@@ -124,6 +125,12 @@ def _agree(op: str, call: Call, group: Any, n: int, me: int) -> None:
         raise CollectiveMismatch(
             f"{op} in group {ranks}, rank {ranks[me]}: {trouble(ranks)}; this rank passes {_text(call)}"
         )
+
+
+def _device(group: Any) -> torch.device:
+    """Where a tensor must be for this group to move it: on the CPU if it can, else (NCCL) on the rank's GPU."""
+    types = {device.type for device in group._device_types}
+    return torch.device("cpu" if not types or "cpu" in types else "cuda")
 
 
 def _trouble(table: list[list[int]], n: int, call: Call, me: int) -> Callable[[list[int]], str] | None:

@@ -1,9 +1,10 @@
 """What unedited megatron-core needs to run on a machine without a GPU: a table of substitutions, each with its reason.
 
-Nothing is installed where a GPU is used. The two stages follow the import order: "torch" entries must be in place
-before megatron-core is imported (it captures collectives at import), "megatron" entries patch its modules.
-Numerics are torch's own CPU kernels throughout; no entry computes anything of a model. They are known to hold for
-megatron-core 0.16.1 and 0.19.2 with the local (not Transformer Engine) layer spec.
+Where a GPU is used only the entries marked `anywhere` are installed: these stand in for nothing of CUDA, they mend what
+megatron-core's local layer spec lacks without Transformer Engine and Apex. The two stages follow the import order:
+"torch" entries must be in place before megatron-core is imported (it captures collectives at import), "megatron"
+entries patch its modules. Numerics are torch's own CPU kernels throughout; no entry computes anything of a model. They
+are known to hold for megatron-core 0.16.1 and 0.19.2 with the local (not Transformer Engine) layer spec.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Substitution:
     stage: Stage
     reason: str
     install: Callable[[], None]
+    anywhere: bool = False
 
 
 def current_device() -> None:
@@ -247,9 +249,13 @@ SUBSTITUTIONS = (
     Substitution("uneven_all_gather", "torch", "gloo refuses uneven pieces (ETP > 1, all-to-all)", uneven_all_gather),
     Substitution("megatron_random", "megatron", "its state helpers call into the CUDA generator", megatron_random),
     Substitution("splits_to_numpy", "megatron", "splits stay CPU tensors, which all_to_all refuses", splits_to_numpy),
-    Substitution("router_gemm", "megatron", "0.16.1 leaves te_general_gemm undefined without TE", router_gemm),
-    Substitution("latent_attention_linear", "megatron", "0.16.1 asks isinstance(…, a mock)", latent_attention_linear),
-    Substitution("sequence_parallel_norm", "megatron", "WrappedTorchNorm refuses the flag", sequence_parallel_norm),
+    Substitution("router_gemm", "megatron", "0.16.1 leaves te_general_gemm undefined without TE", router_gemm, True),
+    Substitution(
+        "latent_attention_linear", "megatron", "0.16.1 asks isinstance(…, a mock)", latent_attention_linear, True
+    ),
+    Substitution(
+        "sequence_parallel_norm", "megatron", "WrappedTorchNorm refuses the flag", sequence_parallel_norm, True
+    ),
 )
 
 _installed: list[str] = []
@@ -258,19 +264,19 @@ _installed: list[str] = []
 def install(device: str, stage: Stage) -> tuple[str, ...]:
     """Install the entries of `stage` once and answer the names of all that are in place now.
 
-    For a CUDA `device` nothing is installed. Raises RuntimeError for device "cpu" where torch sees a GPU: the
-    substitutions would redirect real GPU work (hide it with CUDA_VISIBLE_DEVICES=""), ValueError for another device.
+    For a CUDA `device` these are the entries marked `anywhere`. Raises RuntimeError for device "cpu" where torch sees a
+    GPU: the substitutions would redirect real GPU work (hide it with CUDA_VISIBLE_DEVICES=""), ValueError for another
+    device.
     """
-    if device.split(":")[0] == "cuda":
-        return ()
-    if device != "cpu":
+    on_gpu = device.split(":")[0] == "cuda"
+    if device != "cpu" and not on_gpu:
         raise ValueError(f"device {device!r}: use 'cpu' or 'cuda:N'")
-    if torch.cuda.is_available():
+    if not on_gpu and torch.cuda.is_available():
         raise RuntimeError(
             "torch sees a GPU, so the CPU substitutions are refused; set CUDA_VISIBLE_DEVICES='' for a CPU world"
         )
     for entry in SUBSTITUTIONS:
-        if entry.stage == stage and entry.name not in _installed:
+        if entry.stage == stage and entry.name not in _installed and (entry.anywhere or not on_gpu):
             entry.install()
             _installed.append(entry.name)
     return tuple(_installed)

@@ -1,8 +1,9 @@
 """One rank: what a forked process does from its first instruction to its exit.
 
 It becomes its own session (so that the whole group can be ended at once), dies with the zygote, writes its output to
-its record folder, joins the gloo world over a file store, and calls the entry. It reports on a pipe when it has
-finished, and then stays until all ranks have, so that nobody's connection is closed while data is under way.
+its record folder, sets its device, joins the default process group of its cell over a store, and calls the entry. It
+reports on a pipe when it has finished, and then stays until all ranks have, so that nobody's connection is closed while
+data is under way.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moeref_conformance.api import Cell, Target, World
-from moeref_conformance.worlds import EXIT_RAISED
+from moeref_conformance.worlds import EXIT_RAISED, KINDS
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import Store
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 #: The signal at which a rank writes the Python stack of its threads to stderr: sent when it hangs.
@@ -33,16 +38,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Job:
-    """All ranks of a cell get the same one. `entry(target, cell, world, inputs, record_dir)` is called in each."""
+    """All ranks of a cell get the same one. `entry(target, cell, world, inputs, record_dir)` is called in each.
+
+    `store` is {"file": path} or {"tcp": [host, port], "prefix": text}. `local` gives each rank on this machine its
+    index there. `staged`: the CPU world goes through the staged backend too, as if its tensors were on a GPU.
+    """
 
     target: Target
     entry: Callable[[Target, Cell, World, dict[str, str], Path], None]
     cell: Cell
     cell_dir: Path
     inputs: dict[str, str]
-    device: str
     deadline: float
-    store: Path  # file of the rendezvous
+    store: Mapping[str, Any]
+    local: Mapping[int, int]
+    staged: bool
     done: int  # pipe to the zygote: "finished <rank>", "raised <rank> <monotonic ns>"
     go: int  # pipe from the zygote: end of file means that all may leave
 
@@ -101,19 +111,29 @@ def _settle(folder: Path, zygote: int) -> None:
 def _run(job: Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore
 
-    size = job.cell.layout.world
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    kind, local, size = KINDS[job.cell.world], job.local[rank], job.cell.layout.world
+    device = torch.device(kind.device_of(local))
+    if kind.on_gpu:
+        _use_gpu(device, rank)
+    backend = "staged" if job.staged else kind.backend
+    if backend == "staged":
+        from moeref_conformance.worlds import staged
+
+        staged.register(force=job.staged)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(len(job.local)))
+    if _on_loopback(job.store):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # elsewhere gloo takes what the user set, or the host name's interface
     random.seed(rank)
     torch.manual_seed(rank)
     dist.init_process_group(
-        "gloo",
-        store=FileStore(str(job.store), size),
+        backend,
+        store=_store(job.store, size, job.deadline),
         rank=rank,
         world_size=size,
         # Longer than the cell's deadline: a hang is reported as one, with the stack of every rank.
         timeout=timedelta(seconds=job.deadline + 60),
+        device_id=device if "nccl" in backend else None,
     )
     folder = record_dir(job.cell_dir, rank)
     scratch = folder / "scratch"
@@ -122,11 +142,43 @@ def _run(job: Job, rank: int) -> None:
         kind=job.cell.world,
         rank=rank,
         size=size,
-        device=job.device,
+        device=str(device),
         workdir=scratch,
         hf_config=Path(job.inputs["hf_config"]),
     )
     job.entry(job.target, job.cell, world, dict(job.inputs), folder)
+    if kind.on_gpu:
+        torch.cuda.synchronize()  # a kernel that fails late is this rank's failure
+
+
+def _use_gpu(device: torch.device, rank: int) -> None:
+    """Make `device` the current one. Raises RuntimeError where the machine does not show it."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise RuntimeError(
+            f"rank {rank} needs GPU {device.index} of this machine, and torch {torch.__version__} sees {count} "
+            f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}): run fewer ranks a machine, or "
+            "the world gloo-cuda, whose ranks share one GPU"
+        )
+    torch.cuda.set_device(device)
+
+
+def _store(spec: Mapping[str, Any], size: int, deadline: float) -> Store:
+    """The rendezvous. A TCP store is served elsewhere, by whoever named it; every cell has its prefix there."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+    if "file" in spec:
+        return FileStore(str(spec["file"]), size)
+    host, port = spec["tcp"]
+    client = TCPStore(str(host), int(port), is_master=False, timeout=timedelta(seconds=deadline))
+    return PrefixStore(str(spec["prefix"]), client)
+
+
+def _on_loopback(spec: Mapping[str, Any]) -> bool:
+    """All ranks are on this machine for certain."""
+    return "file" in spec or str(spec["tcp"][0]) in ("localhost", "127.0.0.1", "::1")
 
 
 def _flush() -> None:

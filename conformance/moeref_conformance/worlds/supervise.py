@@ -17,63 +17,121 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance.api import Layout
-from moeref_conformance.worlds import RankExit
+from moeref_conformance.worlds import RankExit, mark_first
 from moeref_conformance.worlds.rank import STACKS, record_dir
 
 STDERR_TAIL = 8000  # characters
 STACK_SECONDS = 0.5  # for hung ranks to write their stacks
 LEAVE_SECONDS = 10.0  # for finished ranks to leave once released
 #: In the stack of a rank that waits for others.
-COLLECTIVE_FRAMES = ("distributed_c10d.py", "moeref_conformance/worlds/collectives.py")
-#: What gloo and the store say to a rank whose peer is gone. The kernel closes a dying process's connections before its
-#: end can be seen, so such an echo may come before the death that caused it.
-ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connection refused")
+COLLECTIVE_FRAMES = (
+    "distributed_c10d.py",
+    "moeref_conformance/worlds/collectives.py",
+    "moeref_conformance/worlds/staged.py",
+)
+#: What gloo, NCCL and the store say to a rank whose peer is gone. The kernel closes a dying process's connections
+#: before its end can be seen, so such an echo may come before the death that caused it.
+ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "connection refused",
+    "Connection was likely closed",
+    "ncclRemoteError",
+)
 
 
 class ParentGone(Exception):
     """The process that started the zygote has ended: end everything and leave."""
 
 
+class Channel:
+    """JSON lines from and to the parent. Every method raises ParentGone when the parent is no longer there."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.socket = channel
+        self._pending = b""
+        self._lines: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Wait for bytes and keep the whole lines among them."""
+        try:
+            chunk = self.socket.recv(1 << 16)
+        except ConnectionResetError:
+            chunk = b""
+        if not chunk:
+            raise ParentGone
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        self._lines += [json.loads(line) for line in lines]
+
+    def take(self, key: str) -> dict[str, Any] | None:
+        """The oldest line that has this key, if one has come."""
+        for line in self._lines:
+            if key in line:
+                self._lines.remove(line)
+                return line
+        return None
+
+    def request(self) -> dict[str, Any]:
+        """Wait for the request of the next cell. Words about an earlier cell that came too late are dropped."""
+        while True:
+            while self._lines:
+                if "cell" in (line := self._lines.pop(0)):
+                    return line
+            self.read()
+
+    def say(self, message: dict[str, Any]) -> None:
+        """One line to the parent."""
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ParentGone from error
+
+
 @dataclass
 class _Rank:
+    number: int
     pid: int
     status: int | None = None  # as waitpid gives it
     finished: bool = False
-    raised: tuple[int, int] | None = None  # wake-up at which its word came, monotonic ns of the exception
-    ended: int = 0  # wake-up at which its end was seen
+    raised: float = 0.0  # when its exception came, if one did
+    seen: float = 0.0  # the wake-up at which its word, or its end, was seen
     timed_out: bool = False
     killed: bool = False
-    first: bool = False
-    echo: bool = False  # it raised because a peer was gone
 
     @property
     def failed(self) -> bool:
         """It ended otherwise than by finishing with code 0."""
         return self.status is not None and not (self.finished and self.status == 0)
 
-    @property
-    def order(self) -> tuple[bool, int, int, int]:
-        """Sorts failures: echoes last. Within one wake-up a death precedes exceptions."""
-        return (self.echo, self.raised[0], 1, self.raised[1]) if self.raised else (self.echo, self.ended, 0, 0)
-
 
 class Watch:
     """Waits for the ranks of a cell. `run()` returns when every one is gone; then `exits()` says how each ended.
 
-    `done` carries the ranks' own words, closing `go` lets finished ranks leave, `channel` is watched for its end.
-    After `deadline` seconds ranks that have not finished write their stacks and are ended; after a first failure the
-    others have `grace` seconds.
+    `pids` has the ranks by number. `done` carries the ranks' own words, closing `go` lets finished ranks leave. After
+    `deadline` seconds ranks that have not finished write their stacks and are ended; after a first failure the others
+    have `grace` seconds. The parent's lines on `channel` are heard meanwhile: {"end": true} is a failure elsewhere.
+    With `hold`, ranks run elsewhere too: {"finished": true} is said when those here have, and they stay until
+    {"leave": true} comes.
     """
 
     def __init__(
-        self, pids: list[int], done: int, go: int, channel: socket.socket, deadline: float, grace: float
+        self,
+        pids: dict[int, int],
+        done: int,
+        go: int,
+        channel: Channel,
+        deadline: float,
+        grace: float,
+        hold: bool = False,
     ) -> None:
-        self.ranks = [_Rank(pid) for pid in pids]
-        self.done, self.go, self.grace, self.channel = done, go, grace, channel
-        self.deadline, self.grace_ends = time.monotonic() + deadline, float("inf")
+        self.ranks = {number: _Rank(number, pid) for number, pid in pids.items()}
+        self.done, self.go, self.grace, self.channel, self.hold = done, go, grace, channel, hold
+        self.begin = time.monotonic()
+        self.deadline, self.grace_ends = self.begin + deadline, float("inf")
         self.words = b""
-        self.wakes = 0
-        self.ending = False
+        self.wake = 0.0
+        self.ending = self.told = False
 
     def run(self) -> None:
         """Raises ParentGone if the parent goes away first. No rank is left in either case."""
@@ -81,16 +139,16 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             pidfds: list[int] = []
             try:
-                for rank in self.ranks:
+                for rank in self.ranks.values():
                     pidfds.append(os.pidfd_open(rank.pid))
                     selector.register(pidfds[-1], selectors.EVENT_READ, rank)
                 selector.register(self.done, selectors.EVENT_READ)
-                selector.register(self.channel, selectors.EVENT_READ)
-                while any(r.status is None for r in self.ranks):
+                selector.register(self.channel.socket, selectors.EVENT_READ)
+                while any(r.status is None for r in self.ranks.values()):
                     self._step(selector)
             finally:
                 self._release()
-                for rank in self.ranks:
+                for rank in self.ranks.values():
                     if rank.status is None:
                         _kill_group(rank.pid)
                         _, rank.status = os.waitpid(rank.pid, 0)
@@ -99,23 +157,27 @@ class Watch:
 
     def _step(self, selector: selectors.BaseSelector) -> None:
         ready = selector.select(max(0.0, min(self.deadline, self.grace_ends) - time.monotonic()))
-        self.wakes += 1
-        if any(key.fileobj is self.channel for key, _ in ready):
-            if not self.channel.recv(1, socket.MSG_PEEK):
-                raise ParentGone
-            selector.unregister(self.channel)  # an early request is read after this cell
+        self.wake = time.monotonic() - self.begin
+        if any(key.fileobj is self.channel.socket for key, _ in ready):
+            self.channel.read()
         self._listen()
         for key, _ in ready:
             if isinstance(key.data, _Rank):
                 selector.unregister(key.fileobj)
-                key.data.ended = self.wakes
+                key.data.seen = key.data.seen or self.wake
                 _kill_group(key.data.pid)  # what it started, before its number is free again
                 _, key.data.status = os.waitpid(key.data.pid, 0)
-        if not self.ending and any(r.failed for r in self.ranks):
+        words = [word for word in ("end", "leave") if self.channel.take(word)]
+        self.hold = self.hold and "leave" not in words
+        if not self.ending and ("end" in words or any(r.failed for r in self.ranks.values())):
             self.grace_ends = min(self.grace_ends, time.monotonic() + self.grace)
             self._release()
-        if all(r.finished or r.status is not None for r in self.ranks):
-            self._release()
+        if all(r.finished or r.status is not None for r in self.ranks.values()):
+            if self.hold and not self.told and all(r.finished for r in self.ranks.values()):
+                self.told = True
+                self.channel.say({"finished": True})
+            if not self.hold:
+                self._release()
         self._limits()
 
     def _listen(self) -> None:
@@ -128,13 +190,14 @@ class Watch:
             if word == "finished":
                 self.ranks[int(rank)].finished = True
             else:
-                self.ranks[int(rank)].raised = (self.wakes, int(when[0]))
+                self.ranks[int(rank)].raised = int(when[0]) / 1e9 - self.begin
+                self.ranks[int(rank)].seen = self.wake
 
     def _limits(self) -> None:
         now = time.monotonic()
         if now < min(self.deadline, self.grace_ends):
             return
-        left = [r for r in self.ranks if r.status is None and (self.ending or not r.finished)]
+        left = [r for r in self.ranks.values() if r.status is None and (self.ending or not r.finished)]
         hung = now >= self.deadline and not self.ending
         if hung and left:
             for rank in left:
@@ -155,36 +218,30 @@ class Watch:
 
     def exits(self, cell_dir: Path, layout: Layout) -> tuple[RankExit, ...]:
         """How each rank ended, with the first failure marked."""
-        events = [_events(record_dir(cell_dir, i)) for i in range(len(self.ranks))]
-        tails = [_tail(record_dir(cell_dir, i) / "stderr.txt") for i in range(len(self.ranks))]
-        for rank, tail in zip(self.ranks, tails, strict=True):
-            rank.echo = rank.raised is not None and any(text in tail for text in ECHOES)
-        own = [r for r in self.ranks if r.failed and not r.killed]
-        hung = [r for r in self.ranks if r.timed_out]
-        if own:
-            min(own, key=lambda r: r.order).first = True
-        elif hung:
-            behind = min(len(events[i]) for i, r in enumerate(self.ranks) if r.timed_out)
-            last = [i for i, r in enumerate(self.ranks) if r.timed_out and len(events[i]) == behind]
-            # Of those, the ones that do not wait inside a collective are what the others wait for.
-            busy = [i for i in last if not any(frame in tails[i] for frame in COLLECTIVE_FRAMES)]
-            for i in busy or last:
-                self.ranks[i].first = True
-        return tuple(
-            RankExit(
-                rank=i,
-                code=os.WEXITSTATUS(r.status) if r.status is not None and os.WIFEXITED(r.status) else None,
-                signal=os.WTERMSIG(r.status) if r.status is not None and os.WIFSIGNALED(r.status) else None,
-                timed_out=r.timed_out,
-                last_step=str(events[i][-1].get("step", "start")) if events[i] else "start",
-                stderr_tail=tails[i],
-                coords=_coords(layout, i),
-                first=r.first,
-                killed=r.killed,
-                finished=r.finished,
+        found = []
+        for number, rank in self.ranks.items():
+            folder = record_dir(cell_dir, number)
+            events, tail = _events(folder), _tail(folder / "stderr.txt")
+            status = 0 if rank.status is None else rank.status
+            found.append(
+                RankExit(
+                    rank=number,
+                    code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+                    signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+                    timed_out=rank.timed_out,
+                    last_step=str(events[-1].get("step", "start")) if events else "start",
+                    stderr_tail=tail,
+                    coords=_coords(layout, number),
+                    killed=rank.killed,
+                    finished=rank.finished,
+                    echo=rank.raised > 0 and any(text in tail for text in ECHOES),
+                    seen=rank.seen if rank.failed else 0.0,
+                    raised=rank.raised,
+                    events=len(events),
+                    waits=rank.timed_out and any(frame in tail for frame in COLLECTIVE_FRAMES),
+                )
             )
-            for i, r in enumerate(self.ranks)
-        )
+        return mark_first(found)
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

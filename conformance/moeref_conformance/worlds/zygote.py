@@ -2,9 +2,10 @@
 
 Importing torch and megatron-core takes seconds a process, forking milliseconds. So this process imports, installs the
 CPU substitutions and the checked collectives, resolves the target, and from then on only forks and supervises. It has
-one thread, always: a fork copies only the calling thread, and locks held by others would stay locked in the ranks.
-Requests and answers are JSON lines on a socket inherited from the parent; end of file means that the parent is gone.
-Supervision itself (deadlines, first failure, stray processes) is in `supervise.py`.
+one thread, always: a fork copies only the calling thread, and locks held by others would stay locked in the ranks. And
+it never touches CUDA, which does not survive a fork. Requests and answers are JSON lines on a socket inherited from the
+parent (`forked.py` says which); end of file means that the parent is gone. Supervision itself (deadlines, first
+failure, stray processes) is in `supervise.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import gc
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -23,24 +23,30 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moeref_conformance.api import Cell, Layout, Target, to_plain
+from moeref_conformance.worlds import KINDS, supervise
 from moeref_conformance.worlds import rank as rank_main
-from moeref_conformance.worlds import supervise
 
-#: Set before torch is imported: one thread a rank, loopback only, eager code instead of compiled.
+#: Set before torch is imported: one thread a rank, eager code instead of compiled.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "TORCHDYNAMO_DISABLE": "1",  # megatron-core's jit_fuser is torch.compile: a C++ compiler and threads
+    # megatron-core's jit_fuser is torch.compile: a compiler and threads in every rank, and other roundings per shape
+    "TORCHDYNAMO_DISABLE": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which some bridges import, starts a thread
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it under sequence parallelism
+}
+#: Besides, where ranks use GPUs.
+GPU_ENVIRONMENT = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() by NVML: the driver's own answer spoils forks
+    "NVIDIA_TF32_OVERRIDE": "0",  # fp32 is held to fp32 bounds: no TF32 in cuBLAS and cuDNN, so none in TE either
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS chooses the same algorithm every time
 }
 #: What every Megatron target imports; preloaded so that ranks do not.
 PRELOAD = (
@@ -54,25 +60,26 @@ PRELOAD = (
 
 
 def main() -> None:
-    """Serve until the parent closes the socket. Started by worlds.gloo, never by hand."""
+    """Serve until the parent closes the socket. Started by worlds.forked, never by hand."""
     parser = argparse.ArgumentParser(description="fork server of the conformance kit")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--target", required=True)
     parser.add_argument("--entry", required=True)
-    parser.add_argument("--device", required=True)
+    parser.add_argument("--world", choices=sorted(KINDS), required=True)
     args = parser.parse_args()
 
     rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != args.parent:
         sys.exit("the parent is gone")
-    channel = socket.socket(fileno=args.fd)
-    channel.set_inheritable(False)
-    os.environ.update(ENVIRONMENT)
+    end = socket.socket(fileno=args.fd)
+    end.set_inheritable(False)
+    channel = supervise.Channel(end)
+    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if KINDS[args.world].on_gpu else {}))
     try:
-        target, entry, facts = prepare(args.target, args.entry, args.device)
+        prepared = prepare(args.target, args.entry, args.world)
     except BaseException as error:
-        say(channel, {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        channel.say({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         raise
     rank_main.prctl(rank_main.PR_SET_CHILD_SUBREAPER, 1)
 
@@ -87,18 +94,29 @@ def main() -> None:
     try:
         if os.getppid() != args.parent:
             raise supervise.ParentGone
-        say(channel, {"ready": facts})
-        serve(channel, target, entry, args.device, keep)
+        channel.say({"ready": prepared.facts})
+        serve(channel, prepared, keep)
     except supervise.ParentGone:
         pass
     finally:
         supervise.end_strays(frozenset())
 
 
-def prepare(spec: str, entry: str, device: str) -> tuple[Target, Callable[..., Any], dict[str, Any]]:
-    """Import and patch everything, in the order that matters, and answer (target, entry, facts for the parent).
+@dataclass(frozen=True)
+class Prepared:
+    """What the imports gave: the target, what each rank calls, the world they run in, and the facts for the parent."""
 
-    Raises what the imports raise, and RuntimeError if they left a second thread running: forking would be unsafe.
+    target: Target
+    entry: Callable[..., Any]
+    world: str
+    facts: dict[str, Any]
+
+
+def prepare(spec: str, entry: str, world: str) -> Prepared:
+    """Import and patch everything, in the order that matters.
+
+    Raises what the imports raise, and RuntimeError if they left a second thread running or initialised CUDA: forking
+    would be unsafe.
     """
     begin = time.perf_counter()
     import torch
@@ -106,6 +124,7 @@ def prepare(spec: str, entry: str, device: str) -> tuple[Target, Callable[..., A
     from moeref_conformance.targets import peers
     from moeref_conformance.worlds import collectives, cpu
 
+    device = "cuda" if KINDS[world].on_gpu else "cpu"
     torch.set_num_threads(1)
     cpu.install(device, "torch")
     collectives.install()
@@ -115,6 +134,7 @@ def prepare(spec: str, entry: str, device: str) -> tuple[Target, Callable[..., A
         for module in PRELOAD:
             importlib.import_module(module)
         substituted = cpu.install(device, "megatron")
+    no_cuda("importing torch and megatron-core")
     libraries = time.perf_counter() - begin
     function = rank_main.resolve_entry(entry)
     from moeref_conformance.targets import resolve
@@ -132,9 +152,10 @@ def prepare(spec: str, entry: str, device: str) -> tuple[Target, Callable[..., A
         "claims": to_plain(target.claims),
     }
     one_thread()
+    no_cuda(f"importing the target {spec!r}")
     gc.collect()
     gc.freeze()  # collected objects are not touched again, so their pages stay shared with the ranks
-    return target, function, facts
+    return Prepared(target, function, world, facts)
 
 
 def version(name: str) -> str:
@@ -156,86 +177,96 @@ def one_thread() -> None:
         )
 
 
-def serve(channel: socket.socket, target: Target, entry: Callable[..., Any], device: str, keep: frozenset[int]) -> None:
+def no_cuda(after: str) -> None:
+    """Raise RuntimeError if this process has initialised CUDA, or a process forked from it could not do so any more.
+
+    torch notes the latter only in the child (asking the driver for the number of GPUs is enough), so one is forked,
+    where NVML sees a GPU: without one there is nothing to lose.
+    """
+    import torch
+
+    spoiled = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not spoiled and torch.cuda._device_count_nvml() > 0:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(torch.cuda._is_in_bad_fork()))
+        spoiled = os.waitpid(pid, 0)[1] != 0
+    if spoiled:
+        raise RuntimeError(
+            f"CUDA was initialised in the zygote by {after}: forked ranks could not use it. Nothing may touch CUDA at "
+            "import (torch.cuda calls, tensors on a GPU, kernels compiled there); move that into Target.open"
+        )
+
+
+def serve(channel: supervise.Channel, prepared: Prepared, keep: frozenset[int]) -> None:
     """Answer requests one after the other until end of file."""
-    pending = b""
     while True:
-        while b"\n" not in pending:
-            chunk = channel.recv(1 << 16)
-            if not chunk:
-                raise supervise.ParentGone
-            pending += chunk
-        line, _, pending = pending.partition(b"\n")
-        request = json.loads(line)
+        request = channel.request()
         try:
-            answer = run_cell(channel, request, target, entry, device, keep)
+            answer = run_cell(channel, request, prepared, keep)
         except Exception as error:
             supervise.end_strays(keep)
             answer = {"error": f"zygote: {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        say(channel, answer)
+        channel.say(answer)
 
 
 def run_cell(
-    channel: socket.socket,
-    request: dict[str, Any],
-    target: Target,
-    entry: Callable[..., Any],
-    device: str,
-    keep: frozenset[int],
+    channel: supervise.Channel, request: dict[str, Any], prepared: Prepared, keep: frozenset[int]
 ) -> dict[str, Any]:
     """Fork the ranks of one cell, watch them, and answer their exits."""
+    import torch
+
     one_thread()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        no_cuda("an earlier cell")
     cell = cell_from(request["cell"])
     cell_dir = Path(request["cell_dir"])
-    for rank in range(cell.layout.world):
+    size = cell.layout.world
+    ranks = request.get("ranks", list(range(size)))
+    file = cell_dir / "store"
+    for rank in ranks:
         rank_main.record_dir(cell_dir, rank).mkdir(parents=True)
     done_read, done = os.pipe()
     go, go_write = os.pipe()
     job = rank_main.Job(
-        target=target,
-        entry=entry,
+        target=prepared.target,
+        entry=prepared.entry,
         cell=cell,
         cell_dir=cell_dir,
         inputs=request["inputs"],
-        device=device,
         deadline=request["deadline"],
-        store=cell_dir / "store",
+        store=request.get("store", {"file": str(file)}),
+        local={int(rank): index for rank, index in request.get("local", {rank: rank for rank in ranks}).items()},
+        staged=request.get("staged", False),
         done=done,
         go=go,
     )
-    begin = time.monotonic()
-    zygote, pids = os.getpid(), []
+    zygote, pids = os.getpid(), {}
     try:
-        for rank in range(cell.layout.world):
+        for rank in ranks:
             pid = os.fork()
             if pid == 0:
-                rank_main.main(job, rank, zygote, (channel.fileno(), done_read, go_write))
-            pids.append(pid)
-        say(channel, {"forked": pids})
-        watch = supervise.Watch(pids, done_read, go_write, channel, request["deadline"], request["grace"])
+                rank_main.main(job, rank, zygote, (channel.socket.fileno(), done_read, go_write))
+            pids[rank] = pid
+        channel.say({"forked": list(pids.values())})
+        limits = request["deadline"], request["grace"]
+        watch = supervise.Watch(pids, done_read, go_write, channel, *limits, hold=len(ranks) < size)
         watch.run()  # it closes go_write
     finally:
         strays = supervise.end_strays(keep)
         for fd in (done, go, done_read):
             os.close(fd)
-        job.store.unlink(missing_ok=True)
-    seconds = time.monotonic() - begin
+        file.unlink(missing_ok=True)
+    seconds = time.monotonic() - watch.begin
     exits = watch.exits(cell_dir, cell.layout)
     return {"exits": [asdict(e) for e in exits], "seconds": seconds, "strays": strays}
 
 
 def cell_from(plain: dict[str, Any]) -> Cell:
     """The Cell that `api.to_plain` wrote."""
-    fields = {**plain, "layout": Layout(**plain["layout"]), "tags": tuple(plain["tags"])}
+    lists = {key: tuple(plain[key]) for key in ("tags", "needs")}
+    fields = {**plain, "layout": Layout(**plain["layout"]), **lists}
     return Cell(**fields)
-
-
-def say(channel: socket.socket, message: dict[str, Any]) -> None:
-    """One JSON line to the parent; ParentGone if it no longer listens."""
-    try:
-        channel.sendall(json.dumps(message).encode() + b"\n")
-    except (BrokenPipeError, ConnectionResetError) as error:
-        raise supervise.ParentGone from error
 
 
 if __name__ == "__main__":

@@ -2,6 +2,12 @@
 
 A failure of the target shows in the exits of a RunOutcome. `RunOutcome.error` is for failures of the kit: the zygote
 did not start (the target could not be imported, say) or died. After a death the next `run` starts a new one.
+
+Lines to the zygote: a request has "cell", "cell_dir", "inputs", "deadline", "grace" and "staged"; for a part of a cell
+also "ranks" (those to fork), "store" ({"tcp": [host, port], "prefix": text}) and "local" ({rank: index on this
+machine}). While ranks run, {"end": true} and {"leave": true} as in `ForkedWorld.end` and `leave`. Lines from it:
+{"ready": facts}, then for each cell {"forked": pids}, {"finished": true} for a part of one, and {"exits", "seconds",
+"strays"} or {"error", "traceback"}.
 """
 
 from __future__ import annotations
@@ -15,12 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from moeref_conformance.api import Cell, Claims, to_plain
-from moeref_conformance.worlds import RankExit, RunOutcome, signal_name
+from moeref_conformance.worlds import KINDS, RankExit, RunOutcome, signal_name
 
 ENTRY = "moeref_conformance.probe:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
@@ -32,12 +40,29 @@ class WorldError(RuntimeError):
     """The zygote could not be started, or died."""
 
 
-class GlooWorld:
-    """Runs cells with one process a rank over gloo, on the CPU unless `device` says otherwise ("cuda:0").
+@dataclass(frozen=True)
+class Part:
+    """The ranks of a cell that this world forks, where other ranks of it run elsewhere.
+
+    All ranks meet in the TCP store at `store`, which somebody else serves, under `prefix`. `local` has every rank of
+    the cell that runs on this machine, with its index there. `finished` is called once, when these ranks have done
+    their work; they stay, so that no peer loses its connection, until `ForkedWorld.leave`.
+    """
+
+    ranks: tuple[int, ...]
+    local: Mapping[int, int]
+    store: tuple[str, int]
+    prefix: str
+    finished: Callable[[], None] = lambda: None
+
+
+class ForkedWorld:
+    """Runs cells of the world `kind` ("gloo", "gloo-cuda" or "nccl") with one forked process a rank.
 
     `target_spec` is a target's name or `module:attr`, resolved in the zygote, never here. A cell may take `deadline`
-    seconds; when a rank has failed, the others have `grace` seconds more. `entry` is what each rank calls. Use it as a
-    context manager, and start it from a thread that lives as long as it does.
+    seconds; when a rank has failed, the others have `grace` seconds more. `entry` is what each rank calls. With
+    `staged` CPU tensors go through the staged backend as well. Use it as a context manager, and start it from a thread
+    that lives as long as it does.
     """
 
     def __init__(
@@ -47,11 +72,14 @@ class GlooWorld:
         deadline: float = 120.0,
         grace: float = 3.0,
         entry: str = ENTRY,
-        device: str = "cpu",
+        kind: str = "gloo",
+        staged: bool = False,
     ) -> None:
         if deadline <= 0 or grace < 0:
             raise ValueError(f"deadline {deadline} must be positive and grace {grace} not negative")
-        self.target_spec, self.entry, self.device = target_spec, entry, device
+        if kind not in KINDS:
+            raise ValueError(f"world {kind!r} has no forked ranks: use one of {', '.join(KINDS)}")
+        self.target_spec, self.entry, self.kind, self.staged = target_spec, entry, kind, staged
         self.deadline, self.grace = deadline, grace
         #: What the zygote said when it was ready: versions, seconds of the imports, the target's info and claims.
         self.facts: dict[str, Any] = {}
@@ -62,7 +90,7 @@ class GlooWorld:
         self._ranks: list[int] = []
         self._refused = ""  # why the target cannot be served: importing it again would not help
 
-    def __enter__(self) -> GlooWorld:
+    def __enter__(self) -> ForkedWorld:
         return self
 
     def __exit__(
@@ -81,12 +109,12 @@ class GlooWorld:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         # As multiprocessing does: what can be imported here can be imported there.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-        if self.device == "cpu":
+        if not KINDS[self.kind].on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "moeref_conformance.worlds.zygote", "--fd", str(theirs.fileno())]
         command += ["--parent", str(os.getpid()), "--target", self.target_spec, "--entry", self.entry]
         self._process = subprocess.Popen(
-            [*command, "--device", self.device],
+            [*command, "--world", self.kind],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -108,20 +136,28 @@ class GlooWorld:
         self.facts = answer["ready"]
         return self.facts
 
-    def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
-        """Run one cell; records go to `<cell_dir>/rank0003/`. `inputs` needs at least "hf_config" (a folder).
+    def run(
+        self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims, part: Part | None = None
+    ) -> RunOutcome:
+        """Run one cell, or a part of one; records go to `<cell_dir>/rank0003/`. `inputs` needs at least "hf_config" (a
+        folder).
 
-        Raises ValueError, before anything is started, for a cell that `claims` does not cover, for inputs without
-        "hf_config", and for a folder that holds records already.
+        Raises ValueError, before anything is started, for a cell that `claims` does not cover or that belongs in
+        another world, for inputs without "hf_config", for ranks that the cell does not have or that have no local
+        index, and for a folder that holds records already.
         """
         cell_dir = cell_dir.resolve()
         reason = claims.why_not(cell)
         if reason is not None:
             raise ValueError(f"cell {cell.id} must not be run: {reason}")
+        if cell.world != self.kind:
+            raise ValueError(f"cell {cell.id} must not be run: this world is {self.kind}")
         if "hf_config" not in inputs:
             raise ValueError(f"cell {cell.id}: inputs {sorted(inputs)} lack 'hf_config'")
         if any(cell_dir.glob("rank[0-9]*")):
             raise ValueError(f"cell {cell.id}: {cell_dir} holds the records of an earlier run")
+        if part is not None and not set(part.ranks) <= set(part.local) & set(range(cell.layout.world)):
+            raise ValueError(f"cell {cell.id}: ranks {part.ranks} must be of its {cell.layout.world} and in local")
         begin = time.monotonic()
         request = {
             "cell": to_plain(cell),
@@ -129,16 +165,43 @@ class GlooWorld:
             "inputs": inputs,
             "deadline": self.deadline,
             "grace": self.grace,
+            "staged": self.staged,
         }
+        if part is not None:
+            request |= {"ranks": list(part.ranks), "local": {str(r): i for r, i in part.local.items()}}
+            request |= {"store": {"tcp": list(part.store), "prefix": part.prefix}}
         try:
             self.start()
-            answer = self._ask(request)
+            answer = self._ask(request, part.finished if part else lambda: None)
         except WorldError as error:
             return RunOutcome((), time.monotonic() - begin, error=str(error))
         if "error" in answer:
             return RunOutcome((), time.monotonic() - begin, error=f"{answer['error']}\n{answer['traceback']}")
         exits = tuple(RankExit(**e) for e in answer["exits"])
         return RunOutcome(exits, answer["seconds"], strays=answer["strays"])
+
+    def end(self) -> None:
+        """Another rank of the cell failed elsewhere: the ranks here have `grace` seconds more. From any thread."""
+        self._tell("end")
+
+    def leave(self) -> None:
+        """All ranks of the cell have finished, here and elsewhere: let those here go. From any thread."""
+        self._tell("leave")
+
+    def abort(self) -> None:
+        """End the zygote and its ranks: a `start` or `run` under way fails. From any thread; `close` is still due."""
+        channel, process = self._channel, self._process
+        if channel is not None:
+            with contextlib.suppress(OSError):  # nobody is connected any more
+                channel.shutdown(socket.SHUT_RDWR)
+        if process is not None and not self.facts:
+            process.kill()  # still importing, it would not notice
+
+    def _tell(self, word: str) -> None:
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(OSError):  # the zygote died: `run` says so
+                channel.sendall(json.dumps({word: True}).encode() + b"\n")
 
     def close(self) -> None:
         """End the zygote and every rank, and return when they are gone. Safe to call at any time, more than once."""
@@ -158,14 +221,16 @@ class GlooWorld:
             self._log = None
         self._pending = b""
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], finished: Callable[[], None]) -> dict[str, Any]:
         assert self._channel is not None
         try:
             self._channel.sendall(json.dumps(request).encode() + b"\n")
             until = time.monotonic() + self.deadline + self.grace + 60
             answer = self._receive(until)
-            while "forked" in answer:
-                self._ranks = answer["forked"]
+            while "forked" in answer or "finished" in answer:
+                if "finished" in answer:
+                    finished()
+                self._ranks = answer.get("forked", self._ranks)
                 answer = self._receive(until)
         except (OSError, WorldError) as error:
             told = str(error) if isinstance(error, WorldError) else self._death()

@@ -123,7 +123,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
         if "seeds" in facets:
             _seed_steps(log, facet_of(session, "seeds"), world.rank)
         if "dispatch" in facets:
-            _dispatch_steps(log, facet_of(session, "dispatch"), cell, world.rank)
+            _dispatch_steps(log, facet_of(session, "dispatch"), cell, world)
         if "export" in facets:
             trained = cell.layout if "gradients" in facets and gradients.asked(cell) else None
             announces = target.claims.announces
@@ -204,10 +204,10 @@ def _seed_steps(log: _Log, facet: Seeds, rank: int) -> None:
     log.step("seeds_resumed", lambda: seeds.resumed(facet))
 
 
-def _dispatch_steps(log: _Log, facet: Dispatch, cell: Cell, rank: int) -> None:
+def _dispatch_steps(log: _Log, facet: Dispatch, cell: Cell, world: World) -> None:
     log.step("padding", lambda: dispatch.padded(facet, cell.layout))
     log.step("dispatchers", lambda: dispatch.chosen(facet))
-    log.step("exchange", lambda: exchange.exchanged(facet, cell, rank, log.save))
+    log.step("exchange", lambda: exchange.exchanged(facet, cell, world.rank, log.save, world.device))
 
 
 def _replay(log: _Log, session: Session, cell: Cell, inputs: Mapping[str, str]) -> Callable[[], dict[str, Any]]:

@@ -106,6 +106,8 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
     if raised is not None:
         kind, step, at = "raised", raised["step"], float(raised.get("at", at))
         detail = f"{raised['error']['type']}: {raised['error']['message']}"
+    if end.host and end.host not in detail:
+        detail = f"on {end.host}: {detail}"
     # One that hung usually waits for the others, and one that was killed is a victim.
     late = math.inf if kind in ("hung", "killed") else at
     return (not end.first, kind == "killed", late), Crash(end.rank, step, kind, detail, end.coords)

@@ -26,8 +26,9 @@ def export(
     """Yield (tensor's description, full tensor on the writer or None elsewhere) for every tensor of the plan, in order.
 
     `group` holds the layout's ranks in order (default: the world); all of them must iterate to the end. A yielded
-    tensor is the receiver's own: it shares no memory with the model or with a later one. Padded vocabulary rows are
-    left out; a tied head appears once, as the embedding.
+    tensor is the receiver's own: it shares no memory with the model or with a later one. It is where the parameters
+    are, or on the current CUDA device where they are offloaded and the group is NCCL's, which sends nothing from the
+    host. Padded vocabulary rows are left out; a tied head appears once, as the embedding.
     Raises BridgeError if the chunks hold a tensor that the table does not know; ExportError on every rank, before
     anything is sent, if any rank's plan differs or was refused.
     """
@@ -37,7 +38,7 @@ def export(
         held = {placed.unit.name: tensor for placed, tensor in bind(plan.table, rank, chunks) if placed.unit.exports}
     except BridgeError as error:
         refused = error
-    device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+    device = _where(chunks, group)
     _agree(plan, rank, refused, device, group)
     for step in plan.steps:
         if len(step.tensors) == 1:
@@ -59,6 +60,14 @@ def export(
 def _global(rank: int, group: dist.ProcessGroup | None) -> int:
     """The global rank of the layout's `rank`: where engines share the world, trainers are a group of their own."""
     return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def _where(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None) -> torch.device:
+    """Where full tensors are put together."""
+    held = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+    if held.type == "cpu" and dist.is_initialized() and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return held
 
 
 def _empty(tensor: HFTensor, device: torch.device) -> torch.Tensor:
@@ -97,7 +106,7 @@ def _collect(
     if rank != plan.writer:
         if rank in owners:
             # gloo and NCCL both send the bytes of a contiguous tensor; a strided view would be copied or refused.
-            dist.send(held[unit.name].contiguous(), dst=_global(plan.writer, group), group=group)
+            dist.send(held[unit.name].to(device).contiguous(), dst=_global(plan.writer, group), group=group)
         return None
     shards: list[torch.Tensor] = []
     for part, owner in enumerate(owners):

@@ -19,7 +19,10 @@ from moeref.config import ConfigError, MoEConfig, Record, Setting, read_back, re
 from moeref.config.settings import ATTRIBUTES
 from moeref.families import Model, Spelling
 from moeref.layout import Layout
-from moeref.megatron import delta
+from moeref.megatron import delta, dispatch, engine
+from moeref.megatron import device as on
+from moeref.megatron import norms as norms_of_torch
+from moeref.megatron import precision as recipes
 from moeref.megatron.biased import let_biases_be_added
 from moeref.megatron.grouped import with_grouped_names
 from moeref.megatron.spec import layer_spec, mtp_name, mtp_spec
@@ -56,11 +59,12 @@ def _torch_settings(model: Model, device: str, interleaved: bool) -> dict[str, S
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": False,
     }
-    if device == "cpu":
-        # CUDA kernels and fusions without a CPU form.
-        off = ("bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion")
-        values |= dict.fromkeys((*off, "gradient_accumulation_fusion", "deallocate_pipeline_outputs"), False)
-        values |= {"use_cpu_initialization": True}
+    # Off on every device. On a GPU the masked softmax and the accumulation of gradients are apex's kernels, the others
+    # compile or fuse what is to be the same arithmetic as on a CPU.
+    off = ("bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion")
+    values |= dict.fromkeys((*off, "gradient_accumulation_fusion", "deallocate_pipeline_outputs"), False)
+    # Else megatron-core allocates on the current CUDA device.
+    values |= {"use_cpu_initialization": device == "cpu"}
     return {k: Setting(v, "default") for k, v in values.items()}
 
 
@@ -70,18 +74,31 @@ def settings_of(
     asked: MoEConfig | None = None,
     *,
     device: str = "cpu",
+    kernels: str = "torch",
+    experts: str = "sequential",
+    precision: str = "",
     overrides: Mapping[str, Any] | None = None,
 ) -> Record:
     """What `build` is about to give to Megatron, resolved against the installed TransformerConfig.
 
     Raises ConfigError for what cannot be asked for.
     """
+    if kernels not in ("torch", "te"):
+        raise ConfigError(f"kernels={kernels!r} is neither 'torch' nor 'te'")
     kind = MLATransformerConfig if model.mla else TransformerConfig
     more = _torch_settings(model, device, interleaved=layout.vpp > 1)
     if model.delta and delta.without_fla():
         more["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
-    asked = (asked or MoEConfig()).with_kwargs(**(overrides or {}))
-    return resolve(model, layout, asked, provider=kind, more=more)
+    if kernels == "te":
+        more["moe_grouped_gemm"] = Setting(experts == "grouped", "default", f"experts={experts!r}")
+    asked = recipes.asked(precision, (asked or MoEConfig()).with_kwargs(**(overrides or {})))
+    record = resolve(model, layout, asked, provider=kind, more=more)
+    if record["fp8"] and kernels != "te":
+        raise ConfigError(
+            f"{model.family}: fp8={record['fp8']!r} with kernels={kernels!r} would be computed in {model.param_dtype}, "
+            "since only Transformer Engine's layers quantise; give kernels='te'"
+        )
+    return record
 
 
 def transformer_config(record: Record) -> tuple[TransformerConfig, Record]:
@@ -103,24 +120,43 @@ def build(
     rank: int,
     *,
     device: str = "cpu",
+    kernels: str = "torch",
     norms: str = "apart",
     experts: str = "sequential",
+    precision: str = "",
     asked: MoEConfig | None = None,
     overrides: Mapping[str, Any] | None = None,
     divisible_by: int = VOCAB_DIVISIBLE_BY,
 ) -> Built:
-    """Build this rank's chunks with plain torch modules; `groups.initialise(layout)` comes first.
+    """Build this rank's chunks; `groups.initialise(layout)` comes first.
 
-    device: "cpu" or a CUDA device. norms: "apart" as in megatron-core's local layer spec, or "fused" into the linears
-    as in Transformer Engine's. experts: "sequential", or "grouped" for Transformer Engine's grouped names.
+    device: "cpu" or the current CUDA device. kernels: "torch" for plain torch modules, or "te" for Transformer
+    Engine's in megatron-core's own spec. norms: "apart" as in megatron-core's local layer spec, or "fused" into the
+    linears as in Transformer Engine's. experts: "sequential", or "grouped" for Transformer Engine's grouped linears
+    ("torch": under their names). precision: "" for what the checkpoint's dtype says, or an FP8 recipe, "delayed",
+    "tensorwise", "blockwise" or "mxfp8", which needs "te".
     `asked` and `overrides` (further pass-through settings, which win) are what is asked of Megatron.
-    The weights are unset until `bridge.load`. Raises ConfigError for what cannot be asked for.
+    The weights are unset until `bridge.load`. Raises ConfigError for what cannot be asked for, and DispatcherError for
+    a flex dispatcher whose kernels are not here.
     """
-    record = settings_of(model, layout, asked, device=device, overrides=overrides)
-    if record["moe_grouped_gemm"] and experts != "grouped":
+    where = on.checked(device)
+    record = settings_of(
+        model,
+        layout,
+        asked,
+        device=where.type,
+        kernels=kernels,
+        experts=experts,
+        precision=precision,
+        overrides=overrides,
+    )
+    if kernels == "te":
+        engine.check(model, record, norms=norms, experts=experts)
+    elif record["moe_grouped_gemm"] and experts != "grouped":
         raise ConfigError(
             f"moe_grouped_gemm=True, but experts={experts!r} builds modules without it; give experts='grouped'"
         )
+    dispatch.check(model, layout, record, gpu=where.type == "cuda")
     config, record = transformer_config(record)
     spelling = Spelling(
         norms="fused" if norms == "fused" else "apart",
@@ -128,33 +164,18 @@ def build(
         mtp=mtp_name(),
     )
     table = Table(model, layout, spelling, divisible_by)
+    recipes.check_widths(table, rank, config)
+    dispatch.let_router_run()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     at = layout.coords(rank)
-    kind = {"mla": model.mla is not None, "fused": spelling.norms == "fused", "cp": layout.cp > 1}
     chunks: list[GPTModel] = []
     for vp in range(layout.vpp):
         vp_stage = vp if layout.vpp > 1 else None
-        spec = get_gpt_decoder_block_spec(
-            delta.attention_only(config),
-            use_transformer_engine=False,
-            normalization="RMSNorm",
-            vp_stage=vp_stage,
-            **_pp_rank(at.pp),
-        )
-        spec.layer_specs = [
-            layer_spec(local, moe=model.moe_layers[i], **kind)
-            for i, local in zip(table.stages.layers[at.pp, vp], spec.layer_specs, strict=True)
-        ]
-        if model.delta:
-            nets = [model.delta.layers[i] for i in table.stages.layers[at.pp, vp]]
-            spec.layer_specs = delta.adapted(spec.layer_specs, nets, fused=spelling.norms == "fused")
-            spec.layer_norm = delta.ZeroCenteredNorm
-        with_mtp = table.stages.mtp == (at.pp, vp)
-        mtp = mtp_spec(config, moe=model.moe_layers[-1], vp_stage=vp_stage, **kind) if with_mtp else None
+        block, mtp = _specs(table, config, at.pp, vp, kernels)
         chunk = GPTModel(
             config=config,
             mtp_block_spec=mtp,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=block,
             vocab_size=padded_vocab(model, layout.tp, divisible_by),
             max_sequence_length=model.max_positions,
             pre_process=layout.has_embedding(at.pp, vp),
@@ -169,11 +190,43 @@ def build(
             # torch's norm ignores params_dtype. Parameters only: the router's expert_bias is a buffer and stays fp32,
             # where Float16Module's module.bfloat16() would round it until the first forward.
             parameter.data = parameter.data.to(DTYPES[model.param_dtype])
+        chunk.to(where)  # what plain torch modules hold is on the host until now
         _of_the_expert_grid(chunk)
         if model.linear_bias:
             let_biases_be_added(chunk)
-        chunks.append(with_grouped_names(chunk) if spelling.experts == "grouped" else chunk)
+        by_name = kernels == "torch" and spelling.experts == "grouped"
+        chunks.append(with_grouped_names(chunk) if by_name else chunk)
     return Built(chunks, config, record, table)
+
+
+def _specs(table: Table, config: TransformerConfig, pp: int, vp: int, kernels: str) -> tuple[Any, Any]:
+    """The specs of one stage: of its block, and of the MTP block if it has that too."""
+    model, layout, layers = table.model, table.layout, table.stages.layers[pp, vp]
+    vp_stage = vp if layout.vpp > 1 else None
+    with_mtp, moe = table.stages.mtp == (pp, vp), model.moe_layers
+    nets = [model.delta.layers[i] for i in layers] if model.delta else []
+    block = get_gpt_decoder_block_spec(
+        delta.attention_only(config),
+        use_transformer_engine=kernels == "te",
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
+        **_pp_rank(pp),
+    )
+    if kernels == "te":
+        if nets:
+            block.layer_specs = engine.nets(block.layer_specs, nets)
+        mla = model.mla is not None
+        return block, engine.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
+    fused = table.spelling.norms == "fused"
+    kind = {"mla": model.mla is not None, "fused": fused, "cp": layout.cp > 1}
+    block.layer_norm = norms_of_torch.TorchNorm
+    block.layer_specs = [
+        layer_spec(local, moe=moe[i], **kind) for i, local in zip(layers, block.layer_specs, strict=True)
+    ]
+    if nets:
+        block.layer_specs = delta.adapted(block.layer_specs, nets, fused=fused)
+        block.layer_norm = delta.ZeroCenteredNorm
+    return block, mtp_spec(config, moe=moe[-1], vp_stage=vp_stage, **kind) if with_mtp else None
 
 
 def _of_the_expert_grid(chunk: torch.nn.Module) -> None:

@@ -84,15 +84,27 @@ def _adapted(local: ModuleSpec, delta: bool, fused: bool) -> ModuleSpec:
     }
     parts = replace(layer.self_attention.submodules, q_layernorm=ZeroCenteredNorm, k_layernorm=ZeroCenteredNorm)
     attention = replace(layer.self_attention, submodules=parts)
-    return replace(local, submodules=replace(layer, **norms, self_attention=_net(fused) if delta else attention))
+    linears = LayerNormColumnParallelLinear if fused else ColumnParallelLinear, RowParallelLinear
+    return replace(local, submodules=replace(layer, **norms, self_attention=_net(*linears) if delta else attention))
 
 
-def _net(fused: bool) -> ModuleSpec:
+def in_place_of_attention(
+    layers: Sequence[ModuleSpec], is_delta: Sequence[bool], in_proj: type, out_proj: type
+) -> list[ModuleSpec]:
+    """Layers as they are but, where `is_delta`, for a gated delta net of these linears for attention."""
+    net = _net(in_proj, out_proj)
+    return [
+        replace(layer, submodules=replace(layer.submodules, self_attention=net)) if delta else layer
+        for layer, delta in zip(layers, is_delta, strict=True)
+    ]
+
+
+def _net(in_proj: type, out_proj: type) -> ModuleSpec:
     # Its own norm is not zero-centred in the files. A zero-centred one, as Transformer Engine's spec builds it, would
     # hold w - 1, which rounds where |w| < 0.5.
     parts = gated_delta_net.GatedDeltaNetSubmodules(
-        in_proj=LayerNormColumnParallelLinear if fused else ColumnParallelLinear,
+        in_proj=in_proj,
         out_norm=Norm,
-        out_proj=RowParallelLinear,
+        out_proj=out_proj,
     )
     return ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=parts)

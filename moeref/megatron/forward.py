@@ -12,27 +12,31 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moeref.bridge import Table
-from moeref.megatron import context
+from moeref.layout import Layout
+from moeref.megatron import context, device, engine, precision
 
 
 def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> torch.Tensor | None:
     """`logits_BSV` in fp32 over the unpadded vocabulary on last-stage ranks, None elsewhere. One row a microbatch.
 
     They are the decoder's; multi-token prediction layers are left out. Under context parallelism every rank is given
-    all tokens, computes its part, and has all logits. Raises LayoutError for a length that does not divide.
+    all tokens, computes its part, and has all logits. Tokens may be on any device; logits are on the model's.
+    Raises LayoutError for a length that does not divide, and PaddingError for one that a recipe's factors do not.
 
     The interleaved schedule wants microbatches in multiples of PP: missing ones repeat the last row and are left out of
     the result.
     """
     layout, (_, length) = table.layout, tokens_BS.shape
+    precision.check_length(chunks[0].config, layout, length)
+    tokens_BS = tokens_BS.to(device.of(chunks))
     positions_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
     rows_S = list(tokens_BS[:, positions_S])
     group = layout.pp if layout.vpp > 1 else 1
     rows_S += [rows_S[-1]] * (-len(rows_S) % group)
-    mask_11SS = torch.ones(length, length, dtype=torch.bool, device=tokens_BS.device).triu(1)[None, None]
+    mask_11SS = mask_of(length, chunks, layout)
 
     def step(rows: Iterator[torch.Tensor], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
-        out = chunk(next(rows)[None], positions_S[None], mask_11SS if layout.cp == 1 else None)
+        out = chunk(next(rows)[None], positions_S[None], mask_11SS)
         return out, lambda out_1SV, non_loss_data=True: out_1SV
 
     for chunk in chunks:
@@ -57,6 +61,16 @@ def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) ->
         full_BSV = context.restore(joined_SBV, layout.cp).transpose(0, 1)
     logits_BSV: torch.Tensor = full_BSV[..., : table.model.vocab].float()
     return logits_BSV
+
+
+def mask_of(length: int, chunks: Sequence[torch.nn.Module], layout: Layout) -> torch.Tensor | None:
+    """`[1, 1, S, S]`, True where nothing is seen, on the chunks' device: for megatron-core's local attention.
+
+    None where attention makes its own: under context parallelism, and in Transformer Engine.
+    """
+    if layout.cp > 1 or engine.in_use(chunks):
+        return None
+    return torch.ones(length, length, dtype=torch.bool, device=device.of(chunks)).triu(1)[None, None]
 
 
 @contextmanager

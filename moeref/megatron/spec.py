@@ -21,6 +21,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayerSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from moeref.megatron import norms
 from moeref.megatron.attention import CausalAttention, LatentAttention
 
 
@@ -60,6 +61,7 @@ def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, cp: bool
     follow them. An MoE layer keeps `pre_mlp_layernorm` (a router and experts follow it), MLA keeps `input_layernorm`
     (two linears follow it). Under context parallelism (`cp`) keys and values are gathered, which megatron-core's local
     attention cannot do; without it that one stays."""
+    local = norms.in_layer(local)
     layer = local.submodules
     if cp and not mla:
         parts = replace(layer.self_attention.submodules, core_attention=CausalAttention)
@@ -94,7 +96,7 @@ def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, cp: bool, vp_sta
         normalization="RMSNorm",
     )
     inner = layer_spec(local, moe=moe, mla=mla, fused=fused, cp=cp)
-    return get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage)
+    return norms.in_mtp(get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage))
 
 
 def mtp_name() -> Literal["mtp_model_layer", "transformer_layer"]:

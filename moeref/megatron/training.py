@@ -17,7 +17,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moeref.bridge import Table
-from moeref.megatron import context
+from moeref.megatron import context, device, precision
+from moeref.megatron.forward import mask_of
 
 
 def gradients(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
@@ -27,20 +28,22 @@ def gradients(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor)
     first token follows the last. One row is a microbatch, and every data-parallel replica gets all rows. Weights and
     buffers stay as they are.
     Raises ValueError for a model with multi-token prediction layers, which have a loss of their own, and if the
-    schedule is interleaved and the rows are no multiple of PP; LayoutError as `logits` does.
+    schedule is interleaved and the rows are no multiple of PP; LayoutError and PaddingError as `logits` does.
     """
     layout, (rows, length) = table.layout, tokens_BS.shape
     if table.model.mtp_layers:
         raise ValueError(f"{table.model.family}: the loss of multi-token prediction layers is not part of this step")
     if layout.vpp > 1 and rows % layout.pp:
         raise ValueError(f"{rows} microbatches are no multiple of pp={layout.pp}, which interleaving wants")
+    precision.check_length(chunks[0].config, layout, length)
+    tokens_BS = tokens_BS.to(device.of(chunks))
     at_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
-    mask_11SS = torch.ones(length, length, dtype=torch.bool, device=tokens_BS.device).triu(1)[None, None]
+    mask_11SS = mask_of(length, chunks, layout)
     batches = list(zip(tokens_BS[:, at_S], tokens_BS.roll(-1, 1)[:, at_S], strict=True))
 
     def step(batch: Iterator[tuple[torch.Tensor, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         tokens_S, labels_S = next(batch)
-        out = chunk(tokens_S[None], at_S[None], mask_11SS if layout.cp == 1 else None)
+        out = chunk(tokens_S[None], at_S[None], mask_11SS)
 
         def loss(local_1SV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             # Megatron's own cross entropy counts the padding of the vocabulary, which grows with TP.

@@ -6,10 +6,12 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from moeref_conformance.api import Cell, Layout
+from moeref_conformance.matrix import load
 from moeref_conformance.oracles.checkpoint import (
     EXTRA,
     INDEX,
@@ -17,6 +19,11 @@ from moeref_conformance.oracles.checkpoint import (
     expected,
     read_checkpoint,
 )
+
+from moeref import families
+from moeref import layout as layouts
+from moeref.bridge import Table
+from moeref.megatron import precision
 
 pytestmark = pytest.mark.cpu
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss")
@@ -145,3 +152,22 @@ def test_equal_rows_are_noticed() -> None:
     row = torch.randn(1, 4)
     with pytest.raises(AssertionError, match=r"b\[0\] equals a\[1\]"):
         assert_distinct({"a": torch.cat([torch.randn(1, 4), row]), "b": row})
+
+
+def test_the_fp8_model_has_sizes_that_every_recipe_takes(work: Path) -> None:
+    cells = [cell for cell in load("gpu").cells if cell.precision]
+    made = expected(cells[0], work)
+    assert_distinct(made.tensors)
+    model = families.read(made.dir / "checkpoint", "bfloat16")
+    for layout, recipe in {(cell.layout.text, cell.precision) for cell in cells}:
+        at = layouts.Layout.parse(layout)
+        table = Table(model, at, families.Spelling(norms="fused", experts="grouped"))
+        config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe)
+        for rank in range(at.world):
+            precision.check_widths(table, rank, config)
+        precision.check_length(config, at, made.tokens_BS.shape[1])
+
+
+def test_a_family_without_sizes_for_fp8_is_named(work: Path) -> None:
+    with pytest.raises(ValueError, match="family glm4_moe has no sizes for FP8"):
+        expected(cell(precision="mxfp8"), work)

@@ -23,6 +23,13 @@ _COMMON: dict[str, Any] = {
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
 }
+#: What FP8 kernels take: every width that a recipe quantises divides by 128 rows at TP and ETP 2.
+_QUANTISED: dict[str, Any] = {
+    "hidden_size": 384,
+    "head_dim": 32,
+    "moe_intermediate_size": 256,
+    "max_position_embeddings": 512,
+}
 #: Multi-latent attention. Queries and keys are 18 wide per head, values 6.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 16,
@@ -115,6 +122,11 @@ _FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
+def length(cell: Cell) -> int:
+    """Tokens of a sequence: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2."""
+    return 256 if cell.precision else 16
+
+
 def model(cell: Cell) -> Any:
     """transformers' module of the cell's family, in eval mode, with random weights of its own.
 
@@ -134,6 +146,10 @@ def model(cell: Cell) -> Any:
         "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     }[cell.family]
     values = {**_COMMON, **_FAMILY[cell.family], "num_hidden_layers": cell.layers, "tie_word_embeddings": cell.tied}
+    if cell.precision:
+        if cell.family != "qwen3_moe":
+            raise ValueError(f"cell {cell.id}: family {cell.family} has no sizes for FP8; qwen3_moe has")
+        values |= _QUANTISED
     if cell.mtp:
         values["num_nextn_predict_layers"] = cell.mtp
     if cell.family in ("mixtral", "gpt_oss"):

@@ -46,8 +46,11 @@ class Given:
     loss_TH: torch.Tensor
 
 
-def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int) -> Given:
-    """What `rank` starts with, made from its number, in float64. Under all-gather, padding makes all ranks equal."""
+def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int, device: str = "cpu") -> Given:
+    """What `rank` starts with, made from its number, in float64. Under all-gather, padding makes all ranks equal.
+
+    It is drawn on the host, so that every device gets the same.
+    """
     generator = torch.Generator().manual_seed(97 * rank + EXCHANGES.index(exchange))
     count = exchange.rows[rank % len(exchange.rows)]
     rows = max(exchange.rows) if dispatcher == "allgather" else count
@@ -62,13 +65,13 @@ def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int) -> Giv
         padding_T |= torch.arange(rows) % exchange.padding == 1
     return Given(
         RoutedRows(
-            x_TH=draw(rows, HIDDEN).requires_grad_(),
-            weights_TK=(draw(rows, exchange.topk) + 0.1).requires_grad_(),
-            experts_TK=chosen_TE[:, : exchange.topk].contiguous(),
-            padding_T=padding_T,
+            x_TH=draw(rows, HIDDEN).to(device).requires_grad_(),
+            weights_TK=(draw(rows, exchange.topk) + 0.1).to(device).requires_grad_(),
+            experts_TK=chosen_TE[:, : exchange.topk].contiguous().to(device),
+            padding_T=padding_T.to(device),
             experts=experts,
         ),
-        draw(rows, HIDDEN),
+        draw(rows, HIDDEN).to(device),
     )
 
 
@@ -88,16 +91,22 @@ def held(layout: Layout, rank: int, experts: int) -> tuple[range, slice]:
 
 
 def exchanged(
-    facet: Dispatch, cell: Cell, rank: int, save: Callable[[str, Mapping[str, torch.Tensor]], None]
+    facet: Dispatch,
+    cell: Cell,
+    rank: int,
+    save: Callable[[str, Mapping[str, torch.Tensor]], None],
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Every exchange of EXCHANGES; outputs, counts, what every expert received and all gradients are saved.
+
+    Rows and experts are on `device`, where the ranks' collectives take them.
 
     The value is what rows that no dispatcher may take were answered with (None: they were taken).
     """
     seen: dict[str, torch.Tensor] = {}
     for exchange in EXCHANGES:
-        start = given(exchange, cell.layout, cell.dispatcher, rank)
-        own = _Own(cell.layout, rank, start.rows.experts)
+        start = given(exchange, cell.layout, cell.dispatcher, rank, device)
+        own = _Own(cell.layout, rank, start.rows.experts, device)
         trip = facet.round_trip(start.rows, own.expert)
         leaves = (start.rows.x_TH, start.rows.weights_TK, own.one, own.two)
         gradients = torch.autograd.grad((trip.y_TH * start.loss_TH).sum(), leaves, materialize_grads=True)
@@ -105,19 +114,19 @@ def exchanged(
         kept |= {f"received.{number}": torch.cat(rows) for number, rows in own.received.items()}
         seen |= {f"{exchange.name}.{key}": tensor.detach() for key, tensor in kept.items()}
     save("exchange", seen)
-    start = given(EXCHANGES[0], cell.layout, cell.dispatcher, rank)
+    start = given(EXCHANGES[0], cell.layout, cell.dispatcher, rank, device)
     return {"refused": {what: _refusal(facet, cell, rank, rows) for what, rows in malformed(start.rows).items()}}
 
 
 class _Own:
     """The experts of one rank, which remember the rows that they received."""
 
-    def __init__(self, layout: Layout, rank: int, experts: int) -> None:
+    def __init__(self, layout: Layout, rank: int, experts: int, device: str | torch.device) -> None:
         self.numbers, share = held(layout, rank, experts)
         one_EHI, two_EIH = parameters(experts)
         mine = slice(self.numbers.start, self.numbers.stop)
-        self.one = one_EHI[mine, :, share].clone().requires_grad_()
-        self.two = two_EIH[mine, share].clone().requires_grad_()
+        self.one = one_EHI[mine, :, share].clone().to(device).requires_grad_()
+        self.two = two_EIH[mine, share].clone().to(device).requires_grad_()
         self.received: dict[int, list[torch.Tensor]] = {}
 
     def expert(self, number: int, rows_RH: torch.Tensor) -> torch.Tensor:
@@ -145,7 +154,7 @@ def malformed(rows: RoutedRows) -> dict[str, RoutedRows]:
 
 def _refusal(facet: Dispatch, cell: Cell, rank: int, rows: RoutedRows) -> str | None:
     try:
-        facet.round_trip(rows, _Own(cell.layout, rank, rows.experts).expert)
+        facet.round_trip(rows, _Own(cell.layout, rank, rows.experts, rows.x_TH.device).expert)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

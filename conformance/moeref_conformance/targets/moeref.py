@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,8 @@ from moeref.exporter import plan, stream
 from moeref.layout import Layout
 from moeref.replay import align
 from moeref_conformance import facets
-from moeref_conformance.api import Cell, Claims, Info, NameRow, Request, TensorMeta, World
+from moeref_conformance.api import Cell, Claims, Info, NameRow, Request, TensorMeta, Turn, World
+from moeref_conformance.results import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,17 +35,8 @@ class _Rooms(dict[str, Any]):
 
 
 #: The modules that `faulty` edits to re-create real bugs. They are looked up at call time, so an edit takes effect.
-ROOMS = _Rooms(
-    blocks=blocks,
-    bridge=bridge,
-    checkpoint=checkpoint,
-    families=families,
-    loader=loader,
-    plan=plan,
-    seeds=seeds,
-    stream=stream,
-    units=units,
-)
+_MODULES = (blocks, bridge, checkpoint, families, loader, plan, seeds, stream, units)
+ROOMS = _Rooms({module.__name__.rpartition(".")[2]: module for module in _MODULES})
 
 
 class _Names:
@@ -102,7 +95,9 @@ def _meta(tensor: units.HFTensor) -> TensorMeta:
     return TensorMeta(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
 
 
-class _Forward:
+class _Passes:
+    """The facets `forward` and `gradients`."""
+
     def __init__(self, built: Built) -> None:
         self._built = built
 
@@ -110,11 +105,6 @@ class _Forward:
         from moeref import megatron
 
         return megatron.logits(self._built.chunks, self._built.table, tokens_BS)
-
-
-class _Gradients:
-    def __init__(self, built: Built) -> None:
-        self._built = built
 
     def gradients(self, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
@@ -138,8 +128,13 @@ class _Replay:
         return [self._local(sample, tokens_BS.shape[1], layout, model) for sample in rows]
 
     def _local(self, sample: Any, tokens: int, layout: Layout, model: families.Model) -> replay.Routes:
-        sent = replay.received(sample, moe_layers=model.moe_layers, experts=model.experts, top_k=model.top_k)
-        whole, _ = replay.to_tokens(sent, tokens)
+        def sent(turn: Turn) -> replay.Routes:
+            return replay.received(
+                turn.routes, moe_layers=model.moe_layers, experts=model.experts, top_k=model.top_k, start=turn.start
+            )
+
+        turns = sample if isinstance(sample, list) else [Turn(0, sample)]
+        whole, _ = replay.to_tokens(functools.reduce(replay.continued, map(sent, turns)), tokens)
         pp, vps = layout.coords(self._rank).pp, range(layout.vpp)
         layers = sorted(i for vp in vps for i in align.stage_layers(layout, model.moe_layers, pp, vp))
         return replay.of_layers(replay.on_rank(replay.packed([whole]), layout, self._rank), layers)
@@ -239,8 +234,10 @@ class _Dispatch:
 class _Config:
     """What moeref's one source of settings makes of requests, read back from a real TransformerConfig."""
 
-    def __init__(self, model: families.Model, layout: Layout, cell: Cell, built: Built | None) -> None:
+    def __init__(self, model: families.Model, layout: Layout, cell: Cell, built: Built | None, device: str) -> None:
         self._model, self._layout, self._built = model, layout, built
+        self._for: dict[str, Any] = {n: getattr(cell, n) for n in ("kernels", "experts", "precision")}
+        self._for |= {"device": device.partition(":")[0]}
         self._asked = config.MoEConfig(**_asked(cell))
 
     def given(self) -> dict[str, Any]:
@@ -255,14 +252,16 @@ class _Config:
     def _settings(self, asked: config.MoEConfig) -> dict[str, Any]:
         from moeref import megatron
 
-        record = megatron.settings_of(self._model, self._layout, asked)
+        record = megatron.settings_of(self._model, self._layout, asked, **self._for)
         return dict(megatron.transformer_config(record)[1].values)
 
 
 def _asked(cell: Cell) -> dict[str, Any]:
     """What a cell asks of Megatron."""
-    replayed = {"moe_enable_routing_replay": True} if cell.replay != "off" else {}
-    return {"moe_token_dispatcher_type": cell.dispatcher, **replayed}
+    chosen = dispatcher.Choice(cell.dispatcher)
+    # Without flex nothing reads a backend, and asking for one is refused.
+    flex = dispatcher.settings(chosen) if chosen.backend else {"moe_token_dispatcher_type": chosen.dispatcher}
+    return {**flex, **({"moe_enable_routing_replay": True} if cell.replay != "off" else {})}
 
 
 class _Session:
@@ -273,13 +272,12 @@ class _Session:
         config: _Config,
         dispatch: _Dispatch,
         export: _Export | None = None,
-        forward: _Forward | None = None,
-        gradients: _Gradients | None = None,
+        passes: _Passes | None = None,
         replay: _Replay | None = None,
     ) -> None:
         self.names, self.plan, self.seeds, self.config = _Names(table), _Plan(table), _Seeds(layout), config
         self.dispatch = dispatch
-        self.export, self.forward, self.gradients, self.replay = export, forward, gradients, replay
+        self.export, self.forward, self.gradients, self.replay = export, passes, passes, replay
 
 
 class MoerefTarget:
@@ -288,16 +286,18 @@ class MoerefTarget:
     def __init__(self, divisible_by: int = units.VOCAB_DIVISIBLE_BY) -> None:
         self._divisible_by = divisible_by
 
-    info = Info(name="moeref", version=importlib.metadata.version("moeref"))
+    info = Info(name="moeref", version=version_of("moeref") or "from source")
     claims = Claims(
         facets=frozenset({"names", "plan", "export", "forward", "gradients", "config", "seeds", "replay", "dispatch"}),
         families=frozenset({*families.FAMILIES, *families.ALIASES}),
-        worlds=frozenset({"static", "gloo"}),
+        worlds=frozenset({"static", "gloo", "gloo-cuda", "nccl"}),
         spellings=frozenset({"per_expert", "fused"}),
         norms=frozenset({"apart", "fused"}),
         mtp=2,
         experts=frozenset({"sequential", "grouped"}),
-        dispatchers=frozenset({"alltoall", "allgather"}),
+        dispatchers=frozenset(dispatcher.Choice),
+        kernels=frozenset({"torch", "te"}),
+        precisions=frozenset({"", "delayed", "tensorwise", "blockwise", "mxfp8"}),
         replay=frozenset({"off", "R2", "R3"}),
     )
 
@@ -307,7 +307,9 @@ class MoerefTarget:
         spelling = families.Spelling(norms=cell.norms, experts=cell.experts, hf=cell.spelling)  # type: ignore[arg-type]
         table = units.Table(model, layout, spelling)
         if world.kind == "static":
-            yield _Session(table, layout, _Config(model, layout, cell, None), _Dispatch(layout, cell.dispatcher))
+            yield _Session(
+                table, layout, _Config(model, layout, cell, None, world.device), _Dispatch(layout, cell.dispatcher)
+            )
             return
         from moeref import megatron
 
@@ -319,15 +321,17 @@ class MoerefTarget:
                 layout,
                 rank,
                 device=world.device,
+                kernels=cell.kernels,
                 norms=cell.norms,
                 experts=cell.experts,
+                precision=cell.precision,
                 asked=config.MoEConfig(**_asked(cell)),
                 divisible_by=self._divisible_by,
             )
-            settings = _Config(model, layout, cell, built)
+            settings = _Config(model, layout, cell, built, world.device)
             export, replays = _Export(built, table, rank), _Replay(built, rank)
             through = _Dispatch(layout, cell.dispatcher)
-            yield _Session(table, layout, settings, through, export, _Forward(built), _Gradients(built), replays)
+            yield _Session(table, layout, settings, through, export, _Passes(built), replays)
         finally:
             megatron.shut_down()
 

@@ -1,0 +1,37 @@
+"""The device of a rank: checked before a model is built, found again from its chunks.
+
+megatron-core allocates on the current CUDA device, whatever a caller says, and leaves what plain torch modules hold on
+the host; inputs come from the host. So one device has to be named in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeref.config import ConfigError
+
+
+def checked(device: str) -> torch.device:
+    """`device` with its index. Raises ConfigError unless it is "cpu" or this process's current CUDA device."""
+    found = torch.device(device)
+    if found.type == "cpu":
+        return found
+    if found.type != "cuda":
+        raise ConfigError(f"device {device!r}: megatron-core runs on 'cpu' or 'cuda:N'")
+    try:
+        current = int(torch.cuda.current_device())
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigError(f"device {device!r}: torch has no CUDA device here ({error})") from error
+    if found.index not in (None, current):
+        raise ConfigError(
+            f"device {device!r}, but megatron-core allocates on the current device cuda:{current}; "
+            f"call torch.cuda.set_device({found.index}) first"
+        )
+    return torch.device("cuda", current)
+
+
+def of(chunks: Sequence[torch.nn.Module]) -> torch.device:
+    """Where the chunks' parameters are; inputs are moved there."""
+    return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))

@@ -1,0 +1,40 @@
+"""Token dispatchers as megatron-core runs them: the flex kernels are asked for before a model is built.
+
+megatron-core finds out in the constructor of a layer, or in its first step, that kernels or a GPU are missing.
+"""
+
+from __future__ import annotations
+
+import megatron.core.transformer.moe.moe_utils as moe_utils
+
+from moeref import dispatcher
+from moeref.config import Record
+from moeref.families import Model
+from moeref.layout import Layout
+
+_PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def check(model: Model, layout: Layout, record: Record, *, gpu: bool) -> None:
+    """Raise DispatcherError, with every reason, for a flex dispatcher that cannot run in this process."""
+    if record["moe_token_dispatcher_type"] != "flex":
+        return
+    choice = dispatcher.read({name: s.value for name, s in record.settings.items()})
+    setup = dispatcher.Setup(
+        layout=layout,
+        sequence_parallel=bool(record["sequence_parallel"]),
+        experts=model.experts,
+        topk=model.top_k,
+        precision="fp8" if record["fp8"] else _PRECISION[model.param_dtype],  # type: ignore[arg-type]
+        balancing=str(record["moe_router_load_balancing_type"]),
+        shared_experts=model.shared_ffn > 0,
+        shared_overlap=bool(record["moe_shared_expert_overlap"]),
+        bias=model.linear_bias,
+    )
+    dispatcher.select(choice, setup, dispatcher.installed(gpu=gpu))
+
+
+def let_router_run() -> None:
+    """Say that there is no Transformer Engine where 0.16 leaves that open: its router asks for `te_general_gemm`."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

@@ -1,0 +1,83 @@
+"""Layers of Transformer Engine: megatron-core's own specs of them, and what can be had where.
+
+Their parameters have the names of the table's spelling `norms="fused"`. What a module keeps for quantisation is its
+`_extra_state`, in a `state_dict` but neither parameter nor buffer, so no table lists it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.utils import get_te_version, is_te_min_version
+
+from moeref.config import ConfigError, Record
+from moeref.families import Model
+from moeref.megatron import delta, precision
+
+#: The first version with a grouped linear, and from which megatron-core takes its norm for queries and keys.
+SINCE = "1.9.0"
+#: The first version with attention sinks.
+SINKS = "2.8.0"
+_DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+
+
+def check(model: Model, record: Record, *, norms: str, experts: str) -> None:
+    """Raise ConfigError, with all reasons, if these layers cannot be built here with Transformer Engine."""
+    where = f"{model.family} with kernels='te'"
+    if not transformer_engine.HAVE_TE:
+        raise ConfigError(
+            f"{where}: the package transformer_engine cannot be imported; install transformer-engine[pytorch] for this "
+            "torch and CUDA, or use kernels='torch'"
+        )
+    problems = []
+    if norms != "fused":
+        problems.append(f"norms={norms!r}, but its linears hold the norms; give norms='fused'")
+    if bool(record["moe_grouped_gemm"]) != (experts == "grouped"):
+        problems.append(f"moe_grouped_gemm={record['moe_grouped_gemm']!r} contradicts experts={experts!r}; drop one")
+    recipe = str(record["fp8_recipe"]) if record["fp8"] else None
+    needs = {"these layers": SINCE, **({"attention sinks": SINKS} if model.sinks else {})}
+    needs |= {f"fp8_recipe={recipe!r}": precision.SINCE[recipe]} if recipe in precision.SINCE else {}
+    for what, since in needs.items():
+        if not is_te_min_version(since):
+            problems.append(f"{what} need Transformer Engine {since}, this is {get_te_version()}")
+    if record["deterministic_mode"] and os.environ.get(_DETERMINISTIC, "1") != "0":
+        problems.append(f"deterministic_mode=True needs {_DETERMINISTIC}=0 in the environment, set before the start")
+    if problems:
+        raise ConfigError(f"{where}: " + "\n  ".join(problems))
+
+
+def in_use(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether the chunks' attention is Transformer Engine's."""
+    if not transformer_engine.HAVE_TE:
+        return False
+    kind = transformer_engine.TEDotProductAttention
+    return any(isinstance(module, kind) for chunk in chunks for module in chunk.modules())
+
+
+def nets(layers: Sequence[ModuleSpec], is_delta: Sequence[bool]) -> list[ModuleSpec]:
+    """Layers of megatron-core's spec with a gated delta net for attention where `is_delta`.
+
+    megatron-core's own spec of that net builds its inner norm zero-centred, which the files do not hold.
+    """
+    linears = transformer_engine.TELayerNormColumnParallelLinear, transformer_engine.TERowParallelLinear
+    return delta.in_place_of_attention(layers, is_delta, *linears)
+
+
+def mtp_spec(config: Any, *, moe: bool, mla: bool, vp_stage: int | None) -> Any:
+    """The block of MTP layers, as megatron-core's spec has it."""
+    inner = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=mla,
+    )
+    return get_gpt_mtp_block_spec(config, inner, use_transformer_engine=True, vp_stage=vp_stage)

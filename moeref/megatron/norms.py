@@ -1,0 +1,47 @@
+"""torch's RMSNorm as a module of megatron-core's local spec.
+
+megatron-core's wrapper of it refuses sequence parallelism, and its local spec takes apex's norm where apex is
+installed, which knows no RMSNorm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+_OF_A_LAYER = ("input_layernorm", "pre_mlp_layernorm")
+_OF_ATTENTION = ("q_layernorm", "k_layernorm", "kv_layernorm")
+_OF_MTP = ("enorm", "hnorm", "layer_norm")
+
+
+class TorchNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` of a Megatron config."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Each rank sees its own tokens only; `finalize_model_grads` sums what carries this mark over TP.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 -- a mark torch does not know
+
+
+def in_layer(local: ModuleSpec) -> ModuleSpec:
+    """A layer's spec with TorchNorm wherever it has a norm."""
+    layer = local.submodules
+    attention = replace(layer.self_attention, submodules=_replaced(layer.self_attention.submodules, _OF_ATTENTION))
+    return replace(local, submodules=replace(_replaced(layer, _OF_A_LAYER), self_attention=attention))
+
+
+def in_mtp(block: Any) -> Any:
+    """The spec of an MTP block with TorchNorm around its transformer layers; None for no block."""
+    if block is None:
+        return None
+    layers = [replace(layer, submodules=_replaced(layer.submodules, _OF_MTP)) for layer in block.layer_specs]
+    return replace(block, layer_specs=layers)
+
+
+def _replaced(parts: Any, names: tuple[str, ...]) -> Any:
+    held = {name: getattr(parts, name, IdentityOp) for name in names}
+    return replace(parts, **{name: TorchNorm for name, norm in held.items() if norm not in (None, IdentityOp)})

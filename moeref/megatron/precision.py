@@ -1,0 +1,75 @@
+"""FP8 recipes: what is asked of Megatron for one, and the lengths and widths that its GEMMs take.
+
+A recipe's kernels work on whole blocks. What does not divide fails in a kernel, or is computed unquantised without a
+word; here it is refused before anything is built or sent.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from moeref.bridge import Table
+from moeref.config import ConfigError, MoEConfig
+from moeref.dispatcher import padding
+from moeref.layout import Layout
+
+#: `fp8` of each recipe. Blocks have scales of their own, so gradients need no wider range (DeepSeek-V3, section 3.3);
+#: one scale a tensor needs e5m2 for them, which `hybrid` gives.
+FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+#: The first Transformer Engine from which megatron-core's `get_fp8_recipe` takes each.
+SINCE = {"delayed": "1.7.0", "tensorwise": "2.2.0.dev0", "blockwise": "2.3.0.dev0", "mxfp8": "2.1.0"}
+_QUANTISED = re.compile(r"\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*$")
+
+
+def asked(precision: str, given: MoEConfig) -> MoEConfig:
+    """`given` with the settings of the recipe `precision`; unchanged for "".
+
+    Raises ConfigError for an unknown recipe, and if `given` asks for another format or recipe.
+    """
+    if not precision:
+        return given
+    if precision not in FORMATS:
+        raise ConfigError(f"precision={precision!r} is no FP8 recipe of {', '.join(FORMATS)}")
+    settings: dict[str, Any] = {"fp8": FORMATS[precision], "fp8_recipe": precision}
+    already = given.transformer_config_kwargs
+    if differing := [name for name, value in settings.items() if already.get(name, value) != value]:
+        said = ", ".join(f"{name}={already[name]!r}" for name in differing)
+        raise ConfigError(f"precision={precision!r} sets {settings}, but asked for is {said}; ask for one of them")
+    return given.with_kwargs(**settings)
+
+
+def _recipe(config: Any) -> str | None:
+    """The recipe in force, by name. In megatron-core it is a text or an enumeration of texts."""
+    return str(getattr(config.fp8_recipe, "value", config.fp8_recipe)) if config.fp8 else None
+
+
+def check_length(config: Any, layout: Layout, length: int) -> None:
+    """Raise PaddingError for a sequence whose rows on each rank the recipe in `config` does not divide."""
+    if (recipe := _recipe(config)) is None:
+        return
+    plan = padding.plan(layout, recipe=recipe)
+    if length % plan.multiple:
+        reasons = "; ".join(factor.why for factor in plan.factors)
+        raise padding.PaddingError(
+            f"a sequence of {length} tokens under {layout.text} is no multiple of {plan.multiple} ({reasons}); "
+            f"pad it to {plan.padded(length)}"
+        )
+
+
+def check_widths(table: Table, rank: int, config: Any) -> None:
+    """Raise ConfigError for linears of this rank whose width, in or out, the recipe in `config` does not divide."""
+    if (recipe := _recipe(config)) is None:
+        return
+    rows = padding.RECIPES[recipe]
+    wrong = [
+        f"{placed.local} {list(placed.shape)}"
+        for placed in table.placed(rank)
+        if _QUANTISED.search(placed.local) and any(width % rows for width in placed.shape)
+    ]
+    if wrong:
+        shown = ", ".join(wrong[:3]) + (f", … ({len(wrong) - 3} more)" if len(wrong) > 3 else "")
+        raise ConfigError(
+            f"{table.model.family}, rank {rank}, layout {table.layout.text}: {recipe} GEMMs take widths in multiples "
+            f"of {rows}, which these linears are not: {shown}; use less of tp and etp, or another recipe"
+        )

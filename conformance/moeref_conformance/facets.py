@@ -130,12 +130,25 @@ class Config(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Turn:
+    """A part of one sample's routes: of a turn, or of a rollout up to where it was interrupted.
+
+    `routes` are integers [rows, layers, top-k] from token `start` on. Rows of tokens that an earlier turn has are what
+    the engine recomputed when it went on; the earlier ones routed the tokens as they were sampled, and hold.
+    """
+
+    start: int
+    routes: Any
+
+
 @runtime_checkable
 class Replay(Protocol):
     """Facet `replay`. All calls are made by all ranks; `tokens_BS` is as in `Forward.logits`, each row a microbatch.
 
     `routes` are what an engine sends: for each row integers [S - 1, layers, top-k], zeros for dense layers; a row of -1
-    and the last token, which has none, are left to the router. None (R2) stands for the routes that `record` saw last.
+    and the last token, which has none, are left to the router. A row's routes may come as a list of `Turn`s instead.
+    None (R2) stands for the routes that `record` saw last.
     """
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:

@@ -23,8 +23,10 @@ import numpy as np
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moeref.replay import MISSING, RouteError, Routes, of_layers, routes, with_layers
+from moeref.replay import MISSING, RouteError, Routes, index_dtype, of_layers, routes, with_layers
+from moeref.replay.routes import check_distinct
 
 AuxLoss = Literal["refuse", "native"]
 #: Those that a scope has now: it sets actions at the first forward only.
@@ -63,17 +65,18 @@ def routers(chunk: torch.nn.Module) -> list[Router]:
 class _Recorded:
     """What a schedule routed: `routes(microbatch)` of this rank's tokens, of the layers of all its chunks."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int, top_k: int) -> None:
         self._found: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
-        self._experts = 0
+        self._experts, self._top_k = experts, top_k
 
-    def add(self, microbatch: int, router: Router) -> None:
-        """Take what `router` recorded in the forward that just ended."""
-        idx_TK = router.replay.get_recorded_indices()
-        if idx_TK is None:
-            raise RouteError(f"layer {router.layer} recorded nothing; was its router run, and is it not fused?")
-        self._experts = router.module.config.num_moe_experts
-        self._found.setdefault(microbatch, {})[router.layer] = idx_TK.detach().cpu().numpy()
+    def add(self, microbatch: int, walked: Sequence[Router]) -> None:
+        """Take what the routers of a chunk recorded in its forward that just ended; a stage may have none."""
+        found = self._found.setdefault(microbatch, {})
+        for router in walked:
+            idx_TK = router.replay.get_recorded_indices()
+            if idx_TK is None:
+                raise RouteError(f"layer {router.layer} recorded nothing; was its router run, and is it not fused?")
+            found[router.layer] = idx_TK.detach().cpu().numpy()
 
     @property
     def microbatches(self) -> int:
@@ -81,8 +84,14 @@ class _Recorded:
         return len(self._found)
 
     def routes(self, microbatch: int) -> Routes:
-        """The routes of one microbatch, this rank's MoE layers ascending. KeyError for one that did not run."""
+        """The routes of one microbatch, this rank's MoE layers ascending. KeyError for one that did not run.
+
+        Without MoE layers there are no rows either.
+        """
         layers = self._found[microbatch]
+        if not layers:
+            none_TLK = np.zeros((0, 0, self._top_k), index_dtype(self._experts))
+            return Routes(none_TLK, (), self._experts, np.zeros(0, np.uint8), np.zeros(0, np.int32))
         parts = [routes(idx_TK[:, None], layers=[i], experts=self._experts) for i, idx_TK in layers.items()]
         return with_layers(parts)
 
@@ -90,16 +99,17 @@ class _Recorded:
 @contextmanager
 def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterator[_Recorded]:
     """Record one schedule's forwards. Raises RouteError for routers that cannot be recorded, before anything is set."""
-    found = _Recorded()
     walked = [_checked(chunk, mtp=mtp, aux_loss="native") for chunk in chunks]
+    config = _config(chunks[0])
+    found = _Recorded(config.num_moe_experts, config.moe_router_topk)
 
     def before(number: int, chunk: int) -> None:
         for router in walked[chunk]:
             router.replay.set_router_replay_action(RouterReplayAction.RECORD)
 
     def after(number: int, chunk: int) -> None:
+        found.add(number, walked[chunk])
         for router in walked[chunk]:
-            found.add(number, router)
             router.replay.clear_indices()
             router.replay.clear_router_replay_action()
 
@@ -162,8 +172,31 @@ def _disarm(replays: Sequence[RouterReplay]) -> None:
         replay.clear_router_replay_action()
 
 
+def _config(chunk: torch.nn.Module) -> TransformerConfig:
+    """The model's config, under any wrapper."""
+    configs = (getattr(module, "config", None) for module in chunk.modules())
+    return next(config for config in configs if isinstance(config, TransformerConfig))
+
+
+def _goes_round(config: TransformerConfig, *, mtp: bool) -> str:
+    """What of a model's settings keeps its forwards or its routers from being told apart, if anything."""
+    if config.overlap_moe_expert_parallel_comm:
+        return "overlap_moe_expert_parallel_comm runs layers of two microbatches by turns; set it to False"
+    if config.cuda_graph_impl != "none":
+        # An empty list captures whole layers; the field's name is that of megatron-core 0.19, or of 0.16.
+        parts = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
+        names = {str(getattr(part, "name", part)) for part in ([parts] if isinstance(parts, str) else parts)}
+        if not names or names & {"full", "full_iteration", "moe", "moe_router"}:
+            return "a CUDA graph that holds the router keeps the routes of its capture; leave the router out of it"
+    if mtp and getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1:
+        return "mtp_use_repeated_layer runs one router for several layers; replay without mtp=True"
+    return ""
+
+
 def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Router]:
     """The routers of `chunk` that take part. Raises RouteError for one whose routing cannot be replayed."""
+    if reason := _goes_round(_config(chunk), mtp=mtp):
+        raise RouteError(reason)
     found = [router for router in routers(chunk) if mtp or not router.mtp]
     for router in found:
         config = router.module.config
@@ -199,6 +232,9 @@ def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
                 f"routes are top-{given.top_k} of {given.experts}"
             )
     chosen = of_layers(given, [router.layer for router in walked])
+    if chosen.idx_TLK.size and int(chosen.idx_TLK.max()) >= given.experts:
+        raise RouteError(f"routes with expert {int(chosen.idx_TLK.max())} of {given.experts}")
+    check_distinct(chosen.idx_TLK, chosen.layers, given.start)
     idx_TLK = chosen.idx_TLK.astype(np.int64)
     idx_TLK[chosen.kind_T == MISSING] = -1
     return [torch.from_numpy(np.ascontiguousarray(idx_TLK[:, i])) for i in range(len(walked))]
@@ -248,16 +284,20 @@ def _scope(
     after: Callable[[int, int], None],
 ) -> Iterator[None]:
     """Call `before(microbatch, chunk)` and `after` around every forward; FIFOs are clean before and after."""
-    counts = [0] * len(chunks)
+    counts, running = [0] * len(chunks), [False] * len(chunks)
     hooks = []
     for number, chunk in enumerate(chunks):
 
         def enter(_: Any, __: Any, number: int = number) -> None:
+            if running[number]:
+                raise RouteError(f"a forward of chunk {number} did not end; begin a new scope, and the schedule anew")
             before(counts[number], number)
+            running[number] = True
 
         def leave(_: Any, __: Any, ___: Any, number: int = number) -> None:
             after(counts[number], number)
             counts[number] += 1
+            running[number] = False
 
         hooks += [chunk.register_forward_pre_hook(enter), chunk.register_forward_hook(leave)]
     every = [router.replay for routers in walked for router in routers]

@@ -25,12 +25,19 @@ CPRule = Literal["zigzag", "contiguous"]
 # Rows and tokens
 
 
-def to_tokens(routes: Routes, tokens: int) -> tuple[Routes, RowRule]:
+def to_tokens(routes: Routes, tokens: int, *, start: int = 0) -> tuple[Routes, RowRule]:
     """One row for each of `tokens`, and the rule by which the rows came.
 
     An engine routes no token after the last one that it sampled, so T - 1 rows are the prompt and the completion
-    without its last token, whose row is then MISSING. Raises RouteError for any other number.
+    without its last token, whose row is then MISSING. Raises RouteError for any other number, and for rows that begin
+    at another position of the sequence than the tokens, which is `start`: an engine that had a prefix in its cache may
+    send the rows after it.
     """
+    if routes.start != start:
+        raise RouteError(
+            f"rows begin at token {routes.start} of their sequence, the tokens at {start}; join the rows of the prefix "
+            f"before them, or leave them to the router: continued(missing({routes.start}, routes), routes)"
+        )
     if routes.tokens == tokens:
         return routes, "all"
     if routes.tokens == tokens - 1:
@@ -44,7 +51,10 @@ def from_tokens(routes: Routes, rule: RowRule) -> Routes:
 
 
 def truncated(routes: Routes, tokens_T: npt.NDArray[np.integer], keep: slice) -> tuple[Routes, npt.NDArray[np.integer]]:
-    """The tokens that `keep` selects and their rows. Raises RouteError unless every token has a row."""
+    """The tokens that `keep` selects and their rows. Raises RouteError unless every token has a row.
+
+    Inverse: `continued`, of what was kept and what was cut off.
+    """
     if len(tokens_T) != routes.tokens:
         raise RouteError(f"{len(tokens_T)} tokens and {routes.tokens} rows of routes; align them before truncating")
     first, stop, step = keep.indices(routes.tokens)
@@ -58,11 +68,17 @@ def continued(earlier: Routes, later: Routes) -> Routes:
 
     `later.start` says where they begin. Rows that the resumed engine recomputed for tokens that already have one are
     not taken: the earlier rows routed the tokens that were sampled. A last row that was MISSING is filled by the later
-    ones. Inverse: `take`. Raises RouteError for a gap.
+    ones. Inverse: `take`. Raises RouteError for a gap, and for later rows that begin before the earlier ones or end
+    before they do: the rollout was taken back or is another one.
     """
     end = earlier.start + earlier.tokens
     if later.start > end:
         raise RouteError(f"rows end at token {end} and go on at {later.start}; {later.start - end} tokens have no row")
+    if later.start < earlier.start or later.start + later.tokens < end:
+        raise RouteError(
+            f"rows of tokens {earlier.start} to {end} are not continued by those of {later.start} to "
+            f"{later.start + later.tokens}; if the rollout was taken back, take() the rows that still hold"
+        )
     overlap = end - later.start
     if overlap and earlier.tokens and earlier.kind_T[-1] == MISSING and overlap <= later.tokens:
         earlier, overlap = earlier.take(slice(0, -1)), overlap - 1
@@ -90,6 +106,14 @@ class Packed:
     cu_seqlens: tuple[int, ...]
     starts: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        """Raises RouteError for ends that are not those of the rows, one more than there are samples, ascending."""
+        ends = self.cu_seqlens
+        if not ends or ends[0] != 0 or list(ends) != sorted(ends) or len(ends) != len(self.starts) + 1:
+            raise RouteError(f"cu_seqlens {list(ends)} of {len(self.starts)} samples; expected 0 and the end of each")
+        if ends[-1] != self.routes.tokens:
+            raise RouteError(f"cu_seqlens end at {ends[-1]}, but there are {self.routes.tokens} rows")
+
     def sample(self, number: int) -> slice:
         """The rows of one sample."""
         return slice(self.cu_seqlens[number], self.cu_seqlens[number + 1])
@@ -110,8 +134,6 @@ def packed(samples: Sequence[Routes], *, multiple: int = 1) -> Packed:
 
 def unpacked(batch: Packed) -> list[Routes]:
     """The samples without padding. Inverse of `packed`."""
-    if batch.cu_seqlens[-1] != batch.routes.tokens:
-        raise RouteError(f"cu_seqlens end at {batch.cu_seqlens[-1]}, but there are {batch.routes.tokens} rows")
     return [unpadded(batch.routes.take(batch.sample(i), start=start)) for i, start in enumerate(batch.starts)]
 
 
@@ -149,6 +171,9 @@ def off_ranks(
     if parts.keys() != set(keys):
         raise RouteError(f"parts of ranks (cp, tp) {sorted(parts)}, expected {keys}")
     where = [positions(cu_seqlens, cp=layout.cp, cp_rank=cp, tp=layout.tp, tp_rank=tp, rule=rule) for cp, tp in keys]
+    for key, mine in zip(keys, where, strict=True):
+        if parts[key].tokens != len(mine):
+            raise RouteError(f"rank (cp, tp) {key} has {parts[key].tokens} rows, expected {len(mine)}")
     return joined([parts[key] for key in keys]).take(np.asarray(restored([list(map(int, w)) for w in where]), np.intp))
 
 
@@ -174,7 +199,13 @@ def stage_layers(layout: Layout, moe_layers: Sequence[bool], pp: int, vp: int = 
 
 
 def with_layers(parts: Sequence[Routes]) -> Routes:
-    """The layers of all parts in one, ascending. Inverse of `of_layers` over all stages. The parts have equal rows."""
+    """The layers of all parts in one, ascending. Inverse of `of_layers` over all stages.
+
+    The parts have equal rows; one without layers (of a stage that has no MoE layer) adds nothing.
+    """
+    if not parts:
+        raise RouteError("no routes to join")
+    parts = [part for part in parts if part.layers] or parts[:1]
     first = parts[0]
     for part in parts[1:]:
         if part.tokens != first.tokens or (part.kind_T != first.kind_T).any():

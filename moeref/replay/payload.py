@@ -10,9 +10,10 @@ the bytes that are there and against `limit`.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,14 @@ MAGIC = b"moeref-routes\x01"
 LIMIT = 1 << 30
 #: A header is a few hundred bytes; its layer list grows it.
 _HEADER_LIMIT = 1 << 20
+#: No count in a header is as large; products of them are Python's, which do not overflow.
+_MOST = 1 << 48
 #: Bytes that stay in a core's cache between two looks at them.
-_BLOCK = 1 << 19
+_BLOCK = 1 << 18
+_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+_address = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyBytes_AsString", ctypes.pythonapi))
 _FIELDS = {
     "tokens": int,
     "layers": list,
@@ -42,18 +49,15 @@ _FIELDS = {
 
 
 def write(routes: Routes, *, zstd: bool = False) -> bytes:
-    """`routes` as a payload. Raises ImportError for `zstd=True` without the package zstandard."""
+    """`routes` as a payload. Raises RouteError for no layers, ImportError for `zstd=True` without zstandard."""
+    if not routes.layers:
+        raise RouteError("routes of no layers; a stage without MoE layers has none to send")
     version = int(routes.versions_T[0]) if routes.tokens else 0
     plain = bool((routes.kind_T == GIVEN).all()) and bool((routes.versions_T == version).all())
     parts = [_bytes(routes.idx_TLK)]
     if not plain:
         parts += [_bytes(routes.kind_T), _bytes(routes.versions_T.astype("<i4"))]
     size = sum(part.nbytes for part in parts)
-    body: list[Any] = parts
-    if zstd:
-        import zstandard
-
-        body = [zstandard.ZstdCompressor(level=1).compress(b"".join(parts))]
     header = {
         "tokens": routes.tokens,
         "layers": list(routes.layers),
@@ -67,7 +71,14 @@ def write(routes: Routes, *, zstd: bool = False) -> bytes:
         "bytes": size,
     }
     text = json.dumps(header, separators=(",", ":")).encode()
-    return b"".join([MAGIC, struct.pack("<I", len(text)), text, struct.pack("<Q", _checksum(text, *parts)), *body])
+    begin = MAGIC + struct.pack("<I", len(text)) + text
+    if not zstd:
+        return _written(begin, text, parts, size)
+    import zstandard
+
+    body = b"".join(parts)
+    checksum = struct.pack("<Q", xxhash.xxh3_64_intdigest(text + body))
+    return b"".join([begin, checksum, zstandard.ZstdCompressor(level=1).compress(body)])
 
 
 def read(payload: bytes | bytearray | memoryview, *, limit: int = LIMIT) -> Routes:
@@ -76,7 +87,10 @@ def read(payload: bytes | bytearray | memoryview, *, limit: int = LIMIT) -> Rout
     Raises RouteError for anything else: another magic, a header that is short, too long or not as written, sizes that
     disagree with the bytes there or exceed `limit`, a wrong checksum, an expert out of range, an unknown kind of row.
     """
-    view = memoryview(payload).cast("B")
+    try:
+        view = memoryview(payload).cast("B")
+    except TypeError as error:
+        raise RouteError(f"a routes payload is bytes, not {type(payload).__name__}: {error}") from None
     begin = len(MAGIC) + 4
     if len(view) < begin or bytes(view[: len(MAGIC)]) != MAGIC:
         raise RouteError(f"not a routes payload: it begins with {bytes(view[: len(MAGIC)])!r}, expected {MAGIC!r}")
@@ -125,11 +139,23 @@ def read(payload: bytes | bytearray | memoryview, *, limit: int = LIMIT) -> Rout
     return Routes(idx_TLK, tuple(layers), experts, kind_T, versions_T, header["start"])
 
 
-def _checksum(*parts: bytes | memoryview) -> int:
-    digest = xxhash.xxh3_64()
+def _written(begin: bytes, text: bytes, parts: Sequence[memoryview], size: int) -> bytes:
+    """`begin`, the checksum and the parts: copied and summed block by block, in one pass over memory.
+
+    The checksum stands before what it sums, so the bytes are made first and filled after, as the C API has it: nobody
+    else holds them yet.
+    """
+    content: bytes = _new_bytes(None, len(begin) + 8 + size)
+    out = np.frombuffer((ctypes.c_ubyte * len(content)).from_address(_address(content)), np.uint8)
+    digest, at = xxhash.xxh3_64(text), len(begin) + 8
     for part in parts:
-        digest.update(part)
-    return digest.intdigest()
+        for first in range(0, part.nbytes, _BLOCK):
+            block = np.frombuffer(part[first : first + _BLOCK], np.uint8)
+            digest.update(block)
+            out[at : at + block.size] = block
+            at += block.size
+    out[: len(begin) + 8] = np.frombuffer(begin + struct.pack("<Q", digest.intdigest()), np.uint8)
+    return content
 
 
 def _scanned(text: bytes, body: memoryview, size: int, dtype: np.dtype[Any]) -> tuple[int, int]:
@@ -151,7 +177,7 @@ def _bytes(array: np.ndarray[Any, Any]) -> memoryview:
 def _header(text: bytes) -> Mapping[str, Any]:
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RouteError(f"routes payload: the header is not JSON: {error}") from None
     if not isinstance(header, dict) or header.keys() != _FIELDS.keys():
         fields = sorted(header) if isinstance(header, dict) else type(header).__name__
@@ -161,11 +187,15 @@ def _header(text: bytes) -> Mapping[str, Any]:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise RouteError(f"routes payload: header field {name} is {value!r:.60}")
     layers = header["layers"]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in layers) or layers != sorted(set(layers)):
-        raise RouteError(f"routes payload: layers are ascending numbers from 0, not {layers!r:.80}")
-    for name, least in (("tokens", 0), ("top_k", 1), ("start", 0), ("bytes", 0)):
-        if header[name] < least:
+    if any(not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < _MOST for i in layers):
+        raise RouteError(f"routes payload: layers are numbers from 0, not {layers!r:.80}")
+    if not layers or layers != sorted(set(layers)):
+        raise RouteError(f"routes payload: layers are one or more, ascending, not {layers!r:.80}")
+    for name, least in (("tokens", 0), ("top_k", 1), ("experts", 1), ("start", 0), ("bytes", 0)):
+        if not least <= header[name] < _MOST:
             raise RouteError(f"routes payload: header field {name} is {header[name]}")
+    if header["top_k"] > header["experts"]:
+        raise RouteError(f"routes payload: top-k {header['top_k']} of {header['experts']} experts")
     if header["rows"] not in ("given", "kinds") or (header["rows"] == "given") == (header["version"] is None):
         raise RouteError(f"routes payload: rows {header['rows']!r} with version {header['version']}")
     if header["version"] is not None and not -(2**31) <= header["version"] < 2**31:

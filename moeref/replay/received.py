@@ -19,15 +19,15 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from moeref.replay import payload
-from moeref.replay.routes import RouteError, Routes, routes
+from moeref.replay.routes import RouteError, Routes, check_distinct, routes
 
-_NEMO = re.compile(r"nrlre1:(\w+):(\d+)x(\d+)x(\d+):")
+_NEMO = re.compile(r"nrlre1:(\w+):(\d{1,15})x(\d{1,15})x(\d{1,15}):")
 _DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64")
 _NPY = b"\x93NUMPY"
 
@@ -47,7 +47,8 @@ def received(
 
     moe_layers: by global decoder layer, False for a dense one. Data with a row for every decoder layer must hold zeros
     for the dense ones, as vLLM sends; data with as many layers as are MoE is taken to be those. tokens: rows expected,
-    which flat data may need to tell the two apart. -1 in all layers of a row is a missing row.
+    which flat data may need to tell the two apart. -1 in all layers of a row is a missing row. version, start: of what
+    carries none; moeref's payload has its own.
 
     Raises RouteError for None (the engine was not asked to return routes), for a form that is not in the table above,
     for more than `limit` bytes, and for all that `routes` refuses.
@@ -60,6 +61,9 @@ def received(
                 f"the payload has layers {list(found.layers)}, {found.experts} experts, top-{found.top_k}; the model "
                 f"has {list(numbers)}, {experts}, top-{top_k}"
             )
+        if tokens is not None and found.tokens != tokens:
+            raise RouteError(f"{found.tokens} rows of routes, expected {tokens}")
+        check_distinct(found.idx_TLK, found.layers, found.start)
         return found
     array = _shaped(_array(data, limit), moe_layers, top_k, tokens)
     kept, layers = _moe_only(array, moe_layers)
@@ -127,7 +131,15 @@ def _raw(content: bytes, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
     kind = np.dtype(name).newbyteorder("<")
     if math.prod(shape) * kind.itemsize != len(content):
         raise RouteError(f"{len(content)} bytes of routes, but {list(shape)} of {name} are {math.prod(shape)} numbers")
-    return np.frombuffer(content, kind).reshape(shape)
+    return _reshaped(np.frombuffer(content, kind), shape)
+
+
+def _reshaped(flat: npt.NDArray[Any], shape: Sequence[int], order: Literal["C", "F"] = "C") -> npt.NDArray[Any]:
+    """The numbers in their shape; one with a 0 in it may name more than numpy counts."""
+    try:
+        return flat.reshape(shape, order=order)
+    except (ValueError, OverflowError) as error:
+        raise RouteError(f"shape of the routes: {list(shape)!r:.60}: {error}") from None
 
 
 def _npy(content: bytes, limit: int) -> npt.NDArray[Any]:
@@ -147,7 +159,7 @@ def _npy(content: bytes, limit: int) -> npt.NDArray[Any]:
     rest = len(content) - stream.tell()
     if math.prod(shape) * dtype.itemsize != rest:
         raise RouteError(f"not a readable .npy file: {list(shape)} of {dtype} declared, {rest} bytes there")
-    return np.frombuffer(content, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+    return _reshaped(np.frombuffer(content, dtype, offset=stream.tell()), shape, "F" if fortran else "C")
 
 
 def _shaped(array: npt.NDArray[Any], moe_layers: Sequence[bool], top_k: int, tokens: int | None) -> npt.NDArray[Any]:

@@ -84,8 +84,9 @@ def routes(
     """Check and narrow the routes that an engine or a router gave.
 
     A row of -1 in every layer is MISSING. Raises RouteError, naming the first place, for a shape that is not [T, L, K],
-    a type that is not integral, layers that are not L ascending numbers, an expert outside 0 … experts-1, a row that
-    is -1 in part, and, if `distinct`, an expert twice in one row (the dropless dispatchers count T·K routes).
+    a type that is not integral or does not hold every expert (what was cast to it may have wrapped), layers that are
+    not L ascending numbers, an expert outside 0 … experts-1, a row that is -1 in part, and, if `distinct`, an expert
+    twice in one row (the dropless dispatchers count T·K routes).
     """
     given = np.asarray(idx_TLK)
     if given.ndim != 3 or given.dtype.kind not in "iu":
@@ -98,6 +99,11 @@ def routes(
     if start < 0:
         raise RouteError(f"start={start} must be at least 0")
     dtype, kind_T = index_dtype(experts), np.zeros(tokens, np.uint8)
+    if np.iinfo(given.dtype).max < experts - 1:
+        raise RouteError(
+            f"routes of {given.dtype}, which does not hold {experts} experts; those over {np.iinfo(given.dtype).max} "
+            f"wrapped when they were cast to it: send {dtype.name}, or a wider type"
+        )
     if given.dtype.kind == "i" and given.size and given.min() < 0:
         absent_TLK = given == -1
         kind_T[absent_TLK.all(axis=(1, 2))] = MISSING

@@ -63,7 +63,7 @@ def _about(path: str | Path, metadata: Mapping[str, str]) -> dict[str, dict[str,
         raise RouteError(f"{path}: the metadata has no {KEY}; these are not routes")
     try:
         about = json.loads(metadata[KEY])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RouteError(f"{path}: {KEY} is not JSON: {error}") from None
     if not isinstance(about, dict) or not all(isinstance(t, dict) and t.keys() == _FIELDS for t in about.values()):
         raise RouteError(f"{path}: {KEY} has to give {', '.join(sorted(_FIELDS))} of each sample")

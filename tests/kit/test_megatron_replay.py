@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from moeref_conformance.targets import resolve
 from moeref_conformance.targets.faults.base import cell
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
 
@@ -17,7 +17,7 @@ TARGET = "moeref_conformance.targets.megatron_replay:target"
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with GlooWorld(TARGET, grace=1.0) as world:
+    with ForkedWorld(TARGET, grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("naive"), resolve(TARGET))
 
 

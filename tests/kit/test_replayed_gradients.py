@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import scaled_steps
 from moeref_conformance.targets.faults.base import cell
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
 
@@ -18,7 +18,7 @@ CELL = cell("qwen3_moe", "tp2-ep2", replay="R3", dtype="bfloat16")
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with GlooWorld("scaled_steps:target", grace=1.0) as world:
+    with ForkedWorld("scaled_steps:target", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("scaled"), scaled_steps.target())
 
 

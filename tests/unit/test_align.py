@@ -18,12 +18,14 @@ from moeref.replay import (
     Routes,
     continued,
     from_tokens,
+    missing,
     of_layers,
     off_ranks,
     on_rank,
     packed,
     padded,
     positions,
+    routes,
     stage_layers,
     to_tokens,
     truncated,
@@ -37,7 +39,7 @@ from tests.unit.routes import any_routes, random_routes
 @given(made=any_routes(least=1), lacks=st.booleans())
 def test_rows_to_tokens_and_back(made: Routes, lacks: bool) -> None:
     tokens = made.tokens + lacks
-    whole, rule = to_tokens(made, tokens)
+    whole, rule = to_tokens(made, tokens, start=made.start)
     assert whole.tokens == tokens
     assert whole.start == made.start
     assert whole.kind_T.tolist() == [GIVEN] * made.tokens + [MISSING] * lacks
@@ -50,6 +52,15 @@ def test_any_other_number_of_rows_is_refused(tokens: int) -> None:
         to_tokens(random_routes(4), tokens)
 
 
+def test_rows_after_a_prefix_are_not_taken_for_the_first() -> None:
+    made = random_routes(4, start=3)
+    with pytest.raises(RouteError, match=r"rows begin at token 3 of their sequence, the tokens at 0; join"):
+        to_tokens(made, 4)
+    whole, _ = to_tokens(continued(missing(3, made), made), 7)
+    assert whole.kind_T.tolist() == [MISSING] * 3 + [GIVEN] * 4
+    assert np.array_equal(whole.idx_TLK[3:], made.idx_TLK)
+
+
 @given(made=any_routes(), first=st.integers(0, 45), count=st.integers(0, 45))
 def test_truncation_takes_tokens_and_rows_together(made: Routes, first: int, count: int) -> None:
     tokens_T = np.arange(made.tokens) + 100
@@ -58,6 +69,12 @@ def test_truncation_takes_tokens_and_rows_together(made: Routes, first: int, cou
     for row, token in enumerate(left):
         assert kept.start + row == made.start + int(token) - 100
         assert np.array_equal(kept.idx_TLK[row], made.idx_TLK[int(token) - 100])
+
+
+@given(made=any_routes(), cut=st.integers(0, 45))
+def test_truncation_and_back(made: Routes, cut: int) -> None:
+    kept, cut_off = (truncated(made, np.arange(made.tokens), part)[0] for part in (slice(cut), slice(cut, None)))
+    assert continued(kept, cut_off).equals(made)
 
 
 def test_truncation_of_unaligned_routes_is_refused() -> None:
@@ -96,6 +113,12 @@ def test_the_row_that_the_last_token_lacked_comes_with_the_next_turn() -> None:
 def test_a_gap_between_turns_is_refused() -> None:
     with pytest.raises(RouteError, match="rows end at token 4 and go on at 6; 2 tokens have no row"):
         continued(random_routes(4), random_routes(2, start=6))
+
+
+@pytest.mark.parametrize(("tokens", "start"), [(3, 1), (4, 0), (0, 4), (9, 1)])
+def test_rows_that_begin_or_end_before_the_earlier_ones_are_refused(tokens: int, start: int) -> None:
+    with pytest.raises(RouteError, match="are not continued by those of"):
+        continued(random_routes(4, start=2), random_routes(tokens, start=start))
 
 
 @given(made=any_routes(), left=st.integers(0, 4), right=st.integers(0, 4))
@@ -138,6 +161,16 @@ def test_ranks_and_back(samples: list[Routes], cp: int, tp: int, rule: str) -> N
         parts[at.cp, at.tp] = on_rank(batch, layout, rank, rule=rule)  # type: ignore[arg-type]
     whole = off_ranks(parts, batch.cu_seqlens, layout, rule=rule)  # type: ignore[arg-type]
     assert whole.equals(batch.routes)
+
+
+def test_parts_of_other_ranks_are_refused() -> None:
+    layout = Layout(tp=2)
+    batch = packed([random_routes(4)])
+    parts = {(0, tp): on_rank(batch, layout, tp) for tp in range(2)}
+    with pytest.raises(RouteError, match=r"parts of ranks \(cp, tp\) \[\(0, 0\)\], expected"):
+        off_ranks({(0, 0): parts[0, 0]}, batch.cu_seqlens, layout)
+    with pytest.raises(RouteError, match=r"rank \(cp, tp\) \(0, 1\) has 4 rows, expected 2"):
+        off_ranks(parts | {(0, 1): batch.routes}, batch.cu_seqlens, layout)
 
 
 def test_a_packed_batch_by_hand() -> None:
@@ -187,7 +220,20 @@ def test_routes_of_an_mtp_layer_stay_apart() -> None:
     assert of_layers(made, [8]).layers == (8,)
 
 
-def test_unpacking_a_batch_that_was_cut_is_refused() -> None:
-    batch = packed([random_routes(4)])
-    with pytest.raises(RouteError, match="cu_seqlens end at 4, but there are 3"):
-        unpacked(replace(batch, routes=batch.routes.take(slice(3))))
+def test_a_stage_without_moe_layers_adds_nothing() -> None:
+    made = random_routes(3)
+    none = routes(np.zeros((0, 0, 3), np.int64), layers=[], experts=11)
+    assert with_layers([of_layers(made, []), made]).equals(made)
+    assert with_layers([none, made]).equals(made)
+    assert with_layers([none, none]).equals(none)
+    with pytest.raises(RouteError, match="no routes to join"):
+        with_layers([])
+
+
+def test_a_batch_whose_ends_are_not_those_of_its_rows_is_refused() -> None:
+    batch = packed([random_routes(4), random_routes(2)])
+    with pytest.raises(RouteError, match="cu_seqlens end at 6, but there are 3"):
+        replace(batch, routes=batch.routes.take(slice(3)))
+    for ends in ((), (1, 4, 6), (0, 6), (0, 7, 6), (0, 4, 5, 6)):
+        with pytest.raises(RouteError, match=r"of 2 samples; expected 0 and the end of each"):
+            replace(batch, cu_seqlens=ends)

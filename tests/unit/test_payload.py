@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeref.replay import RouteError, Routes, continued, padded, read, routes, to_tokens, write
+from moeref.replay import RouteError, Routes, continued, of_layers, padded, read, routes, to_tokens, write
 from moeref.replay.payload import MAGIC
 from tests.unit.routes import any_routes, random_routes
 
 
 @given(made=any_routes(), zstd=st.booleans(), left=st.integers(0, 3))
 def test_what_is_written_comes_back(made: Routes, zstd: bool, left: int) -> None:
-    for one in (made, padded(made, left=left), to_tokens(made, made.tokens + 1)[0]):
+    for one in (made, padded(made, left=left), to_tokens(made, made.tokens + 1, start=made.start)[0]):
         back = read(write(one, zstd=zstd))
         assert back.equals(one)
         assert back.idx_TLK.dtype == one.idx_TLK.dtype
@@ -81,17 +82,39 @@ def _with_header(**changes: object) -> bytes:
         ({"experts": 2}, "expert"),
         ({"experts": 400}, "dtype 'uint8', but 400"),
         ({"layers": [0, 0, 1]}, "ascending"),
-        ({"layers": ["a"]}, "ascending"),
+        ({"layers": ["a"]}, "numbers from 0"),
         ({"rows": "all"}, "rows 'all'"),
         ({"version": None}, "rows 'given' with version None"),
         ({"version": 2**40}, "32-bit"),
         ({"more": 1}, "expected"),
         ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": 12}, "top-k 12 of 11"),
+        ({"tokens": 0, "top_k": 10**30}, "top_k is 1000000"),
+        ({"tokens": 0, "start": 10**30}, "start is 1000000"),
+        ({"tokens": 0, "layers": [10**30]}, "numbers from 0"),
+        ({"tokens": 10**12, "layers": [], "bytes": 0}, "one or more"),
     ],
 )
 def test_a_header_that_lies_is_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(RouteError, match=says):
         read(_with_header(**changes))
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"tokens":' + b"9" * 5000 + b"}", b"\xff", b"[]"])
+def test_a_header_that_no_parser_takes_is_refused(text: bytes) -> None:
+    with pytest.raises(RouteError, match="header"):
+        read(MAGIC + struct.pack("<I", len(text)) + text + bytes(8))
+
+
+@pytest.mark.parametrize("payload", ["text", None, memoryview(b"abcdefgh")[::2]])
+def test_what_is_not_bytes_is_refused(payload: Any) -> None:
+    with pytest.raises(RouteError, match="is bytes, not"):
+        read(payload)
+
+
+def test_routes_of_no_layers_are_not_written() -> None:
+    with pytest.raises(RouteError, match="no layers"):
+        write(of_layers(random_routes(2), []))
 
 
 def test_a_declared_size_over_the_limit_is_refused_before_it_is_read() -> None:

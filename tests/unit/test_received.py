@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from moeref.replay import MISSING, RouteError, received, write
+from moeref.replay import MISSING, RouteError, received, routes, write
 from moeref.replay.routes import Routes
 from tests.unit.routes import random_routes
 
 MOE = (False, True, True, False, True)
 WANT = random_routes(6, layers=(1, 2, 4), experts=11, top_k=3)
+WANT_TWICE = routes(np.ones((2, 3, 3), np.int64), layers=(1, 2, 4), experts=11, distinct=False)
 FULL = np.zeros((6, 5, 3), np.int32)
 FULL[:, [1, 2, 4]] = WANT.idx_TLK
 
@@ -84,6 +85,15 @@ def test_a_missing_row_among_dense_layers() -> None:
         (np.zeros((1, 3, 3), object), "not object"),
         (npy(FULL)[:-10], "not a readable .npy"),
         (npy(np.zeros(1, object)), "not a readable .npy"),
+        ("nrlre1:int32:" + "9" * 5000 + "x1x3:", "not base64"),
+        ("nrlre1:int32:0x999999999999999x3:", "routes of 999999999999999 layers"),
+        ({"data": "", "shape": [0, 10**30, 3], "dtype": "int8"}, "shape of the routes"),
+        (npy(FULL[:0]).replace(b"(0, 5, 3)", b"(0,10**9)"), "not a readable .npy"),
+        ([["a"]], "fit none"),
+        ([[[None, 1, 2]] * 3], "not object"),
+        ([[[0.0, 1.0, 2.0]] * 3], "not float64"),
+        (np.zeros((2, 3, 3), bool), "not bool"),
+        (write(WANT_TWICE), "expert 1 twice"),
     ],
 )
 def test_what_is_not_routes_is_refused(data: Any, says: str) -> None:
@@ -103,6 +113,14 @@ def test_flat_data_that_fits_two_depths_needs_the_number_of_tokens() -> None:
 def test_another_number_of_rows_than_expected_is_refused() -> None:
     with pytest.raises(RouteError, match="6 rows of routes, expected 7"):
         got(FULL, tokens=7)
+    with pytest.raises(RouteError, match="6 rows of routes, expected 7"):
+        got(write(WANT), tokens=7)
+
+
+def test_a_type_too_narrow_for_the_experts_is_refused() -> None:
+    with pytest.raises(RouteError, match="uint8, which does not hold 384 experts"):
+        got(FULL.astype(np.uint8), experts=384)
+    assert got(FULL.astype(np.int16), experts=384).idx_TLK.dtype == np.uint16
 
 
 def test_a_header_that_declares_terabytes_is_refused() -> None:

@@ -20,7 +20,7 @@ from tests.unit.routes import any_routes, random_routes
 @given(samples=st.lists(any_routes(), min_size=1, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_saved_is_loaded(samples: list[Routes], tmp_path: Path) -> None:
-    made = {f"sample/{i}": padded(to_tokens(s, s.tokens + 1)[0], left=i) for i, s in enumerate(samples)}
+    made = {f"sample/{i}": padded(to_tokens(s, s.tokens + 1, start=s.start)[0], left=i) for i, s in enumerate(samples)}
     storage.save(tmp_path / "routes.safetensors", made)
     back = storage.load(tmp_path / "routes.safetensors")
     assert list(back) == list(made)

@@ -26,6 +26,14 @@ def test_no_type_wraps(kind: type) -> None:
         routes(given_TLK, layers=[0], experts=256)
 
 
+@pytest.mark.parametrize(("kind", "experts"), [(np.uint8, 257), (np.int8, 129), (np.int16, 32769)])
+def test_a_type_that_does_not_hold_every_expert_may_have_wrapped(kind: type, experts: int) -> None:
+    given_TLK = np.array([[[3, 44]]], kind)
+    with pytest.raises(RouteError, match=rf"{np.dtype(kind).name}, which does not hold {experts} experts"):
+        routes(given_TLK, layers=[0], experts=experts)
+    assert routes(given_TLK, layers=[0], experts=experts - 1).tokens == 1
+
+
 def test_an_array_of_the_right_type_is_not_copied() -> None:
     idx = np.zeros((2, 1, 1), np.uint8)
     assert routes(idx, layers=[0], experts=4).idx_TLK is idx

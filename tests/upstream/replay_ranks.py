@@ -6,6 +6,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,24 @@ class Bench:
     def gradients(self, built: Any) -> dict[tuple[int, str], torch.Tensor]:
         return megatron.gradients(built.chunks, built.table, self.tokens_BS)
 
-    def given(self, seed: int = 0) -> list[Routes]:
-        """Random routes of each row; the last token of each has none."""
-        layers = [i for i, moe in enumerate(self.model.moe_layers) if moe]
+    def trained(self, built: Any, *, backward: bool = True) -> dict[str, torch.Tensor]:
+        """The mean loss of the rows, multi-token prediction's among it, and its gradients by name."""
+        (chunk,), (_, length) = built.chunks, self.tokens_BS.shape
+        chunk.train()
+        chunk.zero_grad()
+        mask_11SS = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        found: dict[str, torch.Tensor] = {"loss": torch.zeros(())}
+        for tokens_S in self.tokens_BS:
+            labels_1S = tokens_S.roll(-1)[None]
+            loss = chunk(tokens_S[None], torch.arange(length)[None], mask_11SS, labels=labels_1S).mean()
+            found["loss"] = found["loss"] + loss.detach()
+            if backward:
+                loss.backward()
+        return found | {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None and backward}
+
+    def given(self, seed: int = 0, more: tuple[int, ...] = ()) -> list[Routes]:
+        """Random routes of each row, of `more` layers too; the last token of each has none."""
+        layers = [*(i for i, moe in enumerate(self.model.moe_layers) if moe), *more]
         rng, (samples, length) = np.random.default_rng(seed), self.tokens_BS.shape
         found = []
         for _ in range(samples):
@@ -130,7 +146,7 @@ def given_rows_are_taken_and_missing_rows_are_not(bench: Bench) -> None:
 
 
 @contextmanager
-def seen_experts(built: Any) -> Iterator[list[dict[int, np.ndarray[Any, Any]]]]:
+def seen_experts(built: Any, *, mtp: bool = False) -> Iterator[list[dict[int, np.ndarray[Any, Any]]]]:
     """Experts of every token in each forward by layer, read off the routing map that the dispatcher gets."""
     found: list[dict[int, np.ndarray[Any, Any]]] = []
 
@@ -143,7 +159,8 @@ def seen_experts(built: Any) -> Iterator[list[dict[int, np.ndarray[Any, Any]]]]:
 
         return hook
 
-    handles = [r.module.register_forward_hook(after(r.layer)) for c in built.chunks for r in routers(c) if not r.mtp]
+    watched = [r for c in built.chunks for r in routers(c) if mtp or not r.mtp]
+    handles = [r.module.register_forward_hook(after(r.layer)) for r in watched]
     try:
         yield found
     finally:
@@ -187,6 +204,30 @@ def an_error_leaves_the_routers_native(bench: Bench) -> None:
         replaying(bench.built.chunks, short),
     ):
         bench.logits()
+    bench.assert_native(native)
+
+
+def a_forward_after_one_that_broke_off_is_refused(bench: Bench) -> None:
+    """Which would be counted as the same microbatch, with its routes in the FIFO twice."""
+    native, given, broken = bench.logits(), bench.given(), [True]
+    experts = next(m for m in bench.built.chunks[0].modules() if hasattr(m, "router")).experts
+
+    def stop(*_: Any) -> None:
+        if broken:
+            broken.clear()
+            raise ZeroDivisionError
+
+    handle = experts.register_forward_pre_hook(stop)
+
+    def twice() -> None:
+        with replaying(bench.built.chunks, given):
+            with pytest.raises(ZeroDivisionError):
+                bench.logits()
+            bench.logits()
+
+    with pytest.raises(RouteError, match="a forward of chunk 0 did not end"):
+        twice()
+    handle.remove()
     bench.assert_native(native)
 
 
@@ -243,9 +284,80 @@ def mtp_routers_are_kept_apart(bench: Bench) -> None:
         replaying(bench.built.chunks, given, mtp=True),
     ):
         raise AssertionError("entered")
+    config = bench.built.config
+    if hasattr(config, "mtp_use_repeated_layer"):  # since megatron-core 0.19
+        with (
+            setting(config, mtp_use_repeated_layer=True, mtp_num_layers=2),
+            pytest.raises(RouteError, match="one router for several layers"),
+            recording(bench.built.chunks, mtp=True),
+        ):
+            raise AssertionError("entered")
     with pytest.raises(RouteError, match=rf"layer {depth} recorded nothing"), recording(bench.built.chunks, mtp=True):
         bench.logits()  # which leaves multi-token prediction out
     bench.assert_native(native)
+
+
+def mtp_layers_take_no_route_of_the_decoder(bench: Bench) -> None:
+    """Training forwards with labels, in which multi-token prediction runs: by its own choice, or its own routes."""
+    depth, given = len(bench.model.moe_layers), bench.given()
+    whole = bench.given(seed=1, more=(depth,))
+    for way in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
+        built = bench.build(**way)
+        mtp = routers(built.chunks[0])[-1]
+        with seen_experts(built, mtp=True) as seen, own_choice(mtp.module) as own:
+            native = bench.trained(built)
+            assert all(depth in one for one in seen)
+            with replaying(built.chunks, given):
+                del seen[:], own[:]
+                replayed = bench.trained(built)
+            runs = len(seen) // len(given)  # twice as many if each layer is run again
+            assert runs == len(way) // 3 + 1
+            assert [one[depth].tolist() for one in seen if depth in one] == own
+            took(given, seen, runs)
+            assert replayed["loss"] != native["loss"]
+
+            with replaying(built.chunks, whole, mtp=True):
+                del seen[:]
+                bench.trained(built)
+            took(whole, seen, runs)
+
+            with recording(built.chunks, mtp=True) as recorded:
+                found = bench.trained(built, backward=False)
+            kept = [recorded.routes(number) for number in range(recorded.microbatches)]
+            assert kept[0].layers == whole[0].layers
+            assert found["loss"] == native["loss"]
+            with replaying(built.chunks, kept, mtp=True):
+                again = bench.trained(built)
+            assert again.keys() == native.keys()
+            assert all(torch.equal(again[key], native[key]) for key in again)
+        assert all(r.replay_backward_list == [] and r.router_replay_action is None for r in replays(built))
+
+
+def took(given: Sequence[Routes], seen: Sequence[dict[int, np.ndarray[Any, Any]]], runs: int) -> None:
+    """Every row that is given was routed so, in all runs of its layer."""
+    for i, layer in enumerate(given[0].layers):
+        ran = [one[layer] for one in seen if layer in one]
+        assert len(ran) == runs * len(given)
+        for number, one in enumerate(given):
+            want = np.sort(one.idx_TLK[:-1, i]).tolist()
+            assert sum(got[:-1].tolist() == want for got in ran) == runs, (layer, number)
+
+
+@contextmanager
+def own_choice(router: torch.nn.Module) -> Iterator[list[list[list[int]]]]:
+    """The experts that a sigmoid router's own scores say, computed anew from what came in."""
+    found: list[list[list[int]]] = []
+
+    def hook(module: Any, args: tuple[Any, ...]) -> None:
+        rows_TH = args[0].detach().reshape(-1, args[0].shape[-1]).double()
+        scores_TE = (rows_TH @ module.weight.detach().double().T).sigmoid() + module.expert_bias.double()
+        found.append(scores_TE.topk(module.topk).indices.sort().values.tolist())
+
+    handle = router.register_forward_pre_hook(hook)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def what_cannot_be_replayed_is_refused(bench: Bench) -> None:
@@ -256,6 +368,13 @@ def what_cannot_be_replayed_is_refused(bench: Bench) -> None:
         with pytest.raises(RouteError, match=says), scope():
             raise AssertionError("entered")
 
+    for fields, says in (
+        ({"overlap_moe_expert_parallel_comm": True}, "layers of two microbatches"),
+        ({"cuda_graph_impl": "local"}, "a CUDA graph that holds the router"),
+    ):
+        with setting(config, **fields):
+            refused(says)
+            refused(says, lambda: recording(chunks))
     with setting(config, moe_router_fusion=True):
         refused(f"layer {first.layer}: the fused router")
         refused("the fused router", lambda: recording(chunks))
@@ -281,6 +400,10 @@ def what_cannot_be_replayed_is_refused(bench: Bench) -> None:
             bench.logits()
     wide = routes(np.zeros((16, 1, 1), np.int64), layers=[given[0].layers[0]], experts=4)
     refused("the routes are top-1 of 4", lambda: replaying(chunks, [wide, wide]))
+    twice = [replace(g, idx_TLK=np.zeros_like(g.idx_TLK)) for g in given]
+    refused("expert 0 twice", lambda: replaying(chunks, twice))
+    beyond = [replace(g, idx_TLK=g.idx_TLK + np.uint8(g.experts)) for g in given]
+    refused("routes with expert", lambda: replaying(chunks, beyond))
     lacking = [Routes(g.idx_TLK[:, 1:], g.layers[1:], g.experts, g.kind_T, g.versions_T) for g in given]
     refused("no routes for layers", lambda: replaying(chunks, lacking))
     bench.assert_native(native)
@@ -315,9 +438,10 @@ CHECKS = {
         *(recorded_routes_replay_bit_for_bit, given_rows_are_taken_and_missing_rows_are_not),
         *(a_scope_in_a_scope_is_refused, an_error_leaves_the_routers_native, another_model_is_left_alone),
         *(another_number_of_microbatches_is_refused, what_cannot_be_replayed_is_refused),
+        a_forward_after_one_that_broke_off_is_refused,
         recomputation_takes_the_same_routes,
     ),
-    "glm4_moe+mtp1": (mtp_routers_are_kept_apart,),
+    "glm4_moe+mtp1": (mtp_routers_are_kept_apart, mtp_layers_take_no_route_of_the_decoder),
 }
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from moeref_conformance.api import Cell, Layout
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
@@ -22,9 +22,11 @@ CHECKS = (
     "an_error_leaves_the_routers_native",
     "another_model_is_left_alone",
     "another_number_of_microbatches_is_refused",
+    "a_forward_after_one_that_broke_off_is_refused",
     "what_cannot_be_replayed_is_refused",
     "recomputation_takes_the_same_routes",
     "mtp_routers_are_kept_apart",
+    "mtp_layers_take_no_route_of_the_decoder",
 )
 
 
@@ -35,7 +37,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     found: dict[str, str] = {}
     folder = tmp_path_factory.mktemp("replay")
-    with GlooWorld("replay_ranks:target", deadline=240, entry="replay_ranks:check") as world:
+    with ForkedWorld("replay_ranks:target", deadline=240, entry="replay_ranks:check") as world:
         for number, cell in enumerate(CELLS):
             where = folder / f"cell{number}"
             where.mkdir()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from moeref_conformance.judges import Case, Finding, Outcome, judges
-from moeref_conformance.judges.common import finding, known, observed, outcome, without
+from moeref_conformance.judges.common import finding, known, observed, outcome, unmeasured, within, without
 from moeref_conformance.judges.gradients import LIMIT, against, missing
 from moeref_conformance.oracles.gradients import full_gradients
 from moeref_conformance.oracles.placement import Placement, Unknown
@@ -28,6 +28,8 @@ def replayed_gradients_are_the_one_rank_runs(case: Case) -> Outcome:
     if found:
         return outcome(found)
     fp32 = case.cell.dtype == "float32"
+    if case.baseline is not case.observation and (no := unmeasured(case)):
+        return no
     for phase in PHASES:
         if case.baseline is case.observation:
             found += missing(case, one, _gradients(one, phase), phase)
@@ -41,7 +43,7 @@ def replayed_gradients_are_the_one_rank_runs(case: Case) -> Outcome:
             worst = max(worst, far)
     if case.baseline is case.observation:
         return outcome(found, met="the one-rank run itself")
-    return outcome(found, met=f"{worst:.1e} ≤ {LIMIT if fp32 else BF16:g}" if worst else "exact")
+    return outcome(found, met=within(case, worst, LIMIT if fp32 else BF16) if worst else "exact")
 
 
 def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Steps of the facet `replay`: forwards and training steps under given or recorded routes, watched at the experts.
 
-Between them come forwards that are not replayed, other routes, and routers that have changed, as a run has them.
+Between them come forwards that are not replayed, other routes, and routers that have changed, as a run has them. The
+forward before all of them is the step `forward`, whose logits are judged.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from moeref_conformance.api import Cell, Export, Forward, Replay
+from moeref_conformance.api import Cell, Export, Forward, Replay, Turn
 from moeref_conformance.steps.gradients import batch
 from moeref_conformance.steps.watch import watched
 
 Save = Callable[[str, Mapping[str, torch.Tensor]], None]
 #: Phases of each mode, in order; those that are named for a route set are judged by it.
 PHASES = {
-    "R3": ("native", "replay-a", "native-again", "step-a", "recompute-b", "replay-b"),
-    "R2": ("record", "replay", "changed-native", "step", "recompute", "record-changed", "step-changed"),
+    "R3": ("replay-a", "native-between", "step-a", "recompute-b", "native-after"),
+    "R2": ("record", "replay", "changed-native", "recompute", "record-changed", "step-changed"),
 }
 
 
@@ -42,6 +43,7 @@ def run(
     chunks = list(export.chunks())
     rows = batch(tokens_BS, cell.layout)
     again = rows.shape[0] // tokens_BS.shape[0]
+    one_S = tokens_BS[:1]  # an evaluation has another number of microbatches than a step
 
     def phase(name: str, call: Callable[[], Any]) -> None:
         with watched(chunks, seen, name):
@@ -53,19 +55,17 @@ def run(
 
     if cell.replay == "R3":
         a, b = routes["a"], routes["b"]
-        phase("native", lambda: forward.logits(tokens_BS))
-        phase("replay-a", lambda: facet.replay(tokens_BS, a))
-        phase("native-again", lambda: forward.logits(tokens_BS))
+        phase("replay-a", lambda: facet.replay(tokens_BS, [resumed(a[0], b[0]), *a[1:]]))
+        phase("native-between", lambda: forward.logits(one_S))
         phase("step-a", lambda: facet.step(rows, [*a] * again))
         with recomputed(chunks):
             phase("recompute-b", lambda: facet.step(rows, [*b] * again))
-        phase("replay-b", lambda: facet.replay(tokens_BS, b))
+        phase("native-after", lambda: forward.logits(one_S))
     else:
         phase("record", lambda: facet.record(rows))
         phase("replay", lambda: facet.replay(rows, None))
         with turned(chunks):
-            phase("changed-native", lambda: forward.logits(tokens_BS))
-            phase("step", lambda: facet.step(rows, None))
+            phase("changed-native", lambda: forward.logits(one_S))
             with recomputed(chunks):
                 phase("recompute", lambda: facet.step(rows, None))
             phase("record-changed", lambda: facet.record(rows))
@@ -83,6 +83,14 @@ def read_routes(file: str) -> dict[str, list[np.ndarray[Any, Any]]]:
         name, _, number = key.partition(".")
         found.setdefault(name, {})[int(number)] = tensor.numpy()
     return {name: [samples[i] for i in sorted(samples)] for name, samples in found.items()}
+
+
+def resumed(whole: np.ndarray[Any, Any], recomputed: np.ndarray[Any, Any]) -> list[Turn]:
+    """`whole` as of a rollout that was interrupted in the middle: the engine that went on recomputed the rows of two
+    tokens that had been sampled before, and chose other experts for them."""
+    cut = len(whole) // 2
+    later = np.concatenate([recomputed[cut - 2 : cut], whole[cut:]])
+    return [Turn(0, whole[:cut]), Turn(cut - 2, later)]
 
 
 def malformed(routes: Sequence[np.ndarray[Any, Any]]) -> dict[str, list[np.ndarray[Any, Any]]]:

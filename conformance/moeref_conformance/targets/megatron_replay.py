@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from moeref_conformance.api import Cell, Info, Session, World
+from moeref_conformance.api import Cell, Info, Session, Turn, World
 from moeref_conformance.targets.faults.rewrite import Swapped
 from moeref_conformance.targets.moeref import MoerefTarget
 
@@ -72,8 +72,10 @@ class _Naive:
         from megatron.core.transformer.moe.router import TopKRouter
         from megatron.core.transformer.moe.router_replay import RouterReplay
 
-        rows = torch.full((length, *sample.shape[1:]), -1, dtype=torch.int64)
-        rows[: len(sample)] = torch.as_tensor(sample).to(torch.int64)
+        turns = sample if isinstance(sample, list) else [Turn(0, sample)]
+        rows = torch.full((length, *turns[0].routes.shape[1:]), -1, dtype=torch.int64)
+        for turn in turns:
+            rows[turn.start : turn.start + len(turn.routes)] = torch.as_tensor(turn.routes).to(torch.int64)
         mine = rows.chunk(ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
         modules = (m for chunk in self._session.export.chunks() for m in chunk.modules())
         first = next(m.layer_number - 1 for m in modules if isinstance(m, TopKRouter))

@@ -177,7 +177,7 @@ FAULTS = (
         rules=("RPL-002",),
         cell=cell("qwen3_moe", "one", replay="R3"),
         edits=_left_on,
-        says="native-again: ",
+        says="native-between: ",
         one_rank=True,
     ),
     Fault(

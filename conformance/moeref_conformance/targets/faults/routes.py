@@ -128,6 +128,28 @@ def _sorted(rooms: Rooms) -> Iterable[Edit]:
     return [Edit(controller, "with_layers", with_layers)]
 
 
+def _replaced(rooms: Rooms) -> Iterable[Edit]:
+    """The rows that a resumed rollout brings stand for all: those before them are lost."""
+    package = rooms["replay"]
+
+    def continued(earlier: Any, later: Any) -> Any:
+        return package.joined([package.missing(later.start, later), later])
+
+    return [Edit(package, "continued", continued)]
+
+
+def _overwritten(rooms: Rooms) -> Iterable[Edit]:
+    """Rows that the resumed engine recomputed take the place of those that routed the sampled tokens."""
+    package = rooms["replay"]
+
+    def continued(earlier: Any, later: Any) -> Any:
+        return replace(
+            package.joined([earlier.take(slice(0, later.start - earlier.start)), later]), start=earlier.start
+        )
+
+    return [Edit(package, "continued", continued)]
+
+
 FAULTS = (
     Fault(
         id="routes-by-ordinal",
@@ -169,6 +191,25 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         edits=_all_native,
         diagnosis="the router's own choice",
+    ),
+    Fault(
+        id="resumed-routes-replace",
+        bug="R14: verl#6046, miles#3277, the routes of a resumed rollout take the place of all earlier ones",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        edits=_replaced,
+        says="replay-a: token 0 of sample 0",
+        diagnosis="the router's own choice",
+        one_rank=True,
+    ),
+    Fault(
+        id="resumed-routes-overwrite",
+        bug="R14 in kind: rows that were recomputed when a rollout was resumed overwrite those of the sampled tokens",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        edits=_overwritten,
+        says="replay-a: token 5 of sample 0",
+        one_rank=True,
     ),
     Fault(
         id="missing-rows-to-the-first-experts",

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeref.check import CheckError, Report, check
-from moeref.check.run import PRECISIONS, REPLAY
 from moeref.check.runfile import OPTIONS, RunFile, is_run_file, read_run_file
+from moeref.check.settings import PRECISIONS, REPLAY
 from moeref.config import ConfigError, MoEConfig
 from moeref.families import published
+from moeref.seeds import FORMULAS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--replay", help=f"{', '.join(REPLAY)} (default: off)")
     command.add_argument("--seq-length", type=int, metavar="N", help="tokens of one packed sequence, before padding")
     command.add_argument("--seed", type=int, metavar="N", help="of the run (default: 1234)")
+    command.add_argument("--seed-formula", help=f"{', '.join(FORMULAS)} (default: megatron)")
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of Megatron's; JSON value"
     )
@@ -85,7 +87,10 @@ def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace)
 
 
 def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:
-    through = dict(moe.get("transformer_config_kwargs") or {})
+    through = moe.get("transformer_config_kwargs") or {}
+    if not isinstance(through, Mapping):
+        raise CheckError(f"transformer_config_kwargs is a mapping of settings, not {through!r}")
+    through = dict(through)
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:

@@ -67,6 +67,7 @@ class Report:
     collisions: tuple[Collision, ...]
     #: Seeds that two trackers of one rank share: megatron-core refuses to add the second ("seed already exists").
     refused: tuple[Collision, ...]
+    ranges: dict[str, tuple[int, int]]  # kind -> (lowest, highest) seed
 
     @property
     def text(self) -> str:
@@ -129,7 +130,7 @@ def _seeds(layout: Layout, at: Coords, seed: int, per_dp: bool, formula: Formula
 def collisions(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formula = "megatron") -> Report:
     """The seeds of all ranks of `layout` held against each other. Errors as in `rank_seeds`."""
     check(layout, seed, per_dp=per_dp, formula=formula)
-    counts, found, refused = {}, [], {}
+    counts, ranges, found, refused = {}, {}, [], {}
     every = [(at, _seeds(layout, at, seed, per_dp, formula)) for at in _places(layout, per_dp)]
     for kind, axes in _AXES.items():
         at_seed: dict[int, dict[str, None]] = defaultdict(dict)
@@ -138,6 +139,7 @@ def collisions(layout: Layout, seed: int, *, per_dp: bool = False, formula: Form
             at_seed[getattr(seeds, kind)][" ".join(f"{axis}{getattr(at, axis)}" for axis in named)] = None
         wanted = len({place for places in at_seed.values() for place in places})
         counts[kind] = (len(at_seed), wanted)
+        ranges[kind] = (min(at_seed), max(at_seed))
         found += [Collision(kind, s, tuple(places)) for s, places in sorted(at_seed.items()) if len(places) > 1]
     for at, seeds in every:
         kinds: dict[int, list[str]] = defaultdict(list)
@@ -146,7 +148,7 @@ def collisions(layout: Layout, seed: int, *, per_dp: bool = False, formula: Form
         for s, names in kinds.items():
             if len(names) > 1:
                 refused[at.text] = Collision(" and ".join(names), s, (at.text,))
-    return Report(counts, tuple(found), tuple(refused.values()))
+    return Report(counts, tuple(found), tuple(refused.values()), ranges)
 
 
 def _places(layout: Layout, per_dp: bool) -> Iterator[Coords]:

@@ -1,7 +1,7 @@
 """Preflight: will this model, layout, dispatcher and replay mode work, what will Megatron be given, and why?"""
 
-from moeref.check.report import Problem, Report
-from moeref.check.run import CheckError, check, model_of
+from moeref.check.report import CheckError, Problem, Report
+from moeref.check.run import check, model_of
 from moeref.check.splits import Split, splits
 
 __all__ = ["CheckError", "Problem", "Report", "Split", "check", "model_of", "splits"]

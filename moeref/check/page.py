@@ -32,6 +32,10 @@ SHOWN = (
     "rotary_base",
 )
 
+#: Kinds of seeds and formulas in words.
+KINDS = {"default": "python, numpy, torch, CUDA", "tp": "TP tracker", "expert": "expert tracker"}
+FORMULAS = {"megatron": "Megatron's formula", "distinct": "the formula without collisions"}
+
 
 def page(report: Report, *, every_setting: bool = False) -> RenderableType:
     """The whole report: verdict and problems first, then what Megatron is given and how the model lies."""
@@ -104,14 +108,17 @@ def _lines(report: Report) -> Iterable[tuple[str, str]]:
         yield "", f"needs {', '.join(report.needs)}"
     if report.padding:
         plan = report.padding.plan
-        yield "padding", f"packed sequences to a multiple of {plan.multiple}"
+        multiple = f"packed sequences to a multiple of {plan.multiple}" if plan.multiple > 1 else "none is needed"
+        yield "padding", multiple
         for factor in plan.factors:
             yield "", f"{factor.multiple} per {factor.level}: {factor.why}"
         if report.padding.padded is not None:
             yield "", f"{report.padding.length} → {report.padding.padded} tokens, {report.padding.rows} rows on a rank"
     if report.seeds:
-        counts = ", ".join(f"{kind} {have} of {want}" for kind, (have, want) in report.seeds.counts.items())
-        yield "seeds", f"distinct: {counts}"
+        yield "seeds", f"from {report.seed} by {FORMULAS[report.seed_formula]}"
+        for kind, (have, want) in report.seeds.counts.items():
+            low, high = report.seeds.ranges[kind]
+            yield "", f"{KINDS[kind]}: {low}…{high}, {have} distinct of {want}" if want > 1 else f"{KINDS[kind]}: {low}"
     if report.replay != "off":
         yield "replay", f"{report.replay}; {report.route_bytes} bytes of routes a token"
     for note in report.notes:
@@ -146,9 +153,16 @@ def _range(run: list[Stage]) -> str:
 def _settings(report: Report, every: bool) -> Table:
     assert report.record is not None
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for heading in ("setting", "value", "origin", ""):
-        table.add_column(heading)
-    for name, setting in sorted(report.record.settings.items()):
-        if every or name in SHOWN or setting.origin in ("field", "override", "derived"):
-            table.add_row(name, Text(repr(setting.value), overflow="fold"), setting.origin, setting.reason)
+    shown = {
+        name: setting
+        for name, setting in sorted(report.record.settings.items())
+        if every or name in SHOWN or setting.origin in ("field", "override", "derived")
+    }
+    # Names stay whole, also on a terminal of 80 columns; what is beside them folds.
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("origin", overflow="fold")
+    for name, setting in shown.items():
+        why = f"{setting.origin}: {setting.reason}" if setting.reason else setting.origin
+        table.add_row(name, Text(repr(setting.value)), Text(why))
     return table

@@ -12,6 +12,10 @@ from moeref.families import Model
 from moeref.seeds import Report as SeedReport
 
 
+class CheckError(ValueError):
+    """Input that cannot be checked at all: an unknown model, key or value. A layout that cannot work is a verdict."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """Why it will not work, and what to do. `about`: layout, bridge, config, dispatcher, padding, seeds or replay."""
@@ -58,6 +62,8 @@ class Report:
     stages: tuple[Stage, ...] = ()
     experts: tuple[int, int] | None = None  # experts of the model, experts of a rank
     padding: Padding | None = None
+    seed: int = 0
+    seed_formula: str = "megatron"
     seeds: SeedReport | None = None
     weights: Mapping[int, int] = field(default_factory=dict)  # pipeline rank -> bytes on each of its ranks, at most
     parameters: int = 0
@@ -100,7 +106,17 @@ class Report:
             },
             "seeds": None
             if self.seeds is None
-            else {kind: {"distinct": have, "wanted": want} for kind, (have, want) in self.seeds.counts.items()},
+            else {
+                "seed": self.seed,
+                "formula": self.seed_formula,
+                "kinds": {
+                    kind: dict(zip(("distinct", "wanted", "lowest", "highest"), (*counts, *ranges), strict=True))
+                    for (kind, counts), ranges in zip(
+                        self.seeds.counts.items(), self.seeds.ranges.values(), strict=True
+                    )
+                },
+                "collisions": [vars(collision) for collision in (*self.seeds.collisions, *self.seeds.refused)],
+            },
             "weight_bytes": {f"pp{pp}": size for pp, size in self.weights.items()},
             "parameters": self.parameters,
             "tensors": self.tensors,

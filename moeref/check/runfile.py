@@ -3,7 +3,7 @@
 ```yaml
 model: glm-4.7-flash            # a known name, or a path
 layout: {tp: 2, ep: 8, etp: 1, world: 8}
-seq_length: 8192                # optional, as dispatcher, precision, replay and seed are
+seq_length: 8192                # optional, as dispatcher, precision, replay, seed and seed_formula are
 policy: {moe_router_score_function: sigmoid}
 reference: ${policy}            # interpolation: the reference model is asked for the same
 ```
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeref.check.run import CheckError
+from moeref.check.report import CheckError
 from moeref.config import ConfigError, MoEConfig, shared
 from moeref.config.errors import nearest
 
-OPTIONS = ("dispatcher", "precision", "replay", "seq_length", "seed")
+OPTIONS = ("dispatcher", "precision", "replay", "seq_length", "seed", "seed_formula")
 _KEYS = ("model", "layout", *OPTIONS, "policy", "reference", "declared")
 
 
@@ -39,6 +39,7 @@ class RunFile:
     replay: str | None = None
     seq_length: int | None = None
     seed: int | None = None
+    seed_formula: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -71,20 +72,32 @@ def read_run_file(file: str | Path) -> RunFile:
         if key not in _KEYS:
             raise CheckError(f"{path}: unknown key {key!r}{nearest(str(key), _KEYS)}")
     for key in ("model", "layout", "policy"):
-        if not found.get(key):
-            raise CheckError(f"{path}: {key} is missing")
-    models = {"policy": dict(found["policy"])}
-    if found.get("reference"):
-        models["reference"] = dict(found["reference"])
-        sides = [MoEConfig.from_mapping(models[name]) for name in ("policy", "reference")]
+        if found.get(key) is None:
+            raise CheckError(f"{path}: {key} is missing" + (" (write `policy: {}`)" if key == "policy" else ""))
+    models = {name: _settings(path, name, found[name]) for name in ("policy", "reference") if found.get(name)}
+    models = {"policy": {}, **models}
+    declared = found.get("declared") or []
+    if not isinstance(declared, list):
+        raise CheckError(f"{path}: declared is a list of names, not {declared!r}")
+    if found.get("reference") is not None:
+        models.setdefault("reference", {})
         try:
-            shared(*({**s.fields, **s.transformer_config_kwargs} for s in sides), declared=found.get("declared") or ())
+            sides = [MoEConfig.from_mapping(models[name]) for name in ("policy", "reference")]
+            shared(*({**s.fields, **s.transformer_config_kwargs} for s in sides), declared=declared)
         except ConfigError as error:
             raise CheckError(f"{path}: {error}; write the difference under declared:, or interpolate") from error
     layout = found["layout"]
-    text = ",".join(f"{k}={v}" for k, v in layout.items()) if isinstance(layout, Mapping) else str(layout)
+    if not isinstance(layout, str | Mapping):
+        raise CheckError(f"{path}: layout is a text such as tp=2,ep=8 or a mapping of sizes, not {layout!r}")
+    text = ",".join(f"{k}={v}" for k, v in layout.items()) if isinstance(layout, Mapping) else layout
     options = {key: found.get(key) for key in OPTIONS}
     return RunFile(model=str(found["model"]), layout=text, models=models, **options)
+
+
+def _settings(path: Path, name: str, found: Any) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise CheckError(f"{path}: {name} is a mapping of settings, not {found!r}")
+    return dict(found)
 
 
 def _parsed(path: Path) -> Any:

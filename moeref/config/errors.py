@@ -7,7 +7,12 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """Settings that are unknown, contradict one another, or do not arrive. Every problem found is in the message."""
+    """Settings that are unknown, contradict one another, or do not arrive. Every problem found is in the message.
+
+    `problems` has them one by one, where there are several.
+    """
+
+    problems: tuple[str, ...] = ()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -19,4 +24,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def raise_all(what: str, problems: list[str]) -> None:
     """Raise one ConfigError that tells all `problems`; do nothing if there are none."""
     if problems:
-        raise ConfigError(f"{what}: " + "\n  ".join(problems))
+        error = ConfigError(f"{what}: " + "\n  ".join(problems))
+        error.problems = tuple(problems)
+        raise error

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moeref.config.settings import Setting
+from moeref.dispatcher import DispatcherError, setup_of
+from moeref.dispatcher import contradictions as contradictions_of
 from moeref.layout import Layout
 
 _ASKED = ("field", "override")
@@ -48,26 +50,25 @@ def _replay_reaches_topk(now: Effective) -> Iterator[str]:
             yield f"{now.said(*names)}: this balancing chooses experts itself and never asks for the recorded routes"
 
 
-def _flex_and_its_backend(now: Effective) -> Iterator[str]:
-    # MoEFlexTokenDispatcher raises for an unknown backend; elsewhere the backend is ignored (Megatron-Bridge#5207).
-    flex = now["moe_token_dispatcher_type"] == "flex"
+def _dispatcher(now: Effective) -> Iterator[str]:
+    # One truth: `moeref.dispatcher` knows what goes together. Asked here is what no machine and no version takes;
+    # packages, GPU and rows are `dispatcher.select`'s to judge, which is told of them.
+    if not now["num_moe_experts"]:
+        return
+    try:
+        setup = setup_of({name: setting.value for name, setting in now.settings.items()}, now.layout)
+    except DispatcherError:
+        return  # a value beyond the table: the choices of the provider's own class judge it, then its finalisation
+    for refusal, names in contradictions_of(setup):
+        yield f"{now.said(*names)}: {refusal}" if names else str(refusal)
+
+
+def _ignored_backend(now: Effective) -> Iterator[str]:
+    # Not in that table, since megatron-core takes it and ignores the backend (Megatron-Bridge#5207).
     names = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-    has_backend = "moe_flex_dispatcher_backend" in now.settings
-    if flex and has_backend and now["moe_flex_dispatcher_backend"] is None:
-        yield f"{now.said(*names)}: flex needs a backend; name one, or choose another dispatcher"
-    known = now["moe_token_dispatcher_type"] is not None
-    if known and not flex and now.asked(names[1]) and now["moe_flex_dispatcher_backend"] is not None:
+    known = now[names[0]] is not None
+    if known and now[names[0]] != "flex" and now.asked(names[1]) and now[names[1]] is not None:
         yield f"{now.said(*names)}: only flex has a backend, it would be ignored; ask for dispatcher flex, or for None"
-    if known and not flex and now.asked("moe_enable_deepep") and now["moe_enable_deepep"]:
-        yield f"{now.said(names[0], 'moe_enable_deepep')}: DeepEP is a backend of flex"
-
-
-def _sequence_parallel(now: Effective) -> Iterator[str]:
-    # ModelParallelConfig.__post_init__; MoELayer.forward in training (NeMo-RL#1487).
-    if now["sequence_parallel"] and now.layout.tp == 1:
-        yield f"{now.said('sequence_parallel')} needs tensor parallelism, and tp is 1"
-    if now["sequence_parallel"] is False and now.layout.tp > 1 and now["num_moe_experts"]:
-        yield f"{now.said('sequence_parallel')}: megatron-core trains experts under tp={now.layout.tp} only with it"
 
 
 def _router(now: Effective) -> Iterator[str]:
@@ -92,8 +93,8 @@ def _interleaved(now: Effective) -> Iterator[str]:
 
 RULES: tuple[Callable[[Effective], Iterator[str]], ...] = (
     _replay_reaches_topk,
-    _flex_and_its_backend,
-    _sequence_parallel,
+    _dispatcher,
+    _ignored_backend,
     _router,
     _interleaved,
 )

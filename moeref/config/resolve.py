@@ -72,9 +72,10 @@ def resolve(
             over = "transformer_config_kwargs wins over the field" if (origin, name) in _fields(asked) else ""
             put(name, Setting(value, origin, over))
     effective = {name: trail[-1] for name, trail in trails.items()}
-    problems += contradictions(effective, layout)
+    derived = derive(effective, layout)
+    problems += contradictions({**effective, **derived}, layout)
     raise_all(f"settings of {model.family} under {layout.text}", problems)
-    for name, setting in derive(effective, layout).items():
+    for name, setting in derived.items():
         put(name, setting)
     unchecked = tuple(asked.transformer_config_kwargs) if known is None else ()
     return Record(asked, trails, tuple(n for n in unchecked if n not in own))

@@ -46,15 +46,18 @@ def held_by(holder: object) -> dict[str, Setting]:
 
 
 def unfit(holder: object, name: str, value: Any) -> str:
-    """Why `value` does not fit the annotation of `name`: no truth value where one is wanted, no listed choice.
+    """Why `value` does not fit the annotation of `name`: no truth value, number or listed choice where one is wanted.
 
     Nothing for None, which Megatron may read as "derive it", and wherever an annotation leaves more than that open.
     """
     if value is None or holder is None or isinstance(holder, Mapping):
         return ""
     annotation = _annotation(holder if isinstance(holder, type) else type(holder), name)
-    if annotation is bool and not isinstance(value, bool):
+    kinds = _parts(annotation)
+    if kinds == [bool] and not isinstance(value, bool):
         return f"{name}={value!r} is neither True nor False"
+    if kinds in ([int], [float]) and (isinstance(value, bool) or not isinstance(value, (int, *kinds))):
+        return f"{name}={value!r} is no {'integer' if kinds == [int] else 'number'}"
     choices = _choices(annotation)
     if choices and value not in choices:
         return f"{name}={value!r} is none of {', '.join(map(repr, choices))}"
@@ -74,12 +77,16 @@ def _annotation(kind: type, name: str) -> Any:
     return None
 
 
+def _parts(annotation: Any) -> list[Any]:
+    """What an annotation allows beside None."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [part for part in typing.get_args(annotation) if part is not type(None)]
+    return [annotation]
+
+
 def _choices(annotation: Any) -> tuple[Any, ...]:
     """The values of a Literal, also of an optional one; empty where anything else is allowed too."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return typing.get_args(annotation)
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
-        if all(typing.get_origin(part) is typing.Literal for part in parts):
-            return tuple(value for part in parts for value in typing.get_args(part))
+    parts = _parts(annotation)
+    if all(typing.get_origin(part) is typing.Literal for part in parts):
+        return tuple(value for part in parts for value in typing.get_args(part))
     return ()

@@ -1,5 +1,6 @@
 """Owns how tokens reach experts: which dispatcher may be used, what rows are padded to, what dispatch must compute."""
 
+from moeref.dispatcher.effective import contradictions, setup_of
 from moeref.dispatcher.select import AUTO, Selection, automatic, installed, read, select, settings
 from moeref.dispatcher.setup import Choice, DispatcherError, Environment, Setup
 from moeref.dispatcher.table import RULES, Refusal, Rule, check, refusals, requirements
@@ -16,10 +17,12 @@ __all__ = [
     "Setup",
     "automatic",
     "check",
+    "contradictions",
     "installed",
     "read",
     "refusals",
     "requirements",
     "select",
     "settings",
+    "setup_of",
 ]

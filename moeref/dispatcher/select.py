@@ -31,16 +31,16 @@ class Selection:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """megatron-core's two fields. Without flex nothing reads the backend, so it goes back to its default."""
+        """megatron-core's two fields, as `settings` has them."""
         return settings(self.choice)
 
 
 def settings(choice: Choice) -> dict[str, Any]:
-    """megatron-core's `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend` for `choice`, always both."""
-    return {
-        "moe_token_dispatcher_type": choice.dispatcher,
-        "moe_flex_dispatcher_backend": choice.backend or "deepep",
-    }
+    """megatron-core's `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend` for `choice`, always both.
+
+    Without flex nothing reads the backend, and None says so.
+    """
+    return {"moe_token_dispatcher_type": choice.dispatcher, "moe_flex_dispatcher_backend": choice.backend}
 
 
 def read(fields: Mapping[str, Any]) -> Choice:

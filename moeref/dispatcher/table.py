@@ -203,7 +203,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "flex-needs-a-backend", "construction", "ValueError", FLEX,
-        "the flex dispatcher has no backend",
+        "the flex dispatcher needs a backend and has none",
         "choose flex-deepep or flex-hybridep", "MoEFlexTokenDispatcher.__init__",
         lambda s, e: s.choice is None,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from moeref.check import CheckError, check, splits
+from moeref.check.page import show
 from moeref.cli import main
 from moeref.config import MoEConfig
 from moeref.families import known, published
@@ -22,6 +25,13 @@ from moeref.layout import Layout
 ROOT = Path(__file__).parents[2]
 KIMI = "tp=8,pp=16,ep=64,etp=1,world=1024"
 EXAMPLE = ROOT / "docs/examples/glm47_flash_grpo.yaml"
+
+
+CAPACITY = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
+def through(**settings: Any) -> MoEConfig:
+    return MoEConfig(transformer_config_kwargs=settings)
 
 
 def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -86,6 +96,9 @@ def test_every_published_model_on_one_rank(name: str) -> None:
     assert report.works, report.problems
     assert report.tensors > 100
     assert set(report.weights) == {0}
+    # One rank holds every parameter in two bytes; files repeat embedding and head for a multi-token prediction layer.
+    repeated = 0.025 if known(name).get("num_nextn_predict_layers") else 0.002
+    assert report.weights[0] == pytest.approx(2 * report.parameters, rel=repeated)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +108,24 @@ def test_every_published_model_on_one_rank(name: str) -> None:
         ("ep=7", {}, "bridge"),
         ("tp=3,etp=1", {}, "bridge"),
         ("tp=2,ep=2,etp=1,world=2", {"dispatcher": "flex:deepep", "precision": "fp32"}, "dispatcher"),
-        ("world=1", {"asked": MoEConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=None)}, "config"),
+        (
+            "world=1",
+            {"asked": MoEConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=None)},
+            "dispatcher",
+        ),
         (
             "world=1",
             {"replay": "R2", "asked": MoEConfig(transformer_config_kwargs={"moe_router_fusion": True})},
             "config",
         ),
         ("tp=11,ep=22,etp=1", {}, "seeds"),
+        ("ep=8", {"dispatcher": "flex:deepep", "asked": through(**CAPACITY)}, "dispatcher"),
+        ("ep=8", {"dispatcher": "allgather", "asked": through(variable_seq_lengths=True)}, "dispatcher"),
+        ("ep=8", {"asked": through(moe_router_topk=129)}, "config"),
+        ("ep=8", {"asked": through(num_moe_experts=None)}, "config"),
+        ("ep=8", {"asked": through(hidden_size=64)}, "config"),
+        ("ep=8", {"core": "0.16.1", "asked": through(moe_router_topk=1)}, "config"),
+        ("ep=8", {"precision": "fp32", "asked": through(moe_router_padding_for_quantization=True)}, "dispatcher"),
     ],
 )
 def test_what_will_not_work_is_a_verdict(layout: str, more: dict[str, Any], about: str) -> None:
@@ -127,11 +151,123 @@ def test_what_will_not_work_is_a_verdict(layout: str, more: dict[str, Any], abou
         ("qwen3-30b-a3b", "world=1", {"seq_length": 0}, "at least 1"),
         ("qwen3-30b-a3b", "world=1", {"core": "0.12"}, "0.12"),
         ("qwen3-30b-a3b", "world=1", {"seed": 0}, "seed=0"),
+        ("qwen3-30b-a3b", "world=1", {"seed_formula": "unique"}, "megatron, distinct"),
+        ("qwen3-30b-a3b", "ep=0", {}, "ep=0 must be at least 1"),
+        ("qwen3-30b-a3b", "world=1", {"seq_length": "long"}, "seq_length='long'"),
+        ("qwen3-30b-a3b", "world=1", {"dispatcher": 5}, "dispatcher='5' is none"),
+        (known("glm-4.5") | {"num_hidden_layers": "many"}, "world=1", {}, "no number, list or switch"),
+        ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_router_topkk=2)}, "did you mean moe_router_topk"),
+        ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_token_dispatcher_type="pigeon")}, "none of 'allgather'"),
+        ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_router_topk="two")}, "no integer"),
+        (
+            "qwen3-30b-a3b",
+            "ep=8",
+            {"core": "0.16.1", "asked": through(moe_hybridep_pad_uneven_dispatch_inputs=True)},
+            "0.16.1 has no moe_hybridep_pad_uneven_dispatch_inputs",
+        ),
+        (
+            "qwen3-30b-a3b",
+            "ep=8",
+            {"dispatcher": "flex:deepep", "asked": MoEConfig(moe_token_dispatcher_type="alltoall")},
+            "dispatcher flex-deepep says 'flex'; say one of them",
+        ),
+        (
+            "qwen3-30b-a3b",
+            "ep=8",
+            {"replay": "R3", "asked": MoEConfig(moe_enable_routing_replay=False)},
+            "replay R3 says True",
+        ),
+        ("qwen3-30b-a3b", "ep=8", {"precision": "mxfp8", "asked": through(fp8_recipe="delayed")}, "says 'mxfp8'"),
     ],
 )
 def test_what_means_nothing_is_bad_input(model: Any, layout: str, more: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckError, match=says):
         check(model, layout, **more)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("gpt-oss-20b", "tp=2,ep=2,etp=2"), ("qwen3-next-80b-a3b", "cp=2"), ("gpt-oss-20b", "cp=2")]
+)
+def test_a_layout_that_the_model_cannot_have_is_a_verdict(model: str, layout: str) -> None:
+    (problem,) = check(model, layout).problems
+    assert problem.about == "layout"
+
+
+def test_a_problem_is_told_once_and_with_what_to_do() -> None:
+    asked = through(**CAPACITY, moe_enable_routing_replay=True, moe_router_fusion=True)
+    found = check("glm-4.5", "ep=8", dispatcher="flex:deepep", asked=asked).problems
+    assert [problem.about for problem in found] == ["dispatcher", "config"]
+    assert all(problem.fix for problem in found)
+
+
+def test_what_is_asked_for_decides_what_the_dispatcher_is_judged_by() -> None:
+    """Sequences of one length are the default, and all-gather takes them; what is chosen is told as settings."""
+    report = check("glm-4.5", "ep=8", dispatcher="allgather")
+    assert report.works
+    assert report.record is not None
+    assert report.record["variable_seq_lengths"] is False
+    assert report.padding is not None
+    assert report.padding.plan.grouped
+    asked = MoEConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
+    assert check("glm-4.5", "ep=8", asked=asked).dispatcher == "flex-hybridep"
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings", "rows"),
+    [
+        ("bf16", {"bf16": True, "fp8": None, "fp4": None}, 1),
+        ("fp32", {"bf16": False, "fp8": None}, 1),
+        ("delayed", {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+        ("mxfp8", {"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+        ("blockwise", {"fp8": "e4m3", "fp8_recipe": "blockwise"}, 128),
+        ("nvfp4", {"fp8": None, "fp4": "e2m1", "fp4_recipe": "nvfp4"}, 32),
+    ],
+)
+def test_a_precision_is_settings_and_rows(precision: str, settings: dict[str, Any], rows: int) -> None:
+    report = check("glm-4.5", "ep=8", precision=precision)
+    assert report.record is not None
+    assert {name: report.record[name] for name in settings} == settings
+    assert report.padding is not None
+    assert report.padding.plan.multiple == rows
+    # The same by settings alone.
+    asked = {name: value for name, value in settings.items() if value is not None}
+    again = check("glm-4.5", "ep=8", asked=through(**asked))
+    assert again.padding is not None
+    assert again.padding.plan.multiple == rows
+
+
+def test_every_value_has_an_origin_that_says_who_wanted_it() -> None:
+    record = check("glm-4.5", "ep=16", replay="R3", asked=through(moe_z_loss_coeff=0.5)).record
+    assert record is not None
+    origins = {
+        "moe_token_dispatcher_type": "derived",  # auto
+        "moe_enable_routing_replay": "field",
+        "moe_z_loss_coeff": "override",
+        "moe_router_topk": "hf",
+        "sequence_parallel": "layout",
+        "moe_router_load_balancing_type": "default",
+        "moe_aux_loss_coeff": "provider default",
+    }
+    assert {name: record.origin(name) for name in origins} == origins
+    assert "auto" in record.settings["moe_token_dispatcher_type"].reason
+    assert len(record.settings) > 300
+
+
+def test_what_replaces_the_model_s_own_setting_is_told() -> None:
+    report = check("glm-4.5", "ep=8", asked=MoEConfig(moe_router_enable_expert_bias=False))
+    assert report.works
+    assert "moe_router_enable_expert_bias=False replaces True of the model's own config" in report.notes
+
+
+def test_the_seeds_are_part_of_the_plan() -> None:
+    plain = check("glm-4.5", "pp=4,ep=8,etp=2,world=64").to_plain()["seeds"]
+    expert = {"distinct": 22, "wanted": 64, "lowest": 1234 + 1024, "highest": 1234 + 1024 + 300 + 700 + 1}
+    assert plain["kinds"]["expert"] == expert
+    assert {"generator": "expert", "seed": 2358, "places": ("pp0 ep1 etp0", "pp1 ep0 etp0")} in plain["collisions"]
+    other = check("glm-4.5", "pp=4,ep=8,etp=2,world=64", seed_formula="distinct")
+    assert other.seeds is not None
+    assert other.seeds.counts["expert"] == (64, 64)
+    assert not other.notes
 
 
 def test_a_folder_and_a_file_are_models_too(tmp_path: Path) -> None:
@@ -158,6 +294,22 @@ def test_exit_codes_and_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean kimi-k2" in err
     assert run("kimi-k2", capsys=capsys)[0] == 2
     assert run("kimi-k2", "--layout", KIMI, "--set", "moe_router_topk", capsys=capsys)[0] == 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_line_of_the_page_is_cut(width: int) -> None:
+    report = check("kimi-k2", KIMI + ",first=3,last=2", dispatcher="flex:hybridep", precision="mxfp8", replay="R3")
+    console = Console(width=width, record=True, file=io.StringIO())
+    show(report, console)
+    text = console.export_text()
+    assert "…" not in text.replace("1234…2734", "").replace("3952…5459", "").replace("2258…10058", "")
+    assert max(map(len, text.splitlines())) <= width
+    for words in ("moe_shared_expert_intermediate_size", "moe_flex_dispatcher_backend", "2258…10058", "4 each"):
+        assert words in text
+    assert report.record is not None
+    console = Console(width=width, record=True, file=io.StringIO())
+    show(report, console, every_setting=True)
+    assert report.record.settings.keys() <= set(re.findall(r"\w+", console.export_text()))
 
 
 def test_json_is_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +367,12 @@ def test_a_reference_that_drifts_is_refused_unless_declared(tmp_path: Path, caps
         ("model: [\n", "not YAML|cannot|while parsing"),
         ("model: glm-4.5\nlayout: {tp: 1}\npolicy: ${nowhere}\n", "nowhere"),
         ("model: glm-4.5\nlayout: {tp: 1}\npolicy: {moe_grouped_gem: true}\n", "moe_grouped_gemm"),
+        ("model: glm-4.5\nlayout: {tp: 1}\npolicy: 3\n", "policy is a mapping"),
+        ("model: glm-4.5\nlayout: {tp: 1}\npolicy: {}\nreference: [x]\n", "reference is a mapping"),
+        ("model: glm-4.5\nlayout: {tp: 1}\npolicy: {}\ndeclared: moe_grouped_gemm\n", "declared is a list"),
+        ("model: glm-4.5\nlayout: [tp]\npolicy: {}\n", "layout is a text"),
+        ("model: glm-4.5\nlayout: {tp: 1}\npolicy: {}\nseq_length: long\n", "seq_length='long'"),
+        ("model: glm-4.5\nlayout: {tp: 1}\npolicy: {transformer_config_kwargs: 3}\n", "is a mapping of settings"),
     ],
 )
 def test_a_bad_run_file_is_bad_input(tmp_path: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +386,8 @@ def test_a_bad_run_file_is_bad_input(tmp_path: Path, text: str, says: str, capsy
 def test_a_run_file_needs_no_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"model": "glm-4.5", "layout": "ep=8", "policy": {"moe_grouped_gemm": True}}))
+    assert run(str(file), capsys=capsys)[0] == 0
+    file.write_text(json.dumps({"model": "glm-4.5", "layout": "ep=8", "policy": {}}))
     assert run(str(file), capsys=capsys)[0] == 0
 
 

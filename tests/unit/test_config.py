@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeref.config import UNSET, ConfigError, MoEConfig, Record, apply, for_reference, resolve, shared
+from moeref.config import UNSET, ConfigError, MoEConfig, Record, apply, core, for_reference, resolve, shared
 from moeref.config import barrier_needed as barrier
+from moeref.dispatcher import Choice
+from moeref.dispatcher import read as read_choice
+from moeref.dispatcher import settings as dispatcher_settings
 from moeref.layout import Layout
 from tests.unit.models import model
 
@@ -48,7 +51,7 @@ def test_unset_keeps_what_the_provider_holds() -> None:
         "moe_token_dispatcher_type": "flex",
         "moe_router_load_balancing_type": "aux_loss",
     }
-    record = of(provider=provider)
+    record = of(provider=provider, layout=Layout(ep=2))
     for name, value in provider.items():
         assert record[name] == value
         assert record.origin(name) == "provider default"
@@ -218,12 +221,70 @@ def test_contradictions_are_refused(asked: dict[str, Any], names: str) -> None:
 
 
 def test_contradictions_depend_on_the_layout() -> None:
-    with pytest.raises(ConfigError, match="only with it"):
+    with pytest.raises(ConfigError, match=r"sequence_parallel=False \(override\): training experts"):
         of(MoEConfig(transformer_config_kwargs={"sequence_parallel": False}), layout=Layout(tp=2))
     with pytest.raises(ConfigError, match="overlap_p2p_comm"):
         of(MoEConfig(transformer_config_kwargs={"overlap_p2p_comm": False}), layout=Layout(pp=2, vpp=2))
     same = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": None, "sequence_parallel": True}
     assert of(MoEConfig(transformer_config_kwargs=same), layout=Layout(tp=2))["expert_tensor_parallel_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"moe_pad_expert_input_to_capacity": True}, "padding-needs-capacity"),
+        ({"moe_expert_capacity_factor": 1.0, "moe_router_load_balancing_type": "sinkhorn"}, "capacity-needs-balancing"),
+        (
+            {
+                "moe_expert_capacity_factor": 1.0,
+                "moe_router_load_balancing_type": ["none", "sinkhorn"],
+                "moe_aux_loss_coeff": [0.0, 0.0],
+            },
+            "capacity-needs-balancing",
+        ),
+        ({"moe_expert_capacity_factor": 1.0, "moe_token_drop_policy": "first"}, "drop-policy"),
+        ({"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": True}, "allgather-needs-one-length"),
+        ({"moe_router_padding_for_quantization": True}, "routing-padding-needs-quantisation"),
+        ({"moe_router_padding_for_fp8": True}, "routing-padding-needs-quantisation"),
+        (
+            {
+                "moe_token_dispatcher_type": "flex",
+                "moe_expert_capacity_factor": 1.0,
+                "moe_pad_expert_input_to_capacity": True,
+            },
+            "deepep-never-pads",
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_table_of_dispatchers_refuses_everywhere_is_refused(asked: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        of(MoEConfig(transformer_config_kwargs=asked), layout=Layout(ep=2))
+    assert f"[{rule}]" in str(caught.value)
+    # The older name of a setting stands for the newer one.
+    said = [f"{name.replace('fp8', 'quantization')}=" for name in asked]
+    assert any(name in str(caught.value) for name in said)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},  # the machine's packages
+        {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep"},  # beyond the table
+        {"fp8": "e4m3", "moe_router_padding_for_quantization": True},
+        {"moe_expert_capacity_factor": 1.0, "moe_router_load_balancing_type": "aux_loss"},
+    ],
+    ids=str,
+)
+def test_what_depends_on_the_machine_is_left_to_who_knows_it(asked: dict[str, Any]) -> None:
+    assert of(MoEConfig(transformer_config_kwargs=asked), layout=Layout(ep=2)).diff() == ()
+
+
+@pytest.mark.parametrize("choice", Choice)
+def test_the_settings_of_a_choice_can_be_asked_for(choice: Choice) -> None:
+    record = of(MoEConfig(**dispatcher_settings(choice)), layout=Layout(ep=2))
+    assert set(record.consumed.values()) == {"effective"}
+    assert read_choice(record.values) == choice
 
 
 def test_all_problems_are_told_at_once() -> None:
@@ -245,6 +306,31 @@ def test_a_provider_s_second_switch_follows_the_dispatcher() -> None:
     assert record.origin("moe_enable_deepep") == "derived"
 
 
+# Fields of megatron-core where it is not installed
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.19.2"])
+def test_names_and_choices_are_known_without_megatron(version: str) -> None:
+    kind = core.transformer_config(version)
+    assert of(provider=kind).origin("moe_aux_loss_coeff") == "provider default"
+    for asked, message in (
+        ({"moe_router_topkk": 2}, "TransformerConfig has no moe_router_topkk; did you mean moe_router_topk"),
+        ({"moe_token_dispatcher_type": "alltoal"}, "none of 'allgather', 'alltoall', 'flex'"),
+        ({"moe_grouped_gemm": "yes"}, "neither True nor False"),
+        ({"moe_router_topk": "two"}, "no integer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            of(MoEConfig(transformer_config_kwargs=asked), provider=kind)
+    with pytest.raises(ConfigError, match="has no kv_lora_rank"):
+        of(family="deepseek_v3", provider=kind)
+    assert of(family="deepseek_v3", provider=core.transformer_config(version, mla=True)).unchecked == ()
+
+
+def test_fields_of_a_version_that_is_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"megatron-core 0\.14\.0: the fields of 0\.16, 0\.19"):
+        core.transformer_config("0.14.0")
+
+
 # Application
 
 
@@ -260,6 +346,7 @@ class Target:
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     moe_router_dtype: Literal["fp32"] | None = None
     filled: int | None = None
+    scale: float = 1.0
     colour: Any = None
     grad_scale_func: Any = None
     modules: list[str] = field(default_factory=list)
@@ -289,6 +376,7 @@ def test_applied_values_are_read_back_with_the_rest() -> None:
         "colour": "derived",
         "moe_token_dispatcher_type": "provider default",
         "moe_router_dtype": "provider default",
+        "scale": "provider default",
         "grad_scale_func": "provider default",
         "modules": "provider default",
     }
@@ -354,6 +442,12 @@ def test_choices_and_truth_values_are_those_of_the_provider() -> None:
         of(MoEConfig(transformer_config_kwargs={"moe_router_dtype": "fp16"}), provider=kind)
     with pytest.raises(ConfigError, match="neither True nor False"):
         of(MoEConfig(transformer_config_kwargs={"moe_grouped_gemm": "no"}), provider=kind)
+    for value in ("many", True, 1.5):
+        with pytest.raises(ConfigError, match=f"filled={value!r} is no integer"):
+            of(MoEConfig(transformer_config_kwargs={"filled": value}), provider=kind)
+    with pytest.raises(ConfigError, match="scale='much' is no number"):
+        of(MoEConfig(transformer_config_kwargs={"scale": "much"}), provider=kind)
+    assert of(MoEConfig(transformer_config_kwargs={"scale": 2}), provider=kind)["scale"] == 2
     with pytest.raises(ConfigError, match="no moe_router_dtyp; did you mean moe_router_dtype"):
         of(MoEConfig(transformer_config_kwargs={"moe_router_dtyp": "fp32"}), provider=kind)
     assert of(MoEConfig(transformer_config_kwargs={"moe_router_dtype": None}), provider=kind).unchecked == ()

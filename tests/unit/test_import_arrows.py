@@ -17,7 +17,7 @@ KIT = "conformance/moeref_conformance"
 ROOMS: dict[str, set[str]] = {
     "layout": set(),
     "seeds": {"layout"},
-    "config": {"layout", "families"},
+    "config": {"layout", "families", "dispatcher"},
     "dispatcher": {"layout"},
     "replay": {"layout"},
     "families": {"layout"},

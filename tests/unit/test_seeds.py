@@ -77,6 +77,7 @@ def test_counts_are_those_of_all_ranks(layout: Layout, per_dp: bool, formula: st
             place = tuple(getattr(at, n) for n in (*names, *(("dp",) if per_dp else ())))
             every[getattr(rank_seeds(layout, rank, 99, per_dp=per_dp, formula=formula), kind), place] += 1  # type: ignore[arg-type]
         assert report.counts[kind] == (len({s for s, _ in every}), len({p for _, p in every}))
+        assert report.ranges[kind] == (min(s for s, _ in every), max(s for s, _ in every))
 
 
 @pytest.mark.parametrize("seed", [None, 0, -3, True, 1.5, "7"])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from moeref_conformance.api import Cell, Claims, Info, Session, Target, World
 
 from moeref.dispatcher import reference
 
-HIDDEN, INNER = 5, 4
+HIDDEN, INNER = 5, 8
 DISPATCHERS = {"allgather": MoEAllGatherTokenDispatcher, "alltoall": MoEAlltoAllTokenDispatcher}
 #: Both sides work in float64; sums over more than two ranks may be taken in another order.
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -148,8 +149,8 @@ def run(case: Case, given: Inputs, dispatch: Callable[..., Any], mine: range, et
 def config(case: Case, name: str, layout: Any) -> TransformerConfig:
     return TransformerConfig(
         num_layers=1,
-        hidden_size=HIDDEN * 2,
-        num_attention_heads=2,
+        hidden_size=16,  # of attention, which is not there, in heads that TP 8 divides
+        num_attention_heads=8,
         add_bias_linear=False,
         num_moe_experts=case.experts,
         moe_router_topk=case.topk,
@@ -221,6 +222,8 @@ def compare(target: Target, cell: Cell, world: World, inputs_: dict[str, str], f
     layout = cell.layout
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
     )
@@ -230,7 +233,7 @@ def compare(target: Target, cell: Cell, world: World, inputs_: dict[str, str], f
     share = slice(etp * INNER // of, (etp + 1) * INNER // of)
     members = dist.get_process_group_ranks(found.tp_ep)
     done = []
-    for case in CASES:
+    for case in (replace(case, experts=math.lcm(case.experts, layout.ep)) for case in CASES):
         mine = groups.experts(case.experts)
         expected = dict(by_rows(case, members, world.rank, mine))
         expected["one"], expected["two"] = expected["one"][:, :, share], expected["two"][:, share]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from moeref import megatron
 from moeref.config import ConfigError, MoEConfig, apply, resolve, shared
 from moeref.layout import Layout
 from tests.unit.models import CONFIGS, model
+
+sys.path.insert(0, str(Path(__file__).parent))
+import core_fields
 
 
 def bare(family: str) -> Any:
@@ -99,6 +105,18 @@ def test_what_moeref_refuses_megatron_refuses(asked: dict[str, Any]) -> None:
         TransformerConfig(**{**given, **asked})
 
 
+def test_grad_scale_func_is_a_real_optimizer_s_scale_loss() -> None:
+    policy, reference = bare("qwen3_moe"), bare("qwen3_moe")
+    optimizer = ChainedOptimizer([])
+    record = megatron.settings_of(model("qwen3_moe"), Layout())
+    done = apply(record, policy, optimizer=optimizer)
+    assert policy.grad_scale_func == optimizer.scale_loss
+    assert done.origin("grad_scale_func") == "derived"
+    apply(record, reference)
+    assert reference.grad_scale_func is None
+    assert shared(policy, reference) == {}
+
+
 def test_names_choices_and_refusals_are_those_of_the_installed_version() -> None:
     for asked, message in (
         ({"moe_router_topkk": 2}, "did you mean moe_router_topk"),
@@ -117,3 +135,8 @@ def test_names_choices_and_refusals_are_those_of_the_installed_version() -> None
 def test_a_mla_model_does_not_fit_the_plain_config() -> None:
     with pytest.raises(ConfigError, match="TransformerConfig has no kv_lora_rank"):
         resolve(model("deepseek_v3"), Layout(), provider=TransformerConfig)
+
+
+def test_the_fields_that_are_known_without_megatron_are_the_installed_version_s() -> None:
+    file = core_fields.FOLDER / f"{core_fields.minor()}.json"
+    assert file.read_text(encoding="utf-8") == core_fields.text(), "run python tests/upstream/core_fields.py"

@@ -11,36 +11,39 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.moe import moe_utils
-from moeref_conformance import strategies
+from moeref_conformance import matrix, strategies
 from moeref_conformance.api import Cell, Layout
-from moeref_conformance.worlds.gloo import GlooWorld
+from moeref_conformance.worlds.forked import ForkedWorld
 
 from moeref.dispatcher import padding, routing
 
 CASES = 13
-LAYOUTS = {
-    "one": Layout(),
-    "ep2": Layout(ep=2),
-    "ep4": Layout(ep=4),
-    "etp2": Layout(etp=2, world=2),
-    "ep2-etp2": Layout(ep=2, etp=2),
-    "tp2-ep2": Layout(tp=2, ep=2),
-    "tp2-etp1-ep2": Layout(tp=2, ep=2, etp=1),
-    "tp2-etp1-ep4": Layout(tp=2, ep=4, etp=1),
-    "tp2-etp1-ep2-dp2": Layout(tp=2, ep=2, etp=1, world=4),
-}
+
+
+def _layouts() -> dict[str, Layout]:
+    """Every gloo layout of the CPU matrix, once for all that differ in nothing that dispatch sees: stages and VPP."""
+    found: dict[tuple[int, ...], tuple[str, Layout]] = {}
+    for cell in matrix.load("cpu").cells:
+        at = cell.layout
+        if cell.world == "gloo":
+            sizes = {"tp": at.tp, "pp": at.pp, "cp": at.cp, "ep": at.ep, "etp": at.expert_tp, "world": at.world}
+            found.setdefault(tuple(sizes.values()), (cell.layout_name, Layout(**sizes)))
+    return dict(found.values())
+
+
+LAYOUTS = _layouts()
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[GlooWorld]:
-    with GlooWorld("dispatch_ranks:target", deadline=120, entry="dispatch_ranks:compare") as found:
+def world() -> Iterator[ForkedWorld]:
+    with ForkedWorld("dispatch_ranks:target", deadline=120, entry="dispatch_ranks:compare") as found:
         yield found
 
 
 @pytest.mark.cpu
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_both_dispatchers_in_every_layout(name: str, world: GlooWorld, tmp_path: Path) -> None:
+def test_both_dispatchers_in_every_layout(name: str, world: ForkedWorld, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     cell = Cell(family="dispatch", layout_name=name, layout=layout)
     outcome = world.run(cell, tmp_path, {"hf_config": str(tmp_path)}, _claims())

@@ -19,6 +19,7 @@ from moeref_conformance.targets.faults import (
     routes,
     seeds,
     static,
+    steps,
     stream,
 )
 from moeref_conformance.targets.faults.base import Edit, Fault
@@ -26,7 +27,7 @@ from moeref_conformance.targets.faults.base import Edit, Fault
 FAULTS: dict[str, Fault] = {
     fault.id: fault
     for module in (
-        *(names, loading, context, gather, gradients, export, stream),
+        *(names, loading, context, gather, gradients, steps, export, stream),
         *(roles, seeds, config, gpt_oss, hybrid, static, routes, replay, dispatch),
     )
     for fault in module.FAULTS
@@ -51,9 +52,7 @@ NOT_EXPRESSIBLE = {
     "W9": "delta updates with a base version: no facet yet",
     "W15": "delta updates by XOR: no facet yet",
     "R9": "padding for FP8: no cell has a quantised model",
-    "R14": "resumed rollouts: a sample's routes come to the facet in one piece",
     "R18": "the mask of padded tokens: the tokens of a cell have no padding",
-    "P11": "microbatches: how many a rank makes is for the trainer to say, and no facet asks it",
     "W18": "a checker that waits for nothing: a bug of the judge, not of the judged",
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from moeref_conformance.rules import load_rules
 from moeref_conformance.targets.faults.base import Edit, Fault, Rooms, cell
+from moeref_conformance.targets.faults.dispatch import without_rule
 
 ONE = cell("glm4_moe", "tp1", world="static")
 
@@ -106,7 +107,7 @@ def _own(names: Collection[str]) -> Callable[[Rooms], Iterable[Edit]]:
 
 
 def _no_sequence_parallel(rooms: Rooms) -> Iterable[Edit]:
-    return [*_own(["sequence_parallel"])(rooms), *_without_rule("_sequence_parallel")(rooms)]
+    return [*_own(["sequence_parallel"])(rooms), *without_rule("tp-needs-sp")(rooms)]
 
 
 def _every_layer_moe(rooms: Rooms) -> Iterable[Edit]:
@@ -172,7 +173,6 @@ FAULTS = (
         id="false-taken-for-unset",
         bug="B1 SkyRL#1210: a guard `if value` in front of every setting",
         rules=("CFG-003",),
-        also=("CFG-007",),  # None for a backend is dropped, too
         cell=ONE,
         edits=_fields(_if_true),
         says="moe_router_enable_expert_bias is True, not False",
@@ -240,7 +240,7 @@ FAULTS = (
         bug="B8 Megatron-Bridge#5207, Megatron-Bridge#5740: the fallback clears one of two settings, flex stays",
         rules=("CFG-007",),
         cell=ONE,
-        edits=_without_rule("_flex_and_its_backend"),
+        edits=without_rule("flex-needs-a-backend"),
         says="moe_token_dispatcher_type with moe_flex_dispatcher_backend was taken",
     ),
     Fault(

@@ -111,7 +111,7 @@ def _cleared_alone(rooms: Rooms) -> Iterable[Edit]:
     return [Edit(room, "select", select)]
 
 
-def _without_rule(name: str) -> Callable[[Rooms], Iterable[Edit]]:
+def without_rule(name: str) -> Callable[[Rooms], Iterable[Edit]]:
     """The table of dispatchers without one of its rules."""
 
     def edits(rooms: Rooms) -> Iterable[Edit]:
@@ -277,7 +277,7 @@ FAULTS = (
         bug="unequal rows under all-gather or HybridEP: nothing says so before the first step",
         rules=("DSP-005",),
         cell=SPLIT,
-        edits=_without_rule("equal-rows"),
+        edits=without_rule("equal-rows"),
         says="allgather with unequal rows: taken",
     ),
     Fault(

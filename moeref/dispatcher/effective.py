@@ -1,0 +1,83 @@
+"""Owns the way from megatron-core's effective settings to the table: what they make together, and what contradicts.
+
+`moeref.config` asks here, so that what goes together is written in the table alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from moeref.dispatcher.setup import CORES, PACKAGES, DispatcherError, Environment, Setup
+from moeref.dispatcher.table import CAPACITY_BALANCING, RULES, Refusal, Rule, refusals
+from moeref.layout import Layout
+
+#: Fields of Setup that one setting of megatron-core's holds, by its name.
+SETTINGS = {
+    "dispatcher": "moe_token_dispatcher_type",
+    "backend": "moe_flex_dispatcher_backend",
+    "sequence_parallel": "sequence_parallel",
+    "experts": "num_moe_experts",
+    "topk": "moe_router_topk",
+    "enable_deepep": "moe_enable_deepep",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "pad_to_capacity": "moe_pad_expert_input_to_capacity",
+    "drop_policy": "moe_token_drop_policy",
+    "balancing": "moe_router_load_balancing_type",
+    "variable_lengths": "variable_seq_lengths",
+    "pad_uneven_rows": "moe_hybridep_pad_uneven_dispatch_inputs",
+    "pad_for_quantization": "moe_router_padding_for_quantization",
+    "shared_overlap": "moe_shared_expert_overlap",
+    "permute_fusion": "moe_permute_fusion",
+    "bias": "add_bias_linear",
+}
+#: Every supported version with all packages and a GPU: what all of them refuse does not depend on the machine.
+ANYWHERE = tuple(Environment(core=core, packages=frozenset(PACKAGES), gpu=True) for core in CORES)
+
+
+def setup_of(settings: Mapping[str, Any], layout: Layout, **more: Any) -> Setup:
+    """The setup that effective settings of megatron-core's make; `more` says what settings do not.
+
+    A name that is absent or None counts as Setup's own default, which refuses least; a backend of None is a value.
+    fp8 or fp4 settings are the precision; without them it is `more`'s, since params_dtype does not decide what rows
+    are dispatched in. Raises DispatcherError for a value that the table does not know.
+    """
+    found = {field: value for field, name in SETTINGS.items() if (value := settings.get(name)) is not None}
+    if SETTINGS["backend"] in settings:
+        found["backend"] = settings[SETTINGS["backend"]]
+    if isinstance(kinds := found.get("balancing"), list):
+        # megatron-core asks each of them.
+        found["balancing"] = next((kind for kind in kinds if kind not in CAPACITY_BALANCING), kinds[0])
+    if settings.get("moe_router_padding_for_fp8"):  # the older name
+        found["pad_for_quantization"] = True
+    found["shared_experts"] = bool(settings.get("moe_shared_expert_intermediate_size"))
+    for precision in ("fp8", "fp4"):
+        if settings.get(precision):
+            found["precision"] = precision
+    try:
+        return Setup(layout=layout, **{**more, **found})
+    except (TypeError, ValueError) as error:
+        raise DispatcherError(f"the table of dispatchers has no such setup: {error}") from error
+
+
+def contradictions(setup: Setup) -> tuple[tuple[Refusal, tuple[str, ...]], ...]:
+    """What is refused whatever the machine and the version, each with megatron-core's names of the settings at fault.
+
+    A setting is at fault if the refusal goes away without it: a switch turned, another value back at its default.
+    """
+    found = [refusals(setup, environment) for environment in ANYWHERE]
+    everywhere = set.intersection(*({refusal.rule for refusal in one} for one in found))
+    rules = {rule.id: rule for rule in RULES}
+    return tuple((r, _at_fault(rules[r.rule], setup)) for r in found[-1] if r.rule in everywhere)
+
+
+def _at_fault(rule: Rule, setup: Setup) -> tuple[str, ...]:
+    names = []
+    for one in fields(Setup):
+        if one.name in SETTINGS and one.name not in ("experts", "topk"):
+            held = getattr(setup, one.name)
+            without: dict[str, Any] = {one.name: not held if isinstance(held, bool) else one.default}
+            if not rule.refuses(replace(setup, **without), ANYWHERE[-1]):
+                names.append(SETTINGS[one.name])
+    return tuple(names)

@@ -1,0 +1,234 @@
+"""Cells over the processes that torchrun started: the process of rank 0 judges, all of them fork one rank each.
+
+`take_part` is what each process calls. That of rank 0 gathers the others (`crew.py`) and runs as it would alone, with a
+`TorchrunWorld` in place of a world of its own; the others serve it (`agent.py`). The ranks of a cell meet in the store
+that torchrun names. No file system is shared: inputs go out and records come back over the crew's connections.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from moeref_conformance.api import Cell, Claims, to_plain
+from moeref_conformance.worlds import RankExit, RunOutcome, mark_first
+from moeref_conformance.worlds.agent import Agent, Place
+from moeref_conformance.worlds.crew import Crew, address, join, prefix
+from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError
+from moeref_conformance.worlds.wire import pack, unpack
+
+AGAIN_SECONDS = 0.5  # between two times a failure is told: a zygote that has not begun drops the word
+SLACK_SECONDS = 90.0  # beyond deadline and grace, until a process that gives no answer is given up
+#: Clocks of two machines begin a cell this far apart at most, in seconds: failures that close count as simultaneous.
+SKEW_SECONDS = 0.5
+
+
+def take_part(target_spec: str, judge: Callable[[Crew], int], entry: str = ENTRY) -> int:
+    """Be the process that torchrun made this one, and give its exit code.
+
+    That of rank 0 calls `judge` and gives its code. Others serve it: 0 if they did until it told them to stop, 2 if it
+    was gone or they were to end. Call it from the main thread.
+    """
+    place = Place.here()
+    if place.rank == 0:
+        with _interruptible(), Crew.gather(place, target_spec, entry) as crew:
+            try:
+                return judge(crew)
+            finally:
+                for rank, why in crew.gone.items():
+                    print(f"moeref-conformance: {crew.name(rank)}: {why}", file=sys.stderr)
+    try:
+        with _ending():
+            if Agent(place, target_spec, join(place, target_spec), entry).serve():
+                return 0
+            why = "the process of rank 0 is gone"
+    except (WorldError, _Ended) as error:
+        why = str(error)
+    print(f"moeref-conformance: rank {place.rank} on {place.host}: {why}", file=sys.stderr)
+    return 2
+
+
+class TorchrunWorld:
+    """Runs cells of the world `kind` with one rank a process of torchrun: ranks 0 to W-1 for a cell of W.
+
+    `deadline` and `grace` as in `ForkedWorld`. Use it as a context manager within the crew's own.
+    """
+
+    def __init__(self, crew: Crew, kind: str, *, deadline: float = 120.0, grace: float = 3.0) -> None:
+        self.crew, self.kind, self.deadline, self.grace = crew, kind, deadline, grace
+        self._cells = 0
+        self._sent: dict[tuple[tuple[str, str], ...], tuple[int, set[int]]] = {}
+
+    def __enter__(self) -> TorchrunWorld:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.crew.tell(self.crew.places, {"close": self.kind})
+
+    def start(self) -> None:
+        """Start a zygote in every process. Raises WorldError with the reason one gave, BadInput if they differ."""
+        answers = self.crew.ask(self.crew.places, {"start": self.kind}, START_SECONDS + SLACK_SECONDS)
+        facts = {rank: answer["ready"] for rank, answer in answers.items()}
+        self.crew.alike(
+            {
+                rank: {**found["versions"], "target": json.dumps(found["info"]), "claims": json.dumps(found["claims"])}
+                for rank, found in facts.items()
+            }
+        )
+
+    def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
+        """Run one cell; the records of all its ranks go to `<cell_dir>/rank0003/` here.
+
+        Raises ValueError for a cell that `claims` does not cover, of another world, or of more ranks than there are.
+        """
+        crew, size = self.crew, cell.layout.world
+        reason = claims.why_not(cell)
+        if reason is None and cell.world != self.kind:
+            reason = f"this world is {self.kind}"
+        if reason is None and size > len(crew.places):
+            reason = f"it needs {size} ranks, and torchrun started {len(crew.places)}"
+        if reason is not None:
+            raise ValueError(f"cell {cell.id} must not be run: {reason}")
+        begin = time.monotonic()
+        ranks = range(size)
+        if missing := self._missing(cell, ranks):
+            return RunOutcome((), 0.0, error=missing)
+        try:
+            number = self._inputs(inputs, ranks)
+        except WorldError as error:
+            return RunOutcome((), time.monotonic() - begin, error=str(error))
+        local: dict[int, dict[str, int]] = {}
+        for rank in ranks:
+            place = crew.places[rank]
+            local.setdefault(place.node, {})[str(rank)] = place.local
+        self._cells += 1
+        request = {
+            "cell": to_plain(cell),
+            "deadline": self.deadline,
+            "grace": self.grace,
+            "inputs_of": f"{self.kind}-{number}",
+            "local": {str(node): of for node, of in local.items()},
+            "store": address(),
+            "prefix": prefix(f"{self.kind}/cell{self._cells}"),
+        }
+        asked = crew.question(request)
+        crew.tell(ranks[1:], asked)
+        crew.tell(ranks[:1], {**asked, "files": inputs, "cell_dir": str(cell_dir.resolve())})
+        answers = self._watch(ranks, asked["number"], cell_dir)
+        if errors := [f"{crew.name(rank)}: {answer['error']}" for rank, answer in answers.items() if "error" in answer]:
+            return RunOutcome((), time.monotonic() - begin, error="\n".join(errors))
+        if missing := self._missing(cell, ranks):
+            return RunOutcome((), time.monotonic() - begin, error=missing)
+        exits = [replace(RankExit(**end), host=crew.host(end["rank"])) for r in ranks for end in answers[r]["exits"]]
+        seconds = max(answer["seconds"] for answer in answers.values())
+        return RunOutcome(merge(exits), seconds, strays=sum(answer["strays"] for answer in answers.values()))
+
+    def _inputs(self, inputs: Mapping[str, str], ranks: range) -> int:
+        """See that all other processes have these files, and give their number there."""
+        key = tuple(sorted(inputs.items()))
+        number, have = self._sent.setdefault(key, (len(self._sent), set()))
+        if lacking := set(ranks[1:]) - have:
+            load = pack({name: Path(path) for name, path in inputs.items()})
+            self.crew.ask(lacking, {"inputs": f"{self.kind}-{number}"}, START_SECONDS, load)
+            have |= lacking
+        return number
+
+    def _watch(self, ranks: range, number: int, cell_dir: Path) -> dict[int, dict[str, Any]]:
+        """The answers to a cell. A failure anywhere is told everywhere; when all ranks have finished, they may go."""
+        crew, waiting, finished, answers = self.crew, set(ranks), set[int](), dict[int, dict[str, Any]]()
+        until = time.monotonic() + self.deadline + self.grace + SLACK_SECONDS
+        failed = left = False
+        while waiting := waiting - set(crew.gone):
+            for rank, message, load in crew.hear(waiting, number, AGAIN_SECONDS):
+                if "finished" in message:
+                    finished.add(rank)
+                    continue
+                answers[rank] = message
+                waiting.discard(rank)
+                if load:
+                    unpack(load, cell_dir)
+                failed = failed or not _well(message)
+            failed = failed or not crew.gone.keys().isdisjoint(ranks)
+            if failed:
+                crew.tell(waiting, {"end": True})
+            elif not left and finished >= set(ranks):
+                crew.tell(waiting, {"leave": True})
+                left = True
+            if time.monotonic() > until:
+                for rank in waiting:
+                    crew.lose(rank, "it gives no answer")
+        return answers
+
+    def _missing(self, cell: Cell, ranks: range) -> str:
+        """Which of these ranks have no process any more, and why; empty if all have."""
+        from moeref_conformance.oracles.topology import coords_text
+
+        return "\n".join(
+            f"{self.crew.name(rank, coords_text(cell.layout, rank))}: {self.crew.gone[rank]}"
+            for rank in ranks
+            if rank in self.crew.gone
+        )
+
+
+def merge(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:
+    """How the ranks of a cell ended, from several machines, with the first failure marked.
+
+    Their clocks differ a little: of failures that may have come at once, a death counts as the first.
+    """
+    found = list(exits)
+    own = [e.seen for e in found if e.kind in ("died", "raised") and not e.echo]
+    begun = min(own, default=0.0)
+    return mark_first([replace(e, seen=begun) if begun <= e.seen < begun + SKEW_SECONDS else e for e in found])
+
+
+def _well(answer: Mapping[str, Any]) -> bool:
+    return "error" not in answer and all(RankExit(**end).kind == "ok" for end in answer["exits"])
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Take SIGTERM, with which torchrun ends processes when another has died, like Ctrl-C, and either only once."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    with _handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
+        yield
+
+
+class _Ended(Exception):
+    """This process was told to end."""
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """End in order at SIGTERM. Ctrl-C goes to all processes; that of rank 0 decides what becomes of the others."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Ended("it was ended by SIGTERM")
+
+    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: end}):
+        yield
+
+
+@contextmanager
+def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

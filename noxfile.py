@@ -109,19 +109,22 @@ for _core in OLDER_CORES:
     conformance_with(_core)
 
 
+def on_gpus(session: nox.Session, *groups: str) -> tuple[str, dict[str, str]]:
+    """The Python that works on GPUs, and its environment: of this session, or with `--no-install` the machine's own."""
+    if not AS_IT_IS:
+        install(session, "-e", ".[kit]", groups=groups)
+        return "python", ENV
+    # A container's torch and Transformer Engine are built for each other: nothing is installed.
+    paths = [str(ROOT), str(ROOT / "conformance"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**ENV, "PYTHONPATH": os.pathsep.join(paths)}
+    session.run("python3", "-m", "moeref_conformance.present", env=env)
+    return "python3", env
+
+
 @nox.session(python=False if AS_IT_IS else PYTHON, name="conformance-gpu", default=False)
 def conformance_gpu(session: nox.Session) -> None:
     """Judge moeref on this machine's GPUs; `--no-install` takes the machine's own Python and packages as they are."""
-    env = ENV
-    if AS_IT_IS:
-        # A container's torch and Transformer Engine are built for each other: nothing is installed.
-        paths = [str(ROOT), str(ROOT / "conformance"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {**ENV, "PYTHONPATH": os.pathsep.join(paths)}
-        python = "python3"
-        session.run(python, "-m", "moeref_conformance.present", env=env)
-    else:
-        python = "python"
-        install(session, "-e", ".[kit]")
+    python, env = on_gpus(session)
     if "--out" in session.posargs:
         session.error(f"the report of this session goes to {GPU}/")
     command = [python, "-m", "moeref_conformance", "run", "--target", "moeref", "--matrix", "matrices/gpu.toml"]
@@ -133,12 +136,20 @@ def conformance_gpu(session: nox.Session) -> None:
         sys.exit(INCOMPLETE)
 
 
+@nox.session(python=False if AS_IT_IS else PYTHON, name="bench-gpu", default=False)
+def bench_gpu(session: nox.Session) -> None:
+    """Measure what only GPUs show, into conformance-report/bench-gpu.json; `--no-install` as in conformance-gpu."""
+    python, env = on_gpus(session, "bench")
+    session.run(python, "-m", "pytest", "-m", "gpu", "tests/bench/gpu", "-s", *session.posargs, env=env)
+
+
 @nox.session(python=PYTHON, name="gpu-status", default=False)
 def gpu_status(session: nox.Session) -> None:
-    """Write docs/status/gpu.md: which cells wait for which GPUs, and what `conformance-gpu` found if there were any."""
+    """Write docs/status/gpu.md: which cells wait for which GPUs, and what conformance-gpu and bench-gpu found."""
     install(session, "-e", ".[kit]")
     command = ["python", "-m", "moeref_conformance", "list", "--matrix", "gpu", "--worlds"]
     waiting = str(session.run(*command, env=ENV, silent=True)).strip()
+    measured = str(session.run("python", "-m", "tests.bench.gpu.table", "--under", "###", env=ENV, silent=True)).strip()
     found, header = Path(GPU), Path(GPU, "results.jsonl")
     ran = header.is_file() and "GPU" in json.loads(header.read_text(encoding="utf-8").splitlines()[0])["versions"]
     summary = (found / "summary.md").read_text(encoding="utf-8").replace("\n### ", "\n## ") if ran else ""
@@ -147,16 +158,28 @@ def gpu_status(session: nox.Session) -> None:
     if not mark:
         session.error(f"{page} has lost its mark: nothing is written")
     state = summary or "**The GPU run is outstanding.** No cell of this matrix has been judged on a GPU.\n"
-    page.write_text(f"{start}{mark}\n{state}\n## Cells by world\n\n{waiting}\n", encoding="utf-8")
+    written = f"{start}{mark}\n{state}\n## Cells by world\n\n{waiting}\n\n## Benches\n\n{measured}\n"
+    page.write_text(written, encoding="utf-8")
 
 
-@nox.session(python=PYTHON, default=False)
-def status(session: nox.Session) -> None:
-    """Judge moeref in the CPU matrix and write the verdict to docs/status/cpu.md."""
-    judge(session, "cpu", "conformance-report")
-    summary = Path("conformance-report/summary.md").read_text(encoding="utf-8").replace("\n### ", "\n## ")
-    head = "# Status on CPU\n\nMeasured, and written here, by:\n\n```sh\n.venv/bin/nox -s status\n```\n\n"
-    Path("docs/status/cpu.md").write_text(head + summary, encoding="utf-8")
+def status_with(core: str) -> None:
+    name, words = ("status", "status") if core == CORE else (f"status(core='{core}')", f"\"status(core='{core}')\"")
+    page = Path("docs/status", "cpu.md" if core == CORE else f"cpu-core-{core}.md")
+
+    @nox.session(python=PYTHON_OF_CORE[core], name=name, default=False)
+    def status(session: nox.Session) -> None:
+        out = Path("conformance-report", *([] if core == CORE else [f"core-{core}"]))
+        judge(session, "cpu", str(out))
+        summary = (out / "summary.md").read_text(encoding="utf-8").replace("\n### ", "\n## ")
+        title = "# Status on CPU" + ("" if core == CORE else f" with megatron-core {core}")
+        head = f"{title}\n\nMeasured, and written here, by:\n\n```sh\n.venv/bin/nox -s {words}\n```\n\n"
+        page.write_text(head + summary, encoding="utf-8")
+
+    status.__doc__ = f"Judge moeref in the CPU matrix with megatron-core {core} and write the verdict to {page}."
+
+
+for _core in PYTHON_OF_CORE:
+    status_with(_core)
 
 
 def peers_with(name: str) -> None:

@@ -19,19 +19,9 @@ def check(model: Model, layout: Layout, record: Record, *, gpu: bool) -> None:
     """Raise DispatcherError, with every reason, for a flex dispatcher that cannot run in this process."""
     if record["moe_token_dispatcher_type"] != "flex":
         return
-    choice = dispatcher.read({name: s.value for name, s in record.settings.items()})
-    setup = dispatcher.Setup(
-        layout=layout,
-        sequence_parallel=bool(record["sequence_parallel"]),
-        experts=model.experts,
-        topk=model.top_k,
-        precision="fp8" if record["fp8"] else _PRECISION[model.param_dtype],  # type: ignore[arg-type]
-        balancing=str(record["moe_router_load_balancing_type"]),
-        shared_experts=model.shared_ffn > 0,
-        shared_overlap=bool(record["moe_shared_expert_overlap"]),
-        bias=model.linear_bias,
-    )
-    dispatcher.select(choice, setup, dispatcher.installed(gpu=gpu))
+    values = {name: setting.value for name, setting in record.settings.items()}
+    setup = dispatcher.setup_of(values, layout, precision=_PRECISION[model.param_dtype])
+    dispatcher.select(dispatcher.read(values), setup, dispatcher.installed(gpu=gpu))
 
 
 def let_router_run() -> None:

@@ -159,4 +159,5 @@ def test_the_status_page_counts_what_waits_for_gpus() -> None:
     page = PAGES["status/gpu.md"]
     if "The GPU run is outstanding" not in page:
         pytest.skip("the page is of a run on GPUs")
-    assert page.rstrip().endswith(output("moeref_conformance", "list", "--matrix", "gpu", "--worlds").strip())
+    assert output("moeref_conformance", "list", "--matrix", "gpu", "--worlds").strip() in page
+    assert page.endswith(output("tests.bench.gpu.table", "--under", "###"))

@@ -55,7 +55,8 @@ def main() -> None:
     parser.add_argument("file", nargs="?", type=Path, default=path())
     parser.add_argument("--under", default="##", metavar="HEADING", help="marks of each section's heading")
     given = parser.parse_args()
-    print(rendered(json.loads(given.file.read_text(encoding="utf-8")), given.under), end="")
+    known = json.loads(given.file.read_text(encoding="utf-8")) if given.file.exists() else {"benches": {}}
+    print(rendered(known, given.under), end="")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def load(table: Table, rank: int, chunks: Sequence[torch.nn.Module], folder: str
         model = table.model
         check_headers(checkpoint, hf_tensors(table), model.family, table.layout.text, model.ignored)
         for placed, tensor in pairs:
-            if not placed.blocks or placed.unit.row.how == "vocab":
+            if placed.unit.row.how == "vocab":
                 tensor.zero_()
             for source in sorted({b.source for b in placed.blocks}):
                 base = bounding(placed.blocks, source)

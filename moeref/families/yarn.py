@@ -18,7 +18,6 @@ def read_rope(hf: Mapping[str, Any], name: str, keys: Collection[str] = KEYS) ->
     """
     given = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
     theta = float(given.pop("rope_theta", None) or require(hf, name, "rope_theta"))
     if float(given.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
         raise FamilyError(f"{name}: a partial_rotary_factor other than 1 is not mapped")

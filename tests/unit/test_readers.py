@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from moeref import families
 from moeref.families import FamilyError, Model, Spelling
-from moeref.families.model import MLA, Yarn
+from moeref.families.model import MLA, GatedDelta, Window, Yarn
 from tests.unit.models import CONFIGS, model
 
 pytestmark = pytest.mark.cpu
@@ -36,6 +37,7 @@ SIGMOID: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": True, "qk
 YARN = Yarn(factor=4.0, original_positions=16, beta_fast=32.0, beta_slow=1.0, mscale=0.8, mscale_all_dim=1.0)
 SIZES_OF_LATENTS: dict[str, int] = {"q_rank": 26, "kv_rank": 20, "nope": 10, "rope": 8, "v": 6}
 ONE_DENSE = (False, True, True, True)
+DELTA: dict[str, Any] = {"key_heads": 8, "value_heads": 16, "key_dim": 5, "value_dim": 10, "kernel": 4}
 EXPECTED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**GROUPED, "score_function": "softmax", "qk_norm": True},
     "mixtral": {**GROUPED, "score_function": "softmax", "moe_ffn": 80},
@@ -66,6 +68,32 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.8,
         "mla": MLA(**SIZES_OF_LATENTS, yarn=None),
     },
+    "gpt_oss": {
+        **GROUPED,
+        "score_function": "softmax",
+        "experts": 32,
+        "moe_ffn": 80,
+        "qkv_bias": True,
+        "linear_bias": True,
+        "sinks": True,
+        "window": Window(5, (True, False, True, False)),
+        "clamp": 7.0,
+        "yarn": replace(YARN, mscale=1.0, mscale_all_dim=0.0, truncate=False),
+    },
+    "qwen3_next": {
+        **GROUPED,
+        "score_function": "softmax",
+        "experts": 64,
+        "shared_ffn": 72,
+        "shared_gate": True,
+        "moe_layers": (True, False, True, True),
+        "qk_norm": True,
+        "output_gate": True,
+        "zero_centered": True,
+        "rotary_percent": 0.25,
+        "delta": GatedDelta(layers=(True, True, False, True), **DELTA),
+        "ignored": ("mtp.",),
+    },
 }
 
 
@@ -87,6 +115,8 @@ def test_what_a_config_means(name: str) -> None:
         ("glm4_moe", "routed_scaling_factor", "routed_scaling_factor", 1.0),
         ("deepseek_v3", "first_k_dense_replace", "moe_layers", (False, False, False, True)),
         ("deepseek_v3", "dtype", "param_dtype", "bfloat16"),
+        ("qwen3_next", "mlp_only_layers", "moe_layers", (True,) * 4),
+        ("qwen3_next", "full_attention_interval", "delta", GatedDelta(layers=(True, True, True, False), **DELTA)),
         # without a latent, queries come from the hidden state
         ("deepseek_v3", "q_lora_rank", "mla", MLA(**{**SIZES_OF_LATENTS, "q_rank": 0}, yarn=YARN)),
     ],
@@ -112,6 +142,8 @@ def test_experts_are_counted_under_either_name() -> None:
     assert families.read({**plain, "num_local_experts": 16}) == model("qwen3_moe")
     plain = {k: v for k, v in CONFIGS["glm4_moe"].items() if k != "n_routed_experts"}
     assert families.read({**plain, "num_local_experts": 16}) == model("glm4_moe")
+    plain = {k: v for k, v in CONFIGS["qwen3_next"].items() if k != "num_experts"}
+    assert families.read({**plain, "num_local_experts": 64}) == model("qwen3_next")
 
 
 def test_a_dense_prefix_needs_its_layers_listed_in_glm4_moe_lite() -> None:
@@ -149,6 +181,12 @@ SWITCHES: dict[str, dict[str, tuple[Any, Any]]] = {
     "glm4_moe": {"hidden_act": ("silu", "gelu"), "norm_topk_prob": (True, False)},
     "deepseek_v3": MLA_SWITCHES,
     "glm4_moe_lite": MLA_SWITCHES,
+    "gpt_oss": {"hidden_act": ("silu", "gelu"), "attention_bias": (True, False), "swiglu_limit": (7.0, 5.0)},
+    "qwen3_next": {
+        "hidden_act": ("silu", "gelu"),
+        "attention_bias": (False, True),
+        "use_sliding_window": (False, True),
+    },
 }
 
 
@@ -162,6 +200,7 @@ def test_switches(name: str, key: str) -> None:
 
 OPTIONAL = {"model_type", "dtype", "head_dim", "rope_parameters", "norm_topk_prob", "first_k_dense_replace", "n_group"}
 OPTIONAL |= {"attention_bias", "use_qk_norm", "n_shared_experts", "routed_scaling_factor", "q_lora_rank", "topk_group"}
+OPTIONAL |= {"mlp_only_layers", "full_attention_interval"}
 # With latent attention a config may leave out its KV heads.
 HEADS = {"num_key_value_heads"}
 REQUIRED = [
@@ -170,6 +209,7 @@ REQUIRED = [
     for key in CONFIGS[name]
     if key not in OPTIONAL and not (key in HEADS and "q_lora_rank" in CONFIGS[name])
 ]
+REQUIRED.append(("gpt_oss", "head_dim"))
 
 
 @pytest.mark.parametrize(("name", "key"), REQUIRED)
@@ -198,6 +238,26 @@ def test_older_and_newer_places_of_rope_settings() -> None:
 def test_every_third_layer_of_experts() -> None:
     """transformers: where (layer + 1) % decoder_sparse_step is 0."""
     assert model("qwen3_moe", decoder_sparse_step=3).moe_layers == (False, False, True, False)
+    assert model("qwen3_next", decoder_sparse_step=3, mlp_only_layers=None).moe_layers == (False, False, True, False)
+
+
+def test_scores_of_the_chosen_experts_may_stay_as_they_are() -> None:
+    assert model("qwen3_next", norm_topk_prob=False).norm_topk_prob is False
+
+
+def test_all_layers_of_gpt_oss_may_see_everything() -> None:
+    assert model("gpt_oss", layer_types=["full_attention"] * 4, sliding_window=None).window is None
+
+
+def test_configs_of_hybrid_models_are_refused_with_the_reason() -> None:
+    for name, changes, says in (
+        ("gpt_oss", {"rope_parameters": None}, "config.json has no rope_parameters or rope_scaling; transformers"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must say .* each of 4 layers, not .*full_att"),
+        ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types must say .* each of 4 layers, not .*full_att"),
+        ("qwen3_next", {"linear_num_value_heads": 12}, "12 value heads do not divide over 8 key heads$"),
+    ):
+        with pytest.raises(FamilyError, match=f"^{name}: {says}"):
+            model(name, **changes)
 
 
 def test_limits_of_routing() -> None:
@@ -230,6 +290,27 @@ def test_rows_of_a_place() -> None:
     assert [dense.present(m, layer) for layer in range(5)] == [True, False, False, True, True]
     assert [router.present(m, layer) for layer in range(5)] == [False, True, True, False, False]
     assert Spelling().megatron(router) == "decoder.layers.{layer}.mlp.router.weight"
+
+
+def test_rows_of_gpt_oss_experts() -> None:
+    """Weights over ETP, gate and up together; the bias of a row-parallel linear is whole on every rank."""
+    rows = [row for row in families.rows(model("gpt_oss")) if "{expert}" in row.megatron]
+    layer, experts = "decoder.layers.{layer}.mlp.experts.", "model.layers.{layer}.mlp.experts."
+    assert [(row.megatron, row.grouped, row.how, [t.name for t in row.hf]) for row in rows] == [
+        (
+            f"{layer}local_experts.{{expert}}.{linear}.{parameter}",
+            f"{layer}{linear}.{parameter}{{expert}}",
+            how,
+            [experts + name],
+        )
+        for linear, parameter, how, name in (
+            ("linear_fc1", "weight", "gate_up", "gate_up_proj"),
+            ("linear_fc1", "bias", "gate_up", "gate_up_proj_bias"),
+            ("linear_fc2", "weight", "row", "down_proj"),
+            ("linear_fc2", "bias", "replicate", "down_proj_bias"),
+        )
+    ]
+    assert all(row.present(model("gpt_oss"), 0) for row in rows)
 
 
 def test_what_is_no_known_config_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""What a config says of rope, key by key, where YaRN may have scaled it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moeref.families import FamilyError
+from moeref.families.model import Yarn
+from tests.unit.models import model
+
+pytestmark = pytest.mark.cpu
+
+SHORT = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+PLAIN = Yarn(factor=4.0, original_positions=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=0.0)
+
+
+def yarn_of(**rope_parameters: Any) -> Yarn | None:
+    mla = model("deepseek_v3", rope_parameters=rope_parameters).mla
+    assert mla is not None
+    return mla.yarn
+
+
+def test_what_yarn_means() -> None:
+    """The defaults are those of `_compute_yarn_parameters` in transformers."""
+    assert yarn_of(**SHORT) == PLAIN
+    assert yarn_of(**SHORT, beta_fast=24, beta_slow=2) == replace(PLAIN, beta_fast=24.0, beta_slow=2.0)
+    assert yarn_of(**SHORT, mscale=0.8, mscale_all_dim=0.5) == replace(PLAIN, mscale=0.8, mscale_all_dim=0.5)
+    assert yarn_of(rope_type="default", rope_theta=1e4) is None
+    assert yarn_of(rope_theta=1e4) is None
+    assert yarn_of(**SHORT, type="yarn") == yarn_of(**SHORT), "some files have the older key besides"
+    assert model("gpt_oss", rope_parameters=SHORT).yarn == PLAIN
+
+
+def test_rope_of_latent_attention_is_whole() -> None:
+    inside = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    assert model("glm4_moe_lite", rope_parameters=inside) == model("glm4_moe_lite", partial_rotary_factor=1.0)
+    assert model("glm4_moe_lite", rope_parameters=inside) == model("glm4_moe_lite")
+    for changes in ({"rope_parameters": {**inside, "partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}):
+        with pytest.raises(FamilyError, match=r"^glm4_moe_lite: a partial_rotary_factor other than 1 is not mapped$"):
+            model("glm4_moe_lite", **changes)
+
+
+@pytest.mark.parametrize(
+    ("rope_parameters", "says"),
+    [
+        (
+            {**SHORT, "attention_factor": 1.0},
+            r": rope type 'yarn' with \['attention_factor'\] is not mapped; 'default'",
+        ),
+        ({"rope_theta": 1e4, "factor": 4.0}, r": rope type 'default' with \['factor'\] is not mapped; 'default' and"),
+        ({"rope_type": "linear", "rope_theta": 1e4}, r": rope type 'linear' with \[\] is not mapped; 'default' and"),
+        ({**SHORT, "mscale_all_dim": 1.0}, ": YaRN with mscale_all_dim but without mscale is not mapped$"),
+        ({k: v for k, v in SHORT.items() if k != "factor"}, r" \(YaRN\): config.json has no factor;"),
+        (
+            {k: v for k, v in SHORT.items() if k != "original_max_position_embeddings"},
+            r" \(YaRN\): config.json has no original_max_position_embeddings;",
+        ),
+    ],
+)
+def test_what_yarn_may_not_say(rope_parameters: dict[str, Any], says: str) -> None:
+    with pytest.raises(FamilyError, match=f"^deepseek_v3{says}"):
+        yarn_of(**rope_parameters)

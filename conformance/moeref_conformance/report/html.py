@@ -31,7 +31,9 @@ def facts(results: Results) -> list[tuple[str, str]]:
     claims: dict[str, Any] = header["target"]["claims"]
     chosen = ", ".join([*settings["cells"], *settings["rules"]]) or "everything"
     known = f"{settings['known']} ({settings['known entries']})" if settings["known"] else "none"
-    claimed = [f"{name}: {', '.join(value)}" for name, value in claims.items() if isinstance(value, list) and value]
+    # The empty precision is what the dtype says.
+    named = {name: [v for v in value if v] for name, value in claims.items() if isinstance(value, list)}
+    claimed = [f"{name}: {', '.join(value)}" for name, value in named.items() if value]
     limits = [f"{axis} ≤ {most}" for axis, most in claims["limits"].items()]
     return [
         ("Target", f"{header['target']['spec']} → {header['target']['name']} {header['target']['version']}"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(options)
     except BadInput as error:
         print(f"moeref-conformance: {error}", file=sys.stderr)
+    except BrokenPipeError:  # `list | head`: the reader has seen enough, and Python's last flush must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:  # Python would exit with 1, which means "not conformant" here
         traceback.print_exc()
         print("moeref-conformance: this is an error of the kit, not a verdict", file=sys.stderr)

@@ -33,6 +33,16 @@ def test_list_as_json(toy, capsys):
     assert data["matrix"]["name"] == "toy"
 
 
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    """As in `list | head -1`."""
+    command = [sys.executable, "-m", "moeref_conformance", "list", "--matrix", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,8 +13,9 @@ from typing import Any
 
 from moeref.check import CheckError, Report, check
 from moeref.check.runfile import OPTIONS, RunFile, is_run_file, read_run_file
-from moeref.check.settings import PRECISIONS, REPLAY
+from moeref.check.settings import REPLAY
 from moeref.config import ConfigError, MoEConfig
+from moeref.config.precision import PRECISIONS
 from moeref.families import published
 from moeref.seeds import FORMULAS
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moeref.check.report import CheckError, Problem, Report
-from moeref.config import ConfigError, MoEConfig, Setting, resolve, transformer_settings
+from moeref.config import ConfigError, MoEConfig, Origin, Setting, resolve, transformer_settings
 from moeref.config.core import transformer_config
 from moeref.config.errors import nearest
+from moeref.config.precision import PRECISIONS
 from moeref.config.record import same
 from moeref.config.settings import ATTRIBUTES
 from moeref.config.target import names_of, unfit
@@ -22,16 +23,6 @@ from moeref.dispatcher.setup import PACKAGES
 from moeref.families import Model
 from moeref.layout import Layout, LayoutError
 
-#: What a precision is in megatron-core's settings. The formats are the defaults of Transformer Engine's recipes.
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
-    "fp32": {"bf16": False},
-    "tensorwise": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "delayed": {"bf16": True, "fp8": "hybrid", "fp8_recipe": "delayed"},
-    "mxfp8": {"bf16": True, "fp8": "e4m3", "fp8_recipe": "mxfp8"},
-    "blockwise": {"bf16": True, "fp8": "e4m3", "fp8_recipe": "blockwise"},
-    "nvfp4": {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
-}
 REPLAY = ("off", "R2", "R3")
 _PACKAGES = {
     "deep_ep": "the package deep_ep",
@@ -79,8 +70,7 @@ class Options:
         """What these options say in megatron-core's names; nothing that is left at its default."""
         found = {name: Setting(v, "field", f"precision {self.precision}") for name, v in self._precision.items()}
         if self.dispatcher != AUTO:
-            chosen = {n: v for n, v in of_choice(Choice(self.dispatcher)).items() if v is not None}
-            found |= {name: Setting(value, "field", f"dispatcher {self.dispatcher}") for name, value in chosen.items()}
+            found |= _chosen(Choice(self.dispatcher), "field", f"dispatcher {self.dispatcher}")
         if self.replay != "off":
             found[_REPLAY] = Setting(True, "field", f"replay {self.replay}")
         return found
@@ -164,8 +154,7 @@ def _dispatcher(
             return {}, report, ()
         choice, why = selection.choice, selection.why
         setup = replace(setup, dispatcher=choice.dispatcher, backend=choice.backend)
-        fields = {name: value for name, value in of_choice(choice).items() if value is not None}
-        chosen = {name: Setting(value, "derived", why) for name, value in fields.items()}
+        chosen = _chosen(choice, "derived", why)
     found = refusals(setup, there)
     problems += [Problem("dispatcher", f"{setup.choice or 'flex'}: {r.text} [{r.rule}]", r.fix) for r in found]
     if setup.choice is not None:
@@ -173,6 +162,11 @@ def _dispatcher(
     if not found:
         report = replace(report, needs=_needs(setup, there))
     return chosen, report, tuple(f"[{refusal.rule}]" for refusal in found)
+
+
+def _chosen(choice: Choice, origin: Origin, why: str) -> dict[str, Setting]:
+    """The settings of a choice; without flex there is no backend to ask for."""
+    return {name: Setting(value, origin, why) for name, value in of_choice(choice).items() if value is not None}
 
 
 def _needs(setup: Setup, environment: Environment) -> tuple[str, ...]:

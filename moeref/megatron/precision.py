@@ -11,12 +11,10 @@ from typing import Any
 
 from moeref.bridge import Table
 from moeref.config import ConfigError, MoEConfig
+from moeref.config.precision import FORMATS, fp8
 from moeref.dispatcher import padding
 from moeref.layout import Layout
 
-#: `fp8` of each recipe. Blocks have scales of their own, so gradients need no wider range (DeepSeek-V3, section 3.3);
-#: one scale a tensor needs e5m2 for them, which `hybrid` gives.
-FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 #: The first Transformer Engine from which megatron-core's `get_fp8_recipe` takes each.
 SINCE = {"delayed": "1.7.0", "tensorwise": "2.2.0.dev0", "blockwise": "2.3.0.dev0", "mxfp8": "2.1.0"}
 _QUANTISED = re.compile(r"\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*$")
@@ -31,7 +29,7 @@ def asked(precision: str, given: MoEConfig) -> MoEConfig:
         return given
     if precision not in FORMATS:
         raise ConfigError(f"precision={precision!r} is no FP8 recipe of {', '.join(FORMATS)}")
-    settings: dict[str, Any] = {"fp8": FORMATS[precision], "fp8_recipe": precision}
+    settings = fp8(precision)
     already = given.transformer_config_kwargs
     if differing := [name for name, value in settings.items() if already.get(name, value) != value]:
         said = ", ".join(f"{name}={already[name]!r}" for name in differing)

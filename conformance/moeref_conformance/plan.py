@@ -27,6 +27,7 @@ from moeref_conformance.rules import GROUPS, Rule, load_rules, revision, select
 from moeref_conformance.targets.dump import DumpTarget
 
 DEADLINE = 120.0
+ONE = Layout()
 #: What `--world` takes: the machine's choice, or one world for all cells with ranks.
 ASKED = ("auto", "gloo", *GPU_WORLDS)
 
@@ -99,14 +100,15 @@ class Plan:
         # DeepEP refuses a group of one. Who carries the rows changes nothing that is computed from them.
         carrier = "alltoall" if cell.dispatcher.startswith("flex-") else cell.dispatcher
         one = replace(
-            cell, layout_name="one", layout=Layout(), dispatcher=carrier, needs=(), gpus=0, gradients=True, tags=()
+            cell, layout_name="one", layout=ONE, dispatcher=carrier, needs=(), gpus=0, gradients=True, tags=()
         )
         if cell.world == "gloo-cuda" and self.settings.world == "auto":
             over_nccl = replace(one, world="nccl")
             if not self.lacks(over_nccl) and self.target.claims.why_not(over_nccl) is None:
                 one = over_nccl
-        alike = (c for c in self.matrix.cells if (c.variant, c.world) == (one.variant, one.world))
-        return replace(next(filter(is_one, alike), one), gradients=True)
+        same = (one.variant, one.world)
+        listed = (c for c in self.matrix.cells if is_one(c) and (c.variant, c.world) == same)
+        return replace(next(listed, one), gradients=True)
 
     def enabled(self, cell: Cell, rule: Rule) -> bool:
         """Whether the selection and the cell's grid include the rule."""
@@ -115,7 +117,7 @@ class Plan:
 
 def is_one(cell: Cell) -> bool:
     """Whether the cell is a one-rank run."""
-    return cell.layout == Layout()
+    return cell.layout == ONE
 
 
 def prepare(settings: Settings, machine: Machine | None = None) -> Plan:

@@ -258,10 +258,9 @@ class _Config:
 
 def _asked(cell: Cell) -> dict[str, Any]:
     """What a cell asks of Megatron."""
-    chosen = dispatcher.Choice(cell.dispatcher)
-    # Without flex nothing reads a backend, and asking for one is refused.
-    flex = dispatcher.settings(chosen) if chosen.backend else {"moe_token_dispatcher_type": chosen.dispatcher}
-    return {**flex, **({"moe_enable_routing_replay": True} if cell.replay != "off" else {})}
+    # Without flex there is no backend to ask for.
+    chosen = {n: v for n, v in dispatcher.settings(dispatcher.Choice(cell.dispatcher)).items() if v is not None}
+    return {**chosen, **({"moe_enable_routing_replay": True} if cell.replay != "off" else {})}
 
 
 class _Session:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance.api import Cell, Layout, Target, to_plain
+from moeref_conformance.results import version_of
 from moeref_conformance.worlds import KINDS, supervise
 from moeref_conformance.worlds import rank as rank_main
 
@@ -144,7 +144,7 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
         preload()
     facts = {
         "pid": os.getpid(),
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "transformers", "moeref")},
+        "versions": {name: version_of(name) for name in ("torch", "megatron-core", "transformers", "moeref")},
         "python": sys.version.split()[0],
         "substitutions": list(substituted),
         "seconds": {"libraries": libraries, "target": time.perf_counter() - begin - libraries},
@@ -156,14 +156,6 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
     gc.collect()
     gc.freeze()  # collected objects are not touched again, so their pages stay shared with the ranks
     return Prepared(target, function, world, facts)
-
-
-def version(name: str) -> str:
-    """The installed version of a distribution, or ""."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def one_thread() -> None:

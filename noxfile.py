@@ -117,7 +117,7 @@ def on_gpus(session: nox.Session, *groups: str) -> tuple[str, dict[str, str]]:
     # A container's torch and Transformer Engine are built for each other: nothing is installed.
     paths = [str(ROOT), str(ROOT / "conformance"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**ENV, "PYTHONPATH": os.pathsep.join(paths)}
-    session.run("python3", "-m", "moeref_conformance.present", env=env)
+    session.run("python3", "-m", "moeref_conformance.plan.check_environment", env=env)
     return "python3", env
 
 
@@ -147,7 +147,7 @@ def bench_gpu(session: nox.Session) -> None:
 def gpu_status(session: nox.Session) -> None:
     """Write docs/status/gpu.md: which cells wait for which GPUs, and what conformance-gpu and bench-gpu found."""
     install(session, "-e", ".[kit]")
-    command = ["python", "-m", "moeref_conformance", "list", "--matrix", "gpu", "--worlds"]
+    command = ["python", "-m", "moeref_conformance", "list", "--matrix", "gpu", "--backends"]
     waiting = str(session.run(*command, env=ENV, silent=True)).strip()
     measured = str(session.run("python", "-m", "tests.bench.gpu.table", "--under", "###", env=ENV, silent=True)).strip()
     found, header = Path(GPU), Path(GPU, "results.jsonl")

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from moeref_conformance import cli
+from moeref_conformance.contract.results import EXIT_WORDS, STATUSES, Headline
+from moeref_conformance.contract.rules import GROUPS, load_rules
 from moeref_conformance.report.view import LEGEND
-from moeref_conformance.results import EXIT_WORDS, STATUSES, Headline
-from moeref_conformance.rules import GROUPS, load_rules
 
 MARK = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 
@@ -74,7 +74,7 @@ def _links(ids: Iterable[str], page: str) -> str:
 
 def rules() -> str:
     """Every rule under its group: what it says, why, what it needs, and what is known to turn it red."""
-    from moeref_conformance.targets.faults import FAULTS
+    from moeref_conformance.selftest.faults import FAULTS
 
     out = []
     for group, about in GROUPS.items():
@@ -84,7 +84,7 @@ def rules() -> str:
             facts = [
                 ("why", _plain("; ".join(rule.why))),
                 ("facets", _code(rule.facets) or "none"),
-                ("worlds", _code(rule.worlds)),
+                ("backends", _code(rule.backends)),
                 ("requires", _links(rule.requires, "rules.md") or "nothing"),
                 ("reads", _code(rule.steps)),
                 ("red with", _links((f.id for f in FAULTS.values() if rule.id in f.rules), "faults.md")),
@@ -97,7 +97,7 @@ def rules() -> str:
 
 def faults() -> str:
     """Every faulty target: the bug, the cell that shows it, and the rules it turns red."""
-    from moeref_conformance.targets.faults import FAULTS
+    from moeref_conformance.selftest.faults import FAULTS
 
     out = []
     for fault in sorted(FAULTS.values(), key=lambda fault: fault.id):
@@ -115,14 +115,14 @@ def faults() -> str:
 
 def not_expressible() -> str:
     """Known bugs that no cell can show yet."""
-    from moeref_conformance.targets.faults import NOT_EXPRESSIBLE
+    from moeref_conformance.selftest.faults import NOT_EXPRESSIBLE
 
     return "\n".join(f"- {bug}: {_plain(reason)}." for bug, reason in NOT_EXPRESSIBLE.items())
 
 
 def known_bugs() -> str:
     """The list that faults are made from."""
-    from moeref_conformance.targets.faults import KNOWN_BUGS
+    from moeref_conformance.selftest.faults import KNOWN_BUGS
 
     rows = [(bug, _plain(entry["report"]), _plain(entry["symptom"])) for bug, entry in KNOWN_BUGS.items()]
     return table(("id", "report", "symptom"), rows)
@@ -227,8 +227,8 @@ def axes() -> str:
     """Axes of a grid, their values, and what a cell has where its grid does not name one."""
     from dataclasses import MISSING, fields
 
-    from moeref_conformance import matrix
-    from moeref_conformance.api import Cell
+    from moeref_conformance.contract.api import Cell
+    from moeref_conformance.plan import matrix
 
     def toml(value: object) -> str:
         return f"`{str(value).lower() if isinstance(value, bool) else value}`"
@@ -243,14 +243,14 @@ def axes() -> str:
     rows = []
     for axis in matrix.AXES:
         values = _code(str(v) for v in matrix.CHOICES.get(axis, ())) or free.get(axis, "as the target claims")
-        required = axis in ("world", "family", "layout")
+        required = axis in ("backend", "family", "layout")
         rows.append((f"`{axis}`", values, "required" if required else defaults[axis]))
     return table(("axis", "values", "default"), rows)
 
 
 def first_adapter() -> str:
     """The last line of a clean smoke run of the tutorial's adapter: its claims against the matrix."""
-    from moeref_conformance import matrix
+    from moeref_conformance.plan import matrix
 
     from docs.examples.first_adapter import target
 

@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance import census
-from moeref_conformance import matrix as matrices
-from moeref_conformance.checks import BadInput
-from moeref_conformance.machine import Machine, needs, started
-from moeref_conformance.rules import load_rules, select
-from moeref_conformance.sizes import TINY
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.published_models import TINY
+from moeref_conformance.contract.rules import load_rules, select
+from moeref_conformance.plan import gpu_requirements as census
+from moeref_conformance.plan import matrix as matrices
+from moeref_conformance.plan.machine import Machine, needs, started
 
 OUT = Path("conformance-report")
 
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--target", help="say of each cell whether this target claims it")
     listing.add_argument("--json", action="store_true", help="machine-readable")
     listing.add_argument(
-        "--worlds", action="store_true", help="only count: which world cells run in with 1, 4, 8 and 2 × 8 GPUs"
+        "--backends", action="store_true", help="only count: which world cells run in with 1, 4, 8 and 2 × 8 GPUs"
     )
     _selection(listing)
     listing.set_defaults(command=_list)
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         run.add_argument("--target", required=True, help="a name, module:attr or dump:DIR; `moeref` is built in")
         run.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"where results go (default: {OUT})")
         run.add_argument(
-            "--world",
+            "--backend",
             default="auto",
             metavar="WORLD",
             help="gloo, gloo-cuda or nccl for all cells (default: auto, the machine decides what is left open)",
@@ -128,13 +128,14 @@ def _list(options: argparse.Namespace) -> int:
     cells, chosen = matrix.select(options.cell), select(options.rule)
     claims = None
     if options.target:
-        from moeref_conformance.targets import resolve
+        from moeref_conformance.resolve import resolve
 
         claims = resolve(options.target).claims
     rules = [rule for rule in load_rules().values() if rule.id in chosen]
     # A world that the machine is to choose is the one of a machine with as many GPUs as the cell takes at least.
-    rows = [(cell, claims.why_not(replace(cell, world=Machine().world(cell))) if claims else None) for cell in cells]
-    if options.worlds:
+    here = [replace(cell, backend=Machine().backend(cell)) for cell in cells]
+    rows = [(cell, claims.why_not(on) if claims else None) for cell, on in zip(cells, here, strict=True)]
+    if options.backends:
         print(census.markdown(cells))
         return 0
     if options.json:
@@ -170,10 +171,10 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _judge(options: argparse.Namespace, crew: Any = None) -> int:
-    from moeref_conformance.plan import Settings, prepare
-    from moeref_conformance.progress import Progress
+    from moeref_conformance.plan.plan import Settings, prepare
     from moeref_conformance.report import write_all
-    from moeref_conformance.runner import machinery, run
+    from moeref_conformance.report.progress import Progress
+    from moeref_conformance.run.runner import machinery, run
 
     plan = prepare(
         Settings(
@@ -181,7 +182,7 @@ def _judge(options: argparse.Namespace, crew: Any = None) -> int:
             matrix=options.matrix,
             cells=tuple(options.cell),
             rules=tuple(options.rule),
-            world=options.world,
+            backend=options.backend,
             known=options.known,
             deadline=options.deadline,
             jobs=options.jobs,
@@ -219,16 +220,16 @@ def _inputs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    from moeref_conformance.contract.results import read
     from moeref_conformance.report import write_all
-    from moeref_conformance.results import read
 
     results = read(options.results)
     return _say(results, write_all(results, options.out or options.results.parent))
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from moeref_conformance.diff import diff
-    from moeref_conformance.results import read
+    from moeref_conformance.contract.results import read
+    from moeref_conformance.report.diff import diff
 
     changes = diff(read(options.old), read(options.new))
     print("\n".join(changes.lines))
@@ -236,8 +237,9 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _shards(options: argparse.Namespace) -> int:
-    from moeref_conformance import known, shards
-    from moeref_conformance.targets import resolve
+    from moeref_conformance.plan import known_failures as known
+    from moeref_conformance.resolve import resolve
+    from moeref_conformance.run import shards
 
     matrix, found = matrices.load(options.matrix), []
     files = {known.find(matrix, resolve(spec).info.name) for spec in (options.left, options.right)}
@@ -253,9 +255,9 @@ def _shards(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
-    from moeref_conformance import shards
+    from moeref_conformance.contract.results import read
     from moeref_conformance.report.table import render
-    from moeref_conformance.results import read
+    from moeref_conformance.run import shards
 
     pairs = [(read(path), shards.read(path.parent / "shards.json")) for path in options.results]
     options.out.write_text(render(pairs), encoding="utf-8")
@@ -263,7 +265,7 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _say(results: Any, page: Path) -> int:
-    from moeref_conformance.results import EXIT_WORDS
+    from moeref_conformance.contract.results import EXIT_WORDS
 
     counts = ", ".join(f"{number} {status}" for status, number in results.counts.items() if number)
     print(f"{results.header['target']['name']} {results.header['target']['version']}: {counts}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from moeref_conformance.plan import Plan
+    from moeref_conformance.plan.plan import Plan
 
 PACKAGE = "moeref_conformance"
 _ACTIVE = pytest.StashKey[bool]()
@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def plan_of(config: pytest.Config) -> Plan:
     """The plan that the options describe, made once. Raises pytest.UsageError for bad input."""
     if _PLAN not in config.stash:
-        from moeref_conformance.checks import BadInput
-        from moeref_conformance.plan import Settings, prepare
+        from moeref_conformance.contract.checks import BadInput
+        from moeref_conformance.plan.plan import Settings, prepare
 
         if not config.stash.get(_ACTIVE, False) or not config.getoption("--target"):
             raise pytest.UsageError(f"run as: pytest --pyargs {PACKAGE} --target NAME|module:attr")

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moeref_conformance import api
-from moeref_conformance.api import PadRequest, RoutedRows
+from moeref_conformance.contract import api
+from moeref_conformance.contract.api import PadRequest, RoutedRows
 from moeref_conformance.steps.dispatch import DISPATCHERS, PRECISIONS
 
 if TYPE_CHECKING:

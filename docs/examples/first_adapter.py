@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from moeref_conformance.api import Cell, Claims, Info, NameRow, TensorMeta, World
+from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, TensorMeta, World
 
 from moeref import bridge, exporter, families
 from moeref.layout import Layout
@@ -92,7 +92,7 @@ class FirstAdapter:
     claims = Claims(
         facets=frozenset({"names", "export", "forward"}),
         families=frozenset({"qwen3_moe"}),
-        worlds=frozenset({"static", "gloo"}),
+        backends=frozenset({"static", "gloo"}),
     )
 
     @contextmanager

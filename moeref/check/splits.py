@@ -23,8 +23,8 @@ class Split:
         """What to add to the layout: `first=3,last=2`."""
         found = [f"{k}={v}" for k in ("first", "last") if (v := getattr(self.layout, k)) is not None]
         found += [f"{k}=1" for k in ("embedding", "loss") if getattr(self.layout, k)]
-        if self.layout.layout is not None:
-            found.append(f"layout={self.layout.layout}")
+        if self.layout.pipeline_layout is not None:
+            found.append(f"layout={self.layout.pipeline_layout}")
         return ",".join(found) or "no first=, last=, embedding=, loss= or layout="
 
     @property
@@ -58,7 +58,7 @@ def splits(layout: Layout, num_layers: int, *, mtp: int = 0, most: int = 3) -> t
 
 
 def _candidates(layout: Layout, num_layers: int) -> Iterator[Layout]:
-    bare = replace(layout, first=None, last=None, embedding=False, loss=False, layout=None, vpp=layout.vpp)
+    bare = replace(layout, first=None, last=None, embedding=False, loss=False, pipeline_layout=None, vpp=layout.vpp)
     for embedding in (False, True):
         for loss in (False, True):
             yield replace(bare, embedding=embedding, loss=loss)
@@ -84,6 +84,6 @@ def _string(layout: Layout, num_layers: int, mtp: int) -> Split | None:
         counts[i] += 1
     parts = ["t" * n for n in counts]
     parts[0], parts[-1] = "E" + parts[0], parts[-1] + "m" * mtp + "L"
-    bare = replace(layout, first=None, last=None, embedding=False, loss=False, vpp=1, layout="|".join(parts))
+    bare = replace(layout, first=None, last=None, embedding=False, loss=False, vpp=1, pipeline_layout="|".join(parts))
     per_rank = tuple(sum(counts[pp :: layout.pp]) for pp in range(layout.pp))
     return Split(bare, per_rank)

@@ -93,7 +93,7 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         # With a layout string megatron-core derives the number of virtual stages itself.
-        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 and not layout.layout else None,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 and not layout.pipeline_layout else None,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -101,7 +101,7 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
         "num_layers_in_last_pipeline_stage": layout.last,
         "account_for_embedding_in_pipeline_split": layout.embedding,
         "account_for_loss_in_pipeline_split": layout.loss,
-        "pipeline_model_parallel_layout": layout.layout,
+        "pipeline_model_parallel_layout": layout.pipeline_layout,
     }
     settings = {k: Setting(v, "default") for k, v in defaults.items()}
     settings |= {k: Setting(v, "hf") for k, v in hf.items()}

@@ -226,7 +226,7 @@ class Spelling:
     mtp: the transformer layer inside an MTP layer, `transformer_layer` in megatron-core 0.16.
     """
 
-    norms: Literal["apart", "fused"] = "apart"
+    norms: Literal["separate", "fused"] = "separate"
     experts: Literal["sequential", "grouped"] = "sequential"
     hf: Literal["per_expert", "fused"] = "per_expert"
     mtp: Literal["mtp_model_layer", "transformer_layer"] = "mtp_model_layer"

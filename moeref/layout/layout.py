@@ -47,7 +47,8 @@ class Layout:
 
     `vpp` is the number of virtual stages per pipeline rank (1: none). `etp` defaults to `tp`. `first` and `last` are
     megatron-core's `num_layers_in_{first,last}_pipeline_stage`; `embedding` and `loss` are
-    `account_for_{embedding,loss}_in_pipeline_split`; `layout` is `pipeline_model_parallel_layout` and implies `vpp`.
+    `account_for_{embedding,loss}_in_pipeline_split`; `pipeline_layout` is `pipeline_model_parallel_layout`, which
+    implies `vpp`.
     `order` names the axes, fastest first.
 
     `world` 0 means the smallest number of ranks that both grids divide: the least common multiple of tp·cp·pp and
@@ -65,7 +66,7 @@ class Layout:
     last: int | None = None
     embedding: bool = False
     loss: bool = False
-    layout: str | None = None
+    pipeline_layout: str | None = None
     order: str = "tp-cp-ep-dp-pp"
 
     def __post_init__(self) -> None:
@@ -104,15 +105,17 @@ class Layout:
         counted = [f"{n}=1" for n, v in (("embedding", self.embedding), ("loss", self.loss)) if v]
         if ends and counted:
             raise LayoutError(
-                f"{', '.join(ends)} cannot go with {', '.join(counted)}; keep one of the two ways, or layout="
+                f"{', '.join(ends)} cannot go with {', '.join(counted)}; keep one of the two ways, or pipeline_layout="
             )
-        if self.layout is not None:
+        if self.pipeline_layout is not None:
             if ends or counted:
-                raise LayoutError(f"layout={self.layout} cannot go with {', '.join(ends + counted)}; drop them")
-            _, implied = read_pattern(self.layout, self.pp)
+                both = ", ".join(ends + counted)
+                raise LayoutError(f"pipeline_layout={self.pipeline_layout} cannot go with {both}; drop them")
+            _, implied = read_pattern(self.pipeline_layout, self.pp)
             if self.vpp not in (1, implied):
                 raise LayoutError(
-                    f"vpp={self.vpp}, but layout={self.layout} at pp={self.pp} means vpp={implied}; drop vpp="
+                    f"vpp={self.vpp}, but pipeline_layout={self.pipeline_layout} at pp={self.pp} means vpp={implied}; "
+                    "drop vpp="
                 )
             object.__setattr__(self, "vpp", implied)
         if self.vpp > 1 and self.pp == 1:
@@ -134,9 +137,9 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `tp=2,pp=2,ep=2,etp=1,world=8,first=3,embedding=1,layout=Et|tt|tt|ttL`; keys in any order.
+        """Read `tp=2,pp=2,ep=2,etp=1,world=8,first=3,embedding=1,pipeline_layout=Et|tt|tt|ttL`; keys in any order.
 
-        `layout=` comes last and takes the rest of the text, commas included. Raises LayoutError for an unknown key
+        `pipeline_layout=` comes last and takes the rest, commas included. Raises LayoutError for an unknown key
         (naming the nearest one), for a key given twice and for a value that is no number.
         """
         return cls(**text_form.read(text))
@@ -224,8 +227,8 @@ class Layout:
         _require_int("num_layers", num_layers, 1)
         if mtp is not None:
             _require_int("mtp", mtp, 0)
-        if self.layout is not None:
-            return self._stages_of_pattern(self.layout, num_layers, mtp)
+        if self.pipeline_layout is not None:
+            return self._stages_of_pattern(self.pipeline_layout, num_layers, mtp)
         if self.first is not None or self.last is not None:
             counts = split.counts_uneven(num_layers, pp=self.pp, vpp=self.vpp, first=self.first, last=self.last)
         else:
@@ -238,7 +241,9 @@ class Layout:
         for letter, name, wanted in (("t", "num_layers", num_layers), ("m", "mtp", mtp)):
             found = "".join(written).count(letter)
             if wanted is not None and found != wanted:
-                raise LayoutError(f"layout={pattern} has {found} {letter}, but {name}={wanted}; make them equal")
+                raise LayoutError(
+                    f"pipeline_layout={pattern} has {found} {letter}, but {name}={wanted}; make them equal"
+                )
         made = split.deal([stage.count("t") for stage in written], num_layers, self.pp, self.text)
         holders = [index for index, stage in enumerate(written) if "m" in stage]
         if not holders:

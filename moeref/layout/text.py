@@ -1,4 +1,4 @@
-"""Owns the text form of a layout: `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8,first=3,last=2`, `layout=` last."""
+"""Owns the text form of a layout: `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8,first=3,last=2`, `pipeline_layout=` last."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 _SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "world")
 _ENDS = ("first", "last")
 _SWITCHES = ("embedding", "loss")
-_KEYS = (*_SIZES, *_ENDS, *_SWITCHES, "order", "layout")
+_KEYS = (*_SIZES, *_ENDS, *_SWITCHES, "order", "pipeline_layout")
 _DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 def read(text: str) -> dict[str, Any]:
     """The arguments for `Layout` that `text` spells. Raises LayoutError with the offending part."""
     found: dict[str, Any] = {}
-    tail = re.search(r"(?:^|,)\s*layout\s*=(.*)$", text.strip(), flags=re.DOTALL)
+    tail = re.search(r"(?:^|,)\s*pipeline_layout\s*=(.*)$", text.strip(), flags=re.DOTALL)
     head = text.strip()[: tail.start()] if tail else text.strip()
     for part in head.split(",") if head else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))
@@ -35,7 +35,7 @@ def read(text: str) -> dict[str, Any]:
             raise LayoutError(f"layout text {text!r}: {key!r} is given twice")
         found[key] = _value(text, key, value)
     if tail:
-        found["layout"] = tail[1]
+        found["pipeline_layout"] = tail[1]
     return found
 
 
@@ -58,6 +58,6 @@ def write(layout: Layout) -> str:
     parts += [f"{key}=1" for key in _SWITCHES if getattr(layout, key)]
     if layout.order != _DEFAULT_ORDER:
         parts.append(f"order={layout.order}")
-    if layout.layout is not None:
-        parts.append(f"layout={layout.layout}")
+    if layout.pipeline_layout is not None:
+        parts.append(f"pipeline_layout={layout.pipeline_layout}")
     return ",".join(parts)

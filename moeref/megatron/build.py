@@ -121,7 +121,7 @@ def build(
     *,
     device: str = "cpu",
     kernels: str = "torch",
-    norms: str = "apart",
+    norms: str = "separate",
     experts: str = "sequential",
     precision: str = "",
     asked: MoEConfig | None = None,
@@ -131,7 +131,7 @@ def build(
     """Build this rank's chunks; `groups.initialise(layout)` comes first.
 
     device: "cpu" or the current CUDA device. kernels: "torch" for plain torch modules, or "te" for Transformer
-    Engine's in megatron-core's own spec. norms: "apart" as in megatron-core's local layer spec, or "fused" into the
+    Engine's in megatron-core's own spec. norms: "separate" as in megatron-core's local layer spec, or "fused" into the
     linears as in Transformer Engine's. experts: "sequential", or "grouped" for Transformer Engine's grouped linears
     ("torch": under their names). precision: "" for what the checkpoint's dtype says, or an FP8 recipe, "delayed",
     "tensorwise", "blockwise" or "mxfp8", which needs "te".
@@ -159,7 +159,7 @@ def build(
     dispatch.check(model, layout, record, gpu=where.type == "cuda")
     config, record = transformer_config(record)
     spelling = Spelling(
-        norms="fused" if norms == "fused" else "apart",
+        norms="fused" if norms == "fused" else "separate",
         experts="grouped" if experts == "grouped" else "sequential",
         mtp=mtp_name(),
     )

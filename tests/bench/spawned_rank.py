@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from moeref_conformance.api import Cell, Layout, World
+from moeref_conformance.contract.api import Cell, Layout, World
 from moeref_conformance.worlds import cpu
 
 
@@ -21,8 +21,8 @@ def main(request: str, rank: int) -> None:
     import megatron.core  # noqa: F401
 
     cpu.install("cpu", "megatron")
-    from moeref_conformance.probe import run_rank
-    from moeref_conformance.targets import resolve
+    from moeref_conformance.resolve import resolve
+    from moeref_conformance.steps.probe import run_rank
 
     cell = Cell(**{**asked["cell"], "layout": Layout(**asked["cell"]["layout"]), "tags": ()})
     size, folder = cell.layout.world, Path(asked["folder"]) / f"rank{rank:04d}"

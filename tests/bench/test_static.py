@@ -9,8 +9,8 @@ import time
 
 import pytest
 from moeref_conformance.oracles import published
-from moeref_conformance.plan import Settings, prepare
-from moeref_conformance.runner import Runner
+from moeref_conformance.plan.plan import Settings, prepare
+from moeref_conformance.run.runner import Runner
 from rich.console import Console
 
 from moeref import families

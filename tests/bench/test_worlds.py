@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from moeref_conformance import matrix
-from moeref_conformance.api import Cell, to_plain
+from moeref_conformance.contract.api import Cell, to_plain
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.targets import resolve
+from moeref_conformance.plan import matrix
+from moeref_conformance.resolve import resolve
 from moeref_conformance.worlds.forked import ForkedWorld
 from rich.console import Console
 from rich.table import Table

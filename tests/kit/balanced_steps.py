@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moeref_conformance.targets.faults.base import Fault, cell
-from moeref_conformance.targets.faults.steps import balanced, stepping
-from moeref_conformance.targets.faulty import FaultyTarget
+from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.steps import balanced, stepping
+from moeref_conformance.selftest.faulty import FaultyTarget
 
 BALANCED = Fault(
     id="balanced",

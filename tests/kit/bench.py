@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from moeref_conformance.api import Cell, Layout, Target
-from moeref_conformance.judges import JUDGES, Case, Outcome
+from moeref_conformance.contract.api import Cell, Layout, Target
+from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.contract.records import Observation
+from moeref_conformance.contract.rules import load_rules
+from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.records import Observation
-from moeref_conformance.rules import load_rules
 from moeref_conformance.worlds.forked import ForkedWorld
 from moeref_conformance.worlds.static import StaticWorld
 
@@ -33,7 +34,7 @@ class Bench:
             where = self._folder / f"cell{len(self._seen)}"
             where.mkdir()
             self._world.deadline = deadline
-            world = self._static if cell.world == "static" else self._world
+            world = self._static if cell.backend == "static" else self._world
             outcome = world.run(cell, where, expected(cell, self._folder).inputs, self._target.claims)
             assert not outcome.error, outcome.error
             self._seen[key] = Observation.read(cell, where, outcome.exits, outcome.seconds, outcome.events)
@@ -48,12 +49,12 @@ class Bench:
             expected=expected(cell, self._folder),
             observation=observation,
             # Rules that look at it require RUN-001.
-            baseline=None if observation.crashes or cell.world == "static" else self.observe(one, deadline),
+            baseline=None if observation.crashes or cell.backend == "static" else self.observe(one, deadline),
             target=self._target,
         )
         outcomes: dict[str, Outcome] = {}
         for rule in RULES.values():
-            if not rule.applies(cell.world, cell.replay):
+            if not rule.applies(cell.backend, cell.replay):
                 continue
             unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moeref_conformance.api import Cell, Target, World
+from moeref_conformance.contract.api import Cell, Target, World
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -204,7 +204,7 @@ def labelled() -> Iterator[Labels]:
 def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
     """The probe's steps, as a rank entry, with the model on the labelled device."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from moeref_conformance import probe
+    from moeref_conformance.steps import probe
     from moeref_conformance.worlds import collectives
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

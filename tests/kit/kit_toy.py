@@ -10,13 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moeref_conformance import matrix, plan, runner
-from moeref_conformance.api import Cell, Claims, Info, World
-from moeref_conformance.judges import Case, Finding, Outcome
-from moeref_conformance.records import EVENTS, rank_dir
-from moeref_conformance.results import Results
-from moeref_conformance.rules import load_rules
-from moeref_conformance.worlds import RankExit, RunOutcome
+from moeref_conformance.contract.api import Cell, Claims, Info, World
+from moeref_conformance.contract.exits import RankExit, RunOutcome
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import EVENTS, rank_dir
+from moeref_conformance.contract.results import Results
+from moeref_conformance.contract.rules import load_rules
+from moeref_conformance.judges import Case
+from moeref_conformance.plan import matrix, plan
+from moeref_conformance.run import runner
 
 MATRIX = """
 schema = 1
@@ -42,7 +44,7 @@ class Target:
 
     info = Info(name="toy", version="1")
     claims = Claims(
-        facets=frozenset({"names", "export"}), families=frozenset({"qwen3_moe"}), worlds=frozenset({"gloo", "static"})
+        facets=frozenset({"names", "export"}), families=frozenset({"qwen3_moe"}), backends=frozenset({"gloo", "static"})
     )
 
     @contextmanager

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from moeref_conformance.api import Cell, Info, Session, Unsupported, World
-from moeref_conformance.targets.faults.rewrite import Rewritten, Swapped
+from moeref_conformance.contract.api import Cell, Info, Session, Unsupported, World
+from moeref_conformance.selftest.faults.rewrite import Rewritten, Swapped
 from moeref_conformance.targets.moeref import MoerefTarget
 
 

@@ -15,7 +15,7 @@ cpu.install("cpu", "torch")
 import megatron.core  # noqa: E402
 
 cpu.install("cpu", "megatron")
-from moeref_conformance.recorder import Recorder  # noqa: E402
+from moeref_conformance.contract.recorder import Recorder  # noqa: E402
 
 from moeref import bridge, exporter, families, megatron  # noqa: E402
 from moeref.layout import Layout  # noqa: E402

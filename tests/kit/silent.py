@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from moeref_conformance.api import Cell, Info, Session, World
-from moeref_conformance.targets.faults.base import Edit, Fault, cell
-from moeref_conformance.targets.faults.gradients import built
-from moeref_conformance.targets.faulty import FaultyTarget
+from moeref_conformance.contract.api import Cell, Info, Session, World
+from moeref_conformance.selftest.faults.base import Edit, Fault, cell
+from moeref_conformance.selftest.faults.gradients import built
+from moeref_conformance.selftest.faulty import FaultyTarget
 from moeref_conformance.targets.moeref import MoerefTarget
 
 SILENT = {

@@ -10,15 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moeref_conformance.api import Cell, Layout
-from moeref_conformance.matrix import load
-from moeref_conformance.oracles.checkpoint import (
-    EXTRA,
-    INDEX,
-    assert_distinct,
-    expected,
-    read_checkpoint,
-)
+from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.oracles.checkpoint import EXTRA, INDEX, assert_distinct, expected, read_checkpoint
+from moeref_conformance.plan.matrix import load
 
 from moeref import families
 from moeref import layout as layouts
@@ -27,7 +21,7 @@ from moeref.megatron import precision
 
 pytestmark = pytest.mark.cpu
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral", "gpt_oss")
-VARIANTS = ({}, {"dtype": "bfloat16"}, {"tied": True}, {"spelling": "fused"}, {"layers": 6})
+VARIANTS = ({}, {"dtype": "bfloat16"}, {"tied": True}, {"expert_format": "fused"}, {"layers": 6})
 
 
 def cell(family: str = "glm4_moe", **more: object) -> Cell:
@@ -49,7 +43,7 @@ def test_variant(family: str, more: dict[str, object], work: Path) -> None:
     assert made.config["tie_word_embeddings"] is want.tied
     assert ("lm_head.weight" in made.tensors) is not want.tied
     fused = any("gate_up_proj" in name for name in made.tensors)
-    assert fused is (want.spelling == "fused" or family == "gpt_oss")
+    assert fused is (want.expert_format == "fused" or family == "gpt_oss")
     widths = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
     keys = ("hidden_size", "intermediate_size", "vocab_size", *(k for k in widths if made.config.get(k)))
     sizes = [made.config[k] for k in keys]
@@ -92,9 +86,9 @@ def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: 
         expected(cell(mtp=1, tied=True), work)
 
 
-@pytest.mark.parametrize("spelling", ["per_expert", "fused"])
-def test_spoiled_copies(spelling: str, work: Path) -> None:
-    made = expected(cell(spelling=spelling), work)
+@pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
+def test_spoiled_copies(expert_format: str, work: Path) -> None:
+    made = expected(cell(expert_format=expert_format), work)
     extra = read_checkpoint(Path(made.inputs["checkpoint_extra"]))
     missing = read_checkpoint(Path(made.inputs["checkpoint_missing"]))
     assert set(extra) - set(made.tensors) == {EXTRA}
@@ -104,7 +98,7 @@ def test_spoiled_copies(spelling: str, work: Path) -> None:
         assert torch.equal(extra[name], tensor)
     for folder, tensors in (("checkpoint_extra", extra), ("checkpoint_missing", missing)):
         index = made.dir / folder / INDEX
-        if spelling == "per_expert":
+        if expert_format == "per_expert":
             data = json.loads(index.read_text())
             assert set(data["weight_map"]) == set(tensors)
             assert data["metadata"]["total_parameters"] == sum(t.numel() for t in tensors.values())
@@ -121,7 +115,7 @@ def test_transformers_reads_it_back_to_the_same_logits(family: str, work: Path) 
 
 
 def test_spellings_hold_the_same_weights(work: Path) -> None:
-    per_expert, fused = expected(cell(), work), expected(cell(spelling="fused"), work)
+    per_expert, fused = expected(cell(), work), expected(cell(expert_format="fused"), work)
     gate_up = fused.tensors["model.layers.3.mlp.experts.gate_up_proj"]
     parts = [per_expert.tensors[f"model.layers.3.mlp.experts.5.{x}_proj.weight"] for x in ("gate", "up")]
     assert torch.equal(gate_up[5], torch.cat(parts))

@@ -7,7 +7,7 @@ import sys
 import pytest
 from kit_toy import MATRIX, ToyWorld, failing, run
 from moeref_conformance import cli
-from moeref_conformance.machine import Machine
+from moeref_conformance.plan.machine import Machine
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_report_and_diff(tmp_path, capsys):
 
 
 def test_a_run_without_a_gpu_says_so_and_what_would_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("moeref_conformance.plan.detect", lambda: Machine(why_not={"gpu": "no device"}))
+    monkeypatch.setattr("moeref_conformance.plan.plan.detect", lambda: Machine(why_not={"gpu": "no device"}))
     out = tmp_path / "out"
     arguments = ["run", "--target", "moeref", "--matrix", "gpu", "--cell", "tied", "--cell", "fp8", "--out", str(out)]
     assert cli.main(arguments) == 3
@@ -101,7 +101,7 @@ def test_a_run_without_a_gpu_says_so_and_what_would_run(tmp_path, capsys, monkey
 
 
 def test_list_counts_worlds_and_names_needs(capsys):
-    assert cli.main(["list", "--matrix", "gpu", "--worlds"]) == 0
+    assert cli.main(["list", "--matrix", "gpu", "--backends"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[0].startswith("| what the cells need | cells | 1 GPU | 4 GPUs | 8 GPUs |")
     assert table[-1].startswith("| together | 156 |")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from moeref_conformance.api import Cell, Layout
-from moeref_conformance.worlds.calls import ALIASES, CALLS, Call
+from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.worlds.collective_specs import ALIASES, CALLS, Call
 from moeref_conformance.worlds.collectives import _poison
 from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moeref_conformance.compare import compare, same
-from moeref_conformance.diagnose import diagnose
-from moeref_conformance.matching import Context, relation
+from moeref_conformance.diagnosis.compare import compare, same
+from moeref_conformance.diagnosis.diagnose import diagnose
+from moeref_conformance.diagnosis.matching import Context, relation
 
 pytestmark = pytest.mark.cpu
 ATTENTION = "model.layers.3.self_attn."

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from moeref_conformance.api import Cell, Layout
-from moeref_conformance.worlds import RunOutcome, cpu
+from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.contract.exits import RunOutcome
+from moeref_conformance.worlds import cpu
 from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from device_labels import Mixed, labelled
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.targets.moeref import MoerefTarget
-from moeref_conformance.worlds import RunOutcome
 from moeref_conformance.worlds.forked import ForkedWorld
 
 ONE = Layout()

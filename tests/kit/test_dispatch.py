@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from moeref_conformance import strategies
-from moeref_conformance.api import (
+from moeref_conformance.contract.api import (
     Cell,
     Dispatch,
     DispatcherRequest,
@@ -22,12 +22,12 @@ from moeref_conformance.api import (
     Session,
     World,
 )
+from moeref_conformance.contract.records import Observation
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.oracles import dispatch
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.records import Observation
+from moeref_conformance.selftest.faults.rewrite import Swapped
 from moeref_conformance.steps.exchange import EXCHANGES, GRADIENTS
-from moeref_conformance.targets.faults.rewrite import Swapped
 from moeref_conformance.targets.moeref import MoerefTarget
 from moeref_conformance.worlds.static import StaticWorld
 
@@ -38,7 +38,7 @@ SPLIT = Layout(tp=2, cp=2, ep=2)
 @pytest.fixture(scope="module")
 def facet(tmp_path_factory: pytest.TempPathFactory) -> Dispatch:
     folder = tmp_path_factory.mktemp("dispatch")
-    cell = Cell(family="qwen3_moe", layout_name="split", layout=SPLIT, world="static", layers=2)
+    cell = Cell(family="qwen3_moe", layout_name="split", layout=SPLIT, backend="static", layers=2)
     hf_config = Path(expected(cell, folder).inputs["hf_config"])
     world = World(kind="static", rank=-1, size=SPLIT.world, device="cpu", workdir=folder, hf_config=hf_config)
     with MoerefTarget().open(cell, world) as session:
@@ -156,7 +156,7 @@ def test_a_target_that_answers_nonsense_is_told_so(tmp_path: Path) -> None:
             with super().open(cell, world) as session:
                 yield Swapped(session, dispatch=Nonsense())
 
-    cell = Cell(family="qwen3_moe", layout_name="split", layout=SPLIT, world="static", layers=2)
+    cell = Cell(family="qwen3_moe", layout_name="split", layout=SPLIT, backend="static", layers=2)
     made, judged = expected(cell, tmp_path), Nonsensical()
     outcome = StaticWorld(judged).run(cell, tmp_path / "cell", made.inputs, judged.claims)
     observation = Observation.read(cell, tmp_path, outcome.exits, 0.0, outcome.events)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from moeref_conformance import cli
-from moeref_conformance.checks import BadInput
-from moeref_conformance.results import read
-from moeref_conformance.targets import resolve
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.results import read
+from moeref_conformance.resolve import resolve
 from safetensors.torch import load_file, save_file
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]

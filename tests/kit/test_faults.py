@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from moeref_conformance.api import Cell
-from moeref_conformance.diagnose import UNKNOWN
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.diagnosis.diagnose import UNKNOWN
 from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.selftest.faults import FAULTS, KNOWN_BUGS, NOT_EXPRESSIBLE, Fault
+from moeref_conformance.selftest.faulty import by_tag
 from moeref_conformance.steps import gradients
-from moeref_conformance.targets.faults import FAULTS, KNOWN_BUGS, NOT_EXPRESSIBLE, Fault
-from moeref_conformance.targets.faulty import by_tag
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import RULES, Bench
@@ -43,7 +43,7 @@ REPORTS = (
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("faults")
     with (
-        ForkedWorld("moeref_conformance.targets.faulty:by_tag", grace=1.0) as world,
+        ForkedWorld("moeref_conformance.selftest.faulty:by_tag", grace=1.0) as world,
         ThreadPoolExecutor(1) as pool,
     ):
         # Both sides import for seconds: the oracle makes its first model while the world starts.
@@ -78,7 +78,7 @@ def test_the_good_target_stays_green(bench: Bench, cell: Cell) -> None:
     outcomes = bench.judge(cell)
     assert {rule: o.findings for rule, o in outcomes.items() if o.findings} == {}
     # A cell that takes no training step says so.
-    steps = gradients.asked(cell) or cell.world == "static"
+    steps = gradients.asked(cell) or cell.backend == "static"
     assert {rule for rule, o in outcomes.items() if o.untested} == (set() if steps else {"GRD-001"})
 
 

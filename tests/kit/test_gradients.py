@@ -8,9 +8,9 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from moeref_conformance import matrix
-from moeref_conformance.api import Layout
-from moeref_conformance.checks import BadInput
+from moeref_conformance.contract.api import Layout
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.plan import matrix
 from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
 from silent import SILENT, Silent
@@ -45,7 +45,7 @@ def test_interleaving_gets_more_microbatches_of_the_same_mean() -> None:
 
 @pytest.mark.cpu
 def test_a_grid_may_leave_the_training_step_out(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    grid = {"world": ["gloo"], "family": ["qwen3_moe"], "layout": ["one"]}
+    grid = {"backend": ["gloo"], "family": ["qwen3_moe"], "layout": ["one"]}
     data = {"schema": 1, "name": "x", "layouts": {"one": {}}, "grid": [{**grid, "gradients": False}]}
     found = matrix.parse(data, tmp_path / "x.toml")
     assert not found.cells[0].gradients

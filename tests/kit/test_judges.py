@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from handmade import MANY, ONE, Run, read_run, write_run
-from moeref_conformance.api import NameRow
-from moeref_conformance.judges import JUDGES, Case, Finding, Outcome, grouped, judges
+from moeref_conformance.contract.api import NameRow
+from moeref_conformance.contract.exits import RankExit
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import Observation, rank_dir
+from moeref_conformance.contract.rules import load_rules
+from moeref_conformance.judges import JUDGES, Case, grouped, judges
 from moeref_conformance.oracles.checkpoint import Expected, expected
-from moeref_conformance.records import Observation, rank_dir
-from moeref_conformance.rules import load_rules
-from moeref_conformance.worlds import RankExit
 
 pytestmark = pytest.mark.cpu
 DOWN = "model.layers.2.mlp.experts.13.down_proj.weight"

@@ -4,9 +4,9 @@ import datetime
 
 import pytest
 from kit_toy import MATRIX, ToyWorld, cells, failing, run
-from moeref_conformance.checks import BadInput
-from moeref_conformance.judges import Outcome
-from moeref_conformance.known import find, parse
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.plan.known_failures import find, parse
 
 TODAY = datetime.date(2026, 1, 1)
 PASS = Outcome()

@@ -12,13 +12,15 @@ import kit_toy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moeref_conformance import census, machine, matrix, present
-from moeref_conformance.api import Cell, Claims, Layout
-from moeref_conformance.checks import BadInput
-from moeref_conformance.machine import NEEDS, RECIPES, Machine
-from moeref_conformance.plan import Settings, prepare
-from moeref_conformance.rules import load_rules
-from moeref_conformance.runner import Machinery, run
+from moeref_conformance.contract.api import Cell, Claims, Layout
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.rules import load_rules
+from moeref_conformance.plan import check_environment as present
+from moeref_conformance.plan import gpu_requirements as census
+from moeref_conformance.plan import machine, matrix
+from moeref_conformance.plan.machine import NEEDS, RECIPES, Machine
+from moeref_conformance.plan.plan import Settings, prepare
+from moeref_conformance.run.runner import Machinery, run
 
 GPU = matrix.load("gpu")
 EVERYTHING = frozenset({*NEEDS, *RECIPES, "nccl"})
@@ -33,7 +35,7 @@ def of(gpus: int, *has: str, ranks: int = 0) -> Machine:
 def worlds(here: Machine, tag: str = "") -> Counter[str]:
     """Cells of the GPU matrix by world, or by the reason why they do not run."""
     cells = GPU.on(here).cells
-    return Counter(here.lacks(cell) or cell.world for cell in cells if not tag or tag in cell.tags)
+    return Counter(here.lacks(cell) or cell.backend for cell in cells if not tag or tag in cell.tags)
 
 
 def test_one_gpu_with_everything_runs_all_that_is_meant_for_one():
@@ -41,15 +43,15 @@ def test_one_gpu_with_everything_runs_all_that_is_meant_for_one():
     assert worlds(of(1, *EVERYTHING), "gpu8") == {"needs 8 GPUs, this machine has 1": 20}
     assert worlds(of(1, *EVERYTHING), "multinode") == {"needs 16 GPUs, this machine has 1": 14}
     cells = [cell for cell in GPU.on(of(1, *EVERYTHING)).cells if "gpu1" in cell.tags]
-    assert {cell.world for cell in cells if cell.layout.world == 1} == {"nccl"}
-    assert {cell.world for cell in cells if cell.layout.world > 1} == {"gloo-cuda"}
+    assert {cell.backend for cell in cells if cell.layout.world == 1} == {"nccl"}
+    assert {cell.backend for cell in cells if cell.layout.world > 1} == {"gloo-cuda"}
     assert len(cells) <= 125  # bearable on one GPU
 
 
 def test_four_gpus_share_only_for_wider_layouts():
     for cell in GPU.on(of(4, *EVERYTHING)).cells:
         if "gpu1" in cell.tags:
-            assert cell.world == ("nccl" if cell.layout.world <= 4 else "gloo-cuda")
+            assert cell.backend == ("nccl" if cell.layout.world <= 4 else "gloo-cuda")
 
 
 def test_eight_gpus_share_none():
@@ -86,14 +88,14 @@ def test_packages_that_are_absent_are_named():
 
 
 def test_needs_of_a_matrix_count_like_those_of_axes():
-    cell = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), world="nccl", needs=("fp8", "deep_ep"))
+    cell = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), backend="nccl", needs=("fp8", "deep_ep"))
     assert machine.needs(cell) == ("fp8", "deep_ep")
     assert of(1, "deep_ep").lacks(cell) == "needs FP8, which is not installed here"
     assert of(1, "deep_ep", "fp8").lacks(cell) == ""
 
 
 def test_on_a_cpu_nothing_of_a_gpu_runs():
-    te = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), world="gloo", kernels="te", norms="fused")
+    te = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), backend="gloo", kernels="te", norms="fused")
     assert of(1, *EVERYTHING).lacks(te) == "needs a GPU, and world gloo has none"
     plain = replace(te, kernels="torch")
     assert NONE.lacks(plain) == of(8).lacks(plain) == ""
@@ -110,21 +112,21 @@ def test_a_cell_runs_only_where_all_it_needs_is_there(gpus, has, ranks, asked):
     for cell in GPU.on(here, asked).cells:
         if here.lacks(cell):
             continue
-        assert cell.world == asked or (asked == "auto" and cell.world in ("nccl", "gloo-cuda"))
+        assert cell.backend == asked or (asked == "auto" and cell.backend in ("nccl", "gloo-cuda"))
         assert set(machine.needs(cell)) <= has
         assert cell.gpus <= here.count
-        if cell.world == "gloo":
+        if cell.backend == "gloo":
             assert not machine.needs(cell)
         else:
             assert gpus
-            assert cell.world == "gloo-cuda" or ("nccl" in has and cell.layout.world <= here.count)
-            assert not (ranks and gpus and asked == "auto") or cell.world == "nccl"
+            assert cell.backend == "gloo-cuda" or ("nccl" in has and cell.layout.world <= here.count)
+            assert not (ranks and gpus and asked == "auto") or cell.backend == "nccl"
 
 
 def test_a_machine_without_gpus_names_the_worlds_of_the_smallest_that_would_do():
-    cells = {cell.layout_name: cell.world for cell in GPU.on(NONE).cells if cell.variant == "qwen3_moe"}
+    cells = {cell.layout_name: cell.backend for cell in GPU.on(NONE).cells if cell.variant == "qwen3_moe"}
     assert (cells["one"], cells["tp2"], cells["ep16"]) == ("nccl", "gloo-cuda", "nccl")
-    assert {world for cell in GPU.on(NONE).cells if "gpu8" in cell.tags for world in [cell.world]} == {"nccl"}
+    assert {world for cell in GPU.on(NONE).cells if "gpu8" in cell.tags for world in [cell.backend]} == {"nccl"}
 
 
 @pytest.mark.parametrize("here", [NONE, of(0), of(1), of(8), of(8, *EVERYTHING)])
@@ -142,9 +144,9 @@ class AllTarget(kit_toy.Target):
     claims = Claims(
         facets=frozenset({"names", "export", "forward"}),
         families=frozenset(cell.family for cell in GPU.cells),
-        worlds=frozenset({"static", "gloo", "gloo-cuda", "nccl"}),
-        spellings=frozenset({"per_expert", "fused"}),
-        norms=frozenset({"apart", "fused"}),
+        backends=frozenset({"static", "gloo", "gloo-cuda", "nccl"}),
+        expert_formats=frozenset({"per_expert", "fused"}),
+        norms=frozenset({"separate", "fused"}),
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset({"alltoall", "allgather", "flex-deepep", "flex-hybridep"}),
         replay=frozenset({"off", "R2", "R3"}),
@@ -214,7 +216,7 @@ def test_ranks_that_share_a_gpu_are_compared_with_one_rank_over_nccl(tmp_path):
     assert used["gloo-cuda"].ran == ["qwen3_moe/tp2/gloo-cuda", "qwen3_moe/ep2/gloo-cuda"]
     other = tmp_path / "other"
     other.mkdir()
-    _, used = judged(other, of(1), cells=cells, world="gloo-cuda")
+    _, used = judged(other, of(1), cells=cells, backend="gloo-cuda")
     assert used["gloo-cuda"].ran[0] == "qwen3_moe/one/gloo-cuda"
     assert not used["nccl"].started
 
@@ -233,11 +235,11 @@ def test_ids_select_with_the_world_of_the_file_and_the_chosen_one(tmp_path):
 
 
 def test_one_world_for_all_cells_with_ranks():
-    plan = prepare(Settings(target="moeref", matrix="smoke", world="nccl"), of(1))
-    assert {cell.world for cell in plan.cells} == {"static", "nccl"}
+    plan = prepare(Settings(target="moeref", matrix="smoke", backend="nccl"), of(1))
+    assert {cell.backend for cell in plan.cells} == {"static", "nccl"}
     assert plan.lacks(plan.cells[-1]) == "needs 4 GPUs, this machine has 1"
     with pytest.raises(BadInput, match="world='cuda' is none of auto, gloo"):
-        prepare(Settings(target="moeref", matrix="smoke", world="cuda"), of(1))
+        prepare(Settings(target="moeref", matrix="smoke", backend="cuda"), of(1))
 
 
 def test_the_hash_is_that_of_the_file_whatever_the_machine():
@@ -247,8 +249,8 @@ def test_the_hash_is_that_of_the_file_whatever_the_machine():
 def test_under_torchrun_a_cell_wider_than_its_ranks_is_untested(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = prepare(Settings(target="moeref", matrix="smoke", world="gloo"))
-    reasons = {cell.layout.world: plan.lacks(cell) for cell in plan.cells if cell.world == "gloo"}
+    plan = prepare(Settings(target="moeref", matrix="smoke", backend="gloo"))
+    reasons = {cell.layout.world: plan.lacks(cell) for cell in plan.cells if cell.backend == "gloo"}
     assert reasons == {1: "", 2: "", 4: "has 4 ranks, and torchrun started 2"}
     assert plan.workers == 1
 
@@ -267,7 +269,7 @@ def test_more_ranks_than_gpus_on_a_machine_of_torchrun_are_refused(monkeypatch):
 
 def test_looking_for_gpus_ends_in_facts_or_in_a_reason():
     done = subprocess.run(
-        [sys.executable, "-m", "moeref_conformance.machine"],
+        [sys.executable, "-m", "moeref_conformance.plan.machine"],
         capture_output=True, text=True, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     found = json.loads(done.stdout.splitlines()[-1])

@@ -2,9 +2,9 @@
 
 import pytest
 from kit_toy import MATRIX, cells
-from moeref_conformance.checks import BadInput
-from moeref_conformance.machine import Machine
-from moeref_conformance.matrix import folder, load
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.plan.machine import Machine
+from moeref_conformance.plan.matrix import folder, load
 
 
 def test_product_order_and_ids(tmp_path):
@@ -23,7 +23,7 @@ def test_shipped_matrices_are_well_formed(name):
 
 
 def test_cpu_covers_every_axis_alone_and_together():
-    layouts = {cell.layout_name: cell.layout for cell in load("cpu").cells if cell.world == "gloo"}
+    layouts = {cell.layout_name: cell.layout for cell in load("cpu").cells if cell.backend == "gloo"}
     assert len(layouts) >= 30
     assert max(layout.world for layout in layouts.values()) == 8
     for axis in ("tp", "pp", "ep"):
@@ -31,7 +31,7 @@ def test_cpu_covers_every_axis_alone_and_together():
         alone = {getattr(v, axis) for v in layouts.values() if all(getattr(v, other) == 1 for other in rest)}
         assert {2, 4, 8} <= alone
     assert any(v.tp > 1 and v.pp > 1 and v.vpp > 1 and v.ep > 1 and v.expert_tp != v.tp for v in layouts.values())
-    assert any(v.layout for v in layouts.values())
+    assert any(v.pipeline_layout for v in layouts.values())
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,11 @@ def test_exclusion_needs_a_reason_and_a_match(tmp_path):
 
 
 def test_text_form_of_a_layout_with_commas_in_its_string(tmp_path):
-    text = MATRIX.replace("pp2-vpp2 = { pp = 2, vpp = 2 }", 'pp2-vpp2 = "pp=2,vpp=2,layout=Et|tt,|ttt|ttL"')
+    text = MATRIX.replace("pp2-vpp2 = { pp = 2, vpp = 2 }", 'pp2-vpp2 = "pp=2,vpp=2,pipeline_layout=Et|tt,|ttt|ttL"')
     layout = cells(text, tmp_path).cells[2].layout
-    assert (layout.pp, layout.vpp, layout.layout) == (2, 2, "Et|tt,|ttt|ttL")
-    assert cells(text.replace("pp=2,vpp=2,layout=Et|tt,|ttt|ttL", layout.text), tmp_path).cells[2].layout == layout
+    assert (layout.pp, layout.vpp, layout.pipeline_layout) == (2, 2, "Et|tt,|ttt|ttL")
+    written = text.replace("pp=2,vpp=2,pipeline_layout=Et|tt,|ttt|ttL", layout.text)
+    assert cells(written, tmp_path).cells[2].layout == layout
 
 
 def test_layers_are_part_of_the_variant(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from moeref_conformance.targets import resolve
-from moeref_conformance.targets.faults.base import cell
+from moeref_conformance.resolve import resolve
+from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from moeref_conformance.targets.faults.base import cell
+from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench

@@ -9,7 +9,7 @@ from pathlib import Path
 import handmade
 import pytest
 import torch
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.oracles.placement import Placement, Unknown, plain_local, stage_layers
 
@@ -21,9 +21,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("expected")
 
 
-def cell(family: str = "glm4_moe", layers: int = 8, tied: bool = False, spelling: str = "per_expert", **layout: object):
+def cell(
+    family: str = "glm4_moe", layers: int = 8, tied: bool = False, expert_format: str = "per_expert", **layout: object
+):
     at = Layout(**layout)  # type: ignore[arg-type]
-    return Cell(family=family, layout_name="x", layout=at, layers=layers, tied=tied, spelling=spelling)
+    return Cell(family=family, layout_name="x", layout=at, layers=layers, tied=tied, expert_format=expert_format)
 
 
 def oracle(work: Path, **more: object) -> Placement:
@@ -88,16 +90,16 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: "-".join(f"{k}{v}" for k, v in at.items()) or "one")
-@pytest.mark.parametrize("spelling", ["per_expert", "fused"])
-def test_shards_together_are_the_checkpoint(layout: dict[str, int], spelling: str, work: Path) -> None:
-    placed = oracle(work, spelling=spelling, **layout)
+@pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
+def test_shards_together_are_the_checkpoint(layout: dict[str, int], expert_format: str, work: Path) -> None:
+    placed = oracle(work, expert_format=expert_format, **layout)
     seen: set[str] = set()
     for (names, expert), shards in by_source(placed).items():
         seen |= set(names)
         size, axis = (placed.layout.tp, 0) if expert is None else (placed.layout.expert_tp, 1)
         parts = [next(t for at, t in shards.items() if at[axis] == i) for i in range(size)]
         full = [placed.tensors[n] for n in names]
-        if expert is not None and spelling == "fused":
+        if expert is not None and expert_format == "fused":
             full = list(full[0][expert].chunk(2)) if "gate_up" in names[0] else [full[0][expert]]
         check(placed, names, full, parts)
     assert seen == set(placed.tensors)

@@ -18,11 +18,11 @@ family = ["qwen3_moe", "glm4_moe"]
 ADAPTER = """
 from contextlib import contextmanager
 from types import SimpleNamespace
-from moeref_conformance.api import Claims, Info
+from moeref_conformance.contract.api import Claims, Info
 
 class Target:
     info = Info(name="adapter", version="1")
-    claims = Claims(facets=frozenset({"names"}), families=frozenset({"qwen3_moe"}), worlds=frozenset({"static"}))
+    claims = Claims(facets=frozenset({"names"}), families=frozenset({"qwen3_moe"}), backends=frozenset({"static"}))
 
     @contextmanager
     def open(self, cell, world):

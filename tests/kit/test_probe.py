@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from moeref_conformance.api import Cell, Claims, Info, Layout, NameRow, TensorMeta, World
+from moeref_conformance.contract.api import Cell, Claims, Info, Layout, NameRow, TensorMeta, World
+from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.oracles.checkpoint import read_checkpoint
-from moeref_conformance.probe import StepRaised, run_rank
-from moeref_conformance.records import RankRecord
+from moeref_conformance.steps.probe import StepRaised, run_rank
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.cpu
@@ -24,7 +24,7 @@ class Toy:
 
     info = Info(name="toy", version="0")
     claims = Claims(
-        facets=frozenset({"names", "export", "forward"}), families=frozenset({"toy"}), worlds=frozenset({"gloo"})
+        facets=frozenset({"names", "export", "forward"}), families=frozenset({"toy"}), backends=frozenset({"gloo"})
     )
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import scaled_steps
-from moeref_conformance.targets.faults.base import cell
+from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from kit_toy import ToyWorld, failing, run
-from moeref_conformance.judges import Finding, Outcome
+from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.report import badge, html, junit, markdown, write_all
 from moeref_conformance.report.view import view
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 from kit_toy import failing, run
-from moeref_conformance.checks import BadInput
-from moeref_conformance.diff import diff
-from moeref_conformance.judges import Finding, Outcome
-from moeref_conformance.results import Results, Verdict, Writer, read
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.results import Results, Verdict, Writer, read
+from moeref_conformance.report.diff import diff
 
 RULES = {"hash": "r", "list": [{"id": "AAA-001", "level": "MUST"}, {"id": "AAA-002", "level": "SHOULD"}]}
 

@@ -1,15 +1,15 @@
 """The golden list and its checks."""
 
 import pytest
-from moeref_conformance.checks import BadInput
-from moeref_conformance.rules import load_rules, parse_rules, revision, select
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.rules import load_rules, parse_rules, revision, select
 
 ENTRY = """
 [AAA-001]
 level = "MUST"
 text = "x"
 facets = []
-worlds = ["gloo"]
+backends = ["gloo"]
 why = ["y"]
 since = "0.1"
 """
@@ -43,8 +43,8 @@ def test_unknown_prefix_names_the_nearest():
     [
         ('level = "MUST"', 'level = "WILL"', "level='WILL'"),
         ("facets = []", 'facets = ["name"]', "did you mean 'names'"),
-        ('worlds = ["gloo"]', 'worlds = ["glo"]', "did you mean 'gloo'"),
-        ('worlds = ["gloo"]', "worlds = []", "nothing could judge it"),
+        ('backends = ["gloo"]', 'backends = ["glo"]', "did you mean 'gloo'"),
+        ('backends = ["gloo"]', "backends = []", "nothing could judge it"),
         ("[AAA-001]", "[AAA-1]", "three capitals"),
         ("since", "sinse", "did you mean 'since'"),
         ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-001"]', "circular"),

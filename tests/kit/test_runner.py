@@ -4,13 +4,13 @@ import threading
 
 import pytest
 from kit_toy import Target, ToyWorld, failing, machinery, make_plan, run
-from moeref_conformance.api import Claims
-from moeref_conformance.checks import BadInput
-from moeref_conformance.judges import Outcome
-from moeref_conformance.plan import repeat
-from moeref_conformance.runner import Runner
-from moeref_conformance.runner import run as run_plan
-from moeref_conformance.worlds import RankExit, RunOutcome
+from moeref_conformance.contract.api import Claims
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.exits import RankExit, RunOutcome
+from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.plan.plan import repeat
+from moeref_conformance.run.runner import Runner
+from moeref_conformance.run.runner import run as run_plan
 
 TP2 = "qwen3_moe/tp2/gloo"
 
@@ -110,7 +110,7 @@ def test_world_that_this_machine_or_kit_lacks(tmp_path):
         'schema = 1\nname = "toy"\nlayouts = { one = {} }\n'
         '[[grid]]\nlayout = ["one"]\nworld = ["nccl"]\nfamily = ["qwen3_moe"]'
     )
-    claims = Claims(facets=frozenset({"export"}), families=frozenset({"qwen3_moe"}), worlds=frozenset({"nccl"}))
+    claims = Claims(facets=frozenset({"export"}), families=frozenset({"qwen3_moe"}), backends=frozenset({"nccl"}))
     wide = Target()
     wide.claims = claims
     import kit_toy
@@ -197,7 +197,7 @@ def test_static_target_that_raises_fails_its_rules(tmp_path):
 
     import kit_toy
     from moeref_conformance.judges import JUDGES
-    from moeref_conformance.runner import Machinery
+    from moeref_conformance.run.runner import Machinery
     from moeref_conformance.worlds.static import StaticWorld
 
     class Broken(Target):

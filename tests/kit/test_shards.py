@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from moeref_conformance import shards
-from moeref_conformance.checks import BadInput
-from moeref_conformance.known import Known
-from moeref_conformance.matrix import load
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.plan.known_failures import Known
+from moeref_conformance.plan.matrix import load
+from moeref_conformance.run import shards
 
 pytestmark = pytest.mark.cpu
 
@@ -38,7 +38,7 @@ def test_compared() -> None:
 
 
 def test_known_failures_explain_only_what_they_cover() -> None:
-    cell = next(cell for cell in load("smoke").cells if cell.world == "gloo")
+    cell = next(cell for cell in load("smoke").cells if cell.backend == "gloo")
 
     def entry(rule: str) -> Known:
         until = datetime.date(2999, 1, 1)
@@ -62,6 +62,6 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 
 def test_no_cell_in_common_is_refused() -> None:
-    cells = [cell for cell in load("smoke").cells if cell.world == "static"]
+    cells = [cell for cell in load("smoke").cells if cell.backend == "static"]
     with pytest.raises(BadInput, match="claim no cell"):
         list(shards.run("moeref", "moeref", cells))

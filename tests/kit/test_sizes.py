@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from kit_toy import cells
-from moeref_conformance import matrix as matrices
-from moeref_conformance.api import Cell, Layout, NameRow
-from moeref_conformance.checks import BadInput
+from moeref_conformance.contract.api import Cell, Layout, NameRow
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.published_models import published
 from moeref_conformance.oracles import published as oracle
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.plan import Settings, prepare
-from moeref_conformance.runner import Runner
-from moeref_conformance.sizes import published
+from moeref_conformance.plan import matrix as matrices
+from moeref_conformance.plan.plan import Settings, prepare
+from moeref_conformance.run.runner import Runner
 from moeref_conformance.targets.moeref import MoerefTarget
 from moeref_conformance.worlds.static import StaticWorld
 
@@ -40,13 +40,13 @@ def test_both_data_sets_agree_key_by_key() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3", "glm4_moe_lite"])
-@pytest.mark.parametrize("spelling", ["per_expert", "fused"])
-def test_the_oracle_finds_what_transformers_saves(family: str, spelling: str, tmp_path: Path) -> None:
-    mtp = 1 if spelling == "per_expert" and family in ("glm4_moe", "deepseek_v3") else 0
-    cell = Cell(family=family, layout_name="one", layout=Layout(), layers=3, mtp=mtp, spelling=spelling)
+@pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
+def test_the_oracle_finds_what_transformers_saves(family: str, expert_format: str, tmp_path: Path) -> None:
+    mtp = 1 if expert_format == "per_expert" and family in ("glm4_moe", "deepseek_v3") else 0
+    cell = Cell(family=family, layout_name="one", layout=Layout(), layers=3, mtp=mtp, expert_format=expert_format)
     saved = expected(cell, tmp_path)
     config = {**saved.config, "num_nextn_predict_layers": mtp}
-    found = oracle.derived(config, spelling)
+    found = oracle.derived(config, expert_format)
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {
         n: (t.shape, t.dtype) for n, t in saved.tensors.items()
     }
@@ -126,7 +126,7 @@ class _Fresh(MoerefTarget):
 
 def test_equal_tables_are_kept_once_because_they_are_equal(tmp_path: Path) -> None:
     layout = Layout(tp=2, pp=2, ep=2, etp=1, world=16)
-    cell = Cell(family="qwen3_moe", layout_name="many", layout=layout, layers=2, world="static")
+    cell = Cell(family="qwen3_moe", layout_name="many", layout=layout, layers=2, backend="static")
     inputs = expected(cell, tmp_path).inputs
     kept = StaticWorld(_Fresh()).run(cell, tmp_path / "fresh", inputs, _Fresh.claims).events
     tables = [kept[rank][0]["value"] for rank in range(16)]
@@ -148,6 +148,6 @@ def test_a_row_that_is_not_plain_is_refused_by_name(tmp_path: Path) -> None:
                 rows = [replace(row, dtype=torch.float32) for row in session.names.table(0)]
                 yield SimpleNamespace(names=SimpleNamespace(table=lambda rank: rows), plan=None, seeds=None)
 
-    cell = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), layers=2, world="static")
+    cell = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), layers=2, backend="static")
     found = StaticWorld(Odd()).run(cell, tmp_path / "odd", expected(cell, tmp_path).inputs, Odd.claims)
     assert "dtype is torch.float32, not a str" in found.events[0][0]["error"]["message"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from moeref_conformance.judges import Outcome
+from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.oracles import recipes
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.targets.faults import FAULTS
-from moeref_conformance.targets.faults.base import cell
-from moeref_conformance.targets.faulty import by_tag
+from moeref_conformance.selftest.faults import FAULTS
+from moeref_conformance.selftest.faults.base import cell
+from moeref_conformance.selftest.faulty import by_tag
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
@@ -29,7 +29,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         patch.setitem(recipes._FAMILY, "gpt_oss", square)
         sizes = expected(cell("gpt_oss", "ep2"), folder).config
         assert sizes["hidden_size"] == sizes["intermediate_size"]
-        with ForkedWorld("moeref_conformance.targets.faulty:by_tag", grace=1.0) as world:
+        with ForkedWorld("moeref_conformance.selftest.faulty:by_tag", grace=1.0) as world:
             yield Bench(world, folder, by_tag)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from moeref_conformance.stacks import waits
+from moeref_conformance.contract.hang_stacks import waits
 
 pytestmark = pytest.mark.cpu
 KIT = "/any/where/moeref_conformance"

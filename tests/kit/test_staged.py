@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from moeref_conformance import matrix
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.contract.records import Observation
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.records import Observation
-from moeref_conformance.targets import resolve
+from moeref_conformance.plan import matrix
+from moeref_conformance.resolve import resolve
 from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy
 

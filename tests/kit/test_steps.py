@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from balanced_steps import BALANCED, target
-from moeref_conformance.api import Cell
-from moeref_conformance.targets.faults.base import cell
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench

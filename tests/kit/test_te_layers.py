@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench import Bench
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.targets.moeref import MoerefTarget
 from moeref_conformance.worlds.forked import ForkedWorld

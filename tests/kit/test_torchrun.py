@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 import toy_crew
-from moeref_conformance.api import Layout
-from moeref_conformance.checks import BadInput
+from moeref_conformance.contract.api import Layout
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.exits import RankExit, RunOutcome
+from moeref_conformance.contract.records import Observation
 from moeref_conformance.oracles.topology import coords_text
-from moeref_conformance.records import Observation
-from moeref_conformance.worlds import RankExit, RunOutcome
-from moeref_conformance.worlds.agent import Place
-from moeref_conformance.worlds.crew import Crew
+from moeref_conformance.worlds.coordinator import Crew
 from moeref_conformance.worlds.forked import WorldError
+from moeref_conformance.worlds.messages import Line, pack, unpack
 from moeref_conformance.worlds.torchrun import TorchrunWorld, merge
-from moeref_conformance.worlds.wire import Line, pack, unpack
+from moeref_conformance.worlds.worker import Place
 from toy_crew import cell
 from toy_targets import Toy
 
@@ -216,7 +216,7 @@ def test_cells_that_must_not_be_run(world: TorchrunWorld, tmp_path: Path, config
     with pytest.raises(ValueError, match="family=toy is not claimed"):
         world.run(cell("trivial", 2), tmp_path, config, replace(Toy.claims, families=frozenset()))
     with pytest.raises(ValueError, match="this world is gloo"):
-        world.run(replace(cell("trivial", 2), world="nccl"), tmp_path, config, Toy.claims)
+        world.run(replace(cell("trivial", 2), backend="nccl"), tmp_path, config, Toy.claims)
 
 
 def test_an_exception_is_found_with_its_machine(world: TorchrunWorld, tmp_path: Path, config: dict[str, str]) -> None:
@@ -254,7 +254,7 @@ def test_a_process_that_vanishes_is_named_and_the_rest_goes_on(tmp_path: Path, c
     ):
         patch.setenv("TOY_PIDS", str(tmp_path))
         world.start()
-        zygotes = processes("moeref_conformance.worlds.zygote", f"--parent\0{others[0].pid}\0")
+        zygotes = processes("moeref_conformance.worlds.fork_server", f"--parent\0{others[0].pid}\0")
         assert len(zygotes) == 1
         killer = subprocess.Popen(
             [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moeref_conformance.results import Results, read
+from moeref_conformance.contract.results import Results, read
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 MATRIX = """
@@ -39,7 +39,7 @@ def start(before: list[str], folder: Path, *more: str, target: str) -> subproces
     """`run` in world gloo; `folder` has the matrix and gets the results and the temporary files."""
     (folder / "temporary").mkdir(parents=True)
     (folder / "crew.toml").write_text(MATRIX)
-    command = [sys.executable, *before, "-m", "moeref_conformance", "run", "--target", target, "--world", "gloo"]
+    command = [sys.executable, *before, "-m", "moeref_conformance", "run", "--target", target, "--backend", "gloo"]
     command += ["--matrix", str(folder / "crew.toml"), "--out", str(folder / "out"), *more]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "GROUP_"))}
     return subprocess.Popen(

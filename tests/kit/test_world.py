@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moeref_conformance.api import Cell, Layout
-from moeref_conformance.worlds import KINDS, RankExit, RunOutcome, mark_first
+from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.contract.exits import KINDS, RankExit, RunOutcome, mark_first
 from moeref_conformance.worlds.forked import ForkedWorld, Part, WorldError
 from toy_targets import Toy
 
@@ -204,7 +204,7 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="records of an earlier run"):
         world.run(cell("trivial"), tmp_path, {"hf_config": "."}, Toy.claims)
     with pytest.raises(ValueError, match="this world is gloo"):
-        world.run(replace(cell("trivial"), world="nccl"), tmp_path / "a", {"hf_config": "."}, Toy.claims)
+        world.run(replace(cell("trivial"), backend="nccl"), tmp_path / "a", {"hf_config": "."}, Toy.claims)
     part = Part(ranks=(2,), local={2: 0}, store=("localhost", 1), prefix="x")
     with pytest.raises(ValueError, match=r"ranks \(2,\) must be of its 2"):
         world.run(cell("trivial"), tmp_path / "a", {"hf_config": "."}, Toy.claims, part)
@@ -238,7 +238,7 @@ class Halves:
                     store=("localhost", self.store.port), prefix=folder.name, finished=self.finished[i].set,
                 ),
             )
-            for i, (world, ranks) in enumerate(zip(self.worlds, self.RANKS, strict=True))
+            for i, (world, ranks) in enumerate(zip(self.backends, self.RANKS, strict=True))
         ]  # fmt: skip
 
 
@@ -320,7 +320,8 @@ def test_devices_of_the_worlds() -> None:
 def test_a_gpu_that_is_not_there_is_named(halves: Halves, tmp_path: Path) -> None:
     wanted = Part(ranks=(0,), local={0: 99}, store=("localhost", halves.store.port), prefix="gpu")
     with ForkedWorld("toy_targets:target", deadline=20, grace=1, entry=ENTRY, kind="nccl") as world:
-        outcome = world.run(replace(cell("trivial", 1), world="nccl"), tmp_path, {"hf_config": "."}, Toy.claims, wanted)
+        cell_on_gpus = replace(cell("trivial", 1), backend="nccl")
+        outcome = world.run(cell_on_gpus, tmp_path, {"hf_config": "."}, Toy.claims, wanted)
     assert outcome.error == ""
     assert outcome.exits[0].kind == "raised"
     assert "rank 0 needs GPU 99 of this machine, and torch" in outcome.exits[0].stderr_tail

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moeref_conformance.api import Cell, Target, World
+from moeref_conformance.contract.api import Cell, Target, World
 from moeref_conformance.worlds.collectives import CollectiveMismatch
 
 

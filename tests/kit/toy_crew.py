@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import toy_targets
-from moeref_conformance.api import Cell, Layout, Target, World
-from moeref_conformance.worlds.crew import Crew
+from moeref_conformance.contract.api import Cell, Layout, Target, World
+from moeref_conformance.worlds.coordinator import Crew
 from moeref_conformance.worlds.torchrun import TorchrunWorld, take_part
 
 SPEC, ENTRY = "toy_targets:target", "toy_crew:dispatch"

@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from moeref_conformance.api import Cell, Layout, Target, World
+from moeref_conformance.contract.api import Cell, Layout, Target, World
 
 LAYERS, HIDDEN, VOCAB, SEQUENCE, EXPERTS = 4, 32, 64, 16, 4
 

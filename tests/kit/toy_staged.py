@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moeref_conformance.api import Cell, Target, World
+from moeref_conformance.contract.api import Cell, Target, World
 from moeref_conformance.worlds import collectives as checked
 from moeref_conformance.worlds import staged
 from torch._C._distributed_c10d import AllgatherOptions

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from moeref_conformance.api import Cell, Claims, Info, Session, Target, World
+from moeref_conformance.contract.api import Cell, Claims, Info, Session, Target, World
 
 
 class Toy:
     """A target that can be resolved and claims the toy family; the entries below never open it."""
 
     info = Info(name="toy", version="0")
-    claims = Claims(facets=frozenset(), families=frozenset({"toy"}), worlds=frozenset({"gloo", "gloo-cuda", "nccl"}))
+    claims = Claims(facets=frozenset(), families=frozenset({"toy"}), backends=frozenset({"gloo", "gloo-cuda", "nccl"}))
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
         raise NotImplementedError

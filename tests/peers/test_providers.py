@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("megatron.bridge", reason="megatron-bridge is installed in the peers' environments only")
 
 from megatron.bridge import AutoBridge
-from moeref_conformance.sizes import published
+from moeref_conformance.contract.published_models import published
 from transformers import AutoConfig
 
 from moeref import families

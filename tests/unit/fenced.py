@@ -11,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moeref_conformance import cli, matrix, rules, targets
+from moeref_conformance import cli
+from moeref_conformance import resolve as targets
+from moeref_conformance.contract import rules
+from moeref_conformance.plan import matrix
 
 from moeref import cli as preflight
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from moeref_conformance import strategies
-from moeref_conformance.api import RoutedRows
+from moeref_conformance.contract.api import RoutedRows
 
 from moeref.dispatcher import DispatcherError
 from moeref.dispatcher.reference import DISPATCH, Groups, routing_map

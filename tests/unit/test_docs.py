@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 from fenced import ROOT, blocks, check, commands, output, words
-from moeref_conformance import known, matrix
 from moeref_conformance.cli import _parser
-from moeref_conformance.machine import detect
-from moeref_conformance.rules import load_rules
-from moeref_conformance.targets.faults import FAULTS
+from moeref_conformance.contract.rules import load_rules
+from moeref_conformance.plan import known_failures as known
+from moeref_conformance.plan import matrix
+from moeref_conformance.plan.machine import detect
+from moeref_conformance.selftest.faults import FAULTS
 
 DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS), str(ROOT)]  # as commands typed in the checkout see docs.examples
@@ -159,5 +160,5 @@ def test_the_status_page_counts_what_waits_for_gpus() -> None:
     page = PAGES["status/gpu.md"]
     if "The GPU run is outstanding" not in page:
         pytest.skip("the page is of a run on GPUs")
-    assert output("moeref_conformance", "list", "--matrix", "gpu", "--worlds").strip() in page
+    assert output("moeref_conformance", "list", "--matrix", "gpu", "--backends").strip() in page
     assert page.endswith(output("tests.bench.gpu.table", "--under", "###"))

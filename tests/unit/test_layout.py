@@ -18,12 +18,12 @@ pytestmark = pytest.mark.cpu
 
 
 def test_text_form_is_canonical_and_readable():
-    text = "tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8,layout=Et|tt|tt|ttL"
+    text = "tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8,pipeline_layout=Et|tt|tt|ttL"
     assert Layout.parse(text).text == text
     assert Layout.parse("pp=2,tp=2").text == "tp=2,pp=2,vpp=1,ep=1,etp=2,cp=1,world=4"
     assert Layout.parse("").text == Layout().text == "tp=1,pp=1,vpp=1,ep=1,etp=1,cp=1,world=1"
     assert Layout.parse(" tp = 2 , embedding=1,loss=0, pp=2 ") == Layout(tp=2, pp=2, embedding=True)
-    assert Layout.parse("pp=2,layout=E,t,t|,L").layout == "E,t,t|,L"
+    assert Layout.parse("pp=2,pipeline_layout=E,t,t|,L").pipeline_layout == "E,t,t|,L"
 
 
 @st.composite
@@ -81,8 +81,8 @@ def test_rank_round_trip(layout, data):
         ("tp=0", "tp=0 must be an integer of at least 1"),
         ("pp=2,first=0", "first=0 must be an integer of at least 1"),
         ("embedding=yes", "^layout text 'embedding=yes': embedding=yes must be 0 or 1"),
-        ("layout=EtL ,tp=2", "' ' is not a layer"),
-        ("layout=Et\nL", "is not a layer"),
+        ("pipeline_layout=EtL ,tp=2", "' ' is not a layer"),
+        ("pipeline_layout=Et\nL", "is not a layer"),
     ],
 )
 def test_text_errors(text, says):
@@ -214,12 +214,12 @@ def test_questions_about_nothing_are_refused():
         ("pp=4,vpp=2,first=2,last=2", 12, [[[0], [6]], [[1, 2], [7, 8]], [[3, 4], [9, 10]], [[5], [11]]]),
         ("pp=2,embedding=1", 7, [[[0, 1, 2]], [[3, 4, 5, 6]]]),
         ("pp=4,vpp=2,embedding=1,loss=1", 6, [[[], [3]], [[0], [4]], [[1], [5]], [[2], []]]),
-        ("pp=2,layout=Et|tt|tt|ttL", 7, [[[0], [3, 4]], [[1, 2], [5, 6]]]),
+        ("pp=2,pipeline_layout=Et|tt|tt|ttL", 7, [[[0], [3, 4]], [[1, 2], [5, 6]]]),
         ("pp=3,first=5", 9, [[[0, 1, 2, 3, 4]], [[5, 6]], [[7, 8]]]),
         ("pp=3,last=5", 9, [[[0, 1]], [[2, 3]], [[4, 5, 6, 7, 8]]]),
         ("pp=1,first=3", 3, [[[0, 1, 2]]]),
         ("pp=2,first=2,last=1", 3, [[[0, 1]], [[2]]]),
-        ("pp=2,layout=E|t*3,L", 3, [[[]], [[0, 1, 2]]]),
+        ("pp=2,pipeline_layout=E|t*3,L", 3, [[[]], [[0, 1, 2]]]),
         ("pp=2,layout=|Et|t|L", 2, [[[], [1]], [[0], []]]),
     ],
 )
@@ -274,7 +274,7 @@ def test_every_accepted_split_is_an_exact_cover():
         ("pp=3,first=6,last=4", 8, r"exactly once, .* \(pp 1, vp 0\): -2"),
         ("pp=1,first=2,last=3", 6, "would build 3 of num_layers=6"),
         ("pp=2,last=2", 1, r"^tp=1,pp=2,.*last=2 with num_layers=1: .*lower first= or last="),
-        ("pp=2,layout=Et|tL", 3, "has 2 t, but num_layers=3"),
+        ("pp=2,pipeline_layout=Et|tL", 3, "has 2 t, but num_layers=3"),
     ],
 )
 def test_impossible_splits(text, num_layers, says):
@@ -287,26 +287,26 @@ def test_impossible_splits(text, num_layers, says):
     ("text", "says"),
     [
         ("vpp=2", "vpp=2 virtual stages need pp > 1"),
-        ("layout=Et|tL", "vpp=2 virtual stages need pp > 1"),
+        ("pipeline_layout=Et|tL", "vpp=2 virtual stages need pp > 1"),
         ("pp=2,first=1,embedding=1", "first=1 cannot go with embedding=1"),
-        ("pp=2,last=1,layout=Et|tL", "layout=Et.tL cannot go with last=1"),
-        ("pp=2,loss=1,layout=Et|tL", "cannot go with loss=1"),
-        ("pp=2,vpp=3,layout=Et|t|t|tL", "vpp=3, but layout=.* at pp=2 means vpp=2"),
-        ("pp=2,layout=Et|t|tL", "has 3 stages, not divisible by pp=2"),
+        ("pp=2,last=1,pipeline_layout=Et|tL", "pipeline_layout=Et.tL cannot go with last=1"),
+        ("pp=2,loss=1,pipeline_layout=Et|tL", "cannot go with loss=1"),
+        ("pp=2,vpp=3,pipeline_layout=Et|t|t|tL", "vpp=3, but pipeline_layout=.* at pp=2 means vpp=2"),
+        ("pp=2,pipeline_layout=Et|t|tL", "has 3 stages, not divisible by pp=2"),
         ("pp=2,layout=tE|tL", "E .embedding. must come first"),
-        ("pp=2,layout=Et|Lt", "L .loss. must come last"),
-        ("pp=2,layout=Et|t", "has 0 L .loss."),
-        ("pp=2,layout=EE|tL", "^layout 'EE.tL' has 2 E .embedding."),
+        ("pp=2,pipeline_layout=Et|Lt", "L .loss. must come last"),
+        ("pp=2,pipeline_layout=Et|t", "has 0 L .loss."),
+        ("pp=2,pipeline_layout=EE|tL", "^layout 'EE.tL' has 2 E .embedding."),
         ("layout=", "has 0 E"),
-        ("pp=2,layout=Et|m,t,L", "^layout 'Et.m,t,L': decoder layers .t. after"),
-        ("pp=2,layout=Et|m,t,m,L", "decoder layers .t. after"),
-        ("pp=3,layout=Et|m|mL", r"spreads m over the stages \(pp 1, vp 0\), \(pp 2, vp 0\)"),
-        ("pp=2,layout=Et|m||L", r"puts m into \(pp 1, vp 0\); it must be in the last virtual stage, vp 1"),
-        ("pp=2,layout=Et|((t|)*2)*2L", "is not a layer"),
-        ("pp=2,layout=Et*99999999|L", r"^layout 'Et\*99999999.L': 't\*99999999' repeats more than"),
-        ("pp=2,layout=Et*100001|L", "repeats more than 100000 times"),
-        ("pp=2,layout=Et|x|L", "'x' is not a layer"),
-        ("pp=2,layout=Et|X|L", "'X' is not a layer"),
+        ("pp=2,pipeline_layout=Et|m,t,L", "^layout 'Et.m,t,L': decoder layers .t. after"),
+        ("pp=2,pipeline_layout=Et|m,t,m,L", "decoder layers .t. after"),
+        ("pp=3,pipeline_layout=Et|m|mL", r"spreads m over the stages \(pp 1, vp 0\), \(pp 2, vp 0\)"),
+        ("pp=2,pipeline_layout=Et|m||L", r"puts m into \(pp 1, vp 0\); it must be in the last virtual stage, vp 1"),
+        ("pp=2,pipeline_layout=Et|((t|)*2)*2L", "is not a layer"),
+        ("pp=2,pipeline_layout=Et*99999999|L", r"^layout 'Et\*99999999.L': 't\*99999999' repeats more than"),
+        ("pp=2,pipeline_layout=Et*100001|L", "repeats more than 100000 times"),
+        ("pp=2,pipeline_layout=Et|x|L", "'x' is not a layer"),
+        ("pp=2,pipeline_layout=Et|X|L", "'X' is not a layer"),
     ],
 )
 def test_impossible_pipelines(text, says):
@@ -315,7 +315,7 @@ def test_impossible_pipelines(text, says):
 
 
 def test_multi_token_prediction_stage():
-    standalone = Layout.parse("pp=4,layout=Et|t|t|t|t|t|m,m|L")
+    standalone = Layout.parse("pp=4,pipeline_layout=Et|t|t|t|t|t|m,m|L")
     stages = standalone.stages(6)
     assert (stages.mtp, stages.mtp_layers) == ((2, 1), 2)
     assert standalone.stages(6, mtp=2) == stages
@@ -347,5 +347,5 @@ def test_the_second_argument_of_a_stage_is_optional():
 
 
 def test_as_many_layers_as_a_repeat_may_write():
-    layout = Layout.parse("pp=2,layout=Et*100000|L")
+    layout = Layout.parse("pp=2,pipeline_layout=Et*100000|L")
     assert len(layout.stages(100_000).layers[0, 0]) == 100_000

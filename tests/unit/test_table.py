@@ -25,7 +25,7 @@ LAYOUTS = [
     "tp=2,pp=2,vpp=2,ep=2,etp=2",
     "tp=2,cp=2,pp=2,ep=4,etp=1",
     "pp=2,first=1",
-    "pp=2,vpp=2,layout=Et|tt||tL",
+    "pp=2,vpp=2,pipeline_layout=Et|tt||tL",
     "tp=2,world=8",
 ]
 
@@ -127,17 +127,18 @@ def test_global_names_count_layers_and_experts_of_the_whole_model() -> None:
 def test_spellings_of_megatron_names() -> None:
     names = {
         key: {p.local for p in Table(model("glm4_moe"), Layout(), Spelling(norms=key[0], experts=key[1])).placed(0)}  # type: ignore[arg-type]
-        for key in (("apart", "sequential"), ("fused", "grouped"))
+        for key in (("separate", "sequential"), ("fused", "grouped"))
     }
-    assert "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in names["apart", "sequential"]
+    assert "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in names["separate", "sequential"]
     assert "decoder.layers.1.mlp.experts.linear_fc2.weight3" in names["fused", "grouped"]
-    assert "decoder.layers.0.input_layernorm.weight" in names["apart", "sequential"]
+    assert "decoder.layers.0.input_layernorm.weight" in names["separate", "sequential"]
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names["fused", "grouped"]
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names["fused", "grouped"]
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names["fused", "grouped"]
 
 
-MTP_LAYOUTS = ["tp=1", "tp=2,pp=2", "pp=2,vpp=2,ep=2", "pp=4,layout=Ett|t|t|mL", "pp=4,layout=Et|tt|tm|L"]
+STRINGS = ["pp=4,pipeline_layout=Ett|t|t|mL", "pp=4,pipeline_layout=Et|tt|tm|L"]
+MTP_LAYOUTS = ["tp=1", "tp=2,pp=2", "pp=2,vpp=2,ep=2", *STRINGS]
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
@@ -160,8 +161,8 @@ def test_where_mtp_layers_the_final_norm_and_the_second_embedding_are() -> None:
     names = ("embedding.word_embeddings", "decoder.final_layernorm", "output_layer", "mtp.layers.0.eh_proj")
     expected = {
         "pp=4": [names[:1], (), (), (names[0], *names[1:])],
-        "pp=4,layout=Ett|t|t|mL": [names[:1], (), names[1:2], (names[0], *names[2:])],
-        "pp=4,layout=Et|tt|tm|L": [names[:1], (), (names[0], names[1], names[3]), names[2:3]],
+        "pp=4,pipeline_layout=Ett|t|t|mL": [names[:1], (), names[1:2], (names[0], *names[2:])],
+        "pp=4,pipeline_layout=Et|tt|tm|L": [names[:1], (), (names[0], names[1], names[3]), names[2:3]],
     }
     for text, stages in expected.items():
         table = Table(model("glm4_moe", num_nextn_predict_layers=1), Layout.parse(text))
@@ -201,10 +202,10 @@ def test_mixtral_in_memory_says_mlp() -> None:
 def test_mla_spellings() -> None:
     names = {
         norms: {p.local.removeprefix("decoder.layers.2.") for p in Table(m, Layout(), Spelling(norms=norms)).placed(0)}  # type: ignore[arg-type]
-        for norms in ("apart", "fused")
+        for norms in ("separate", "fused")
         for m in [model("deepseek_v3")]
     }
-    assert names["apart"] - names["fused"] == {
+    assert names["separate"] - names["fused"] == {
         "decoder.layers.0.pre_mlp_layernorm.weight",
         "decoder.layers.1.pre_mlp_layernorm.weight",
         "self_attention.q_layernorm.weight",

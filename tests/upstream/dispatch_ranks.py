@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
-from moeref_conformance.api import Cell, Claims, Info, Session, Target, World
+from moeref_conformance.contract.api import Cell, Claims, Info, Session, Target, World
 
 from moeref.dispatcher import reference
 
@@ -30,7 +30,7 @@ class Nothing:
     """A target that is never opened: the entry below does everything."""
 
     info = Info(name="dispatch", version="0")
-    claims = Claims(facets=frozenset(), families=frozenset({"dispatch"}), worlds=frozenset({"gloo"}))
+    claims = Claims(facets=frozenset(), families=frozenset({"dispatch"}), backends=frozenset({"gloo"}))
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
         raise NotImplementedError

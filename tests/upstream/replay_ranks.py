@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from moeref_conformance.api import Cell, Claims, Info, Session, Target, World
+from moeref_conformance.contract.api import Cell, Claims, Info, Session, Target, World
 from safetensors.torch import load_file
 
 from moeref import bridge, families, megatron
@@ -28,7 +28,7 @@ class Nothing:
     """A target that is never opened: the entry below does everything."""
 
     info = Info(name="replay", version="0")
-    claims = Claims(facets=frozenset(), families=frozenset({"glm4_moe"}), worlds=frozenset({"gloo"}), mtp=1)
+    claims = Claims(facets=frozenset(), families=frozenset({"glm4_moe"}), backends=frozenset({"gloo"}), mtp=1)
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
         raise NotImplementedError

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.moe import moe_utils
-from moeref_conformance import matrix, strategies
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance import strategies
+from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.plan import matrix
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from moeref.dispatcher import padding, routing
@@ -25,7 +26,7 @@ def _layouts() -> dict[str, Layout]:
     found: dict[tuple[int, ...], tuple[str, Layout]] = {}
     for cell in matrix.load("cpu").cells:
         at = cell.layout
-        if cell.world == "gloo":
+        if cell.backend == "gloo":
             sizes = {"tp": at.tp, "pp": at.pp, "cp": at.cp, "ep": at.ep, "etp": at.expert_tp, "world": at.world}
             found.setdefault(tuple(sizes.values()), (cell.layout_name, Layout(**sizes)))
     return dict(found.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.worlds.forked import ForkedWorld
 

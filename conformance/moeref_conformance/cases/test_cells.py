@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeref_conformance.api import Cell
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.rules import Rule
 from moeref_conformance.plugin import plan_of
 from moeref_conformance.report.view import lines
-from moeref_conformance.rules import Rule
-from moeref_conformance.runner import Runner
+from moeref_conformance.run.runner import Runner
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,38 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from moeref_conformance.contract.findings import Finding, Outcome
+
 if TYPE_CHECKING:
-    from moeref_conformance.api import Cell, Target
+    from moeref_conformance.contract.api import Cell, Target
+    from moeref_conformance.contract.records import Observation
     from moeref_conformance.oracles.checkpoint import Expected
-    from moeref_conformance.records import Observation
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, with all that is known of where. `layer` and `expert` are global numbers."""
-
-    stage: str
-    message: str
-    rank: int | None = None
-    coords: str = ""
-    hf_name: str = ""
-    local_name: str = ""
-    global_name: str = ""
-    layer: int | None = None
-    expert: int | None = None
-    index: tuple[int, ...] | None = None
-    expected: str = ""
-    got: str = ""
-    diagnosis: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one rule says of one cell: findings (none is good), how closely it was met, or why it cannot be judged."""
-
-    findings: tuple[Finding, ...] = ()
-    met: str = "exact"
-    untested: str = ""
 
 
 @dataclass

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from moeref_conformance.api import NameRow
-from moeref_conformance.judges import Case, Finding, Outcome, grouped
-from moeref_conformance.machine import GPU_WORLDS
-from moeref_conformance.matching import Context
+from moeref_conformance.contract.api import NameRow
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import Observation, RankRecord
+from moeref_conformance.diagnosis.matching import Context
+from moeref_conformance.judges import Case, grouped
 from moeref_conformance.oracles import topology
 from moeref_conformance.oracles.checkpoint import Expected
 from moeref_conformance.oracles.placement import Placement, hf_numbers
-from moeref_conformance.records import Observation, RankRecord
+from moeref_conformance.plan.machine import GPU_BACKENDS
 
 
 def observed(case: Case) -> Observation:
@@ -122,7 +123,7 @@ def context(case: Case, factor: float = 1.0) -> Context:
 
 def tolerance(case: Case, limit: float) -> str:
     """A tolerance in words; on a GPU with the remark that it is a CPU's."""
-    return f"{limit:g}" + (", a limit measured on CPUs" if case.cell.world in GPU_WORLDS else "")
+    return f"{limit:g}" + (", a limit measured on CPUs" if case.cell.backend in GPU_BACKENDS else "")
 
 
 def within(case: Case, worst: float, limit: float) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moeref_conformance.api import Request
-from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.contract.api import Request
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome, without
 from moeref_conformance.oracles import settings
 from moeref_conformance.steps.config import HONOURED, OF_THE_REFERENCE, SILENT, TWICE, UNKNOWN, same
@@ -24,7 +25,7 @@ def _records(case: Case) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _start(case: Case) -> list[Finding]:
     """Ranks without a record. In the static world rank 0 speaks for all: settings do not depend on the rank."""
-    return [f for f in without(case, STEP) if case.cell.world != "static" or f.rank == 0]
+    return [f for f in without(case, STEP) if case.cell.backend != "static" or f.rank == 0]
 
 
 def _differ(case: Case, rank: int, name: str, want: Any, have: Mapping[str, Any], where: str) -> list[Finding]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.api import Padding, PadRequest
-from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.contract.api import Padding, PadRequest
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, observed, outcome, without
 from moeref_conformance.oracles import dispatch, topology
 from moeref_conformance.oracles.dispatch import Looped, looped, row_bytes
-from moeref_conformance.records import RankRecord
 from moeref_conformance.steps.dispatch import CHOICES, requests
 from moeref_conformance.steps.exchange import EXCHANGES, GRADIENTS, Exchange, given
 
@@ -25,7 +26,7 @@ FIELDS = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
 
 def _start(case: Case, step: str) -> list[Finding]:
     """Ranks without a record. In the static world rank 0 speaks for all: nothing depends on the rank."""
-    return [f for f in without(case, step) if case.cell.world != "static" or f.rank == 0]
+    return [f for f in without(case, step) if case.cell.backend != "static" or f.rank == 0]
 
 
 def _title(request: PadRequest) -> str:

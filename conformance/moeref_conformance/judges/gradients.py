@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome, tolerance, unmeasured, within, without
 from moeref_conformance.oracles.gradients import full_gradients
 from moeref_conformance.oracles.placement import Placement, Unknown
-from moeref_conformance.records import RankRecord
 
 LIMIT = 1e-4
 

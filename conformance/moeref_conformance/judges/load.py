@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from moeref_conformance.compare import compare
-from moeref_conformance.diagnose import diagnose
-from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.diagnosis.compare import compare
+from moeref_conformance.diagnosis.diagnose import diagnose
+from moeref_conformance.diagnosis.matching import Context
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import context, finding, known, observed, outcome, placement, without
 from moeref_conformance.judges.names import refusal
-from moeref_conformance.matching import Context
 from moeref_conformance.oracles.placement import Held, Placement, Unknown
-from moeref_conformance.records import RankRecord
 
 
 @judges("LOD-001")

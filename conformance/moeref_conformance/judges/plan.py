@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from moeref_conformance.api import TensorMeta
-from moeref_conformance.compare import dtype_name
-from moeref_conformance.judges import Case, Outcome, judges
+from moeref_conformance.contract.api import TensorMeta
+from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.diagnosis.compare import dtype_name
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome
 
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from moeref_conformance.judges import Case, Finding, Outcome, judges
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome, unmeasured, within, without
 from moeref_conformance.judges.gradients import LIMIT, against, missing
 from moeref_conformance.oracles.gradients import full_gradients
 from moeref_conformance.oracles.placement import Placement, Unknown
-from moeref_conformance.records import RankRecord
 
 #: Of all gradients of a rank together; tiny models have 0.017 in bf16, and 0.073 if their steps are not replayed.
 BF16 = 0.05

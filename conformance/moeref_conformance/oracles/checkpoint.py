@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from moeref_conformance.api import Cell
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.published_models import TINY
 from moeref_conformance.oracles import recipes
-from moeref_conformance.sizes import TINY
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EXTRA = "model.layers.0.kit_extra.weight"
@@ -68,7 +68,7 @@ class Expected:
 def expected(cell: Cell, workdir: Path) -> Expected:
     """The expected checkpoint of the cell's variant, made on first use and cached in `workdir/<variant>/`.
 
-    Raises ValueError for a family or spelling without a recipe.
+    Raises ValueError for a family or expert_format without a recipe.
     """
     if cell.size != TINY:
         from moeref_conformance.oracles import published
@@ -230,10 +230,10 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
     """Per expert: transformers' own file writer, in several shards. Fused: its state_dict in one file."""
     from transformers.utils import logging
 
-    if cell.spelling == "per_expert":
+    if cell.expert_format == "per_expert":
         logging.disable_progress_bar()
         model.save_pretrained(folder, max_shard_size="800KB" if cell.dtype == "float32" else "400KB")
-    elif cell.spelling == "fused":
+    elif cell.expert_format == "fused":
         folder.mkdir()
         state = dict(model.state_dict())
         if cell.tied:
@@ -243,7 +243,7 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
     else:
-        raise ValueError(f"cell {cell.id}: spelling {cell.spelling} has no recipe; use per_expert or fused")
+        raise ValueError(f"cell {cell.id}: expert_format {cell.expert_format} has no recipe; use per_expert or fused")
 
 
 def _mtp(
@@ -254,7 +254,7 @@ def _mtp(
     transformers knows no such layers, so they are written by hand: numbered after the decoder's, each a layer like the
     decoder's last with enorm, hnorm, eh_proj, shared_head.norm, and the embedding and the head once more.
     """
-    if cell.spelling != "per_expert" or cell.tied:
+    if cell.expert_format != "per_expert" or cell.tied:
         raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied per_expert checkpoints only")
     embedding, head = decoder["model.embed_tokens.weight"], decoder["lm_head.weight"]
     norm, hidden, last = decoder["model.norm.weight"], embedding.shape[1], f"model.layers.{cell.layers - 1}."
@@ -277,7 +277,7 @@ def _mtp(
 
 def _missing_name(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     layer = f"model.layers.{cell.layers - 1}."
-    if cell.spelling == "fused" or cell.family == "gpt_oss":
+    if cell.expert_format == "fused" or cell.family == "gpt_oss":
         name = layer + "mlp.experts.down_proj"
     else:
         name = layer + ("block_sparse_moe.experts.11.w3" if cell.family == "mixtral" else "mlp.experts.11.up_proj")

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from moeref_conformance.api import DispatcherRequest, Layout, Padding, PadRequest
+from moeref_conformance.contract.api import DispatcherRequest, Layout, Padding, PadRequest
 from moeref_conformance.oracles import topology
 from moeref_conformance.steps.exchange import EXCHANGES, given, held, parameters
 

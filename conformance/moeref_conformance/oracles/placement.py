@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.api import Cell
+from moeref_conformance.contract.api import Cell
 from moeref_conformance.oracles import gpt_oss, hybrid, topology
 from moeref_conformance.oracles.stages import mtp_stage, stage_layers
 
@@ -284,7 +284,7 @@ class Placement:
         return torch.stack([full[head * width + i] for head in mine for i in range(width)])
 
     def _expert(self, prefix: str, layer: int, expert: int, rest: str, etp: int) -> Held:
-        """fc1 or fc2 of one expert, from either spelling of the checkpoint."""
+        """fc1 or fc2 of one expert, from either expert_format of the checkpoint."""
         size, first = self.layout.expert_tp, "linear_fc1" in rest
         if self.sinks:
             hf, make = gpt_oss.EXPERT["linear_fc1" if first else "linear_fc2", "bias" if ".bias" in rest else "weight"]

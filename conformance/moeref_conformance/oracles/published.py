@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.api import Cell
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.published_models import Size, published
 from moeref_conformance.oracles.checkpoint import Expected
-from moeref_conformance.sizes import Size, published
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -28,13 +28,13 @@ class ExpectedSize(Expected):
     """A published model without weights: `tensors` are on the meta device, and `inputs` has the config alone."""
 
     size: Size | None = None
-    spelling: str = "per_expert"
+    expert_format: str = "per_expert"
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by Hugging Face name, in the order of their names."""
         assert self.size is not None
-        return tensors(self.size.name, self.spelling)
+        return tensors(self.size.name, self.expert_format)
 
 
 def expected(cell: Cell, workdir: Path) -> ExpectedSize:
@@ -48,32 +48,32 @@ def expected(cell: Cell, workdir: Path) -> ExpectedSize:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(size.config, indent=2))
-    tensors(size.name, cell.spelling)
+    tensors(size.name, cell.expert_format)
     return ExpectedSize(
-        dir=folder, inputs={"hf_config": str(path.parent)}, missing="", size=size, spelling=cell.spelling
+        dir=folder, inputs={"hf_config": str(path.parent)}, missing="", size=size, expert_format=cell.expert_format
     )
 
 
 @functools.lru_cache(maxsize=2)
-def tensors(name: str, spelling: str) -> dict[str, torch.Tensor]:
-    """The tensors of a published model by name, on the meta device; `spelling` as in `Cell`."""
-    found = derived(published()[name].config, spelling)
-    if spelling == "per_expert":
+def tensors(name: str, expert_format: str) -> dict[str, torch.Tensor]:
+    """The tensors of a published model by name, on the meta device; `expert_format` as in `Cell`."""
+    found = derived(published()[name].config, expert_format)
+    if expert_format == "per_expert":
         check_counts(published()[name], found)
     return found
 
 
-def derived(config: Mapping[str, Any], spelling: str) -> dict[str, torch.Tensor]:
+def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Tensor]:
     """The tensors that a Hugging Face config gives, on the meta device, in the order of their names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model, mtp = _model(config), int(config.get("num_nextn_predict_layers") or 0)
-    if spelling == "fused" and mtp:
+    if expert_format == "fused" and mtp:
         raise ValueError("multi-token prediction layers are published per expert, not fused")
     state = dict(model.state_dict())
     if config["tie_word_embeddings"]:
         del state["lm_head.weight"]
-    if spelling == "per_expert":
+    if expert_format == "per_expert":
         state = revert_weight_conversion(model, state)
     for number in range(mtp):
         state |= _mtp(int(config["num_hidden_layers"]), number, state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moeref_conformance.api import Cell
+from moeref_conformance.contract.api import Cell
 
 VOCABULARY = 131
 _COMMON: dict[str, Any] = {

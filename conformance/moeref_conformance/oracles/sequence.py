@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from moeref_conformance.api import Layout
+from moeref_conformance.contract.api import Layout
 
 
 def positions(length: int, layout: Layout, at: Mapping[str, int]) -> list[int]:

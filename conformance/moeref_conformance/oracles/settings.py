@@ -10,7 +10,7 @@ import copy
 import re
 from typing import Any
 
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.checkpoint import Expected
 
 _ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")

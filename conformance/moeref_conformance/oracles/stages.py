@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from moeref_conformance.api import Cell, Layout
+from moeref_conformance.contract.api import Cell, Layout
 
 #: Cells are judged in several threads, and megatron-core keeps the virtual size in a global.
 _MEGATRON_GLOBALS = threading.Lock()
@@ -22,12 +22,12 @@ def stage_layers(cell: Cell) -> dict[tuple[int, int], list[int]]:
 
 def mtp_stage(cell: Cell) -> tuple[int, int]:
     """(pp rank, virtual stage) of the multi-token prediction layers: the last, unless a layout string says `m`."""
-    if cell.layout.layout is None:
+    if cell.layout.pipeline_layout is None:
         return cell.layout.pp - 1, cell.layout.vpp - 1
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    custom = PipelineParallelLayerLayout.from_str(cell.layout.layout, cell.layout.pp).layout
+    custom = PipelineParallelLayerLayout.from_str(cell.layout.pipeline_layout, cell.layout.pp).layout
     return next((pp, vp) for pp, stages in enumerate(custom) for vp, s in enumerate(stages) if LayerType.mtp in s)
 
 
@@ -43,7 +43,7 @@ def _stage_layers(at: Layout, layers: int, mtp: int) -> dict[tuple[int, int], li
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    virtual = at.vpp if at.vpp > 1 and at.layout is None else None
+    virtual = at.vpp if at.vpp > 1 and at.pipeline_layout is None else None
     config = TransformerConfig(
         num_layers=layers,
         hidden_size=8,
@@ -56,7 +56,7 @@ def _stage_layers(at: Layout, layers: int, mtp: int) -> dict[tuple[int, int], li
         num_layers_in_last_pipeline_stage=at.last,
         account_for_embedding_in_pipeline_split=at.embedding,
         account_for_loss_in_pipeline_split=at.loss,
-        pipeline_model_parallel_layout=at.layout,
+        pipeline_model_parallel_layout=at.pipeline_layout,
         mtp_num_layers=mtp or None,
     )
     stages = config.virtual_pipeline_model_parallel_size
@@ -67,7 +67,7 @@ def _stage_layers(at: Layout, layers: int, mtp: int) -> dict[tuple[int, int], li
     try:
         for pp, stage in itertools.product(range(at.pp), range(stages or 1)):
             vp_stage = None if stages is None else stage
-            if at.layout is not None:
+            if at.pipeline_layout is not None:
                 custom = config.pipeline_model_parallel_layout
                 ids = list(custom.get_layer_id_list(LayerType.decoder, vp_stage=stage, pp_rank=pp))
             else:

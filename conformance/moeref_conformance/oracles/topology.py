@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from moeref_conformance.api import Layout
+from moeref_conformance.contract.api import Layout
 
 ORDER = "tp-cp-ep-dp-pp"
 #: kind -> (grid, RankGenerator token). `mp` is the model-parallel group, `emp` its counterpart of the expert grid.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moeref_conformance.contract.results import Results
 from moeref_conformance.report import badge, html, junit, markdown
-from moeref_conformance.results import Results
 
 
 def write_all(results: Results, out: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from moeref_conformance.results import CONFORMANT, NOT_CONFORMANT, Results
+from moeref_conformance.contract.results import CONFORMANT, NOT_CONFORMANT, Results
 
 
 def render(results: Results) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jinja2
 
+from moeref_conformance.contract.results import Results
 from moeref_conformance.report.view import LEGEND, SHOWN, anchor, view, where
-from moeref_conformance.results import Results
 
 
 def render(results: Results) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
+from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.report.view import lines
-from moeref_conformance.results import Results, Verdict
 
 # What XML 1.0 cannot hold, even escaped; standard error of a dying rank may contain it.
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

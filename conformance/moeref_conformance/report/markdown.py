@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moeref_conformance.contract.results import Results
 from moeref_conformance.report.view import Mark, View, lines, view
-from moeref_conformance.results import Results
 
 MOST = 20  # failures written out; the page and results.jsonl have them all
 
@@ -45,11 +45,11 @@ def render(results: Results) -> str:
 
 def _table(shown: View) -> str:
     groups = [group for group, _ in shown.groups]
-    rows = [f"| variant | world | cells | {' | '.join(groups)} |", "|---|---|--:|" + "---|" * len(groups)]
+    rows = [f"| variant | backend | cells | {' | '.join(groups)} |", "|---|---|--:|" + "---|" * len(groups)]
     for block in shown.blocks:
         marks = [block.tallies.get(group, Mark(text="")) for group in groups]
         marked = [f"**{m.text}**" if m.status in ("fail", "error", "xpass") else m.text for m in marks]
-        rows.append(f"| {block.variant} | {block.world} | {len(block.rows)} | {' | '.join(marked)} |")
+        rows.append(f"| {block.variant} | {block.backend} | {len(block.rows)} | {' | '.join(marked)} |")
     return "\n".join(rows)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 
+from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.report.view import Mark, View, view
-from moeref_conformance.results import Results, Verdict
-from moeref_conformance.shards import Compared
+from moeref_conformance.run.shards import Compared
 
 LEGEND = """\
 `=` exact, bitwise · a number: the largest deviation, within the rule's tolerance · ✗ fails, with the number of its

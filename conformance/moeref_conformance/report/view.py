@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeref_conformance.judges import Finding
-from moeref_conformance.results import EXIT_WORDS, STATUSES, Results, Verdict
-from moeref_conformance.rules import GROUPS, Rule
+from moeref_conformance.contract.findings import Finding
+from moeref_conformance.contract.results import EXIT_WORDS, STATUSES, Results, Verdict
+from moeref_conformance.contract.rules import GROUPS, Rule
 
 #: Findings shown in full for one verdict; the others are counted and stand in results.jsonl.
 SHOWN = 5
@@ -33,7 +33,7 @@ LEGEND = {
 class Mark:
     """One square of the table. `href` is the id of the failure it leads to."""
 
-    status: str = ""  # empty: the rule cannot be judged in this world
+    status: str = ""  # empty: the rule cannot be judged on this backend
     text: str = "·"
     title: str = ""
     href: str = ""
@@ -54,10 +54,10 @@ class Row:
 
 @dataclass
 class Block:
-    """The cells of one variant in one world."""
+    """The cells of one variant on one backend."""
 
     variant: str
-    world: str
+    backend: str
     rules: list[Rule]
     rows: list[Row] = field(default_factory=list)
     tallies: dict[str, Mark] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Block:
     @property
     def anchor(self) -> str:
         """Usable as an id in a page."""
-        return f"block-{self.variant}-{self.world}".replace("+", "-")
+        return f"block-{self.variant}-{self.backend}".replace("+", "-")
 
     def groups(self) -> list[tuple[str, str, int]]:
         """(group, what it is about, number of its rules) in the order of the columns."""
@@ -172,9 +172,9 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
     table = results.table
     for cell in results.header["cells"]:
         # Layouts that need another number of layers belong to the same block as the others.
-        key = (cell["variant"].replace(f"+L{cell['layers']}", ""), cell["world"])
+        key = (cell["variant"].replace(f"+L{cell['layers']}", ""), cell["backend"])
         if key not in blocks:
-            judged = [rule for rule in rules if rule.applies(cell["world"], cell.get("replay", "off"))]
+            judged = [rule for rule in rules if rule.applies(cell["backend"], cell.get("replay", "off"))]
             blocks[key] = Block(*key, rules=judged)
         verdicts = table[cell["id"]]
         marks = [_mark(verdicts.get(rule.id)) for rule in blocks[key].rules]
@@ -191,7 +191,7 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
     for block in blocks.values():
         for group, _, _ in block.groups():
             block.tallies[group] = _tally(block, group)
-    return sorted(blocks.values(), key=lambda block: block.world == "static")
+    return sorted(blocks.values(), key=lambda block: block.backend == "static")
 
 
 def _mark(verdict: Verdict | None) -> Mark:

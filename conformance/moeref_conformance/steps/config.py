@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeref_conformance.api import Config, Request
+from moeref_conformance.contract.api import Config, Request
 
 #: Requests that every target has to honour, by name.
 HONOURED: dict[str, Request] = {

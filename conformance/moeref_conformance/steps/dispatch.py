@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from moeref_conformance.api import Dispatch, DispatcherRequest, Layout, PadRequest, to_plain
+from moeref_conformance.contract.api import Dispatch, DispatcherRequest, Layout, PadRequest, to_plain
 
 #: Sample lengths of up to four ranks: short and uneven, long, and a rank without samples.
 LENGTHS: tuple[tuple[tuple[int, ...], ...], ...] = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.api import Cell, Dispatch, Layout, RoutedRows
+from moeref_conformance.contract.api import Cell, Dispatch, Layout, RoutedRows
 from moeref_conformance.oracles import topology
 
 #: Width of the rows, and of the experts (split over ETP).

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from moeref_conformance.api import Cell, Gradients, Layout
+from moeref_conformance.contract.api import Cell, Gradients, Layout
 
 
 def asked(cell: Cell) -> bool:

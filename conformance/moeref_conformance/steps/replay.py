@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from moeref_conformance.api import Cell, Export, Forward, Replay, Turn
+from moeref_conformance.contract.api import Cell, Export, Forward, Replay, Turn
 from moeref_conformance.steps.gradients import batch
-from moeref_conformance.steps.watch import watched
+from moeref_conformance.steps.observed_routes import watched
 
 Save = Callable[[str, Mapping[str, torch.Tensor]], None]
 #: Phases of each mode, in order; those that are named for a route set are judged by it.

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from moeref_conformance.api import Seeds
+from moeref_conformance.contract.api import Seeds
 
 #: The seed of every run, and the two ways to ask for it.
 SEED = 1234

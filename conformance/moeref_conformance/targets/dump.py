@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from moeref_conformance.api import FACETS, Cell, Claims, Info, Session, Unsupported, World
-from moeref_conformance.checks import BadInput, check_keys
-from moeref_conformance.records import RankRecord
+from moeref_conformance.contract.api import FACETS, Cell, Claims, Info, Session, Unsupported, World
+from moeref_conformance.contract.checks import BadInput, check_keys
+from moeref_conformance.contract.records import RankRecord
 
 HF = "hf"
 
@@ -48,7 +48,7 @@ class DumpTarget:
         self.info = self._info()
         every = frozenset({"float32"})
         self.claims = DumpClaims(
-            facets=frozenset(FACETS), families=every, worlds=frozenset({"gloo"}), cells=frozenset(cells)
+            facets=frozenset(FACETS), families=every, backends=frozenset({"gloo"}), cells=frozenset(cells)
         )
 
     def _info(self) -> Info:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from moeref_conformance.api import Cell, Info, Session, Turn, World
-from moeref_conformance.targets.faults.rewrite import Swapped
+from moeref_conformance.contract.api import Cell, Info, Session, Turn, World
+from moeref_conformance.selftest.faults.rewrite import Swapped
 from moeref_conformance.targets.moeref import MoerefTarget
 
 

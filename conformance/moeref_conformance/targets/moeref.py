@@ -17,9 +17,9 @@ from moeref.dispatcher import padding, reference, routing
 from moeref.exporter import plan, stream
 from moeref.layout import Layout
 from moeref.replay import align
-from moeref_conformance import facets
-from moeref_conformance.api import Cell, Claims, Info, NameRow, Request, TensorMeta, Turn, World
-from moeref_conformance.results import version_of
+from moeref_conformance.contract import api as facets
+from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, Request, TensorMeta, Turn, World
+from moeref_conformance.contract.results import version_of
 
 if TYPE_CHECKING:
     import torch
@@ -289,9 +289,9 @@ class MoerefTarget:
     claims = Claims(
         facets=frozenset({"names", "plan", "export", "forward", "gradients", "config", "seeds", "replay", "dispatch"}),
         families=frozenset({*families.FAMILIES, *families.ALIASES}),
-        worlds=frozenset({"static", "gloo", "gloo-cuda", "nccl"}),
-        spellings=frozenset({"per_expert", "fused"}),
-        norms=frozenset({"apart", "fused"}),
+        backends=frozenset({"static", "gloo", "gloo-cuda", "nccl"}),
+        expert_formats=frozenset({"per_expert", "fused"}),
+        norms=frozenset({"separate", "fused"}),
         mtp=2,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset(dispatcher.Choice),
@@ -303,8 +303,8 @@ class MoerefTarget:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[_Session]:
         layout, model = Layout.parse(cell.layout.text), families.read(world.hf_config, cell.dtype)
-        spelling = families.Spelling(norms=cell.norms, experts=cell.experts, hf=cell.spelling)  # type: ignore[arg-type]
-        table = units.Table(model, layout, spelling)
+        expert_format = families.Spelling(norms=cell.norms, experts=cell.experts, hf=cell.expert_format)  # type: ignore[arg-type]
+        table = units.Table(model, layout, expert_format)
         if world.kind == "static":
             yield _Session(
                 table, layout, _Config(model, layout, cell, None, world.device), _Dispatch(layout, cell.dispatcher)
@@ -312,7 +312,7 @@ class MoerefTarget:
             return
         from moeref import megatron
 
-        table = units.Table(model, layout, replace(spelling, mtp=megatron.mtp_name()), self._divisible_by)
+        table = units.Table(model, layout, replace(expert_format, mtp=megatron.mtp_name()), self._divisible_by)
         rank = megatron.initialise(layout)
         try:
             built = megatron.build(

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moeref_conformance.worlds.collective_specs import ALIASES, CALLS, Call, Describe
 from torch.distributed import distributed_c10d as c10d
-
-from moeref_conformance.worlds.calls import ALIASES, CALLS, Call, Describe
 
 DTYPE_NAMES = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
 

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moeref_conformance.contract.api import Cell, Claims
+from moeref_conformance.contract.exits import RankExit, RunOutcome
+from moeref_conformance.contract.records import EVENTS, RankRecord, free_key, rank_dir
+from moeref_conformance.oracles.topology import coords_text
+from moeref_conformance.targets.dump import HF, DumpTarget
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-
-from moeref_conformance.api import Cell, Claims
-from moeref_conformance.oracles.topology import coords_text
-from moeref_conformance.records import EVENTS, RankRecord, free_key, rank_dir
-from moeref_conformance.targets.dump import HF, DumpTarget
-from moeref_conformance.worlds import RankExit, RunOutcome
 
 
 class DumpWorld:

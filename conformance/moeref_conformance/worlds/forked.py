@@ -27,10 +27,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from moeref_conformance.api import Cell, Claims, to_plain
-from moeref_conformance.worlds import KINDS, RankExit, RunOutcome, signal_name
+from moeref_conformance.contract.api import Cell, Claims, to_plain
+from moeref_conformance.contract.exits import KINDS, RankExit, RunOutcome, signal_name
 
-ENTRY = "moeref_conformance.probe:run_rank"
+ENTRY = "moeref_conformance.steps.probe:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
 LEAVE_SECONDS = 10.0
 LOG_TAIL = 4000  # characters
@@ -111,10 +111,10 @@ class ForkedWorld:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
         if not KINDS[self.kind].on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        command = [sys.executable, "-m", "moeref_conformance.worlds.zygote", "--fd", str(theirs.fileno())]
+        command = [sys.executable, "-m", "moeref_conformance.worlds.fork_server", "--fd", str(theirs.fileno())]
         command += ["--parent", str(os.getpid()), "--target", self.target_spec, "--entry", self.entry]
         self._process = subprocess.Popen(
-            [*command, "--world", self.kind],
+            [*command, "--backend", self.kind],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -150,7 +150,7 @@ class ForkedWorld:
         reason = claims.why_not(cell)
         if reason is not None:
             raise ValueError(f"cell {cell.id} must not be run: {reason}")
-        if cell.world != self.kind:
+        if cell.backend != self.kind:
             raise ValueError(f"cell {cell.id} must not be run: this world is {self.kind}")
         if "hf_config" not in inputs:
             raise ValueError(f"cell {cell.id}: inputs {sorted(inputs)} lack 'hf_config'")

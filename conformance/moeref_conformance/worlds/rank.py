@@ -23,8 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from moeref_conformance.api import Cell, Target, World
-from moeref_conformance.worlds import EXIT_RAISED, KINDS
+from moeref_conformance.contract.api import Cell, Target, World
+from moeref_conformance.contract.exits import EXIT_RAISED, KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ def _run(job: Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    kind, local, size = KINDS[job.cell.world], job.local[rank], job.cell.layout.world
+    kind, local, size = KINDS[job.cell.backend], job.local[rank], job.cell.layout.world
     device = torch.device(kind.device_of(local))
     if kind.on_gpu:
         _use_gpu(device, rank)
@@ -139,7 +139,7 @@ def _run(job: Job, rank: int) -> None:
     scratch = folder / "scratch"
     scratch.mkdir()
     world = World(
-        kind=job.cell.world,
+        kind=job.cell.backend,
         rank=rank,
         size=size,
         device=str(device),

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.api import Cell, Claims, NameRow, Target, TensorMeta, World
+from moeref_conformance.contract.api import Cell, Claims, NameRow, Target, TensorMeta, World
+from moeref_conformance.contract.exits import EXIT_RAISED, RankExit, RunOutcome
 from moeref_conformance.steps import facet_of, seeds
-from moeref_conformance.worlds import EXIT_RAISED, RankExit, RunOutcome
 
 
 class StaticWorld:
@@ -44,7 +44,9 @@ class StaticWorld:
         rank, step = 0, "open"
         try:
             with self._target.open(cell, world) as session:
-                from moeref_conformance.probe import checked_rows  # imports torch, which listing cells does not need
+                from moeref_conformance.steps.probe import (
+                    checked_rows,  # imports torch, which listing cells does not need
+                )
 
                 step, table, tables = "names", facet_of(session, "names"), _Tables()
                 for rank in range(size):
@@ -89,7 +91,7 @@ class _Tables:
         # A tuple that came before and is still held cannot have changed; anything else is compared.
         if id(given) in self._given:
             return self._given[id(given)][1]
-        from moeref_conformance.probe import checked_rows
+        from moeref_conformance.steps.probe import checked_rows
 
         rows = tuple(_hashable(row) for row in checked_rows(given, NameRow))
         kept = self._tables.setdefault(rows, rows)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.api import Layout
-from moeref_conformance.worlds import RankExit, mark_first
+from moeref_conformance.contract.api import Layout
+from moeref_conformance.contract.exits import RankExit, mark_first
 from moeref_conformance.worlds.rank import STACKS, record_dir
 
 STDERR_TAIL = 8000  # characters

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moeref_conformance.api import Cell, Claims, to_plain
-from moeref_conformance.worlds import RankExit, RunOutcome, mark_first
-from moeref_conformance.worlds.agent import Agent, Place
-from moeref_conformance.worlds.crew import Crew, address, join, prefix
+from moeref_conformance.contract.api import Cell, Claims, to_plain
+from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
+from moeref_conformance.worlds.coordinator import Crew, address, join, prefix
 from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError
-from moeref_conformance.worlds.wire import pack, unpack
+from moeref_conformance.worlds.messages import pack, unpack
+from moeref_conformance.worlds.worker import Agent, Place
 
 AGAIN_SECONDS = 0.5  # between two times a failure is told: a zygote that has not begun drops the word
 SLACK_SECONDS = 90.0  # beyond deadline and grace, until a process that gives no answer is given up
@@ -93,7 +93,7 @@ class TorchrunWorld:
         """
         crew, size = self.crew, cell.layout.world
         reason = claims.why_not(cell)
-        if reason is None and cell.world != self.kind:
+        if reason is None and cell.backend != self.kind:
             reason = f"this world is {self.kind}"
         if reason is None and size > len(crew.places):
             reason = f"it needs {size} ranks, and torchrun started {len(crew.places)}"

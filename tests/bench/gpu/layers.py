@@ -1,6 +1,6 @@
 """One layer of Transformer Engine against one of megatron-core's local spec, on the same weights: time and difference.
 
-Without Transformer Engine both sides are plain torch, under two spellings of the parameters: it shows that the code
+Without Transformer Engine both sides are plain torch, under two sets of parameter names: it shows that the code
 runs. Routes are the router's own on each side; a near tie that turns shows in the difference.
 """
 

@@ -7,8 +7,8 @@ import shlex
 import sys
 from datetime import date
 
-from moeref_conformance.machine import Machine
-from moeref_conformance.results import version_of
+from moeref_conformance.contract.results import version_of
+from moeref_conformance.plan.machine import Machine
 
 #: Beside a GPU: packages, by the module they are imported as and by name.
 PACKAGES = {"layers": ("transformer_engine", "Transformer Engine"), "exchange": ("deep_ep", "deep_ep")}

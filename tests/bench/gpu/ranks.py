@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moeref_conformance.api import Cell, Claims, Info, Layout, Session, Target, World
+from moeref_conformance.contract.api import Cell, Claims, Info, Layout, Session, Target, World
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.bench.gpu.figures import Figure, plain
@@ -29,7 +29,7 @@ class Benches:
 
     info = Info(name="benches", version="0")
     claims = Claims(
-        facets=frozenset(), families=frozenset({"qwen3_moe"}), worlds=frozenset({"gloo", "gloo-cuda", "nccl"})
+        facets=frozenset(), families=frozenset({"qwen3_moe"}), backends=frozenset({"gloo", "gloo-cuda", "nccl"})
     )
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
@@ -49,7 +49,7 @@ def measure(
 ) -> list[Figure]:
     """Run one bench and answer its figures; `folder` must be new. Raises RuntimeError with the end of stderr."""
     folder.mkdir(parents=True)
-    cell = Cell(family="qwen3_moe", layout_name=name, layout=Layout(ep=ranks), world=where.kind)
+    cell = Cell(family="qwen3_moe", layout_name=name, layout=Layout(ep=ranks), backend=where.kind)
     inputs = {"hf_config": str(folder), "sizes": sizes, "spoil": "yes" if spoil else ""}
     outcome = where.run(cell, folder, inputs, target.claims)
     if not outcome.ok:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moeref_conformance import machine
+from moeref_conformance.plan import machine
 from moeref_conformance.worlds.forked import ForkedWorld
 from rich.console import Console
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from moeref_conformance.machine import Machine
+from moeref_conformance.plan.machine import Machine
 
 from moeref.dispatcher import padding
 from tests.bench.gpu import recipes, table

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.api import Cell, Info, TensorMeta, Unsupported, World
+from moeref_conformance.contract.api import Cell, Info, TensorMeta, Unsupported, World
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def groups(cell: Cell) -> Iterator[None]:
     from megatron.core import parallel_state, tensor_parallel
 
     layout = cell.layout
-    if layout.first is not None or layout.last is not None or layout.embedding or layout.loss or layout.layout:
+    if layout.first is not None or layout.last is not None or layout.embedding or layout.loss or layout.pipeline_layout:
         raise Unsupported(f"layout {layout.text}: the adapters build equal stages only")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -86,7 +86,7 @@ class BridgeExport:
 
     def plan(self) -> Sequence[TensorMeta]:
         """No bridge has one; the adapters do not claim it."""
-        raise Unsupported("the bridge announces nothing before it streams")
+        raise Unsupported("the bridge has_plan nothing before it streams")
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         """What the bridge yields, described by the tensor itself: it comes with a name and nothing else."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moeref_conformance.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, Claims, World
 from moeref_conformance.targets.peers import common
 
 
@@ -18,10 +18,10 @@ class McoreBridge:
     claims = Claims(
         facets=frozenset({"export", "forward"}),
         families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss", "qwen3_next"}),
-        worlds=frozenset({"gloo"}),
+        backends=frozenset({"gloo"}),
         norms=frozenset({"fused"}),
         experts=frozenset({"grouped"}),
-        announces=False,
+        has_plan=False,
         mtp=2,
         dispatchers=frozenset({"alltoall", "allgather"}),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.api import Cell, Claims, World
+from moeref_conformance.contract.api import Cell, Claims, World
 from moeref_conformance.targets.peers import common
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ class MegatronBridge:
         facets=frozenset({"export", "forward"}),
         # It has no Mixtral. Its Qwen3-Next needs the GPU kernels of flash-linear-attention.
         families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}),
-        worlds=frozenset({"gloo"}),
+        backends=frozenset({"gloo"}),
         norms=frozenset({"fused"}),
         experts=frozenset({"grouped"}),  # of sequential ones it has no mapping for GLM-4.5
-        announces=False,
+        has_plan=False,
         mtp=1,
     )
 

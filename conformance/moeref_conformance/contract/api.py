@@ -1,0 +1,523 @@
+"""What a target implements and what a cell is. Everything here is plain data: no pytest, no Megatron, no moeref.
+
+Shape suffixes used in the kit: `tokens_BS` batch × sequence, `logits_BSV` batch × sequence × vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+API_VERSION = 1
+
+#: Facets a target may claim; `delta` and `sync` are reserved: the interface leaves room for them.
+FACETS = ("names", "plan", "export", "forward", "gradients", "config", "delta", "replay", "dispatch", "seeds", "sync")
+
+
+class Unsupported(Exception):
+    """Raised by a target for something it cannot do. In a claimed cell this is a failure, never a skip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A parallel layout as the matrix names it. The kit does no arithmetic on it: that is the oracles' work.
+
+    `vpp` counts virtual stages per pipeline rank (1 = none). `etp` defaults to `tp` as in megatron-core. `first` and
+    `last` are `num_layers_in_first/last_pipeline_stage`; `embedding` and `loss` are
+    `account_for_{embedding,loss}_in_pipeline_split`; `pipeline_layout` is `pipeline_model_parallel_layout`.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+    world: int = 0
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    pipeline_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "ep", "cp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"layout: {name}={getattr(self, name)} must be at least 1")
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        if not self.world:
+            dense, expert = self.tp * self.pp * self.cp, self.expert_tp * self.ep * self.pp
+            object.__setattr__(self, "world", math.lcm(dense, expert))
+
+    @property
+    def expert_tp(self) -> int:
+        """ETP with its default filled in."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def text(self) -> str:
+        """The text form `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8`, then what is not default, `pipeline_layout=` last."""
+        parts = [f"{k}={getattr(self, k)}" for k in ("tp", "pp", "vpp", "ep", "etp", "cp", "world")]
+        parts += [f"{k}={getattr(self, k)}" for k in ("first", "last") if getattr(self, k) is not None]
+        parts += [f"{k}=1" for k in ("embedding", "loss") if getattr(self, k)]
+        if self.pipeline_layout is not None:
+            parts.append(f"pipeline_layout={self.pipeline_layout}")
+        return ",".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination to judge: what the matrix selects and what a report row names."""
+
+    family: str  # Hugging Face model_type, e.g. "qwen3_moe"
+    layout_name: str
+    layout: Layout
+    backend: str = "gloo"  # static | gloo | gloo-cuda | nccl
+    size: str = "tiny"  # or a published model (`sizes`), which decides the family and the axes down to `mtp`
+    layers: int = 8  # decoder layers of the tiny model; uneven layouts need another number
+    dtype: str = "float32"  # of the checkpoint and of the Megatron parameters
+    tied: bool = False  # tie_word_embeddings
+    mtp: int = 0  # multi-token prediction layers
+    expert_format: str = "per_expert"  # of the HF checkpoint: per_expert | fused (transformers 5 in memory)
+    norms: str = "separate"  # Megatron's norms: apart (local spec) | fused into linears (Transformer Engine's names)
+    experts: str = "sequential"  # Megatron's expert modules: sequential | grouped
+    dispatcher: str = "alltoall"
+    replay: str = "off"
+    kernels: str = "torch"  # of the layers: torch (plain modules, under any names) | te (Transformer Engine's)
+    precision: str = ""  # what `dtype` says, or an FP8 recipe: delayed | tensorwise | blockwise | mxfp8
+    gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
+    needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
+    gpus: int = field(default=0, compare=False)  # least number of GPUs
+    tags: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def variant(self) -> str:
+        """All that is not layout or world: cells of one variant share a checkpoint and must export the same bytes."""
+        extra: list[str] = []
+        if self.size == "tiny":
+            extra += [f"L{self.layers}"] if self.layers != 8 else []
+            extra += [self.dtype] if self.dtype != "float32" else []
+            extra += ["tied"] if self.tied else []
+            extra += [f"mtp{self.mtp}"] if self.mtp else []
+        extra += [self.expert_format] if self.expert_format != "per_expert" else []
+        extra += [f"{self.norms}-norms"] if self.norms != "separate" else []
+        extra += [self.experts] if self.experts != "sequential" else []
+        extra += [v for v, d in ((self.kernels, "torch"), (self.precision, "")) if v != d]
+        extra += [v for v, d in ((self.dispatcher, "alltoall"), (self.replay, "off")) if v != d]
+        return "+".join([self.family if self.size == "tiny" else self.size, *extra])
+
+    @property
+    def id(self) -> str:
+        """Stable and greppable: `qwen3_moe+tied/tp2-pp2/gloo`."""
+        return f"{self.variant}/{self.layout_name}/{self.backend}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Who is judged."""
+
+    name: str
+    version: str
+    issues: str = ""  # where to report
+    api: int = API_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What the target says it can do, read before anything is built. A claim that does not hold is a failure."""
+
+    facets: frozenset[str]
+    families: frozenset[str]
+    backends: frozenset[str]
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
+    expert_formats: frozenset[str] = frozenset({"per_expert"})
+    norms: frozenset[str] = frozenset({"separate"})
+    experts: frozenset[str] = frozenset({"sequential"})
+    dispatchers: frozenset[str] = frozenset({"alltoall"})
+    replay: frozenset[str] = frozenset({"off"})
+    kernels: frozenset[str] = frozenset({"torch"})
+    precisions: frozenset[str] = frozenset({""})
+    tied: bool = True
+    mtp: int = 0  # most multi-token prediction layers
+    has_plan: bool = True  # `Export.plan` says what will come; without it only the streams themselves are compared
+    limits: Mapping[str, int] = field(default_factory=dict)  # e.g. {"vpp": 1, "ep": 64}
+
+    def why_not(self, cell: Cell) -> str | None:
+        """None if the cell is claimed, else the reason it is not, for the report's `unclaimed` row."""
+        for name, value, claimed in (
+            ("family", cell.family, self.families),
+            ("backend", cell.backend, self.backends),
+            ("dtype", cell.dtype, self.dtypes),
+            ("expert_format", cell.expert_format, self.expert_formats),
+            ("norms", cell.norms, self.norms),
+            ("experts", cell.experts, self.experts),
+            ("dispatcher", cell.dispatcher, self.dispatchers),
+            ("replay", cell.replay, self.replay),
+            ("kernels", cell.kernels, self.kernels),
+            ("precision", cell.precision, self.precisions),
+        ):
+            if value not in claimed:
+                return f"{name}={value} is not claimed (claimed: {', '.join(sorted(filter(None, claimed))) or 'none'})"
+        if cell.tied and not self.tied:
+            return "tied embeddings are not claimed"
+        if cell.mtp > self.mtp:
+            return f"mtp={cell.mtp} is not claimed (at most {self.mtp} multi-token prediction layers are)"
+        for axis, most in self.limits.items():
+            have = getattr(cell.layout, axis)
+            if have is not None and have > most:
+                return f"{axis}={have} is over the claimed limit {most}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Where one rank finds itself. Under `static` there are no processes and `rank` is -1."""
+
+    kind: str
+    rank: int
+    size: int
+    device: str  # "cpu" or "cuda:0"
+    workdir: Path  # private scratch space of this rank
+    hf_config: Path  # folder with the config.json of the model to build (no weights are promised here)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameRow:
+    """One tensor a rank holds: its name in the rank's own module, its global Megatron name, and the HF names in it.
+
+    `shape` and `dtype` are those of this rank's shard. `hf` lists the HF tensors whose elements it holds, in the order
+    in which the target lays them out; it is empty for a replica that no export reads (a tied head on the last stage).
+    """
+
+    chunk: int  # virtual pipeline stage on this rank
+    local: str
+    global_name: str
+    hf: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMeta:
+    """What an export promises to send: the full HF tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@runtime_checkable
+class Names(Protocol):
+    """Facet `names`."""
+
+    def table(self, rank: int) -> Sequence[NameRow]:
+        """All tensors that `rank` holds. Pure: no collective, no module, any rank may ask for any rank."""
+        ...
+
+
+@runtime_checkable
+class Plan(Protocol):
+    """Facet `plan`."""
+
+    def tensors(self) -> Sequence[TensorMeta]:
+        """What an export would send, in order. Pure: from config and layout alone, no collective, no module."""
+        ...
+
+
+@runtime_checkable
+class Export(Protocol):
+    """Facet `export`. All calls are made by all ranks in the same order."""
+
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """The real model chunks of this rank, one per virtual stage: the kit's back door for looking and changing."""
+        ...
+
+    def load(self, checkpoint: Path) -> None:
+        """Read a Hugging Face folder (safetensors, one file or indexed) into this rank's shards, or raise."""
+        ...
+
+    def plan(self) -> Sequence[TensorMeta]:
+        """What `stream` will yield, in order, without a collective. Called only if `Claims.has_plan`."""
+        ...
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        """Full HF tensors in order: the tensor on the writer, None on every other rank."""
+        ...
+
+
+@runtime_checkable
+class Forward(Protocol):
+    """Facet `forward`."""
+
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        """`logits_BSV` in fp32 over the unpadded vocabulary on the ranks of the last stage, None elsewhere.
+
+        `tokens_BS` is int64 and equal on all ranks; each row is one microbatch; positions are 0..S-1; no dropout.
+        """
+        ...
+
+
+@runtime_checkable
+class Gradients(Protocol):
+    """Facet `gradients`."""
+
+    def gradients(self, tokens_BS: torch.Tensor) -> Mapping[tuple[int, str], torch.Tensor]:
+        """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
+        pass and all reductions over ranks; no optimiser step, and the weights stay as they are.
+
+        The loss is the mean over all tokens of the cross entropy of the next token over the unpadded vocabulary, the
+        first token of a row following its last. Every data-parallel replica gets all rows. `tokens_BS` is as in
+        `Forward.logits`, with rows in multiples of 2·PP under interleaving. Not asked in bf16 or with MTP layers.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Settings to ask a target for, by the names of megatron-core's TransformerConfig.
+
+    `fields` are set as the target's own settings, `overrides` passed through to Megatron; these win.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Config(Protocol):
+    """Facet `config`. Settings go by TransformerConfig's names; values that are not plain (functions, dtypes) may be
+    left out."""
+
+    def given(self) -> Mapping[str, Any]:
+        """What the model of this session was given; in the static world, would be given."""
+        ...
+
+    def resolve(self, request: Request, role: str) -> Mapping[str, Any]:
+        """What a `policy` or `reference` model would be given if `request` is asked for both; nothing is built.
+
+        Raises for a name that Megatron does not have, and for a setting that would have no effect.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A part of one sample's routes: of a turn, or of a rollout up to where it was interrupted.
+
+    `routes` are integers [rows, layers, top-k] from token `start` on. Rows of tokens that an earlier turn has are what
+    the engine recomputed when it went on; the earlier ones routed the tokens as they were sampled, and hold.
+    """
+
+    start: int
+    routes: Any
+
+
+@runtime_checkable
+class Replay(Protocol):
+    """Facet `replay`. All calls are made by all ranks; `tokens_BS` is as in `Forward.logits`, each row a microbatch.
+
+    `routes` are what an engine sends: for each row integers [S - 1, layers, top-k], zeros for dense layers; a row of -1
+    and the last token, which has none, are left to the router. A row's routes may come as a list of `Turn`s instead.
+    None (R2) stands for the routes that `record` saw last.
+    """
+
+    def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        """A forward without gradients whose routes are remembered; `logits_BSV` as `Forward.logits` gives them."""
+        ...
+
+    def replay(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> torch.Tensor | None:
+        """A forward without gradients under `routes`; logits as above. Raises for routes that do not fit."""
+        ...
+
+    def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> Mapping[tuple[int, str], torch.Tensor]:
+        """A training step under `routes`; gradients as `Gradients.gradients` gives them."""
+        ...
+
+
+@runtime_checkable
+class Seeds(Protocol):
+    """Facet `seeds`. Generators are `python`, `numpy`, `torch`, `cuda`, and Megatron's trackers `tp` and `expert`."""
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        """Seed by generator of `rank`; `per_dp`: replicas get seeds of their own. Pure; raises for a bad seed."""
+        ...
+
+    def install(self, seed: int, per_dp: bool) -> None:
+        """Seed this process's generators; called after model-parallel initialisation. Raises for a bad seed."""
+        ...
+
+    def save(self) -> Any:
+        """The states of all generators, for a checkpoint."""
+        ...
+
+    def restore(self, states: Any) -> None:
+        """Put back what `save` gave; the same states may be restored more than once."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PadRequest:
+    """Packed sequences of several ranks of one etp·ep group: the lengths of the samples that each rank holds."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    precision: str = "bf16"  # or a recipe that quantises: tensorwise, delayed, mxfp8, blockwise, nvfp4
+    dispatcher: str = "alltoall"  # alltoall | allgather | flex-deepep | flex-hybridep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Padded lengths of every sample, and of every rank's packed sequence before CP and TP split it.
+
+    What a total has beyond the sum of its samples is a tail of padding, split as one more sample.
+    """
+
+    samples: tuple[tuple[int, ...], ...]
+    totals: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherRequest:
+    """A dispatcher asked for by name, for training in `precision`, and what there is to run it.
+
+    `equal_rows`: all ranks of an etp·ep group dispatch the same number of rows. `packages` are those of deep_ep,
+    hybrid_ep and transformer_engine that import.
+    """
+
+    dispatcher: str
+    precision: str = "bf16"  # or fp32
+    equal_rows: bool = True
+    gpu: bool = False
+    packages: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedRows:
+    """Rows of this rank with their experts: T rows, H hidden, K experts a row, `experts` in all.
+
+    Padding rows (`padding_T`) come with what a router makes of them: arbitrary weights and experts.
+    """
+
+    x_TH: torch.Tensor
+    weights_TK: torch.Tensor
+    experts_TK: torch.Tensor  # int64
+    padding_T: torch.Tensor  # bool
+    experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTrip:
+    """What comes back to this rank's rows, and what they count for in expert statistics."""
+
+    y_TH: torch.Tensor
+    counts_E: torch.Tensor
+
+
+@runtime_checkable
+class Dispatch(Protocol):
+    """Facet `dispatch`. Sequence parallelism is on wherever TP exceeds 1, and CP splits samples into 2·CP chunks."""
+
+    def padded(self, request: PadRequest) -> Padding:
+        """What the samples and packed sequences are padded to. Pure."""
+        ...
+
+    def settings(self, request: DispatcherRequest) -> Mapping[str, Any]:
+        """What Megatron is given for it: `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend`. Pure.
+
+        Raises for a dispatcher that cannot work here.
+        """
+        ...
+
+    def round_trip(self, rows: RoutedRows, expert: Callable[[int, torch.Tensor], torch.Tensor]) -> RoundTrip:
+        """Send rows to their experts by the cell's dispatcher, and the weighted outputs back; differentiable.
+
+        Called by all ranks, not in the static world. `expert(number, rows_RH)` computes one of this rank's experts
+        (numbered globally), or its share of one under ETP, and is called for each of them. Raises on every rank for
+        a row that names an expert twice or one that does not exist.
+        """
+        ...
+
+
+class Session(Protocol):
+    """One opened cell on one rank. A facet that is not claimed is None."""
+
+    @property
+    def names(self) -> Names | None: ...
+    @property
+    def plan(self) -> Plan | None: ...
+    @property
+    def export(self) -> Export | None: ...
+    @property
+    def forward(self) -> Forward | None: ...
+    @property
+    def gradients(self) -> Gradients | None: ...
+    @property
+    def config(self) -> Config | None: ...
+    @property
+    def seeds(self) -> Seeds | None: ...
+    @property
+    def replay(self) -> Replay | None: ...
+    @property
+    def dispatch(self) -> Dispatch | None: ...
+
+
+class Target(Protocol):
+    """What `--target name | module:attr` resolves to. It never sees an expected value."""
+
+    @property
+    def info(self) -> Info: ...
+    @property
+    def claims(self) -> Claims: ...
+    def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]: ...
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass of this module as JSON-ready plain values (tuples become lists, paths strings)."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {k: to_plain(getattr(value, k)) for k in value.__dataclass_fields__}
+    if isinstance(value, Mapping):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_plain(v) for v in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    return str(value) if isinstance(value, Path) else value
+
+
+__all__ = [
+    "API_VERSION",
+    "FACETS",
+    "Cell",
+    "Claims",
+    "Config",
+    "Dispatch",
+    "DispatcherRequest",
+    "Export",
+    "Forward",
+    "Gradients",
+    "Info",
+    "Layout",
+    "NameRow",
+    "Names",
+    "PadRequest",
+    "Padding",
+    "Plan",
+    "Replay",
+    "Request",
+    "RoundTrip",
+    "RoutedRows",
+    "Seeds",
+    "Session",
+    "Target",
+    "TensorMeta",
+    "Turn",
+    "Unsupported",
+    "World",
+    "to_plain",
+]

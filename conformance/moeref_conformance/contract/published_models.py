@@ -1,0 +1,49 @@
+"""Published models by name: their config, and how many tensors, parameters and bytes their weights have in bf16.
+
+The data is `published.json`, the kit's own: the target is given the config and never sees the counts. FP8 files are
+counted as the bf16 they are turned into, without scales; the experts' bias counts as fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+#: The size of a cell that is not a published model: a tiny one with random weights.
+TINY = "tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One published model. `source` says what the counts were held against."""
+
+    name: str
+    repository: str
+    tensors: int
+    parameters: int
+    bytes: int
+    source: str
+    config: Mapping[str, Any]
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """What the config decides of a cell."""
+        dtype = self.config.get("dtype") or self.config["torch_dtype"]
+        return {
+            "family": self.config["model_type"],
+            "layers": self.config["num_hidden_layers"],
+            "dtype": dtype,
+            "tied": self.config["tie_word_embeddings"],
+            "mtp": self.config.get("num_nextn_predict_layers") or 0,
+        }
+
+
+@functools.cache
+def published() -> dict[str, Size]:
+    """All published models by name, such as `qwen3-30b-a3b`."""
+    found = json.loads(files("moeref_conformance.contract").joinpath("published.json").read_text(encoding="utf-8"))
+    return {name: Size(name=name, **entry) for name, entry in found.items()}

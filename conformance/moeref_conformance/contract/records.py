@@ -1,0 +1,186 @@
+"""What the ranks of one cell left behind, read back: events, tensors, and which rank failed first.
+
+A record folder is `<cell_dir>/rank0003/` with `events.jsonl` (one object a line: step, phase, at, seconds, value and
+error) and one `<step>.safetensors` for every step that has tensors. `probe.py` writes it; judges read it through
+`RankRecord`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeref_conformance.contract.api import Cell, NameRow, to_plain
+from moeref_conformance.contract.exits import RankExit
+from moeref_conformance.contract.hang_stacks import waits
+
+if TYPE_CHECKING:
+    import torch
+
+EVENTS = "events.jsonl"
+#: In these steps an error is the good outcome.
+REFUSALS = ("refuse_parameter", "refuse_extra", "refuse_missing")
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A rank that did not finish.
+
+    `kind` is raised (an error in Python), died (exit code or signal), hung (deadline) or killed (ended by the world
+    because another rank had failed).
+    """
+
+    rank: int
+    step: str
+    kind: str
+    detail: str
+    coords: str
+
+
+@dataclass
+class RankRecord:
+    """The record of one rank. `events` is read from the folder unless given."""
+
+    rank: int
+    dir: Path
+
+    @cached_property
+    def events(self) -> list[dict[str, Any]]:
+        """All complete lines of `events.jsonl`; a last line cut off by the death of the rank is left out."""
+        path = self.dir / EVENTS
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")
+        events = [json.loads(line) for line in lines[:-1] if line]
+        if lines[-1].endswith("}"):
+            events.append(json.loads(lines[-1]))
+        return events
+
+    def _event(self, step: str, phase: str) -> dict[str, Any] | None:
+        return next((e for e in self.events if e["step"] == step and e["phase"] == phase), None)
+
+    def has(self, step: str) -> bool:
+        """Whether the step ended without an error."""
+        return self._event(step, "ok") is not None
+
+    def value(self, step: str) -> Any:
+        """The value of a step that ended well; KeyError names the step otherwise."""
+        event = self._event(step, "ok")
+        if event is None:
+            raise KeyError(f"rank {self.rank} has no record of step {step}")
+        return event.get("value")
+
+    def error(self, step: str) -> dict[str, str] | None:
+        """`{"type", "message", "traceback"}` of a step that raised, else None."""
+        event = self._event(step, "raised")
+        return None if event is None else event["error"]
+
+    def tensors(self, step: str) -> dict[str, torch.Tensor]:
+        """The tensors of a step by key, on CPU; empty if it has none."""
+        from safetensors.torch import load_file
+
+        path = self.dir / f"{step}.safetensors"
+        return load_file(path) if path.exists() else {}
+
+    @property
+    def last_step(self) -> str:
+        """The step that began last, for a rank that never got to say more."""
+        return str(self.events[-1]["step"]) if self.events else "start"
+
+
+def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float], Crash] | None:
+    """The crash of a rank with a key that sorts the first failure first, or None if the rank finished."""
+    raised = next((e for e in record.events if e["phase"] == "raised" and e["step"] not in REFUSALS), None)
+    if raised is None and end.kind == "ok":
+        return None
+    at = float(record.events[-1].get("at", 0.0)) if record.events else 0.0
+    kind, step, detail = end.kind, end.last_step or record.last_step, f"{end.text}. {_tail(end.stderr_tail)}"
+    if kind == "hung":
+        detail = waits(end.stderr_tail) or detail
+    if raised is not None:
+        kind, step, at = "raised", raised["step"], float(raised.get("at", at))
+        detail = f"{raised['error']['type']}: {raised['error']['message']}"
+    if end.host and end.host not in detail:
+        detail = f"on {end.host}: {detail}"
+    # One that hung usually waits for the others, and one that was killed is a victim.
+    late = math.inf if kind in ("hung", "killed") else at
+    return (not end.first, kind == "killed", late), Crash(end.rank, step, kind, detail, end.coords)
+
+
+def _tail(text: str, lines: int = 4) -> str:
+    kept = [line for line in re.split(r"\r?\n", text) if line.strip()]
+    return " | ".join(kept[-lines:])
+
+
+@dataclass
+class Observation:
+    """All that is known of one run of one cell. `crashes` begins with the rank that failed first."""
+
+    cell: Cell
+    ranks: list[RankRecord]
+    crashes: list[Crash] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @classmethod
+    def read(
+        cls,
+        cell: Cell,
+        cell_dir: Path,
+        exits: Iterable[RankExit],
+        seconds: float = 0.0,
+        events: Mapping[int, list[dict[str, Any]]] | None = None,
+    ) -> Observation:
+        """Read `cell_dir/rank*`, or the `events` kept in memory, with what the world says of each process.
+
+        Crashes are in the order of failure: those the world saw fail first, then by the time of the last event; ranks
+        that hung or were ended by the world come last.
+        """
+        ranks, crashes = [], []
+        for end in sorted(exits, key=lambda e: e.rank):
+            record = RankRecord(end.rank, rank_dir(cell_dir, end.rank))
+            if events:
+                record.events = events.get(end.rank, [])
+            ranks.append(record)
+            if crash := _crash(record, end):
+                crashes.append(crash)
+        crashes.sort(key=lambda c: (c[0], c[1].rank))
+        return cls(cell, ranks, [c for _, c in crashes], seconds)
+
+    @classmethod
+    def from_tables(cls, cell: Cell, tables: Mapping[int, Sequence[NameRow]]) -> Observation:
+        """An observation of names alone, without processes: the names table of every rank."""
+        ranks = []
+        for rank, rows in sorted(tables.items()):
+            record = RankRecord(rank, Path())
+            record.events = [{"step": "names", "phase": "ok", "at": 0.0, "seconds": 0.0, "value": to_plain(list(rows))}]
+            ranks.append(record)
+        return cls(cell, ranks)
+
+
+def write_events(cell_dir: Path, events: Mapping[int, list[dict[str, Any]]]) -> None:
+    """Put records that were kept in memory where those of other worlds lie."""
+    for rank, lines in events.items():
+        folder = rank_dir(cell_dir, rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / EVENTS).write_text("".join(json.dumps(to_plain(line)) + "\n" for line in lines), encoding="utf-8")
+
+
+def free_key(taken: Mapping[str, Any], name: str) -> str:
+    """`name`, or `name#2`, `name#3`, … for a tensor that a stream sends again."""
+    if name not in taken:
+        return name
+    again = 2
+    while f"{name}#{again}" in taken:
+        again += 1
+    return f"{name}#{again}"
+
+
+def rank_dir(cell_dir: Path, rank: int) -> Path:
+    """Where a rank of a cell keeps its record."""
+    return cell_dir / f"rank{rank:04d}"

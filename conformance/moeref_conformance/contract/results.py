@@ -1,0 +1,242 @@
+"""What a run found: verdicts, the `results.jsonl` file that holds them, the headline and the exit code.
+
+The file is one JSON object a line. `header` says who was judged by what; `verdict` lines follow as they come, with a
+`cell` line after those of a cell; `footer` counts. Each line is flushed, so that a crash leaves
+a valid file without its footer, which is read as incomplete.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.findings import Finding
+
+SCHEMA = 1
+STATUSES = ("pass", "fail", "xfail", "xpass", "unclaimed", "disabled", "untested", "error")
+#: Statuses that make a target not conformant when the rule is a MUST.
+RED = ("fail", "xpass")
+CONFORMANT, NOT_CONFORMANT, KIT_ERROR, INCOMPLETE = 0, 1, 2, 3
+EXIT_WORDS = ("conformant", "not conformant", "error of the kit", "incomplete")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One rule in one cell. `met` says how well a pass was met, `reason` why anything else is what it is."""
+
+    cell: str
+    rule: str
+    status: str
+    met: str = ""
+    reason: str = ""
+    findings: tuple[Finding, ...] = ()
+    seconds: float = 0.0
+    repeat: str = ""
+
+    def __post_init__(self) -> None:
+        if self.status not in STATUSES:
+            raise ValueError(f"status {self.status!r} is not one of {', '.join(STATUSES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """Always two numbers: how many claimed cells pass, and how many of all cells are claimed."""
+
+    passing: int
+    claimed: int
+    cells: int
+
+    def __str__(self) -> str:
+        return f"{self.passing}/{self.claimed} claimed cells pass; claims cover {self.claimed}/{self.cells}"
+
+
+@dataclass(kw_only=True)
+class Results:
+    """A whole `results.jsonl`. `header["cells"]` and `header["rules"]` give the order of rows and columns."""
+
+    header: dict[str, Any]
+    verdicts: list[Verdict] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)  # by cell id, of the run itself
+    complete: bool = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of verdicts by status, each counted apart."""
+        counted = Counter(v.status for v in self.verdicts)
+        return {status: counted[status] for status in STATUSES}
+
+    @property
+    def table(self) -> dict[str, dict[str, Verdict]]:
+        """Verdicts by cell id and rule id, in the header's order of cells."""
+        table: dict[str, dict[str, Verdict]] = {cell["id"]: {} for cell in self.header["cells"]}
+        for verdict in self.verdicts:
+            table.setdefault(verdict.cell, {})[verdict.rule] = verdict
+        return table
+
+    @property
+    def headline(self) -> Headline:
+        """A cell is claimed if any of its rows is; it passes if a MUST passes and no claimed MUST does anything worse.
+
+        A known failure (`xfail`) and a cell that could not be run (`untested` throughout) do not pass.
+        """
+        passing = claimed = 0
+        promised = {cell["id"] for cell in self.header["cells"] if cell.get("claimed")}
+        for cell_id, rows in self.table.items():
+            if not rows:  # an unfinished run did not get to it
+                claimed += cell_id in promised
+                continue
+            if not any(v.status not in ("unclaimed", "disabled") for v in rows.values()):
+                continue
+            claimed += 1
+            must = {v.status for v in rows.values() if self.is_must(v.rule)}
+            passing += "pass" in must and not must & {*RED, "xfail", "error"}
+        return Headline(passing=passing, claimed=claimed, cells=len(self.table))
+
+    @property
+    def exit_code(self) -> int:
+        """0 conformant, 1 not, 2 the kit broke, 3 incomplete: no footer, or a claimed cell without a judgement.
+
+        With the setting `strict`, known failures and SHOULD rules count like any other.
+        """
+        strict = bool(self.header.get("settings", {}).get("strict"))
+        if not self.complete:
+            return INCOMPLETE
+        if any(v.status == "error" for v in self.verdicts):
+            return KIT_ERROR
+        for v in self.verdicts:
+            if (v.status in RED and (strict or self.is_must(v.rule))) or (strict and v.status == "xfail"):
+                return NOT_CONFORMANT
+        judged = False
+        for rows in self.table.values():
+            statuses = {v.status for v in rows.values()} - {"unclaimed", "disabled"}
+            if statuses == {"untested"}:
+                return INCOMPLETE
+            judged |= bool(statuses)
+        return CONFORMANT if judged else INCOMPLETE
+
+    def is_must(self, rule_id: str) -> bool:
+        """Whether a failure of this rule makes the target not conformant."""
+        return any(rule["id"] == rule_id and rule["level"] == "MUST" for rule in self.header["rules"]["list"])
+
+
+class Writer:
+    """Writes `results.jsonl` line by line and keeps what it wrote as `results`. Leaving it cleanly writes no footer."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.results = Results(header={"kind": "header", "schema": SCHEMA, **header})
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._line(self.results.header)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()
+
+    def cell(self, cell_id: str, verdicts: list[Verdict], seconds: float) -> None:
+        """All verdicts of one cell, and how long it ran."""
+        for verdict in verdicts:
+            self._line({"kind": "verdict", **plain(verdict)})
+        self._line({"kind": "cell", "id": cell_id, "seconds": round(seconds, 3)})
+        self.results.verdicts += verdicts
+        self.results.seconds[cell_id] = seconds
+
+    def footer(self) -> None:
+        """The last line: the run is complete."""
+        head = self.results.headline
+        self.results.complete = True
+        self._line(
+            {
+                "kind": "footer",
+                "counts": self.results.counts,
+                "headline": str(head),
+                "exit": self.results.exit_code,
+            }
+        )
+
+    def _line(self, value: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def plain(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as JSON-ready values without the empty ones."""
+    value = {k: v for k, v in asdict(verdict).items() if v not in ("", (), 0.0)}
+    if verdict.findings:
+        value["findings"] = [
+            {k: v for k, v in asdict(finding).items() if v not in ("", None)} for finding in verdict.findings
+        ]
+    return value
+
+
+def read(path: Path) -> Results:
+    """A results file, complete or not. Raises `BadInput` for anything that no run of this kit wrote.
+
+    A last line that was cut while it was written is dropped: such a file has no footer and is incomplete.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: cannot be read ({error})") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise BadInput(f"{path}:{number}: not JSON: {error}") from error
+    if not rows or not isinstance(rows[0], dict) or rows[0].get("kind") != "header":
+        raise BadInput(f"{path}: does not begin with a header; is it a results.jsonl?")
+    if rows[0].get("schema") != SCHEMA:
+        raise BadInput(f"{path}: schema {rows[0].get('schema')!r}; this kit reads schema {SCHEMA}")
+    results = Results(header=rows[0])
+    for number, row in enumerate(rows[1:], 2):
+        kind = row.get("kind")
+        try:
+            if kind == "verdict":
+                results.verdicts.append(_verdict(row))
+            elif kind == "cell":
+                results.seconds[row["id"]] = row["seconds"]
+            elif kind == "footer":
+                results.complete = True
+            else:
+                raise ValueError(f"unknown kind {kind!r}")
+        except (TypeError, KeyError, ValueError) as error:
+            raise BadInput(f"{path}:{number}: not a line of a results file: {error}") from error
+    order = {cell["id"]: number for number, cell in enumerate(results.header["cells"])}
+    results.verdicts.sort(key=lambda v: order.get(v.cell, len(order)))
+    return results
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides a verdict, read without importing it."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "megatron-core", "transformers"):
+        found[name] = version_of(name) or "not installed"
+    return found
+
+
+def version_of(distribution: str) -> str:
+    """The installed version, or nothing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _verdict(row: Mapping[str, Any]) -> Verdict:
+    findings = []
+    for finding in row.get("findings", ()):
+        index = finding.get("index")
+        findings.append(Finding(**{**finding, "index": None if index is None else tuple(index)}))
+    return Verdict(**{k: v for k, v in row.items() if k not in ("kind", "findings")}, findings=tuple(findings))

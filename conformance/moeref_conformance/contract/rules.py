@@ -1,0 +1,139 @@
+"""The golden list: `rules.toml` as checked `Rule` objects in the order in which they are judged, and its revision."""
+
+from __future__ import annotations
+
+import graphlib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from moeref_conformance.contract.api import FACETS
+from moeref_conformance.contract.checks import BadInput, check_keys, nearest, text_list
+
+LEVELS = ("MUST", "SHOULD")
+BACKENDS = ("static", "gloo", "gloo-cuda", "nccl")
+REPLAY = ("off", "R2", "R3")
+
+#: What a rule group is about, for headings.
+GROUPS = {
+    "RUN": "run to the end",
+    "TOP": "place in the process groups",
+    "NAM": "names",
+    "PLN": "plan",
+    "LOD": "load",
+    "EXP": "export",
+    "FWD": "forward",
+    "GRD": "gradients",
+    "CFG": "config",
+    "SED": "seeds",
+    "DSP": "dispatch and padding",
+    "RPL": "routing replay",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One entry of `rules.toml`; its comment there says what each field means."""
+
+    id: str
+    level: str
+    text: str
+    facets: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    why: tuple[str, ...] = ()
+    since: str = ""
+    faults: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+    replay: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> str:
+        """The part before the dash: `EXP` of `EXP-002`."""
+        return self.id.partition("-")[0]
+
+    def applies(self, backend: str, replay: str = "off") -> bool:
+        """Whether cells of this backend and replay mode can be judged. `gloo` stands for every one with a process a
+        rank; a rule that names no mode is judged in all."""
+        here = backend in self.backends or (backend != "static" and "gloo" in self.backends)
+        return here and (not self.replay or replay in self.replay)
+
+
+@cache
+def load_rules() -> dict[str, Rule]:
+    """Every rule by id, prerequisites before those that require them, otherwise in the order of the file.
+
+    Raises `BadInput` for an entry that is not well formed, names an unknown rule, or closes a circle.
+    """
+    return parse_rules(files("moeref_conformance.contract").joinpath("rules.toml").read_text(encoding="utf-8"))
+
+
+def parse_rules(text: str) -> dict[str, Rule]:
+    """`load_rules` for a text in the format of `rules.toml`."""
+    rules = {rule_id: _rule(rule_id, entry) for rule_id, entry in tomllib.loads(text).items()}
+    for rule in rules.values():
+        for needed in rule.requires:
+            if needed not in rules:
+                raise BadInput(f"rules: {rule.id} requires unknown {needed!r}{nearest(needed, rules)}")
+    try:
+        order = list(graphlib.TopologicalSorter({r.id: r.requires for r in rules.values()}).static_order())
+    except graphlib.CycleError as error:
+        raise BadInput(f"rules: circular requirements: {' -> '.join(error.args[1])}") from error
+    # Stable: a rule moves down only as far as its prerequisites demand.
+    depth: dict[str, int] = {}
+    for rule_id in order:
+        depth[rule_id] = max((depth[needed] + 1 for needed in rules[rule_id].requires), default=0)
+    return {rule_id: rules[rule_id] for rule_id in sorted(rules, key=depth.__getitem__)}
+
+
+def select(prefixes: Iterable[str], rules: Mapping[str, Rule] | None = None) -> frozenset[str]:
+    """Ids of the rules that start with one of `prefixes` (all if there are none), and what those require.
+
+    Raises `BadInput` for a prefix that matches no rule.
+    """
+    rules = load_rules() if rules is None else rules
+    prefixes = list(prefixes)
+    chosen = set() if prefixes else set(rules)
+    for prefix in prefixes:
+        found = {rule_id for rule_id in rules if rule_id.startswith(prefix)}
+        if not found:
+            raise BadInput(f"no rule starts with {prefix!r}{nearest(prefix, [*rules, *GROUPS])}")
+        chosen |= found
+    for rule_id in reversed(list(rules)):
+        if rule_id in chosen:
+            chosen.update(rules[rule_id].requires)
+    return frozenset(chosen)
+
+
+def revision(rules: Mapping[str, Rule] | None = None) -> str:
+    """Eight hex digits over all that decides a verdict; reasons, links and comments may change without a new one."""
+    rules = load_rules() if rules is None else rules
+    parts = [
+        [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.replay] for r in rules.values()
+    ]
+    return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:8]
+
+
+def _rule(rule_id: str, entry: Any) -> Rule:
+    where = f"rules: {rule_id}"
+    if not re.fullmatch(r"[A-Z]{3}-\d{3}", rule_id):
+        raise BadInput(f"{where}: an id is three capitals, a dash and three digits")
+    lists = ("facets", "backends", "requires", "why", "faults", "steps", "replay")
+    required = ("level", "text", "facets", "backends", "why", "since")
+    check_keys(where, entry, ("level", "text", "since", *lists), required)
+    if entry["level"] not in LEVELS:
+        raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")
+    values = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
+    for key, known in (("facets", FACETS), ("backends", BACKENDS), ("replay", REPLAY)):
+        for value in values[key]:
+            if value not in known:
+                raise BadInput(f"{where}: {key} has unknown {value!r}{nearest(value, known)}")
+    if not values["backends"]:
+        raise BadInput(f"{where}: backends is empty, so nothing could judge it")
+    return Rule(id=rule_id, level=entry["level"], text=entry["text"], since=entry["since"], **values)

@@ -1,0 +1,108 @@
+"""Diagnosis by trial: says in a few words what happened to a tensor, by trying what usually happens to tensors.
+
+Each trial re-creates one known mistake from the expected tensors and compares bytes; the first that fits is the answer.
+Here are their order and those that look for whole tensors; `trials` has the others, `matching` the search by rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moeref_conformance.diagnosis import axes, shards, values
+from moeref_conformance.diagnosis.compare import same
+from moeref_conformance.diagnosis.matching import Context, first_of, moved, moved_lines, relation, shifted
+
+UNKNOWN = "no known pattern"
+
+
+def diagnose(
+    name: str,
+    expected: torch.Tensor,
+    got: torch.Tensor,
+    context: Context,
+    stale: torch.Tensor | None = None,
+) -> str:
+    """One short phrase on what `got` is instead of `expected`.
+
+    `stale` is what the tensor held before the last change. "no known pattern" if no trial fits.
+    """
+    expected, got = expected.detach().cpu(), got.detach().cpu()
+    if expected.dtype != got.dtype:
+        return values.other_dtype(expected, got)
+    said = _other_shape if expected.shape != got.shape else _other_values
+    return said(name, expected, got, context, stale) or UNKNOWN
+
+
+def _other_shape(
+    name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None
+) -> str:
+    return first_of(
+        lambda: axes.reshaped(expected, got),
+        lambda: axes.transposed(expected, got),
+        lambda: axes.joined_elsewhere(expected, got),
+        lambda: shards.wrong_share(name, expected, got, context),
+        lambda: axes.longer_or_shorter(expected, got),
+        lambda: _another(name, got, context),
+        lambda: moved_lines(name, got, context),
+        lambda: values.foreign(expected, got, context),
+    )
+
+
+def _other_values(
+    name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None
+) -> str:
+    return first_of(
+        lambda: values.constant(expected, got),
+        lambda: values.stale_values(expected, got, stale),
+        lambda: shards.wrong_share(name, expected, got, context),
+        lambda: _another(name, got, context),
+        lambda: shards.wrong_expert(name, expected, got, context),
+        lambda: axes.transposed(expected, got),
+        lambda: _slices(name, expected, got, context, stale),
+        lambda: shards.not_rechunked(name, expected, got, context),
+        lambda: shards.groups_lost(name, expected, got, context),
+        lambda: axes.shards_reordered(name, expected, got),
+        lambda: _related(expected, got, context),
+        lambda: values.missing_lines(expected, got),
+        lambda: _moved(name, expected, got, context),
+        lambda: values.rounded(expected, got),
+        lambda: values.scaled(expected, got),
+        lambda: values.shifted(expected, got),
+        lambda: values.foreign(expected, got, context),
+    )
+
+
+def _another(name: str, got: torch.Tensor, context: Context) -> str:
+    other = context.named(got)
+    if not other or other == name:
+        return ""
+    if shards.counterpart(name) == other:
+        return "gate and up swapped"
+    parts = context.parts.get(name, ())
+    seen_from = parts[0] if len(parts) == 1 and other not in context.tensors else name
+    return f"is {relation(seen_from, other, context.dense_prefix)}"
+
+
+def _related(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+    other = shifted(expected, got, context)
+    return f"is {other}" if other else ""
+
+
+def _slices(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None) -> str:
+    """A stack of experts, expert by expert: what the first wrong one is."""
+    if expected.dim() != 3:
+        return ""
+    wrong = [i for i in range(len(expected)) if not same(expected[i], got[i])]
+    head, _, tail = name.rpartition("experts.")
+    names = [f"{head}experts.{i}.{tail}" if head else f"{name}.experts.{i}" for i in range(len(expected))]
+    inside = Context(dict(zip(names, expected, strict=True)), context.dense_prefix, behind=context)
+    at, old = wrong[0], None if stale is None else stale[wrong[0]]
+    said = diagnose(names[at], expected[at], got[at], inside, old)
+    return "" if said == UNKNOWN else f"{len(wrong)} of {len(expected)} experts: expert {at} {said}"
+
+
+def _moved(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+    if expected.dim() < 2:
+        return ""
+    own = Context({name: expected})
+    return first_of(lambda: moved(name, got, context, own, False), lambda: moved(name, got, context, own, True))

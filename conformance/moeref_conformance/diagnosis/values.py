@@ -1,0 +1,141 @@
+"""Trials on the values alone: constant, stale, rounded, scaled, of another dtype, or of no checkpoint at all."""
+
+from __future__ import annotations
+
+import torch
+
+from moeref_conformance.diagnosis.compare import dtype_name, raw, same
+from moeref_conformance.diagnosis.matching import Context, lines_of, octets, runs, span, zeros_of
+
+
+def other_dtype(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """What the change of dtype did to the values."""
+    want, have = dtype_name(expected.dtype), dtype_name(got.dtype)
+    if expected.shape == got.shape:
+        if torch.equal(expected.double(), got.double()):
+            return f"the same values as {have} instead of {want}"
+        if same(expected.to(got.dtype), got):
+            return f"rounded from {want} to {have}"
+    return f"{have} instead of {want}, with other values"
+
+
+def constant(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """All elements alike, or some NaN."""
+    if got.numel() and not got.any():
+        return "all zero"
+    if got.is_floating_point():
+        nan = int(got.isnan().sum())
+        if nan == got.numel():
+            return "all NaN"
+        if nan > int(expected.isnan().sum()):
+            return f"{nan} of {got.numel()} elements are NaN"
+    if got.numel() > 1 and bool((got == got.reshape(-1)[0]).all()):
+        return f"all elements are {got.reshape(-1)[0].item():g}: an initial value, never loaded"
+    return ""
+
+
+def stale_values(expected: torch.Tensor, got: torch.Tensor, stale: torch.Tensor | None) -> str:
+    """`got` is what the tensor was before the last change, wholly or in some rows."""
+    if stale is None:
+        return ""
+    if same(stale, got):
+        return "stale: the values of before the change"
+    if expected.dim() < 2 or expected.shape != got.shape:
+        return ""
+    want, have, old = lines_of(expected, False), lines_of(got, False), lines_of(stale, False)
+    flags = [a != b for a, b in zip(want, have, strict=True)]
+    if any(flags) and all(h == o for f, h, o in zip(flags, have, old, strict=True) if f):
+        return f"rows {', '.join(span(*run) for run in runs(flags)[:3])} are stale"
+    return ""
+
+
+def missing_lines(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """Right but for whole rows or columns that are zero, as when one shard is missing."""
+    for axis, word in enumerate(("rows", "columns")[: expected.dim()]):
+        want = lines_of(expected, bool(axis)) if expected.dim() > 1 else [octets(x) for x in expected]
+        have = lines_of(got, bool(axis)) if expected.dim() > 1 else [octets(x) for x in got]
+        flags = [a != b for a, b in zip(want, have, strict=True)]
+        zeros = zeros_of(got, bool(axis)) if got.dim() > 1 else [not x for x in got.tolist()]
+        if any(flags) and not all(flags) and all(zero for f, zero in zip(flags, zeros, strict=True) if f):
+            gaps = runs(flags)
+            spans = ", ".join(span(*gap) for gap in gaps[:3])
+            which = _which_shard(gaps, len(flags))
+            return f"{word if expected.dim() > 1 else 'elements'} {spans} are zero: {which} is missing"
+    return ""
+
+
+def _which_shard(gaps: list[tuple[int, int]], lines: int) -> str:
+    """`shard 1 of 2` for a gap that is one of several equal parts."""
+    start, count = gaps[0]
+    if len(gaps) == 1 and count > 1 and lines % count == 0 and start % count == 0:
+        return f"shard {start // count} of {lines // count}"
+    return "a shard"
+
+
+def rounded(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """fp32 that went through a shorter dtype."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if expected.dtype == torch.float32 and same(expected.to(dtype).float(), got):
+            return f"{'bf16' if dtype == torch.bfloat16 else 'fp16'}-rounded fp32"
+    return ""
+
+
+def scaled(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """A multiple, or nearly the same numbers."""
+    if not expected.is_floating_point():
+        return ""
+    e, g = expected.double().flatten(), got.double().flatten()
+    used = e != 0
+    if bool(used.any()):
+        ratio = g[used] / e[used]
+        factor = float(ratio[0])
+        if abs(factor - 1) > 1e-3 and bool((ratio - factor).abs().max() < 1e-4 * max(1e-6, abs(factor))):
+            return f"is {factor:g} times the expected tensor"
+    apart = float((e - g).abs().max())
+    if apart < 1e-4 * float(e.abs().max()):
+        return f"arithmetic, not movement: differs by at most {apart:.1e}"
+    return ""
+
+
+def shifted(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """The expected tensor plus a constant."""
+    if not expected.is_floating_point() or expected.shape != got.shape or got.numel() < ENOUGH:
+        return ""
+    apart = (got.double() - expected.double()).flatten()
+    constant = float(apart.mean())
+    if abs(constant) > 1e-2 and float((apart - constant).abs().max()) < 1e-2 * abs(constant):
+        return f"is the expected tensor {constant:+.3g}"
+    return ""
+
+
+#: Fewer elements say nothing: a few equal values may be chance.
+ENOUGH = 4
+
+
+def foreign(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
+    """The expected elements in an order that no other trial knows, or nothing that is in the checkpoint."""
+    if expected.element_size() not in (4, 8) or got.numel() < ENOUGH:
+        return ""
+    want, have = _bits(expected), _bits(got)
+    if torch.equal(want.sort().values, have.sort().values):
+        return "the expected elements in another order"
+    if int(torch.isin(have, want).sum()) * 20 > len(have):
+        return ""
+    if _alike(expected, got):
+        return "arithmetic, not movement: close to the expected values, and no element is equal"
+    if got.dim() > 1 and any(context.line(x, c) is not None for c in (False, True) for x in lines_of(got, c)):
+        return ""
+    return "nothing of it is in the checkpoint: an initial value, or memory never written"
+
+
+def _alike(expected: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether the difference is small beside the expected values, as after arithmetic in a short dtype."""
+    if expected.shape != got.shape or not expected.is_floating_point():
+        return False
+    e, g = expected.double().flatten(), got.double().flatten()
+    return float((g - e).norm()) < 0.3 * float(e.norm())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, `[numel]`."""
+    return raw(tensor).view(torch.int32 if tensor.element_size() == 4 else torch.int64).reshape(-1)

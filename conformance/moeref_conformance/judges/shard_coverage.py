@@ -1,0 +1,107 @@
+"""NAM-007: the shards of one replica, counted: together they are every tensor of the checkpoint, once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from moeref_conformance.contract.api import NameRow
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges.common import Given, finding, known, outcome, tables, without
+from moeref_conformance.oracles import topology
+from moeref_conformance.oracles.cuts import VOCABULARY, cut, elements, shard, whole
+from moeref_conformance.oracles.placement import hf_numbers, plain_local
+
+
+@judges("NAM-007")
+def shards_cover_the_checkpoint(case: Case) -> Outcome:
+    """Shapes rank by rank, then elements over all ranks of one replica. Names that no rank lists are NAM-001's."""
+    found = without(case, "names")
+    sizes = {name: tensor.numel() for name, tensor in known(case).tensors.items()}
+    held: Counter[str] = Counter()
+    for given in tables(case):
+        dense, expert = _replicas(case, given)
+        at = topology.coords(case.cell.layout, given.rank)
+        for row in given.rows:
+            parts = _parts(case, row)
+            if not parts:
+                continue
+            found += _shape(case, given.rank, row, parts)
+            if first := expert if _is_expert(row) else dense:
+                for name, share in _held(at, row, parts).items():
+                    held[name] += share * first
+    for name, number in held.items():
+        if number != sizes[name]:
+            message = f"{name}: the ranks of one replica hold {number:,} of its {sizes[name]:,} elements"
+            found.append(
+                finding(case, None, "names", message, hf_name=name, expected=str(sizes[name]), got=str(number))
+            )
+    return outcome(found)
+
+
+def _is_expert(row: NameRow) -> bool:
+    return ".experts." in row.local
+
+
+def _replicas(case: Case, given: Given) -> tuple[int, int]:
+    """How many of the ranks are in the first replica of the dense grid, and of the expert grid."""
+    at = [topology.coords(case.cell.layout, rank) for rank in given.ranks]
+    return sum(a["dp"] == a["cp"] == 0 for a in at), sum(a["edp"] == 0 for a in at)
+
+
+def _parts(case: Case, row: NameRow) -> dict[str, tuple[int, ...]]:
+    """The Hugging Face tensors of a row by name, with the shape of the part that belongs to one expert.
+
+    Copies in multi-token prediction layers are left out, and names that the checkpoint lacks, which NAM-001 reports.
+    """
+    tensors = known(case).tensors
+    names = row.hf[:1] if plain_local(row.local) in VOCABULARY else row.hf
+    shapes = {name: tuple(tensors[name].shape) for name in names if name in tensors}
+    # A tensor of all experts has them first.
+    return {name: shape[1:] if _of_all_experts(row, name) else shape for name, shape in shapes.items()}
+
+
+def _of_all_experts(row: NameRow, name: str) -> bool:
+    return _is_expert(row) and hf_numbers(name)[1] is None
+
+
+def _size(case: Case, row: NameRow) -> int:
+    return case.cell.layout.expert_tp if _is_expert(row) else case.cell.layout.tp
+
+
+def _shape(case: Case, rank: int, row: NameRow, parts: dict[str, tuple[int, ...]]) -> list[Finding]:
+    """The shard's shape, where Megatron lays a tensor out as Hugging Face does; else its number of elements."""
+    local, size = plain_local(row.local), _size(case, row)
+    full, dim = whole(list(parts.values())), cut(local)
+    if local in VOCABULARY:
+        assert full is not None
+        good = row.shape[1:] == full[1:] and row.shape[0] * size >= full[0]
+        want = f"at least [{-(-full[0] // size)}, {', '.join(str(n) for n in full[1:])}]"
+    elif full is None or any(_of_all_experts(row, name) for name in parts):
+        number = sum(elements(p) for p in parts.values()) // (1 if dim is None else size)
+        good, want = elements(row.shape) == number, f"{number} elements"
+    else:
+        expected = shard(full, dim, size)
+        good, want = row.shape == expected, str(list(expected))
+    if good:
+        return []
+    message = f"{row.local} is {list(row.shape)} here, a shard of {' and '.join(parts)} is {want}"
+    names = {"local_name": row.local, "global_name": row.global_name, "hf_name": next(iter(parts))}
+    return [finding(case, rank, "names", message, **names, expected=want, got=str(list(row.shape)))]
+
+
+def _held(at: Mapping[str, int], row: NameRow, parts: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """How many elements of each Hugging Face tensor one rank contributes: none of what an earlier TP rank holds too."""
+    local = plain_local(row.local)
+    index = at["etp"] if _is_expert(row) else at["tp"]
+    if cut(local) is None and index:
+        return {}
+    if local in VOCABULARY:
+        # Megatron builds the embedding once more where the multi-token prediction layers are.
+        if "embedding" in local and (at["pp"], row.chunk) != (0, 0):
+            return {}
+        (name, full), rows = next(iter(parts.items())), row.shape[0]
+        return {name: max(0, min(full[0] - index * rows, rows)) * elements(full[1:])}
+    total = sum(elements(p) for p in parts.values())
+    return {name: elements(row.shape) * elements(part) // total for name, part in parts.items()}

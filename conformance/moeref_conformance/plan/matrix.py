@@ -1,0 +1,280 @@
+"""Matrix files: which cells there are, in which order, under which rules, and which are left out for what reason.
+
+schema = 1
+name = "cpu"
+[layouts]                                   # tables with the fields of `api.Layout` and `layers`, or its text form
+tp2-ep2 = { tp = 2, ep = 2 }
+[[grid]]                                    # the product of its lists
+layout = ["tp2-ep2"]
+backend = ["gloo"]                          # or "gpu": nccl where there is a GPU for every rank, else gloo-cuda
+family = ["qwen3_moe", "glm4_moe"]          # or size = ["kimi-k2"], published models, with backend static
+rules = ["EXP"]                             # optional: only rules with these prefixes
+gradients = false                           # optional: no training step, which costs about a third of a cell's time
+gpus = 8                                    # optional: least number of GPUs
+needs = ["fp8"]                             # optional: what it needs besides, beyond what its axes imply
+[[exclude]]
+where = { layout = "tp2-ep2", family = "glm4_moe" }
+reason = "..."                              # mandatory, and the exclusion must match something
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from moeref_conformance.contract.api import Cell, Layout, to_plain
+from moeref_conformance.contract.checks import BadInput, check_keys, nearest, read_toml, text_list
+from moeref_conformance.contract.published_models import TINY, published
+from moeref_conformance.contract.rules import BACKENDS, load_rules, select
+from moeref_conformance.plan.layouts import LAYOUT_KEYS, check_split, read_layout
+from moeref_conformance.plan.machine import ANY, NEEDS, RECIPES, Machine
+
+#: Lists of a grid, in the order in which the product runs (the last varies fastest).
+AXES = (
+    "backend",
+    "family",
+    "size",
+    "dtype",
+    "tied",
+    "mtp",
+    "expert_format",
+    "norms",
+    "experts",
+    "dispatcher",
+    "replay",
+    "kernels",
+    "precision",
+    "layout",
+)
+CHOICES: dict[str, Iterable[str]] = {
+    "backend": (*BACKENDS, ANY),
+    "size": published(),
+    "dtype": ("float32", "bfloat16"),
+    "expert_format": ("per_expert", "fused"),
+    "norms": ("separate", "fused"),
+    "experts": ("sequential", "grouped"),
+    "kernels": ("torch", "te"),
+    "precision": ("", *RECIPES),
+}
+#: What a published model decides.
+OF_SIZE = ("family", "dtype", "tied", "mtp")
+LAYERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A matrix file as cells. `rules` holds, by cell id, the rule ids its grid selects."""
+
+    name: str
+    path: Path
+    cells: tuple[Cell, ...]
+    rules: Mapping[str, frozenset[str]]
+    excluded: tuple[tuple[str, str], ...]  # (cell id, reason)
+    hash: str  # eight hex digits over what the file says of cells, rules and exclusions, however it spells it
+    in_file: Mapping[str, str] = field(default_factory=dict)  # by cell id, the id before a backend was chosen
+
+    def on(self, machine: Machine, backend: str = "auto") -> Matrix:
+        """This matrix with the backend of every cell on `machine`; `backend`, if given, for all but static cells.
+
+        Raises `BadInput` where two cells become one.
+        """
+        cells: dict[str, Cell] = {}
+        in_file: dict[str, str] = {}
+        for cell in self.cells:
+            here = replace(cell, backend=machine.backend(cell, backend))
+            if here.id in cells:
+                raise BadInput(f"matrix {self.name}: {cell.id} and {in_file[here.id]} would both be {here.id}")
+            cells[here.id], in_file[here.id] = here, cell.id
+        rules = {cell_id: self.rules[in_file[cell_id]] for cell_id in cells}
+        return replace(self, cells=tuple(cells.values()), rules=rules, in_file=in_file)
+
+    def select(self, patterns: Iterable[str]) -> tuple[Cell, ...]:
+        """The cells that match one of `patterns` (id, glob over ids, or tag); all of them if there are none.
+
+        An id counts with the backend that the file names and with the one that was chosen.
+
+        Raises `BadInput` for a pattern that matches no cell.
+        """
+        chosen: set[str] = set()
+        patterns = list(patterns)
+        for pattern in patterns:
+            found = {
+                cell.id
+                for cell in self.cells
+                for name in (cell.id, self.in_file.get(cell.id, cell.id))
+                if name == pattern or fnmatchcase(name, pattern) or pattern in cell.tags
+            }
+            if not found:
+                known = [*(c.id for c in self.cells), *(tag for c in self.cells for tag in c.tags)]
+                raise BadInput(f"matrix {self.name}: no cell or tag matches {pattern!r}{nearest(pattern, known)}")
+            chosen |= found
+        return tuple(c for c in self.cells if c.id in chosen or not patterns)
+
+
+def _hash(name: str, cells: Iterable[Cell], rules: Mapping[str, frozenset[str]], excluded: Any) -> str:
+    counted = [[_counted(cell), sorted(rules[cell.id])] for cell in cells]
+    return hashlib.sha256(json.dumps([name, counted, excluded]).encode()).hexdigest()[:8]
+
+
+def _counted(cell: Cell) -> dict[str, Any]:
+    # What came after hashes were published counts where it is set, so that they stay.
+    later = {"kernels": "torch", "precision": "", "needs": [], "gpus": 0}
+    return {key: value for key, value in to_plain(cell).items() if key not in later or value != later[key]}
+
+
+def folder() -> Path:
+    """Where the matrices of this kit lie: in the wheel inside the package, in a checkout at the top."""
+    shipped = Path(str(files("moeref_conformance"))) / "matrices"
+    return shipped if shipped.is_dir() else Path(__file__).resolve().parents[2] / "matrices"
+
+
+def load(name_or_path: str) -> Matrix:
+    """The matrix in a file, or the shipped one of that name (`cpu`, `smoke`). Raises `BadInput` for anything wrong."""
+    path = Path(name_or_path)
+    if path.suffix != ".toml" and not path.is_file():
+        path = folder() / f"{name_or_path}.toml"
+        if not path.is_file():
+            shipped = [p.stem for p in folder().glob("*.toml")]
+            raise BadInput(f"no matrix {name_or_path!r}{nearest(name_or_path, shipped)}; or give a .toml file")
+    return parse(read_toml(path), path)
+
+
+def parse(data: Mapping[str, Any], path: Path) -> Matrix:
+    """`load` for parsed TOML; `path` is named in errors."""
+    where = path.name
+    check_keys(where, data, ("schema", "name", "layouts", "grid", "exclude"), ("schema", "name", "layouts", "grid"))
+    if data["schema"] != 1:
+        raise BadInput(f"{where}: schema={data['schema']!r}; this kit reads schema 1")
+    layouts = {name: read_layout(f"{where}: layout {name}", entry) for name, entry in data["layouts"].items()}
+    cells: dict[str, Cell] = {}
+    rules: dict[str, frozenset[str]] = {}
+    for number, grid in enumerate(data["grid"], 1):
+        spot = f"{where}: grid {number}"
+        what = "size" if "size" in grid else "family"
+        check_keys(spot, grid, (*AXES, "tags", "rules", "gradients", "needs", "gpus"), ("layout", "backend", what))
+        _check_size(spot, grid)
+        chosen = select(text_list(f"{spot}: rules", grid["rules"]) if "rules" in grid else ())
+        if type(grid.get("gradients", True)) is not bool:
+            raise BadInput(f"{spot}: gradients={grid['gradients']!r} is not true or false")
+        if not grid.get("gradients", True):
+            chosen = frozenset(name for name in chosen if "gradients" not in load_rules()[name].facets)
+        for cell in _product(where, spot, grid, layouts):
+            if cell.id in cells:
+                raise BadInput(f"{spot}: cell {cell.id} is already there; a cell belongs to one grid")
+            cells[cell.id], rules[cell.id] = cell, chosen
+    excluded = _exclude(where, data.get("exclude", []), cells)
+    kept = tuple(cell for cell in cells.values() if cell.id not in excluded)
+    used = {cell.layout_name for cell in cells.values()}
+    for name in layouts:
+        if name not in used:
+            raise BadInput(f"{where}: layout {name!r} is in no grid")
+    if not kept:
+        raise BadInput(f"{where}: no cell is left")
+    name, left_out = str(data["name"]), tuple(excluded.items())
+    revision = _hash(name, kept, rules, left_out)
+    return Matrix(name=name, path=path, cells=kept, rules=rules, excluded=left_out, hash=revision)
+
+
+def matches(where: Mapping[str, Any], cell: Cell) -> bool:
+    """Whether every key of a checked `where` table holds; a list of values means any of them."""
+    return all(
+        any(_value(cell, key) == v for v in (value if isinstance(value, list) else [value]))
+        if key != "cell"
+        else any(fnmatchcase(cell.id, v) for v in (value if isinstance(value, list) else [value]))
+        for key, value in where.items()
+    )
+
+
+def check_where(where: str, table: Any) -> Mapping[str, Any]:
+    """`table` if it is a non-empty table of axes, layout fields, `layers` or `cell` (a glob); else `BadInput`."""
+    if not isinstance(table, Mapping) or not table:
+        raise BadInput(f"{where}: 'where' must be a non-empty table, for example {{ layout = \"tp2\" }}")
+    known = {*AXES, *LAYOUT_KEYS, "layers", "cell"}
+    check_keys(f"{where}: where", table, known)
+    return table
+
+
+def _value(cell: Cell, key: str) -> Any:
+    # `layout` is the name of the layout here, not the `pipeline_layout` of `Layout`.
+    if key == "layout":
+        return cell.layout_name
+    return getattr(cell, key) if hasattr(cell, key) else getattr(cell.layout, key)
+
+
+def _check_size(where: str, grid: Mapping[str, Any]) -> None:
+    given = [axis for axis in OF_SIZE if axis in grid]
+    if "size" in grid and given:
+        raise BadInput(f"{where}: {', '.join(given)} cannot go with size, a published model decides that")
+    if "size" in grid and grid["backend"] not in ("static", ["static"]):
+        raise BadInput(f'{where}: size needs backend = "static"; published models have no weights here')
+
+
+def _check_kernels(where: str, cell: Cell) -> None:
+    if cell.kernels == "te" and cell.norms != "fused":
+        raise BadInput(f'{where}: kernels = "te" needs norms = "fused": that is how Transformer Engine holds them')
+    if cell.precision and cell.kernels != "te":
+        raise BadInput(f'{where}: precision = "{cell.precision}" needs kernels = "te"')
+
+
+def _product(
+    file: str, where: str, grid: Mapping[str, Any], layouts: Mapping[str, tuple[Layout, int | None]]
+) -> Iterable[Cell]:
+    tags, needs = (tuple(text_list(f"{where}: {key}", grid[key])) if key in grid else () for key in ("tags", "needs"))
+    for need in needs:
+        if need not in NEEDS:
+            raise BadInput(f"{where}: unknown need {need!r}{nearest(need, NEEDS)}")
+    gpus = grid.get("gpus", 0)
+    if type(gpus) is not int or gpus < 0:
+        raise BadInput(f"{where}: gpus={gpus!r} is not a number of GPUs")
+    more = {"tags": tags, "needs": needs, "gpus": gpus, "gradients": grid.get("gradients", True)}
+    values: dict[str, list[Any]] = {}
+    for axis in (axis for axis in AXES if axis in grid):
+        raw = grid[axis]
+        single = {"tied": bool, "mtp": int}.get(axis)
+        values[axis] = (
+            text_list(f"{where}: {axis}", raw) if single is None else [raw] if isinstance(raw, single) else raw
+        )
+        known = layouts if axis == "layout" else CHOICES.get(axis)
+        for value in values[axis]:
+            if axis == "tied" and not isinstance(value, bool):
+                raise BadInput(f"{where}: tied={value!r} is not true or false")
+            if axis == "mtp" and (type(value) is not int or value < 0):
+                raise BadInput(f"{where}: mtp={value!r} is not a number of layers")
+            if known is not None and value not in known:
+                raise BadInput(f"{where}: unknown {axis} {value!r}{nearest(value, known)}")
+    for combination in itertools.product(*values.values()):
+        fields_ = dict(zip(values, combination, strict=True))
+        name = fields_.pop("layout")
+        layout, layers = layouts[name]
+        if "size" in fields_:
+            if layers is not None:
+                raise BadInput(f"{file}: layout {name}: layers={layers} cannot go with size={fields_['size']}")
+            fields_ |= published()[fields_["size"]].axes
+        else:
+            fields_["layers"] = LAYERS if layers is None else layers
+        cell = Cell(layout_name=name, layout=layout, **more, **fields_)
+        _check_kernels(where, cell)
+        check_split(f"{file}: layout {name}" + (f" with {cell.size}" if cell.size != TINY else ""), cell)
+        yield cell
+
+
+def _exclude(where: str, entries: Iterable[Any], cells: Mapping[str, Cell]) -> dict[str, str]:
+    excluded: dict[str, str] = {}
+    for number, entry in enumerate(entries, 1):
+        spot = f"{where}: exclude {number}"
+        check_keys(spot, entry, ("where", "reason"), ("where", "reason"))
+        if not isinstance(entry["reason"], str) or not entry["reason"].strip():
+            raise BadInput(f"{spot}: the reason is empty")
+        table = check_where(spot, entry["where"])
+        found = [cell.id for cell in cells.values() if matches(table, cell)]
+        if not found:
+            raise BadInput(f"{spot}: where={dict(table)} matches no cell")
+        excluded |= dict.fromkeys(found, entry["reason"])
+    return excluded

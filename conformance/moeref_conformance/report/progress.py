@@ -1,0 +1,71 @@
+"""How a run shows itself on the terminal: a bar where there is one, otherwise a line a cell."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.results import Verdict
+
+#: As in the headline, a rule that could not be judged does not keep a cell from passing where others were.
+WORST = ("error", "fail", "xpass", "xfail", "pass", "untested", "unclaimed", "disabled")
+
+
+class Progress:
+    """Called by the runner with "begin" and "end" of every cell, from any thread. A context manager."""
+
+    def __init__(self, cells: int, console: Console | None = None) -> None:
+        self.cells, self.done, self.failures = cells, 0, 0
+        self.console = console or Console(stderr=True)
+        self._running: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._bar = Bar(
+            TextColumn("{task.fields[failures]}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("[dim]{task.description}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=cells, failures="")
+
+    def __enter__(self) -> Progress:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, event: str, cell: Cell, verdicts: list[Verdict]) -> None:
+        """Take note of one event."""
+        with self._lock:
+            if event == "begin":
+                self._running[cell.id] = time.monotonic()
+            else:
+                self.done += 1
+                self._report(cell, verdicts, time.monotonic() - self._running.pop(cell.id, time.monotonic()))
+            self._bar.update(
+                self._task,
+                completed=self.done,
+                description=escape(", ".join(self._running)),
+                failures=f"[bold red]✗ {self.failures}[/]" if self.failures else "[green]✓[/]",
+            )
+
+    def _report(self, cell: Cell, verdicts: list[Verdict], seconds: float) -> None:
+        worst = min((v.status for v in verdicts), key=WORST.index, default="disabled")
+        bad = [v.rule for v in verdicts if v.status in ("error", "fail", "xpass")]
+        self.failures += bool(bad)
+        if bad or not self.console.is_terminal:
+            tail = f" {', '.join(bad)}" if bad else ""
+            style = "red" if bad else None
+            text = f"{self.done:>4}/{self.cells} {worst:9} {cell.id}{tail} ({seconds:.1f} s)"
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Cells and rules to verdicts."""

@@ -1,0 +1,1 @@
+"""The kit's own proof: targets that are wrong on purpose."""

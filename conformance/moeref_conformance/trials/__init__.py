@@ -1,1 +1,0 @@
-"""Trials of the diagnosis, by what went wrong: the values, the axes, or the shards. Each re-creates a known mistake."""

@@ -1,0 +1,219 @@
+"""The processes that torchrun started, as that of rank 0 has gathered them around itself.
+
+They find each other through the store at MASTER_ADDR and MASTER_PORT and then have one connection each with the process
+of rank 0, so that one that is gone is known at once and named with its machine.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.worlds.forked import ENTRY, WorldError
+from moeref_conformance.worlds.messages import Gone, Line
+from moeref_conformance.worlds.worker import Agent, Place, installed
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+JOIN_SECONDS = 300.0  # until all processes have come; their imports may take long on a shared file system
+HELLO_SECONDS, HELLO_MOST = 10.0, 1 << 20  # a stranger on the port may say nothing, or too much
+
+
+class Crew:
+    """All processes of torchrun, seen from that of rank 0. `gone` says of ranks that are not there any more why."""
+
+    def __init__(self, places: Mapping[int, Place], lines: Mapping[int, Line], agent: Agent, store: Store) -> None:
+        self.places, self._lines = dict(places), dict(lines)
+        self.gone: dict[int, str] = {}
+        self._store = store  # it may be served here, for as long as the object lives
+        self._questions = 0
+        self._agent = threading.Thread(target=agent.serve, name="agent of rank 0")
+        self._agent.start()
+
+    @classmethod
+    def gather(cls, place: Place, target_spec: str, entry: str = ENTRY) -> Crew:
+        """Wait for all others. Raises WorldError naming those that do not come, BadInput if they are not alike."""
+        ours, theirs = Line.pair()
+        lines, places, found = {0: ours}, {0: place}, {0: installed(target_spec)}
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        dual = family == socket.AF_INET6
+        with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=place.size) as server:
+            token = secrets.token_hex(16)
+            store = open_store(place)
+            store.set(prefix("crew"), json.dumps([server.getsockname()[1], token]))
+            until = time.monotonic() + JOIN_SECONDS
+            while len(lines) < place.size:
+                server.settimeout(max(0.001, until - time.monotonic()))
+                try:
+                    line = Line.over(server.accept()[0])
+                except TimeoutError:
+                    missing = ", ".join(str(rank) for rank in range(place.size) if rank not in lines)
+                    raise WorldError(f"ranks {missing} of torchrun did not come in {JOIN_SECONDS:g} s") from None
+                if hello := _hello(line, token):
+                    other = Place(**hello["place"])
+                    lines[other.rank], places[other.rank], found[other.rank] = line, other, hello["installed"]
+        crew = cls(places, lines, Agent(place, target_spec, theirs, entry), store)
+        try:
+            crew.alike(found)
+        except BadInput:
+            crew.close()
+            raise
+        return crew
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Tell all to stop. Returns when the ranks of this process are gone; the others end theirs likewise."""
+        self.tell(self.places, {"stop": True})
+        self._agent.join()
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+
+    def host(self, rank: int) -> str:
+        """The machine of a rank, with its number where several have one name; empty if there is only one."""
+        place = self.places[rank]
+        if len({p.node for p in self.places.values()}) == 1:
+            return ""
+        namesakes = {p.node for p in self.places.values() if p.host == place.host}
+        return place.host if len(namesakes) == 1 else f"{place.host}#{place.node}"
+
+    def name(self, rank: int, coords: str = "") -> str:
+        """`rank 3 (tp1 pp1 on node2)`."""
+        where = " on ".join(filter(None, (coords, self.host(rank) or self.places[rank].host)))
+        return f"rank {rank} ({where})"
+
+    def alike(self, found: Mapping[int, Mapping[str, str]]) -> None:
+        """Raise BadInput naming what differs between the processes, and where."""
+        for key in sorted(set().union(*found.values())):
+            values = {rank: facts.get(key, "not there") for rank, facts in sorted(found.items())}
+            odd = [rank for rank, value in values.items() if value != values[0]]
+            if odd:
+                told = f"{values[0]} for {self.name(0)}, {values[odd[0]]} for {self.name(odd[0])}"
+                more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+                raise BadInput(f"processes of torchrun differ in {key}: {told}{more}. Install the same everywhere")
+
+    def tell(self, ranks: Iterable[int], message: Mapping[str, Any], load: bytes = b"") -> None:
+        """Send to those that are still there."""
+        for rank in ranks:
+            if line := self._lines.get(rank):
+                try:
+                    line.send(message, load)
+                except Gone as error:
+                    self.lose(rank, str(error))
+
+    def question(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with a number of its own, which answers repeat."""
+        self._questions += 1
+        return {**message, "number": self._questions}
+
+    def hear(self, ranks: Iterable[int], number: int, seconds: float) -> Iterator[tuple[int, dict[str, Any], bytes]]:
+        """Answers to question `number` by those of `ranks` who speak within `seconds`, one each.
+
+        Those found gone are lost. Late answers to questions that were given up are dropped.
+        """
+        lines = {line.connection: (rank, line) for rank in ranks if (line := self._lines.get(rank))}
+        for ready in wait(list(lines), seconds):
+            rank, line = lines[ready]  # type: ignore[index]
+            try:
+                message, load = line.receive()
+            except Gone as error:
+                self.lose(rank, str(error))
+                continue
+            if message["number"] == number:
+                yield rank, message, load
+
+    def lose(self, rank: int, why: str) -> None:
+        """Note that the process of this rank is not there any more."""
+        self.gone.setdefault(rank, f"the process that torchrun started for it is gone: {why}")
+        if line := self._lines.pop(rank, None):
+            line.close()
+
+    def ask(
+        self, ranks: Iterable[int], message: Mapping[str, Any], seconds: float, load: bytes = b""
+    ) -> dict[int, Any]:
+        """The answers of all. Raises WorldError if one answers with an error, with nothing, or is gone."""
+        waiting, answers = set(ranks), dict[int, Any]()
+        until, asked = time.monotonic() + seconds, self.question(message)
+        self.tell(waiting, asked, load)
+        while waiting:
+            for rank, answer, _ in self.hear(waiting, asked["number"], 1.0):
+                if "error" in answer:
+                    raise WorldError(f"{self.name(rank)}: {answer['error']}")
+                answers[rank] = answer
+                waiting.discard(rank)
+            if time.monotonic() > until:
+                for rank in waiting:
+                    self.lose(rank, f"no answer in {seconds:g} s")
+            for rank in waiting & set(self.gone):
+                raise WorldError(f"{self.name(rank)}: {self.gone[rank]}")
+        return answers
+
+
+def join(place: Place, target_spec: str) -> Line:
+    """The line to the process of rank 0. Raises WorldError if it does not come."""
+    try:
+        store, until = open_store(place), time.monotonic() + JOIN_SECONDS
+        while not store.check([prefix("crew")]):  # its own wait would not let a signal through
+            if time.monotonic() > until:
+                raise WorldError(f"the process of rank 0 did not come in {JOIN_SECONDS:g} s")
+            time.sleep(0.1)
+        port, token = json.loads(store.get(prefix("crew")))
+        line = Line.over(socket.create_connection((address()[0], port), JOIN_SECONDS))
+        line.send({"token": token, "place": asdict(place), "installed": installed(target_spec)})
+    except WorldError:
+        raise
+    except (OSError, RuntimeError) as error:  # torch's store errors are RuntimeErrors
+        raise WorldError(f"the process of rank 0 cannot be reached at {address()[0]}: {error}") from error
+    return line
+
+
+def _hello(line: Line, token: str) -> dict[str, Any] | None:
+    """What a process that has connected says of itself; None for a stranger, who is turned away."""
+    try:
+        if line.connection.poll(HELLO_SECONDS):
+            message, _ = line.receive(HELLO_MOST)
+            if hmac.compare_digest(str(message["token"]), token):
+                return message
+    except (Gone, ValueError, KeyError):
+        pass  # not one of ours
+    line.close()
+    return None
+
+
+def open_store(place: Place) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT: torchrun's own, or if it has none there, one of rank 0's process."""
+    from torch._C._distributed_c10d import TCPStore
+
+    serve = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0
+    host, port = address()
+    return TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=JOIN_SECONDS))
+
+
+def address() -> tuple[str, int]:
+    """Where the store is."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def prefix(name: str) -> str:
+    """A key of our own in the store, another one after every restart."""
+    return f"moeref-conformance/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"

@@ -1,0 +1,268 @@
+"""The zygote: a process that has imported everything once and forks the ranks of each cell.
+
+Importing torch and megatron-core takes seconds a process, forking milliseconds. So this process imports, installs the
+CPU substitutions and the checked collectives, resolves the target, and from then on only forks and supervises. It has
+one thread, always: a fork copies only the calling thread, and locks held by others would stay locked in the ranks. And
+it never touches CUDA, which does not survive a fork. Requests and answers are JSON lines on a socket inherited from the
+parent (`forked.py` says which); end of file means that the parent is gone. Supervision itself (deadlines, first
+failure, stray processes) is in `supervise.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moeref_conformance.contract.api import Cell, Layout, Target, to_plain
+from moeref_conformance.contract.exits import KINDS
+from moeref_conformance.contract.results import version_of
+from moeref_conformance.worlds import rank as rank_main
+from moeref_conformance.worlds import supervise
+
+#: Set before torch is imported: one thread a rank, eager code instead of compiled.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # megatron-core's jit_fuser is torch.compile: a compiler and threads in every rank, and other roundings per shape
+    "TORCHDYNAMO_DISABLE": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which some bridges import, starts a thread
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it under sequence parallelism
+}
+#: Besides, where ranks use GPUs.
+GPU_ENVIRONMENT = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() by NVML: the driver's own answer spoils forks
+    "NVIDIA_TF32_OVERRIDE": "0",  # fp32 is held to fp32 bounds: no TF32 in cuBLAS and cuDNN, so none in TE either
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS chooses the same algorithm every time
+}
+#: What every Megatron target imports; preloaded so that ranks do not.
+PRELOAD = (
+    "megatron.core.parallel_state",
+    "megatron.core.tensor_parallel",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.transformer.moe.moe_layer",
+)
+
+
+def main() -> None:
+    """Serve until the parent closes the socket. Started by worlds.forked, never by hand."""
+    parser = argparse.ArgumentParser(description="fork server of the conformance kit")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--entry", required=True)
+    parser.add_argument("--backend", choices=sorted(KINDS), required=True)
+    args = parser.parse_args()
+
+    rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != args.parent:
+        sys.exit("the parent is gone")
+    end = socket.socket(fileno=args.fd)
+    end.set_inheritable(False)
+    channel = supervise.Channel(end)
+    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if KINDS[args.backend].on_gpu else {}))
+    try:
+        prepared = prepare(args.target, args.entry, args.backend)
+    except BaseException as error:
+        channel.say({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        raise
+    rank_main.prctl(rank_main.PR_SET_CHILD_SUBREAPER, 1)
+
+    def leave(number: int, frame: Any) -> None:
+        # The kernel also sends this when the thread that started us ends; the parent itself may well be alive.
+        if os.getppid() != args.parent or number == signal.SIGINT:
+            raise supervise.ParentGone
+
+    signal.signal(signal.SIGTERM, leave)
+    rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGTERM)
+    keep = supervise.children()  # helpers that the target's import started stay
+    try:
+        if os.getppid() != args.parent:
+            raise supervise.ParentGone
+        channel.say({"ready": prepared.facts})
+        serve(channel, prepared, keep)
+    except supervise.ParentGone:
+        pass
+    finally:
+        supervise.end_strays(frozenset())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the imports gave: the target, what each rank calls, the world they run in, and the facts for the parent."""
+
+    target: Target
+    entry: Callable[..., Any]
+    world: str
+    facts: dict[str, Any]
+
+
+def prepare(spec: str, entry: str, world: str) -> Prepared:
+    """Import and patch everything, in the order that matters.
+
+    Raises what the imports raise, and RuntimeError if they left a second thread running or initialised CUDA: forking
+    would be unsafe.
+    """
+    begin = time.perf_counter()
+    import torch
+    from moeref_conformance.targets import peers
+    from moeref_conformance.worlds import collectives, cpu
+
+    device = "cuda" if KINDS[world].on_gpu else "cpu"
+    torch.set_num_threads(1)
+    cpu.install(device, "torch")
+    collectives.install()
+    peers.before_megatron(spec, device)
+    substituted: tuple[str, ...] = ()
+    if importlib.util.find_spec("megatron") is not None:
+        for module in PRELOAD:
+            importlib.import_module(module)
+        substituted = cpu.install(device, "megatron")
+    no_cuda("importing torch and megatron-core")
+    libraries = time.perf_counter() - begin
+    function = rank_main.resolve_entry(entry)
+    from moeref_conformance.resolve import resolve
+
+    target = resolve(spec)
+    if preload := getattr(target, "preload", None):
+        preload()
+    facts = {
+        "pid": os.getpid(),
+        "versions": {name: version_of(name) for name in ("torch", "megatron-core", "transformers", "moeref")},
+        "python": sys.version.split()[0],
+        "substitutions": list(substituted),
+        "seconds": {"libraries": libraries, "target": time.perf_counter() - begin - libraries},
+        "info": to_plain(target.info),
+        "claims": to_plain(target.claims),
+    }
+    one_thread()
+    no_cuda(f"importing the target {spec!r}")
+    gc.collect()
+    gc.freeze()  # collected objects are not touched again, so their pages stay shared with the ranks
+    return Prepared(target, function, world, facts)
+
+
+def one_thread() -> None:
+    """Raise RuntimeError if this process has more than one thread, native ones included."""
+    native = len(list(Path("/proc/self/task").iterdir()))
+    if threading.active_count() != 1 or native != 1:
+        names = ", ".join(thread.name for thread in threading.enumerate())
+        raise RuntimeError(
+            f"the zygote has {native} threads ({names}): forking ranks is unsafe. Importing the target must not start "
+            "threads or run parallel tensor operations; move that into Target.open"
+        )
+
+
+def no_cuda(after: str) -> None:
+    """Raise RuntimeError if this process has initialised CUDA, or a process forked from it could not do so any more.
+
+    torch notes the latter only in the child (asking the driver for the number of GPUs is enough), so one is forked,
+    where NVML sees a GPU: without one there is nothing to lose.
+    """
+    import torch
+
+    spoiled = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if not spoiled and torch.cuda._device_count_nvml() > 0:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(torch.cuda._is_in_bad_fork()))
+        spoiled = os.waitpid(pid, 0)[1] != 0
+    if spoiled:
+        raise RuntimeError(
+            f"CUDA was initialised in the zygote by {after}: forked ranks could not use it. Nothing may touch CUDA at "
+            "import (torch.cuda calls, tensors on a GPU, kernels compiled there); move that into Target.open"
+        )
+
+
+def serve(channel: supervise.Channel, prepared: Prepared, keep: frozenset[int]) -> None:
+    """Answer requests one after the other until end of file."""
+    while True:
+        request = channel.request()
+        try:
+            answer = run_cell(channel, request, prepared, keep)
+        except Exception as error:
+            supervise.end_strays(keep)
+            answer = {"error": f"zygote: {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        channel.say(answer)
+
+
+def run_cell(
+    channel: supervise.Channel, request: dict[str, Any], prepared: Prepared, keep: frozenset[int]
+) -> dict[str, Any]:
+    """Fork the ranks of one cell, watch them, and answer their exits."""
+    import torch
+
+    one_thread()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        no_cuda("an earlier cell")
+    cell = cell_from(request["cell"])
+    cell_dir = Path(request["cell_dir"])
+    size = cell.layout.world
+    ranks = request.get("ranks", list(range(size)))
+    file = cell_dir / "store"
+    for rank in ranks:
+        rank_main.record_dir(cell_dir, rank).mkdir(parents=True)
+    done_read, done = os.pipe()
+    go, go_write = os.pipe()
+    job = rank_main.Job(
+        target=prepared.target,
+        entry=prepared.entry,
+        cell=cell,
+        cell_dir=cell_dir,
+        inputs=request["inputs"],
+        deadline=request["deadline"],
+        store=request.get("store", {"file": str(file)}),
+        local={int(rank): index for rank, index in request.get("local", {rank: rank for rank in ranks}).items()},
+        staged=request.get("staged", False),
+        done=done,
+        go=go,
+    )
+    zygote, pids = os.getpid(), {}
+    try:
+        for rank in ranks:
+            pid = os.fork()
+            if pid == 0:
+                rank_main.main(job, rank, zygote, (channel.socket.fileno(), done_read, go_write))
+            pids[rank] = pid
+        channel.say({"forked": list(pids.values())})
+        limits = request["deadline"], request["grace"]
+        watch = supervise.Watch(pids, done_read, go_write, channel, *limits, hold=len(ranks) < size)
+        watch.run()  # it closes go_write
+    finally:
+        strays = supervise.end_strays(keep)
+        for fd in (done, go, done_read):
+            os.close(fd)
+        file.unlink(missing_ok=True)
+    seconds = time.monotonic() - watch.begin
+    exits = watch.exits(cell_dir, cell.layout)
+    return {"exits": [asdict(e) for e in exits], "seconds": seconds, "strays": strays}
+
+
+def cell_from(plain: dict[str, Any]) -> Cell:
+    """The Cell that `api.to_plain` wrote."""
+    lists = {key: tuple(plain[key]) for key in ("tags", "needs")}
+    fields = {**plain, "layout": Layout(**plain["layout"]), **lists}
+    return Cell(**fields)
+
+
+if __name__ == "__main__":
+    # Under `-m` this file is a second module called __main__; go on in the importable one.
+    from moeref_conformance.worlds.fork_server import main as run
+
+    run()

@@ -19,11 +19,11 @@ from moeref.config import ConfigError, MoEConfig, Record, Setting, read_back, re
 from moeref.config.settings import ATTRIBUTES
 from moeref.families import Model, Spelling
 from moeref.layout import Layout
-from moeref.megatron import delta, dispatch, engine
+from moeref.megatron import delta, dispatch, te_layers
 from moeref.megatron import device as on
 from moeref.megatron import norms as norms_of_torch
 from moeref.megatron import precision as recipes
-from moeref.megatron.biased import let_biases_be_added
+from moeref.megatron.expert_bias_patch import patch_expert_biases
 from moeref.megatron.grouped import with_grouped_names
 from moeref.megatron.spec import layer_spec, mtp_name, mtp_spec
 
@@ -151,7 +151,7 @@ def build(
         overrides=overrides,
     )
     if kernels == "te":
-        engine.check(model, record, norms=norms, experts=experts)
+        te_layers.check(model, record, norms=norms, experts=experts)
     elif record["moe_grouped_gemm"] and experts != "grouped":
         raise ConfigError(
             f"moe_grouped_gemm=True, but experts={experts!r} builds modules without it; give experts='grouped'"
@@ -193,7 +193,7 @@ def build(
         chunk.to(where)  # what plain torch modules hold is on the host until now
         _of_the_expert_grid(chunk)
         if model.linear_bias:
-            let_biases_be_added(chunk)
+            patch_expert_biases(chunk)
         by_name = kernels == "torch" and spelling.experts == "grouped"
         chunks.append(with_grouped_names(chunk) if by_name else chunk)
     return Built(chunks, config, record, table)
@@ -214,9 +214,9 @@ def _specs(table: Table, config: TransformerConfig, pp: int, vp: int, kernels: s
     )
     if kernels == "te":
         if nets:
-            block.layer_specs = engine.nets(block.layer_specs, nets)
+            block.layer_specs = te_layers.nets(block.layer_specs, nets)
         mla = model.mla is not None
-        return block, engine.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
+        return block, te_layers.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
     fused = table.spelling.norms == "fused"
     kind = {"mla": model.mla is not None, "fused": fused, "cp": layout.cp > 1}
     block.layer_norm = norms_of_torch.TorchNorm

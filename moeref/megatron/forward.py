@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moeref.bridge import Table
 from moeref.layout import Layout
-from moeref.megatron import context, device, engine, precision
+from moeref.megatron import context, device, precision, te_layers
 
 
 def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> torch.Tensor | None:
@@ -68,7 +68,7 @@ def mask_of(length: int, chunks: Sequence[torch.nn.Module], layout: Layout) -> t
 
     None where attention makes its own: under context parallelism, and in Transformer Engine.
     """
-    if layout.cp > 1 or engine.in_use(chunks):
+    if layout.cp > 1 or te_layers.in_use(chunks):
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device.of(chunks)).triu(1)[None, None]
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moeref.replay import MISSING, RouteError, Routes, index_dtype, of_layers, routes, with_layers
+from moeref.replay import MISSING, RouteError, Routes, index_dtype, merge_layers, routes, select_layers
 from moeref.replay.routes import check_distinct
 
 AuxLoss = Literal["refuse", "native"]
@@ -93,7 +93,7 @@ class _Recorded:
             none_TLK = np.zeros((0, 0, self._top_k), index_dtype(self._experts))
             return Routes(none_TLK, (), self._experts, np.zeros(0, np.uint8), np.zeros(0, np.int32))
         parts = [routes(idx_TK[:, None], layers=[i], experts=self._experts) for i, idx_TK in layers.items()]
-        return with_layers(parts)
+        return merge_layers(parts)
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
                 f"layer {router.layer} routes to top-{router.module.topk} of {config.num_moe_experts} experts, the "
                 f"routes are top-{given.top_k} of {given.experts}"
             )
-    chosen = of_layers(given, [router.layer for router in walked])
+    chosen = select_layers(given, [router.layer for router in walked])
     if chosen.idx_TLK.size and int(chosen.idx_TLK.max()) >= given.experts:
         raise RouteError(f"routes with expert {int(chosen.idx_TLK.max())} of {given.experts}")
     check_distinct(chosen.idx_TLK, chosen.layers, given.start)

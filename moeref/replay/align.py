@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moeref.layout import Layout
 from moeref.layout.sequence import contiguous, restored, zigzag
-from moeref.replay.routes import MISSING, PAD, RouteError, Routes, joined, missing, spread
+from moeref.replay.routes import MISSING, PAD, RouteError, Routes, concat, missing_rows, spread_experts
 
 RowRule = Literal["all", "all but the last"]
 CPRule = Literal["zigzag", "contiguous"]
@@ -36,12 +36,12 @@ def to_tokens(routes: Routes, tokens: int, *, start: int = 0) -> tuple[Routes, R
     if routes.start != start:
         raise RouteError(
             f"rows begin at token {routes.start} of their sequence, the tokens at {start}; join the rows of the prefix "
-            f"before them, or leave them to the router: continued(missing({routes.start}, routes), routes)"
+            f"before them, or leave them to the router: join_turns(missing_rows({routes.start}, routes), routes)"
         )
     if routes.tokens == tokens:
         return routes, "all"
     if routes.tokens == tokens - 1:
-        return replace(joined([routes, missing(1, routes)]), start=routes.start), "all but the last"
+        return replace(concat([routes, missing_rows(1, routes)]), start=routes.start), "all but the last"
     raise RouteError(f"{routes.tokens} rows of routes for {tokens} tokens; expected {tokens} or {tokens - 1}")
 
 
@@ -50,10 +50,10 @@ def from_tokens(routes: Routes, rule: RowRule) -> Routes:
     return routes if rule == "all" else routes.take(slice(0, -1))
 
 
-def truncated(routes: Routes, tokens_T: npt.NDArray[np.integer], keep: slice) -> tuple[Routes, npt.NDArray[np.integer]]:
+def truncate(routes: Routes, tokens_T: npt.NDArray[np.integer], keep: slice) -> tuple[Routes, npt.NDArray[np.integer]]:
     """The tokens that `keep` selects and their rows. Raises RouteError unless every token has a row.
 
-    Inverse: `continued`, of what was kept and what was cut off.
+    Inverse: `join_turns`, of what was kept and what was cut off.
     """
     if len(tokens_T) != routes.tokens:
         raise RouteError(f"{len(tokens_T)} tokens and {routes.tokens} rows of routes; align them before truncating")
@@ -63,7 +63,7 @@ def truncated(routes: Routes, tokens_T: npt.NDArray[np.integer], keep: slice) ->
     return routes.take(slice(first, stop), start=routes.start + first), tokens_T[keep]
 
 
-def continued(earlier: Routes, later: Routes) -> Routes:
+def join_turns(earlier: Routes, later: Routes) -> Routes:
     """A rollout that was resumed, or its next turn: the later rows follow the earlier ones, each with its version.
 
     `later.start` says where they begin. Rows that the resumed engine recomputed for tokens that already have one are
@@ -82,19 +82,19 @@ def continued(earlier: Routes, later: Routes) -> Routes:
     overlap = end - later.start
     if overlap and earlier.tokens and earlier.kind_T[-1] == MISSING and overlap <= later.tokens:
         earlier, overlap = earlier.take(slice(0, -1)), overlap - 1
-    return replace(joined([earlier, later.take(slice(overlap, None))]), start=earlier.start)
+    return replace(concat([earlier, later.take(slice(overlap, None))]), start=earlier.start)
 
 
-def padded(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
+def pad(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
     """PAD rows before and after."""
     if left < 0 or right < 0:
         raise RouteError(f"padding of {left} and {right} rows")
-    parts = [missing(left, routes, PAD), routes, missing(right, routes, PAD)]
-    return replace(joined([p for p in parts if p.tokens] or parts[:1]), start=routes.start)
+    parts = [missing_rows(left, routes, PAD), routes, missing_rows(right, routes, PAD)]
+    return replace(concat([p for p in parts if p.tokens] or parts[:1]), start=routes.start)
 
 
-def unpadded(routes: Routes) -> Routes:
-    """Without PAD rows. Inverse of `padded`."""
+def unpad(routes: Routes) -> Routes:
+    """Without PAD rows. Inverse of `pad`."""
     return routes.take(routes.kind_T != PAD)
 
 
@@ -119,28 +119,28 @@ class Packed:
         return slice(self.cu_seqlens[number], self.cu_seqlens[number + 1])
 
 
-def packed(samples: Sequence[Routes], *, multiple: int = 1) -> Packed:
+def pack(samples: Sequence[Routes], *, multiple: int = 1) -> Packed:
     """A padding-free batch; each sample is padded on the right to a multiple (2·CP, or what the precision asks)."""
     if multiple < 1:
         raise RouteError(f"multiple={multiple} must be at least 1")
-    parts = [padded(s, right=-s.tokens % multiple) for s in samples]
+    parts = [pad(s, right=-s.tokens % multiple) for s in samples]
     ends = np.cumsum([0, *(p.tokens for p in parts)])
-    whole = replace(joined(parts), start=0)
+    whole = replace(concat(parts), start=0)
     pads = np.flatnonzero(whole.kind_T == PAD)
     if pads.size:  # pads of all samples together are spread, not each sample's from expert 0 on
-        whole.idx_TLK[pads] = spread(pads.size, len(whole.layers), whole.top_k, whole.experts)
+        whole.idx_TLK[pads] = spread_experts(pads.size, len(whole.layers), whole.top_k, whole.experts)
     return Packed(whole, tuple(int(n) for n in ends), tuple(s.start for s in samples))
 
 
-def unpacked(batch: Packed) -> list[Routes]:
-    """The samples without padding. Inverse of `packed`."""
-    return [unpadded(batch.routes.take(batch.sample(i), start=start)) for i, start in enumerate(batch.starts)]
+def unpack(batch: Packed) -> list[Routes]:
+    """The samples without padding. Inverse of `pack`."""
+    return [unpad(batch.routes.take(batch.sample(i), start=start)) for i, start in enumerate(batch.starts)]
 
 
 # Tokens and ranks
 
 
-def positions(
+def rank_rows(
     cu_seqlens: Sequence[int], *, cp: int = 1, cp_rank: int = 0, tp: int = 1, tp_rank: int = 0, rule: CPRule = "zigzag"
 ) -> npt.NDArray[np.intp]:
     """Which rows of a packed batch one rank holds, in its order.
@@ -156,31 +156,31 @@ def positions(
     return mine[np.asarray(contiguous(len(mine), tp, tp_rank), np.intp)] if tp > 1 else mine
 
 
-def on_rank(batch: Packed, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
+def shard_to_rank(batch: Packed, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
     """The rows that the routers of `rank` see: its CP part and, with tp > 1, its run under sequence parallelism."""
     at = layout.coords(rank)
-    where = positions(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp, rule=rule)
+    where = rank_rows(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp, rule=rule)
     return batch.routes.take(where)
 
 
-def off_ranks(
+def gather_ranks(
     parts: Mapping[tuple[int, int], Routes], cu_seqlens: Sequence[int], layout: Layout, *, rule: CPRule = "zigzag"
 ) -> Routes:
-    """The whole batch's rows from the parts of all (cp, tp) ranks. Inverse of `on_rank`."""
+    """The whole batch's rows from the parts of all (cp, tp) ranks. Inverse of `shard_to_rank`."""
     keys = [(cp, tp) for cp in range(layout.cp) for tp in range(layout.tp)]
     if parts.keys() != set(keys):
         raise RouteError(f"parts of ranks (cp, tp) {sorted(parts)}, expected {keys}")
-    where = [positions(cu_seqlens, cp=layout.cp, cp_rank=cp, tp=layout.tp, tp_rank=tp, rule=rule) for cp, tp in keys]
+    where = [rank_rows(cu_seqlens, cp=layout.cp, cp_rank=cp, tp=layout.tp, tp_rank=tp, rule=rule) for cp, tp in keys]
     for key, mine in zip(keys, where, strict=True):
         if parts[key].tokens != len(mine):
             raise RouteError(f"rank (cp, tp) {key} has {parts[key].tokens} rows, expected {len(mine)}")
-    return joined([parts[key] for key in keys]).take(np.asarray(restored([list(map(int, w)) for w in where]), np.intp))
+    return concat([parts[key] for key in keys]).take(np.asarray(restored([list(map(int, w)) for w in where]), np.intp))
 
 
 # Layers
 
 
-def of_layers(routes: Routes, layers: Sequence[int]) -> Routes:
+def select_layers(routes: Routes, layers: Sequence[int]) -> Routes:
     """The given layers, by number, in the order asked for. Raises RouteError for one that the routes lack."""
     at = {layer: i for i, layer in enumerate(routes.layers)}
     lacking = [layer for layer in layers if layer not in at]
@@ -198,8 +198,8 @@ def stage_layers(layout: Layout, moe_layers: Sequence[bool], pp: int, vp: int = 
     return tuple(i for i in layout.stages(len(moe_layers)).layers[pp, vp] if moe_layers[i])
 
 
-def with_layers(parts: Sequence[Routes]) -> Routes:
-    """The layers of all parts in one, ascending. Inverse of `of_layers` over all stages.
+def merge_layers(parts: Sequence[Routes]) -> Routes:
+    """The layers of all parts in one, ascending. Inverse of `select_layers` over all stages.
 
     The parts have equal rows; one without layers (of a stage that has no MoE layer) adds nothing.
     """

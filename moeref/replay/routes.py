@@ -36,7 +36,7 @@ class Routes:
     """The experts of T tokens in L layers, in the router's own order.
 
     `layers` names each layer of the second axis by its global number, from 0; multi-token prediction layers follow the
-    decoder's. Rows that are MISSING or PAD hold `spread` experts, which are legal for any dispatcher. `start` is the
+    decoder's. Rows that are MISSING or PAD hold experts of `spread_experts`, which any dispatcher takes. `start` is the
     position in its sequence of the first row. `versions_T` are the weights' versions that routed each row.
     """
 
@@ -118,13 +118,13 @@ def routes(
     narrow = given.astype(dtype, copy=given.dtype != dtype)
     missing = np.flatnonzero(kind_T == MISSING)
     if missing.size:
-        narrow[missing] = spread(missing.size, depth, top_k, experts)
+        narrow[missing] = spread_experts(missing.size, depth, top_k, experts)
     if distinct:
         check_distinct(narrow, layers, start)
     return Routes(narrow, tuple(layers), experts, kind_T, np.full(tokens, version, np.int32), start)
 
 
-def spread(rows: int, layers: int, top_k: int, experts: int, first: int = 0) -> Index:
+def spread_experts(rows: int, layers: int, top_k: int, experts: int, first: int = 0) -> Index:
     """[rows, layers, top_k] experts for rows without a route of their own: distinct in a row, and over many rows every
     expert as often as any other, so that padding neither breaks the T·K count nor floods one expert."""
     number = np.arange(first, first + rows)[:, None] * top_k + np.arange(top_k)
@@ -132,18 +132,18 @@ def spread(rows: int, layers: int, top_k: int, experts: int, first: int = 0) -> 
     return np.ascontiguousarray(found.astype(index_dtype(experts)))
 
 
-def missing(rows: int, like: Routes, kind: np.uint8 = MISSING) -> Routes:
+def missing_rows(rows: int, like: Routes, kind: np.uint8 = MISSING) -> Routes:
     """`rows` rows of `kind` for the layers of `like`."""
     return replace(
         like,
-        idx_TLK=spread(rows, len(like.layers), like.top_k, like.experts),
+        idx_TLK=spread_experts(rows, len(like.layers), like.top_k, like.experts),
         kind_T=np.full(rows, kind, np.uint8),
         versions_T=np.full(rows, -1, np.int32),
         start=0,
     )
 
 
-def joined(parts: Sequence[Routes]) -> Routes:
+def concat(parts: Sequence[Routes]) -> Routes:
     """The rows of all parts, one after the other. Raises RouteError where layers, experts or top-k differ."""
     if not parts:
         raise RouteError("no routes to join")

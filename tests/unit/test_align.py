@@ -16,22 +16,22 @@ from moeref.replay import (
     PAD,
     RouteError,
     Routes,
-    continued,
     from_tokens,
-    missing,
-    of_layers,
-    off_ranks,
-    on_rank,
-    packed,
-    padded,
-    positions,
+    gather_ranks,
+    join_turns,
+    merge_layers,
+    missing_rows,
+    pack,
+    pad,
+    rank_rows,
     routes,
+    select_layers,
+    shard_to_rank,
     stage_layers,
     to_tokens,
-    truncated,
-    unpacked,
-    unpadded,
-    with_layers,
+    truncate,
+    unpack,
+    unpad,
 )
 from tests.unit.routes import any_routes, random_routes
 
@@ -56,7 +56,7 @@ def test_rows_after_a_prefix_are_not_taken_for_the_first() -> None:
     made = random_routes(4, start=3)
     with pytest.raises(RouteError, match=r"rows begin at token 3 of their sequence, the tokens at 0; join"):
         to_tokens(made, 4)
-    whole, _ = to_tokens(continued(missing(3, made), made), 7)
+    whole, _ = to_tokens(join_turns(missing_rows(3, made), made), 7)
     assert whole.kind_T.tolist() == [MISSING] * 3 + [GIVEN] * 4
     assert np.array_equal(whole.idx_TLK[3:], made.idx_TLK)
 
@@ -64,7 +64,7 @@ def test_rows_after_a_prefix_are_not_taken_for_the_first() -> None:
 @given(made=any_routes(), first=st.integers(0, 45), count=st.integers(0, 45))
 def test_truncation_takes_tokens_and_rows_together(made: Routes, first: int, count: int) -> None:
     tokens_T = np.arange(made.tokens) + 100
-    kept, left = truncated(made, tokens_T, slice(first, first + count))
+    kept, left = truncate(made, tokens_T, slice(first, first + count))
     assert kept.tokens == len(left)
     for row, token in enumerate(left):
         assert kept.start + row == made.start + int(token) - 100
@@ -73,15 +73,15 @@ def test_truncation_takes_tokens_and_rows_together(made: Routes, first: int, cou
 
 @given(made=any_routes(), cut=st.integers(0, 45))
 def test_truncation_and_back(made: Routes, cut: int) -> None:
-    kept, cut_off = (truncated(made, np.arange(made.tokens), part)[0] for part in (slice(cut), slice(cut, None)))
-    assert continued(kept, cut_off).equals(made)
+    kept, cut_off = (truncate(made, np.arange(made.tokens), part)[0] for part in (slice(cut), slice(cut, None)))
+    assert join_turns(kept, cut_off).equals(made)
 
 
 def test_truncation_of_unaligned_routes_is_refused() -> None:
     with pytest.raises(RouteError, match="5 tokens and 4 rows"):
-        truncated(random_routes(4), np.arange(5), slice(2))
+        truncate(random_routes(4), np.arange(5), slice(2))
     with pytest.raises(RouteError, match="not every 2th"):
-        truncated(random_routes(4), np.arange(4), slice(0, 4, 2))
+        truncate(random_routes(4), np.arange(4), slice(0, 4, 2))
 
 
 @given(made=any_routes(least=2), data=st.data())
@@ -89,13 +89,13 @@ def test_a_rollout_in_turns_is_the_rollout_in_one(made: Routes, data: st.DataObj
     cut = data.draw(st.integers(1, made.tokens - 1))
     back = data.draw(st.integers(0, cut))
     earlier, later = made.take(slice(0, cut)), made.take(slice(cut - back, None), start=made.start + cut - back)
-    assert continued(earlier, later).equals(made)
+    assert join_turns(earlier, later).equals(made)
 
 
 def test_a_resumed_rollout_keeps_the_routes_of_the_tokens_it_sampled() -> None:
     earlier, recomputed = random_routes(4, seed=1), random_routes(7, seed=2)
     recomputed.versions_T[:] = 8
-    whole = continued(earlier, recomputed)
+    whole = join_turns(earlier, recomputed)
     assert np.array_equal(whole.idx_TLK[:4], earlier.idx_TLK)
     assert np.array_equal(whole.idx_TLK[4:], recomputed.idx_TLK[4:])
     assert whole.versions_T.tolist() == [7] * 4 + [8] * 3
@@ -104,7 +104,7 @@ def test_a_resumed_rollout_keeps_the_routes_of_the_tokens_it_sampled() -> None:
 def test_the_row_that_the_last_token_lacked_comes_with_the_next_turn() -> None:
     earlier, _ = to_tokens(random_routes(4, seed=1), 5)
     later = random_routes(3, seed=2, start=4)
-    whole = continued(earlier, later)
+    whole = join_turns(earlier, later)
     assert whole.tokens == 7
     assert not (whole.kind_T == MISSING).any()
     assert np.array_equal(whole.idx_TLK[4:], later.idx_TLK)
@@ -112,20 +112,20 @@ def test_the_row_that_the_last_token_lacked_comes_with_the_next_turn() -> None:
 
 def test_a_gap_between_turns_is_refused() -> None:
     with pytest.raises(RouteError, match="rows end at token 4 and go on at 6; 2 tokens have no row"):
-        continued(random_routes(4), random_routes(2, start=6))
+        join_turns(random_routes(4), random_routes(2, start=6))
 
 
 @pytest.mark.parametrize(("tokens", "start"), [(3, 1), (4, 0), (0, 4), (9, 1)])
 def test_rows_that_begin_or_end_before_the_earlier_ones_are_refused(tokens: int, start: int) -> None:
     with pytest.raises(RouteError, match="are not continued by those of"):
-        continued(random_routes(4, start=2), random_routes(tokens, start=start))
+        join_turns(random_routes(4, start=2), random_routes(tokens, start=start))
 
 
 @given(made=any_routes(), left=st.integers(0, 4), right=st.integers(0, 4))
 def test_padding_and_back(made: Routes, left: int, right: int) -> None:
-    whole = padded(made, left=left, right=right)
+    whole = pad(made, left=left, right=right)
     assert whole.kind_T.tolist() == [PAD] * left + [GIVEN] * made.tokens + [PAD] * right
-    assert unpadded(whole).equals(made)
+    assert unpad(whole).equals(made)
     assert all(len(set(row)) == made.top_k for layer in whole.idx_TLK.tolist() for row in layer)
 
 
@@ -136,10 +136,10 @@ batches = st.lists(st.tuples(st.integers(1, 21), st.integers(0, 9)), min_size=1,
 
 @given(samples=batches, multiple=st.sampled_from([1, 2, 4, 6]))
 def test_packing_and_back(samples: list[Routes], multiple: int) -> None:
-    batch = packed(samples, multiple=multiple)
+    batch = pack(samples, multiple=multiple)
     assert all(n % multiple == 0 for n in batch.cu_seqlens)
     assert len(batch.cu_seqlens) == len(samples) + 1
-    for found, sample in zip(unpacked(batch), samples, strict=True):
+    for found, sample in zip(unpack(batch), samples, strict=True):
         assert found.equals(sample)
     pads = batch.routes.idx_TLK[batch.routes.kind_T == PAD]
     counts = np.bincount(pads[:, 0].reshape(-1), minlength=11)
@@ -154,43 +154,46 @@ def test_packing_and_back(samples: list[Routes], multiple: int) -> None:
 )
 def test_ranks_and_back(samples: list[Routes], cp: int, tp: int, rule: str) -> None:
     layout = Layout(tp=tp, cp=cp)
-    batch = packed(samples, multiple=2 * cp * tp)
+    batch = pack(samples, multiple=2 * cp * tp)
     parts = {}
     for rank in range(layout.world):
         at = layout.coords(rank)
-        parts[at.cp, at.tp] = on_rank(batch, layout, rank, rule=rule)  # type: ignore[arg-type]
-    whole = off_ranks(parts, batch.cu_seqlens, layout, rule=rule)  # type: ignore[arg-type]
+        parts[at.cp, at.tp] = shard_to_rank(batch, layout, rank, rule=rule)  # type: ignore[arg-type]
+    whole = gather_ranks(parts, batch.cu_seqlens, layout, rule=rule)  # type: ignore[arg-type]
     assert whole.equals(batch.routes)
 
 
 def test_parts_of_other_ranks_are_refused() -> None:
     layout = Layout(tp=2)
-    batch = packed([random_routes(4)])
-    parts = {(0, tp): on_rank(batch, layout, tp) for tp in range(2)}
+    batch = pack([random_routes(4)])
+    parts = {(0, tp): shard_to_rank(batch, layout, tp) for tp in range(2)}
     with pytest.raises(RouteError, match=r"parts of ranks \(cp, tp\) \[\(0, 0\)\], expected"):
-        off_ranks({(0, 0): parts[0, 0]}, batch.cu_seqlens, layout)
+        gather_ranks({(0, 0): parts[0, 0]}, batch.cu_seqlens, layout)
     with pytest.raises(RouteError, match=r"rank \(cp, tp\) \(0, 1\) has 4 rows, expected 2"):
-        off_ranks(parts | {(0, 1): batch.routes}, batch.cu_seqlens, layout)
+        gather_ranks(parts | {(0, 1): batch.routes}, batch.cu_seqlens, layout)
 
 
 def test_a_packed_batch_by_hand() -> None:
     # Samples of 8 and 4 tokens, CP 2 zigzag: rank 0 has chunks 0 and 3 of each, then TP 2 halves what it has.
-    assert positions((0, 8, 12), cp=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert positions((0, 8, 12), cp=2, cp_rank=1).tolist() == [2, 3, 4, 5, 9, 10]
-    assert positions((0, 8, 12), cp=2, cp_rank=1, tp=2, tp_rank=1).tolist() == [5, 9, 10]
-    assert positions((0, 8, 12), cp=2, cp_rank=1, rule="contiguous").tolist() == [4, 5, 6, 7, 10, 11]
+    assert rank_rows((0, 8, 12), cp=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
+    assert rank_rows((0, 8, 12), cp=2, cp_rank=1).tolist() == [2, 3, 4, 5, 9, 10]
+    assert rank_rows((0, 8, 12), cp=2, cp_rank=1, tp=2, tp_rank=1).tolist() == [5, 9, 10]
+    assert rank_rows((0, 8, 12), cp=2, cp_rank=1, rule="contiguous").tolist() == [4, 5, 6, 7, 10, 11]
     with pytest.raises(LayoutError, match="not divisible by 2·cp"):
-        positions((0, 6), cp=2)
+        rank_rows((0, 6), cp=2)
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(pp=2), Layout(pp=2, vpp=2), Layout(pp=4), Layout(pp=2, vpp=2, layout="Et|ttt|tt|ttL")]
+    "layout",
+    [Layout(), Layout(pp=2), Layout(pp=2, vpp=2), Layout(pp=4), Layout(pp=2, vpp=2, pipeline_layout="Et|ttt|tt|ttL")],
 )
 def test_stages_and_back(layout: Layout) -> None:
     moe = (False, True, True, True, False, True, True, True)
     made = random_routes(5, layers=tuple(i for i, is_moe in enumerate(moe) if is_moe))
-    parts = [of_layers(made, stage_layers(layout, moe, pp, vp)) for pp in range(layout.pp) for vp in range(layout.vpp)]
-    assert with_layers(parts).equals(made)
+    parts = [
+        select_layers(made, stage_layers(layout, moe, pp, vp)) for pp in range(layout.pp) for vp in range(layout.vpp)
+    ]
+    assert merge_layers(parts).equals(made)
 
 
 def test_stages_go_by_layer_number_under_vpp() -> None:
@@ -207,31 +210,31 @@ def test_stages_go_by_layer_number_under_vpp() -> None:
 def test_layers_that_are_not_there_and_layers_that_come_twice_are_refused() -> None:
     made = random_routes(3)
     with pytest.raises(RouteError, match=r"no routes for layers \[3\]"):
-        of_layers(made, [1, 3])
+        select_layers(made, [1, 3])
     with pytest.raises(RouteError, match=r"layers \[2\] come twice"):
-        with_layers([of_layers(made, [1, 2]), of_layers(made, [2, 4])])
+        merge_layers([select_layers(made, [1, 2]), select_layers(made, [2, 4])])
     with pytest.raises(RouteError, match="other rows"):
-        with_layers([of_layers(made, [1]), of_layers(padded(made, right=1), [2])])
+        merge_layers([select_layers(made, [1]), select_layers(pad(made, right=1), [2])])
 
 
 def test_routes_of_an_mtp_layer_stay_apart() -> None:
     made = random_routes(3, layers=(1, 2, 8))  # decoder of 8 layers; 8 is its MTP layer
-    assert of_layers(made, stage_layers(Layout(), (False, True, True) + (False,) * 5, 0)).layers == (1, 2)
-    assert of_layers(made, [8]).layers == (8,)
+    assert select_layers(made, stage_layers(Layout(), (False, True, True) + (False,) * 5, 0)).layers == (1, 2)
+    assert select_layers(made, [8]).layers == (8,)
 
 
 def test_a_stage_without_moe_layers_adds_nothing() -> None:
     made = random_routes(3)
     none = routes(np.zeros((0, 0, 3), np.int64), layers=[], experts=11)
-    assert with_layers([of_layers(made, []), made]).equals(made)
-    assert with_layers([none, made]).equals(made)
-    assert with_layers([none, none]).equals(none)
+    assert merge_layers([select_layers(made, []), made]).equals(made)
+    assert merge_layers([none, made]).equals(made)
+    assert merge_layers([none, none]).equals(none)
     with pytest.raises(RouteError, match="no routes to join"):
-        with_layers([])
+        merge_layers([])
 
 
 def test_a_batch_whose_ends_are_not_those_of_its_rows_is_refused() -> None:
-    batch = packed([random_routes(4), random_routes(2)])
+    batch = pack([random_routes(4), random_routes(2)])
     with pytest.raises(RouteError, match="cu_seqlens end at 6, but there are 3"):
         replace(batch, routes=batch.routes.take(slice(3)))
     for ends in ((), (1, 4, 6), (0, 6), (0, 7, 6), (0, 4, 5, 6)):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moeref.replay import RouteError, agreement, mismatch, padded
+from moeref.replay import RouteError, agreement, mismatch, pad
 from moeref.replay.metrics import ALIASES
 from tests.unit.routes import random_routes
 
@@ -78,7 +78,7 @@ def test_agreement_is_of_sets_by_layer() -> None:
 
 
 def test_only_rows_given_on_both_sides_count() -> None:
-    a, b = padded(random_routes(2, seed=1), right=3), padded(random_routes(2, seed=1), right=3)
+    a, b = pad(random_routes(2, seed=1), right=3), pad(random_routes(2, seed=1), right=3)
     assert agreement(a, b).rows == 2
     with pytest.raises(RouteError, match="no row is given on both sides"):
-        agreement(padded(random_routes(0), right=2), padded(random_routes(0), right=2))
+        agreement(pad(random_routes(0), right=2), pad(random_routes(0), right=2))

@@ -12,14 +12,14 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeref.replay import RouteError, Routes, continued, of_layers, padded, read, routes, to_tokens, write
+from moeref.replay import RouteError, Routes, join_turns, pad, read, routes, select_layers, to_tokens, write
 from moeref.replay.payload import MAGIC
 from tests.unit.routes import any_routes, random_routes
 
 
 @given(made=any_routes(), zstd=st.booleans(), left=st.integers(0, 3))
 def test_what_is_written_comes_back(made: Routes, zstd: bool, left: int) -> None:
-    for one in (made, padded(made, left=left), to_tokens(made, made.tokens + 1, start=made.start)[0]):
+    for one in (made, pad(made, left=left), to_tokens(made, made.tokens + 1, start=made.start)[0]):
         back = read(write(one, zstd=zstd))
         assert back.equals(one)
         assert back.idx_TLK.dtype == one.idx_TLK.dtype
@@ -28,7 +28,7 @@ def test_what_is_written_comes_back(made: Routes, zstd: bool, left: int) -> None
 def test_versions_come_back_row_by_row() -> None:
     later = random_routes(3, start=4)
     later.versions_T[:] = 8
-    made = continued(random_routes(4), later)
+    made = join_turns(random_routes(4), later)
     assert read(write(made)).versions_T.tolist() == [7] * 4 + [8] * 3
 
 
@@ -114,7 +114,7 @@ def test_what_is_not_bytes_is_refused(payload: Any) -> None:
 
 def test_routes_of_no_layers_are_not_written() -> None:
     with pytest.raises(RouteError, match="no layers"):
-        write(of_layers(random_routes(2), []))
+        write(select_layers(random_routes(2), []))
 
 
 def test_a_declared_size_over_the_limit_is_refused_before_it_is_read() -> None:

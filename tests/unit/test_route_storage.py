@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from moeref.dispatcher.padding import pad_experts
-from moeref.replay import RouteError, Routes, padded, read, spread, storage, to_tokens, write
+from moeref.replay import RouteError, Routes, pad, read, spread_experts, storage, to_tokens, write
 from tests.unit.routes import any_routes, random_routes
 
 
 @given(samples=st.lists(any_routes(), min_size=1, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_saved_is_loaded(samples: list[Routes], tmp_path: Path) -> None:
-    made = {f"sample/{i}": padded(to_tokens(s, s.tokens + 1, start=s.start)[0], left=i) for i, s in enumerate(samples)}
+    made = {f"sample/{i}": pad(to_tokens(s, s.tokens + 1, start=s.start)[0], left=i) for i, s in enumerate(samples)}
     storage.save(tmp_path / "routes.safetensors", made)
     back = storage.load(tmp_path / "routes.safetensors")
     assert list(back) == list(made)
@@ -95,5 +95,5 @@ def test_a_column_of_payloads_comes_back_row_by_row(samples: list[Routes], zstd:
 def test_padding_rows_are_those_of_the_padding_plan(rows: int, layers: int, top_k: int, more: int, first: int) -> None:
     experts = top_k + more
     want = [pad_experts(first + row, top_k, experts) for row in range(rows)]
-    found = spread(rows, layers, top_k, experts, first)
+    found = spread_experts(rows, layers, top_k, experts, first)
     assert all((found[:, layer] == np.asarray(want).reshape(rows, top_k)).all() for layer in range(layers))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeref.replay import GIVEN, MISSING, RouteError, index_dtype, joined, routes, spread
+from moeref.replay import GIVEN, MISSING, RouteError, concat, index_dtype, routes, spread_experts
 from tests.unit.routes import random_routes
 
 
@@ -68,7 +68,7 @@ def test_malformed_routes_are_refused_by_place(given_TLK: object, more: dict[str
 
 @given(rows=st.integers(0, 60), top_k=st.integers(1, 8), experts=st.integers(8, 300), first=st.integers(0, 9))
 def test_spread_rows_are_distinct_and_even(rows: int, top_k: int, experts: int, first: int) -> None:
-    found = spread(rows, 2, top_k, experts, first)
+    found = spread_experts(rows, 2, top_k, experts, first)
     assert found.shape == (rows, 2, top_k)
     assert all(len(set(row)) == top_k for row in found[:, 0].tolist())
     counts = np.bincount(found[:, 1].reshape(-1).astype(int), minlength=experts)
@@ -77,6 +77,6 @@ def test_spread_rows_are_distinct_and_even(rows: int, top_k: int, experts: int, 
 
 def test_parts_of_another_model_are_not_joined() -> None:
     with pytest.raises(RouteError, match="part 1 has layers"):
-        joined([random_routes(2), random_routes(2, layers=(1, 2))])
+        concat([random_routes(2), random_routes(2, layers=(1, 2))])
     with pytest.raises(RouteError, match="no routes"):
-        joined([])
+        concat([])

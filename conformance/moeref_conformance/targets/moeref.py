@@ -129,15 +129,15 @@ class _Replay:
 
     def _local(self, sample: Any, tokens: int, layout: Layout, model: families.Model) -> replay.Routes:
         def sent(turn: Turn) -> replay.Routes:
-            return replay.received(
+            return replay.from_engine(
                 turn.routes, moe_layers=model.moe_layers, experts=model.experts, top_k=model.top_k, start=turn.start
             )
 
         turns = sample if isinstance(sample, list) else [Turn(0, sample)]
-        whole, _ = replay.to_tokens(functools.reduce(replay.continued, map(sent, turns)), tokens)
+        whole, _ = replay.to_tokens(functools.reduce(replay.join_turns, map(sent, turns)), tokens)
         pp, vps = layout.coords(self._rank).pp, range(layout.vpp)
         layers = sorted(i for vp in vps for i in align.stage_layers(layout, model.moe_layers, pp, vp))
-        return replay.of_layers(replay.on_rank(replay.packed([whole]), layout, self._rank), layers)
+        return replay.select_layers(replay.shard_to_rank(replay.pack([whole]), layout, self._rank), layers)
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref import megatron

@@ -13,7 +13,7 @@ from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
 
 def _by_ordinal(rooms: Rooms) -> Iterable[Edit]:
     """Routes of all layers are indexed by the router's number among the routers; a dense layer's are made legal."""
-    received = rooms["replay.received"]
+    received = rooms["replay.engine_formats"]
 
     def moe_only(array: Any, moe_layers: Sequence[bool]) -> Any:
         numbers = [i for i, moe in enumerate(moe_layers) if moe]
@@ -46,7 +46,7 @@ def _neighbours(rooms: Rooms) -> Iterable[Edit]:
         places = [mine.index(layer) for layer in layers]
         return replace(given, idx_TLK=given.idx_TLK[:, places], layers=tuple(layers))
 
-    return [Edit(align, "stage_layers", stage_layers), Edit(controller, "of_layers", of_layers)]
+    return [Edit(align, "stage_layers", stage_layers), Edit(controller, "select_layers", of_layers)]
 
 
 def _runs(rooms: Rooms) -> Iterable[Edit]:
@@ -56,12 +56,12 @@ def _runs(rooms: Rooms) -> Iterable[Edit]:
 
 def _other_tp_rank(rooms: Rooms) -> Iterable[Edit]:
     align = rooms["replay.align"]
-    good = align.positions
+    good = align.rank_rows
 
     def positions(cu_seqlens: Any, *, tp: int = 1, tp_rank: int = 0, **more: Any) -> Any:
         return good(cu_seqlens, tp=tp, tp_rank=0, **more)
 
-    return [Edit(align, "positions", positions)]
+    return [Edit(align, "rank_rows", positions)]
 
 
 def _all_native(rooms: Rooms) -> Iterable[Edit]:
@@ -89,7 +89,7 @@ def _to_the_first(rooms: Rooms) -> Iterable[Edit]:
 
 
 def _wraps(rooms: Rooms) -> Iterable[Edit]:
-    received = rooms["replay.received"]
+    received = rooms["replay.engine_formats"]
     good = received.routes
 
     def routes(idx_TLK: Any, **more: Any) -> Any:
@@ -106,26 +106,26 @@ def _twice(rooms: Rooms) -> Iterable[Edit]:
 def _rows_made_up(rooms: Rooms) -> Iterable[Edit]:
     """The number of elements, not of rows, is held against the tokens: rows that lack are made up at the end."""
     package = rooms["replay"]
-    good, missing = package.to_tokens, package.missing
+    good, missing = package.to_tokens, package.missing_rows
 
     def to_tokens(given: Any, tokens: int) -> Any:
         lacks = tokens - given.tokens
         if lacks <= 1 or given.idx_TLK.size < tokens:
             return good(given, tokens)
-        return package.joined([given, missing(lacks, given)]), "all"
+        return package.concat([given, missing(lacks, given)]), "all"
 
     return [Edit(package, "to_tokens", to_tokens)]
 
 
 def _sorted(rooms: Rooms) -> Iterable[Edit]:
     controller = rooms["megatron.replay"]
-    good = controller.with_layers
+    good = controller.merge_layers
 
     def with_layers(parts: Any) -> Any:
         found = good(parts)
         return replace(found, idx_TLK=np.sort(found.idx_TLK, axis=2))
 
-    return [Edit(controller, "with_layers", with_layers)]
+    return [Edit(controller, "merge_layers", with_layers)]
 
 
 def _replaced(rooms: Rooms) -> Iterable[Edit]:
@@ -133,9 +133,9 @@ def _replaced(rooms: Rooms) -> Iterable[Edit]:
     package = rooms["replay"]
 
     def continued(earlier: Any, later: Any) -> Any:
-        return package.joined([package.missing(later.start, later), later])
+        return package.concat([package.missing_rows(later.start, later), later])
 
-    return [Edit(package, "continued", continued)]
+    return [Edit(package, "join_turns", continued)]
 
 
 def _overwritten(rooms: Rooms) -> Iterable[Edit]:
@@ -144,10 +144,10 @@ def _overwritten(rooms: Rooms) -> Iterable[Edit]:
 
     def continued(earlier: Any, later: Any) -> Any:
         return replace(
-            package.joined([earlier.take(slice(0, later.start - earlier.start)), later]), start=earlier.start
+            package.concat([earlier.take(slice(0, later.start - earlier.start)), later]), start=earlier.start
         )
 
-    return [Edit(package, "continued", continued)]
+    return [Edit(package, "join_turns", continued)]
 
 
 FAULTS = (

@@ -18,7 +18,7 @@ def _copied(module: torch.nn.Module, given: Any, returned: tuple[torch.Tensor, A
     return output.clone(), bias
 
 
-def let_biases_be_added(chunk: GPTModel) -> None:
+def patch_expert_biases(chunk: GPTModel) -> None:
     """Have `linear_fc2` of every expert of `chunk` return a tensor of its own."""
     for module in chunk.modules():
         if isinstance(module, SequentialMLP):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moeref.replay import MISSING, RouteError, received, routes, write
+from moeref.replay import MISSING, RouteError, from_engine, routes, write
 from moeref.replay.routes import Routes
 from tests.unit.routes import random_routes
 
@@ -32,7 +32,7 @@ def text(content: bytes) -> str:
 
 
 def got(data: Any, **more: Any) -> Routes:
-    return received(data, **{"moe_layers": MOE, "experts": 11, "top_k": 3, "version": 7, **more})
+    return from_engine(data, **{"moe_layers": MOE, "experts": 11, "top_k": 3, "version": 7, **more})
 
 
 FORMS = {

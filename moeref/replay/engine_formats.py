@@ -32,7 +32,7 @@ _DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64")
 _NPY = b"\x93NUMPY"
 
 
-def received(
+def from_engine(
     data: Any,
     *,
     moe_layers: Sequence[bool],
@@ -91,7 +91,9 @@ def _array(data: Any, limit: int) -> npt.NDArray[Any]:
         except ValueError as error:
             raise RouteError(f"nested lists of unequal length: {error}") from None
         return found if found.size else found.astype(np.int64)
-    raise RouteError(f"routes came as {type(data).__name__}; see moeref.replay.received for the forms that are read")
+    raise RouteError(
+        f"routes came as {type(data).__name__}; see moeref.replay.engine_formats for the forms that are read"
+    )
 
 
 def _text(text: str, limit: int) -> npt.NDArray[Any]:

@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """The text form `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8`, then what is not default, `pipeline_layout=` last."""
+        """As in `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8`, then what is not default, `pipeline_layout=` last."""
         parts = [f"{k}={getattr(self, k)}" for k in ("tp", "pp", "vpp", "ep", "etp", "cp", "world")]
         parts += [f"{k}={getattr(self, k)}" for k in ("first", "last") if getattr(self, k) is not None]
         parts += [f"{k}=1" for k in ("embedding", "loss") if getattr(self, k)]

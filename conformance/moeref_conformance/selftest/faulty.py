@@ -31,7 +31,12 @@ class FaultyTarget(MoerefTarget):
             for fault in self.faults:
                 for edit in fault.edits(ROOMS):
                     stack.enter_context(mock.patch.object(edit.owner, edit.attribute, edit.value))
-            session: Session = stack.enter_context(super().open(cell, world))
+                if fault.patch:
+                    stack.enter_context(fault.patch(cell, world))
+            asked = cell, world
+            for fault in self.faults:
+                asked = fault.given(*asked) if fault.given else asked
+            session: Session = stack.enter_context(super().open(*asked))
             for fault in self.faults:
                 session = fault.wrap(session, cell, world) if fault.wrap else session
             yield session

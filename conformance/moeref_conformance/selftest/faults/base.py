@@ -1,8 +1,9 @@
-"""A fault: one real bug as an edit of the good target, with what the kit must say about it."""
+"""A fault: one real bug brought back at the border of the good target's session, and what the kit must say about it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,13 @@ def none(rooms: Rooms) -> Iterable[Edit]:
 class Fault:
     """One bug. In `cell` its `rules` turn red, and `also` what follows from it, and no other rule.
 
-    `diagnosis` is a part of what is diagnosed in a finding of `rules`, and given wherever a tensor differs; `says` is a
-    part of a finding's message. `bug` names the report. `wrap` changes the session instead of moeref's modules.
-    `one_rank` says that the fault changes what one rank alone exports or computes; otherwise the one-rank run to
-    compare with is the good target's.
+    `diagnosis` is part of the diagnosis of a finding of `rules`; it is given wherever a tensor differs. `says` is part
+    of a finding's message. `bug` names the report.
+
+    `wrap` gets the good session and gives the wrong one (see `selftest.border`). `given` changes the cell and the world
+    that the good target is opened with. `patch` is entered around the session, for bugs in how Megatron itself is used:
+    it changes megatron-core's or torch's public API. `one_rank` says that the fault also changes what a single rank
+    exports or computes; otherwise the one-rank run to compare with is the good target's.
     """
 
     id: str
@@ -42,6 +46,8 @@ class Fault:
     cell: Cell
     edits: Callable[[Rooms], Iterable[Edit]] = none
     wrap: Callable[[Session, Cell, World], Session] | None = None
+    given: Callable[[Cell, World], tuple[Cell, World]] | None = None
+    patch: Callable[[Cell, World], AbstractContextManager[Any]] | None = None
     diagnosis: str = ""
     says: str = ""
     one_rank: bool = False
@@ -49,7 +55,7 @@ class Fault:
 
 
 def cell(family: str, layout_name: str, *, world_size: int = 0, layers: int = 2, **axes: Any) -> Cell:
-    """A cell whose layout is named by its sizes: `cell("qwen3_moe", "tp2-ep2")`; more of either by keyword."""
+    """A cell with the layout that the name spells, `cell("qwen3_moe", "tp2-ep2")`; other axes and sizes by keyword."""
     sizes: dict[str, Any] = {}
     for part in layout_name.split("-") if layout_name != "one" else ():
         name = part.rstrip("0123456789")

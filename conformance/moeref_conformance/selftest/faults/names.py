@@ -203,7 +203,7 @@ FAULTS = (
         bug="B27: megatron-core's offset for a layout string ignores the pp_rank it is given",
         rules=("NAM-001", "NAM-003"),
         also=("NAM-007", "RUN-001"),
-        cell=cell("qwen3_moe", "pp2", layers=6, layout="Ett|tt|t|tL", vpp=2),
+        cell=cell("qwen3_moe", "pp2", layers=6, pipeline_layout="Ett|tt|t|tL", vpp=2),
         edits=_custom_layout_ignores_pp,
     ),
     Fault(

@@ -25,7 +25,7 @@ class Split:
         found += [f"{k}=1" for k in ("embedding", "loss") if getattr(self.layout, k)]
         if self.layout.pipeline_layout is not None:
             found.append(f"layout={self.layout.pipeline_layout}")
-        return ",".join(found) or "no first=, last=, embedding=, loss= or layout="
+        return ",".join(found) or "no first=, last=, embedding=, loss= or pipeline_layout="
 
     @property
     def cost(self) -> tuple[int, int]:

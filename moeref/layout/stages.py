@@ -73,12 +73,12 @@ def counts_even(num_layers: int, *, pp: int, vpp: int, embedding: bool, loss: bo
     if total % pp:
         raise LayoutError(
             f"{said} = {total} layers are not divisible by pp={pp}: {total % pp} left over. Make it a multiple of {pp} "
-            f"with embedding=1 or loss=1, or use first=, last= or layout="
+            f"with embedding=1 or loss=1, or use first=, last= or pipeline_layout="
         )
     if total // pp % vpp:
         raise LayoutError(
             f"{said} over pp={pp} is {total // pp} layers a pipeline rank, not divisible by vpp={vpp}; use a vpp "
-            f"that divides {total // pp}, or layout="
+            f"that divides {total // pp}, or pipeline_layout="
         )
     counts = [total // pp // vpp] * (pp * vpp)
     counts[0] -= embedding
@@ -104,12 +104,12 @@ def counts_uneven(num_layers: int, *, pp: int, vpp: int, first: int | None, last
     if middle and rest % middle:
         raise LayoutError(
             f"{said} leave {rest} of num_layers={num_layers} layers, not divisible by the {middle} other "
-            f"pipeline ranks (pp={pp}); raise first= or last= by {rest % middle}, or use layout="
+            f"pipeline ranks (pp={pp}); raise first= or last= by {rest % middle}, or use pipeline_layout="
         )
     if vpp > 1 and not middle:
         raise LayoutError(
             f"{said} leave no other pipeline rank at pp={pp}, and with vpp={vpp} megatron-core divides by their number "
-            f"(ZeroDivisionError); give only one of first= and last=, or use layout="
+            f"(ZeroDivisionError); give only one of first= and last=, or use pipeline_layout="
         )
     per_rank = [rest // middle if middle > 0 else 0] * pp
     if first is not None:
@@ -120,6 +120,6 @@ def counts_uneven(num_layers: int, *, pp: int, vpp: int, first: int | None, last
         if count % vpp:
             raise LayoutError(
                 f"{said} with num_layers={num_layers} give pipeline rank {rank} {count} layers, not divisible by "
-                f"vpp={vpp}; use a vpp that divides {count}, or layout="
+                f"vpp={vpp}; use a vpp that divides {count}, or pipeline_layout="
             )
     return [count // vpp for _ in range(vpp) for count in per_rank]

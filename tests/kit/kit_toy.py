@@ -29,11 +29,11 @@ tp2 = { tp = 2 }
 pp2-vpp2 = { pp = 2, vpp = 2 }
 [[grid]]
 tags = ["real"]
-world = ["gloo"]
+backend = ["gloo"]
 family = ["qwen3_moe"]
 layout = ["one", "tp2", "pp2-vpp2"]
 [[grid]]
-world = ["gloo"]
+backend = ["gloo"]
 family = ["glm4_moe"]
 layout = ["tp2"]
 """

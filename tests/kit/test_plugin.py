@@ -12,7 +12,7 @@ name = "toy"
 layouts = { one = {}, big = { tp = 8, ep = 16, etp = 1 } }
 [[grid]]
 layout = ["one", "big"]
-world = ["static"]
+backend = ["static"]
 family = ["qwen3_moe", "glm4_moe"]
 """
 ADAPTER = """

@@ -85,7 +85,7 @@ name = "toy"
 layouts = { wide = { tp = 2, pp = 4, ep = 8, etp = 1 } }
 [[grid]]
 layout = ["wide"]
-world = ["static"]
+backend = ["static"]
 size = ["mixtral-8x7b"]
 """
 

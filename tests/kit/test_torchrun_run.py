@@ -22,11 +22,11 @@ tp2 = { tp = 2, layers = 2 }
 pp2 = { pp = 2, layers = 2 }
 tp4 = { tp = 4, layers = 2 }
 [[grid]]
-world = ["gloo"]
+backend = ["gloo"]
 family = ["qwen3_moe"]
 layout = ["one", "tp2", "tp4"]
 [[grid]]
-world = ["gloo"]
+backend = ["gloo"]
 family = ["qwen3_moe"]
 layout = ["pp2"]
 tags = ["dies-in-export"]

@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms of moeref from left to right, the kit apart from the reference, and short modules."""
+"""Who may import whom: the rooms of moeref from left to right, and the kit apart from the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ BORDERS = {"megatron", "vllm", "cli", "__main__"}
 DOORS = {"megatron": "megatron", "vllm": "vllm"}
 #: Rooms that are arithmetic and data.
 WITHOUT_TORCH = {"layout", "families"}
-MOST_LINES = 10**6
 
 
 def imported(module: tuple[str, ...], is_package: bool, source: str) -> Iterator[tuple[int, str]]:
@@ -74,7 +73,7 @@ def refusal(file: PurePosixPath, module: tuple[str, ...], name: str) -> str | No
 
 
 def violations(file: PurePosixPath, source: str) -> list[str]:
-    """Broken arrows and excess length of one module; `file` is relative to the repository root."""
+    """Broken arrows of one module; `file` is relative to the repository root."""
     parts = file.with_suffix("").parts
     module = parts[parts.index("moeref_conformance") :] if str(file).startswith(KIT) else parts
     is_package = module[-1] == "__init__"
@@ -86,8 +85,6 @@ def violations(file: PurePosixPath, source: str) -> list[str]:
     ]
     if module[0] == "moeref" and len(module) > 1 and module[1] not in ROOMS.keys() | BORDERS:
         found.append(f"{file}: moeref/{module[1]} has no place among the rooms in this test")
-    if (length := len(source.splitlines())) > MOST_LINES:
-        found.append(f"{file}: {length} lines, more than {MOST_LINES}")
     return found
 
 
@@ -120,11 +117,9 @@ def test_module_keeps_to_the_arrows(file: PurePosixPath) -> None:
         ("moeref/megatron/build.py", "from moeref_conformance import api"),
         ("moeref/__init__.py", "from moeref import megatron"),
         ("moeref/attic.py", ""),
-        ("moeref/layout.py", "x = 1\n" * 351),
         (f"{KIT}/contract/api.py", "from moeref.layout import Layout"),
         (f"{KIT}/oracles/placement.py", "from moeref import bridge"),
         (f"{KIT}/targets/faulty.py", "import moeref.bridge.units as units"),
-        (f"{KIT}/cli.py", "x = 1\n" * 351),
     ],
 )
 def test_violation_is_found(file: str, source: str) -> None:
@@ -136,7 +131,6 @@ def test_violation_is_found(file: str, source: str) -> None:
     [
         ("moeref/bridge/units.py", "import torch\nfrom moeref import families\nfrom .blocks import Block"),
         ("moeref/megatron/build.py", "from megatron.core import parallel_state\nfrom moeref.exporter import plan"),
-        ("moeref/layout.py", "x = 1\n" * 350),
         (f"{KIT}/targets/moeref.py", "from moeref.megatron import build\nfrom ..api import Cell"),
         (f"{KIT}/targets/faulty.py", "from moeref_conformance.resolve import moeref\nfrom . import moeref as good"),
         (f"{KIT}/oracles/topology.py", "from megatron.core.parallel_state import RankGenerator"),

@@ -37,7 +37,7 @@ def layouts(draw):
     vpp = draw(st.sampled_from([1, 2, 3])) if pp > 1 else 1
     if how == "pattern":
         stages = [draw(st.sampled_from(["", "t", "t,t", "t*3", "(tt)*2"])) for _ in range(pp * vpp)]
-        made["layout"] = "E" + "|".join(stages) + "L"
+        made["pipeline_layout"] = "E" + "|".join(stages) + "L"
     else:
         made["vpp"] = vpp
     if how == "ends":
@@ -220,7 +220,7 @@ def test_questions_about_nothing_are_refused():
         ("pp=1,first=3", 3, [[[0, 1, 2]]]),
         ("pp=2,first=2,last=1", 3, [[[0, 1]], [[2]]]),
         ("pp=2,pipeline_layout=E|t*3,L", 3, [[[]], [[0, 1, 2]]]),
-        ("pp=2,layout=|Et|t|L", 2, [[[], [1]], [[0], []]]),
+        ("pp=2,pipeline_layout=|Et|t|L", 2, [[[], [1]], [[0], []]]),
     ],
 )
 def test_stages_by_hand(text, num_layers, by_rank):
@@ -293,11 +293,11 @@ def test_impossible_splits(text, num_layers, says):
         ("pp=2,loss=1,pipeline_layout=Et|tL", "cannot go with loss=1"),
         ("pp=2,vpp=3,pipeline_layout=Et|t|t|tL", "vpp=3, but pipeline_layout=.* at pp=2 means vpp=2"),
         ("pp=2,pipeline_layout=Et|t|tL", "has 3 stages, not divisible by pp=2"),
-        ("pp=2,layout=tE|tL", "E .embedding. must come first"),
+        ("pp=2,pipeline_layout=tE|tL", "E .embedding. must come first"),
         ("pp=2,pipeline_layout=Et|Lt", "L .loss. must come last"),
         ("pp=2,pipeline_layout=Et|t", "has 0 L .loss."),
         ("pp=2,pipeline_layout=EE|tL", "^layout 'EE.tL' has 2 E .embedding."),
-        ("layout=", "has 0 E"),
+        ("pipeline_layout=", "has 0 E"),
         ("pp=2,pipeline_layout=Et|m,t,L", "^layout 'Et.m,t,L': decoder layers .t. after"),
         ("pp=2,pipeline_layout=Et|m,t,m,L", "decoder layers .t. after"),
         ("pp=3,pipeline_layout=Et|m|mL", r"spreads m over the stages \(pp 1, vp 0\), \(pp 2, vp 0\)"),

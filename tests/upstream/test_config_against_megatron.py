@@ -77,7 +77,7 @@ def test_what_is_asked_for_arrives(family: str, asked: dict[str, Any]) -> None:
 
 def test_what_megatron_derives_is_on_record() -> None:
     asked = MoEConfig(transformer_config_kwargs={"ffn_hidden_size": None, "expert_tensor_parallel_size": None})
-    layout = Layout(tp=2, pp=2, layout="Ett|ttL")
+    layout = Layout(tp=2, pp=2, pipeline_layout="Ett|ttL")
     config, done = megatron.transformer_config(megatron.settings_of(model("qwen3_moe"), layout, asked))
     assert config.ffn_hidden_size == 4 * 24
     assert {d.name: d.effective.value for d in done.diff()} == {"ffn_hidden_size": 96, "expert_tensor_parallel_size": 2}

@@ -336,7 +336,7 @@ def check_pattern(pattern, pp, num_layers=None, mtp=None, vpp=1):
         theirs = None
     layout = None
     try:
-        layout = Layout(pp=pp, vpp=vpp, layout=pattern)
+        layout = Layout(pp=pp, vpp=vpp, pipeline_layout=pattern)
         ours = layout.stages(num_layers, mtp=mtp) if num_layers else None
     except LayoutError:
         ours = None

@@ -132,7 +132,7 @@ def _counted(cell: Cell) -> dict[str, Any]:
 def folder() -> Path:
     """Where the matrices of this kit lie: in the wheel inside the package, in a checkout at the top."""
     shipped = Path(str(files("moeref_conformance"))) / "matrices"
-    return shipped if shipped.is_dir() else Path(__file__).resolve().parents[2] / "matrices"
+    return shipped if shipped.is_dir() else Path(__file__).resolve().parents[3] / "matrices"
 
 
 def load(name_or_path: str) -> Matrix:

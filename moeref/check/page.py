@@ -155,7 +155,7 @@ def _settings(report: Report, every: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = {
         name: setting
-        for name, setting in sorted(report.record.settings.items())
+        for name, setting in sorted(report.record.by_name.items())
         if every or name in SHOWN or setting.origin in ("field", "override", "derived")
     }
     # Names stay whole, also on a terminal of 80 columns; what is beside them folds.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeref.config import Record
+from moeref.config import EffectiveSettings
 from moeref.dispatcher.padding import Plan
 from moeref.families import Model
 from moeref.seeds import Report as SeedReport
@@ -55,7 +55,7 @@ class Report:
     world: int | None
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
-    record: Record | None = None
+    record: EffectiveSettings | None = None
     dispatcher: str = ""
     dispatcher_why: str = ""
     needs: tuple[str, ...] = ()  # of the machine

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.report import CheckError
-from moeref.config import ConfigError, MoEConfig, shared
+from moeref.config import ConfigError, MoEConfig, declared_differences
 from moeref.config.errors import nearest
 
 OPTIONS = ("dispatcher", "precision", "replay", "seq_length", "seed", "seed_formula")
@@ -83,7 +83,7 @@ def read_run_file(file: str | Path) -> RunFile:
         models.setdefault("reference", {})
         try:
             sides = [MoEConfig.from_mapping(models[name]) for name in ("policy", "reference")]
-            shared(*({**s.fields, **s.transformer_config_kwargs} for s in sides), declared=declared)
+            declared_differences(*({**s.fields, **s.transformer_config_kwargs} for s in sides), declared=declared)
         except ConfigError as error:
             raise CheckError(f"{path}: {error}; write the difference under declared:, or interpolate") from error
     layout = found["layout"]

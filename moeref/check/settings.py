@@ -12,11 +12,11 @@ from typing import Any
 from moeref.check.report import CheckError, Problem, Report
 from moeref.config import ConfigError, MoEConfig, Origin, Setting, resolve, transformer_settings
 from moeref.config.core import transformer_config
+from moeref.config.effective import same
 from moeref.config.errors import nearest
+from moeref.config.holder import names_of, unfit
 from moeref.config.precision import PRECISIONS
-from moeref.config.record import same
 from moeref.config.settings import ATTRIBUTES
-from moeref.config.target import names_of, unfit
 from moeref.dispatcher import AUTO, Choice, DispatcherError, Environment, Setup, refusals, select, setup_of
 from moeref.dispatcher import settings as of_choice
 from moeref.dispatcher.setup import PACKAGES

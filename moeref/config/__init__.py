@@ -4,28 +4,28 @@
 """
 
 from moeref.config.apply import apply, read_back
-from moeref.config.asked import UNSET, MoEConfig, Unset
+from moeref.config.effective import Difference, EffectiveSettings, plain
 from moeref.config.errors import ConfigError
-from moeref.config.record import Difference, Record, plain
+from moeref.config.policy_reference import barrier_needed, declared_differences, for_reference
 from moeref.config.resolve import resolve
 from moeref.config.settings import Origin, Setting, transformer_settings
-from moeref.config.shared import barrier_needed, for_reference, shared
+from moeref.config.user_config import UNSET, MoEConfig, Unset
 
 __all__ = [
     "UNSET",
     "ConfigError",
     "Difference",
+    "EffectiveSettings",
     "MoEConfig",
     "Origin",
-    "Record",
     "Setting",
     "Unset",
     "apply",
     "barrier_needed",
+    "declared_differences",
     "for_reference",
     "plain",
     "read_back",
     "resolve",
-    "shared",
     "transformer_settings",
 ]

@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from moeref.config.effective import EffectiveSettings, same
 from moeref.config.errors import ConfigError, nearest, raise_all
-from moeref.config.record import Record, same
+from moeref.config.holder import names_of
 from moeref.config.settings import ATTRIBUTES, Setting
-from moeref.config.target import names_of
 
 _ASKED = ("field", "override")
 #: Texts that megatron-core replaces by an object that says the same.
 _PARSED = ("pipeline_model_parallel_layout",)
 
 
-def apply(record: Record, target: Any, *, optimizer: Any = None, finalise: bool = True) -> Record:
+def apply(record: EffectiveSettings, target: Any, *, optimizer: Any = None, finalise: bool = True) -> EffectiveSettings:
     """Set the record's settings on `target`, finalise it, and return the record of all that it holds then.
 
     Provider defaults are not written, since they are the target's own. `finalise` calls the target's `finalize()`, or
@@ -34,7 +34,7 @@ def apply(record: Record, target: Any, *, optimizer: Any = None, finalise: bool 
     Raises ConfigError, and leaves the target as it was, for a name that it lacks (with the nearest), a value that it
     refuses or swallows, a provider default that is no longer there, and values that Megatron refuses when finalised.
     """
-    writes = {n: s for n, s in record.settings.items() if s.origin != "provider default"}
+    writes = {n: s for n, s in record.by_name.items() if s.origin != "provider default"}
     if optimizer is not None:
         if not callable(getattr(optimizer, "scale_loss", None)):
             raise ConfigError(f"{type(optimizer).__name__} has no scale_loss to be grad_scale_func")
@@ -64,7 +64,7 @@ def apply(record: Record, target: Any, *, optimizer: Any = None, finalise: bool 
         return replace(read_back(kept, target), unchecked=(), written=tuple(n for n in writes if n not in gone))
 
 
-def read_back(record: Record, target: Any) -> Record:
+def read_back(record: EffectiveSettings, target: Any) -> EffectiveSettings:
     """The record with everything that `target` really holds: new values are `derived`, names not yet there defaults.
 
     Raises ConfigError where a value that was asked for, or that the model or the layout needs, is another one there.
@@ -80,7 +80,7 @@ def read_back(record: Record, target: Any) -> Record:
         if name not in record:
             found[name] = Setting(held, "provider default")
             continue
-        setting = record.settings[name]
+        setting = record.by_name[name]
         if same(held, setting.value):
             continue
         if reason := _derived(name, setting, held):
@@ -113,7 +113,7 @@ def _names(held: Any, given: Any) -> bool:
     return same(held, given) or (isinstance(held, enum.Enum) and given in (held.name, held.value))
 
 
-def _finalise(record: Record, target: Any) -> None:
+def _finalise(record: EffectiveSettings, target: Any) -> None:
     """Megatron's own derivation and validation; its refusal becomes a ConfigError that says what was asked for."""
     action = getattr(target, "finalize", None)
     if not callable(action):
@@ -123,7 +123,7 @@ def _finalise(record: Record, target: Any) -> None:
     try:
         action()
     except (ValueError, AssertionError, TypeError, NotImplementedError) as error:
-        given = {n: s.value for n, s in record.settings.items() if s.origin in _ASKED}
+        given = {n: s.value for n, s in record.by_name.items() if s.origin in _ASKED}
         raise ConfigError(f"{type(target).__name__} refuses these settings: {error}; asked for: {given}") from error
 
 

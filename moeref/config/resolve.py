@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moeref.config.asked import MoEConfig
+from moeref.config.effective import EffectiveSettings, same
 from moeref.config.errors import ConfigError, nearest, raise_all
-from moeref.config.finalise import contradictions, derive
-from moeref.config.record import Record, same
+from moeref.config.holder import held_by, names_of, unfit
+from moeref.config.rules import contradictions, derive
 from moeref.config.settings import ATTRIBUTES, Origin, Setting, transformer_settings
-from moeref.config.target import held_by, names_of, unfit
+from moeref.config.user_config import MoEConfig
 from moeref.families.model import Model
 from moeref.layout import Layout
 
@@ -29,7 +29,7 @@ def resolve(
     *,
     provider: object | Mapping[str, Any] | None = None,
     more: Mapping[str, Setting] | None = None,
-) -> Record:
+) -> EffectiveSettings:
     """The record of effective settings of `model` under `layout` when `asked` is asked for.
 
     provider: what will hold them, which gives names, choices and the weakest values: TransformerConfig's class, a
@@ -55,7 +55,7 @@ def resolve(
         if known is not None and name not in known:
             problems.append(f"{_title(provider)} has no {name}, which {model.family} needs{nearest(name, known)}")
         put(name, setting)
-    placed = {name: setting.value for name, setting in own.items() if setting.origin == "layout"}
+    from_layout = {name: setting.value for name, setting in own.items() if setting.origin == "layout"}
     levels: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
         ("field", asked.fields),
         ("override", asked.transformer_config_kwargs),
@@ -67,8 +67,10 @@ def resolve(
                 continue
             if wrong := unfit(provider, name, value):
                 problems.append(wrong)
-            if name in placed and not _agrees(name, value, placed[name], layout):
-                problems.append(f"{name}={value!r}, but the layout says {placed[name]!r}; change the layout instead")
+            if name in from_layout and not _agrees(name, value, from_layout[name], layout):
+                problems.append(
+                    f"{name}={value!r}, but the layout says {from_layout[name]!r}; change the layout instead"
+                )
             over = "transformer_config_kwargs wins over the field" if (origin, name) in _fields(asked) else ""
             put(name, Setting(value, origin, over))
     effective = {name: trail[-1] for name, trail in trails.items()}
@@ -78,15 +80,15 @@ def resolve(
     for name, setting in derived.items():
         put(name, setting)
     unchecked = tuple(asked.transformer_config_kwargs) if known is None else ()
-    return Record(asked, trails, tuple(n for n in unchecked if n not in own))
+    return EffectiveSettings(asked, trails, tuple(n for n in unchecked if n not in own))
 
 
 def _fields(asked: MoEConfig) -> set[tuple[str, str]]:
     return {("override", name) for name in asked.fields}
 
 
-def _agrees(name: str, value: Any, placed: Any, layout: Layout) -> bool:
-    if same(value, placed) or name == "sequence_parallel":  # this one has rules of its own
+def _agrees(name: str, value: Any, from_layout: Any, layout: Layout) -> bool:
+    if same(value, from_layout) or name == "sequence_parallel":  # this one has rules of its own
         return True
     # None lets megatron-core take tp; with a layout string it finds the number of virtual stages itself.
     if name == "expert_tensor_parallel_size":

@@ -87,7 +87,7 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
         "moe_router_load_balancing_type": "none",
         "variable_seq_lengths": False,
     }
-    placed: dict[str, Any] = {
+    from_layout: dict[str, Any] = {
         # megatron-core refuses MoE training with TP > 1 without it.
         "sequence_parallel": layout.tp > 1,
         "tensor_model_parallel_size": layout.tp,
@@ -105,7 +105,7 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     }
     settings = {k: Setting(v, "default") for k, v in defaults.items()}
     settings |= {k: Setting(v, "hf") for k, v in hf.items()}
-    settings |= {k: Setting(v, "layout") for k, v in placed.items()}
+    settings |= {k: Setting(v, "layout") for k, v in from_layout.items()}
     return settings
 
 

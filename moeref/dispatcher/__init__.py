@@ -1,6 +1,6 @@
 """Owns how tokens reach experts: which dispatcher may be used, what rows are padded to, what dispatch must compute."""
 
-from moeref.dispatcher.effective import contradictions, setup_of
+from moeref.dispatcher.from_config import contradictions, setup_of
 from moeref.dispatcher.select import AUTO, Selection, automatic, installed, read, select, settings
 from moeref.dispatcher.setup import Choice, DispatcherError, Environment, Setup
 from moeref.dispatcher.table import RULES, Refusal, Rule, check, refusals, requirements

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from moeref.bridge import VOCAB_DIVISIBLE_BY, Table, padded_vocab
-from moeref.config import ConfigError, MoEConfig, Record, Setting, read_back, resolve
+from moeref.config import ConfigError, EffectiveSettings, MoEConfig, Setting, read_back, resolve
 from moeref.config.settings import ATTRIBUTES
 from moeref.families import Model, Spelling
 from moeref.layout import Layout
@@ -24,7 +24,7 @@ from moeref.megatron import device as on
 from moeref.megatron import norms as norms_of_torch
 from moeref.megatron import precision as recipes
 from moeref.megatron.expert_bias_patch import patch_expert_biases
-from moeref.megatron.grouped import with_grouped_names
+from moeref.megatron.grouped_names import with_grouped_names
 from moeref.megatron.spec import layer_spec, mtp_name, mtp_spec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,13 +36,13 @@ class Built:
 
     chunks: list[GPTModel]
     config: TransformerConfig
-    record: Record
+    record: EffectiveSettings
     table: Table
 
     @property
     def settings(self) -> dict[str, Setting]:
         """Every value that `config` holds, with its origin."""
-        return self.record.settings
+        return self.record.by_name
 
 
 def _torch_settings(model: Model, device: str, interleaved: bool) -> dict[str, Setting]:
@@ -78,7 +78,7 @@ def settings_of(
     experts: str = "sequential",
     precision: str = "",
     overrides: Mapping[str, Any] | None = None,
-) -> Record:
+) -> EffectiveSettings:
     """What `build` is about to give to Megatron, resolved against the installed TransformerConfig.
 
     Raises ConfigError for what cannot be asked for.
@@ -101,13 +101,13 @@ def settings_of(
     return record
 
 
-def transformer_config(record: Record) -> tuple[TransformerConfig, Record]:
+def transformer_config(record: EffectiveSettings) -> tuple[TransformerConfig, EffectiveSettings]:
     """The real TransformerConfig, and the record of all that it holds, read back from it.
 
     Raises ConfigError where a value did not arrive, and whatever the config itself refuses.
     """
     kind = MLATransformerConfig if record["multi_latent_attention"] else TransformerConfig
-    given = {name: s.value for name, s in record.settings.items() if s.origin != "provider default"}
+    given = {name: s.value for name, s in record.by_name.items() if s.origin != "provider default"}
     config = kind(**{name: value for name, value in given.items() if name not in ATTRIBUTES})
     for name in ATTRIBUTES & given.keys():
         setattr(config, name, given[name])

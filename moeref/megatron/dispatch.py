@@ -8,18 +8,18 @@ from __future__ import annotations
 import megatron.core.transformer.moe.moe_utils as moe_utils
 
 from moeref import dispatcher
-from moeref.config import Record
+from moeref.config import EffectiveSettings
 from moeref.families import Model
 from moeref.layout import Layout
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 
 
-def check(model: Model, layout: Layout, record: Record, *, gpu: bool) -> None:
+def check(model: Model, layout: Layout, record: EffectiveSettings, *, gpu: bool) -> None:
     """Raise DispatcherError, with every reason, for a flex dispatcher that cannot run in this process."""
     if record["moe_token_dispatcher_type"] != "flex":
         return
-    values = {name: setting.value for name, setting in record.settings.items()}
+    values = {name: setting.value for name, setting in record.by_name.items()}
     setup = dispatcher.setup_of(values, layout, precision=_PRECISION[model.param_dtype])
     dispatcher.select(dispatcher.read(values), setup, dispatcher.installed(gpu=gpu))
 

@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from moeref.config import ConfigError, Record
+from moeref.config import ConfigError, EffectiveSettings
 from moeref.families import Model
 from moeref.megatron import delta, precision
 
@@ -30,7 +30,7 @@ SINKS = "2.8.0"
 _DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
-def check(model: Model, record: Record, *, norms: str, experts: str) -> None:
+def check(model: Model, record: EffectiveSettings, *, norms: str, experts: str) -> None:
     """Raise ConfigError, with all reasons, if these layers cannot be built here with Transformer Engine."""
     where = f"{model.family} with kernels='te'"
     if not transformer_engine.HAVE_TE:

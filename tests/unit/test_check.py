@@ -249,8 +249,8 @@ def test_every_value_has_an_origin_that_says_who_wanted_it() -> None:
         "moe_aux_loss_coeff": "provider default",
     }
     assert {name: record.origin(name) for name in origins} == origins
-    assert "auto" in record.settings["moe_token_dispatcher_type"].reason
-    assert len(record.settings) > 300
+    assert "auto" in record.by_name["moe_token_dispatcher_type"].reason
+    assert len(record.by_name) > 300
 
 
 def test_what_replaces_the_model_s_own_setting_is_told() -> None:
@@ -309,7 +309,7 @@ def test_no_line_of_the_page_is_cut(width: int) -> None:
     assert report.record is not None
     console = Console(width=width, record=True, file=io.StringIO())
     show(report, console, every_setting=True)
-    assert report.record.settings.keys() <= set(re.findall(r"\w+", console.export_text()))
+    assert report.record.by_name.keys() <= set(re.findall(r"\w+", console.export_text()))
 
 
 def test_json_is_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeref.config import UNSET, ConfigError, MoEConfig, Record, apply, core, for_reference, resolve, shared
+from moeref.config import (
+    UNSET,
+    ConfigError,
+    EffectiveSettings,
+    MoEConfig,
+    apply,
+    core,
+    declared_differences,
+    for_reference,
+    resolve,
+)
 from moeref.config import barrier_needed as barrier
 from moeref.dispatcher import Choice
 from moeref.dispatcher import read as read_choice
@@ -32,13 +42,15 @@ FIELDS = (
 )
 
 
-def of(asked: MoEConfig | None = None, provider: Any = None, family: str = "qwen3_moe", layout: Layout = ONE) -> Record:
+def of(
+    asked: MoEConfig | None = None, provider: Any = None, family: str = "qwen3_moe", layout: Layout = ONE
+) -> EffectiveSettings:
     return resolve(model(family), layout, asked, provider=provider)
 
 
 def with_all_names(base: type) -> type:
     """A dataclass that can hold whatever moeref sets, with the fields of `base` as they are."""
-    names = of().settings.keys() - base.__annotations__.keys()
+    names = of().by_name.keys() - base.__annotations__.keys()
     return dataclass(type("Whole", (base,), {"__annotations__": dict.fromkeys(names, object), **dict.fromkeys(names)}))
 
 
@@ -359,18 +371,18 @@ class Target:
             raise ValueError("fp32 wants grouped")
 
 
-def record_for(target: Any, **asked: Any) -> Record:
+def record_for(target: Any, **asked: Any) -> EffectiveSettings:
     """A record of what is asked for alone, so that a small target can hold it."""
     whole = resolve(model("qwen3_moe"), ONE, MoEConfig(transformer_config_kwargs=asked))
     held = {n: t for n, t in whole.trails.items() if n in asked}
-    return Record(whole.asked, held)
+    return EffectiveSettings(whole.asked, held)
 
 
 def test_applied_values_are_read_back_with_the_rest() -> None:
     target = Target()
     done = apply(record_for(target, moe_grouped_gemm=False, filled=None, colour="red"), target)
     assert (target.moe_grouped_gemm, target.filled, target.colour) == (False, 7, Colour.RED)
-    assert {n: s.origin for n, s in done.settings.items()} == {
+    assert {n: s.origin for n, s in done.by_name.items()} == {
         "moe_grouped_gemm": "override",
         "filled": "derived",
         "colour": "derived",
@@ -476,19 +488,21 @@ def test_grad_scale_func_is_the_optimizer_s_if_there_is_one() -> None:
 def test_policy_and_reference_share_one_source() -> None:
     asked = MoEConfig(moe_token_dispatcher_type="allgather")
     policy, reference = of(asked), of(for_reference(asked, moe_router_dtype="fp32"))
-    assert shared(of(asked), of(asked)) == {}
+    assert declared_differences(of(asked), of(asked)) == {}
     with pytest.raises(ConfigError, match="moe_router_dtype is 'absent' for the policy and 'fp32' for the reference"):
-        shared(policy, reference)
-    assert shared(policy, reference, declared=["moe_router_dtype"]) == {"moe_router_dtype": ("absent", "fp32")}
+        declared_differences(policy, reference)
+    assert declared_differences(policy, reference, declared=["moe_router_dtype"]) == {
+        "moe_router_dtype": ("absent", "fp32")
+    }
     with pytest.raises(ConfigError, match="'moe_router_dtyp' is no setting; did you mean moe_router_dtype"):
-        shared(policy, reference, declared=["moe_router_dtype", "moe_router_dtyp"])
+        declared_differences(policy, reference, declared=["moe_router_dtype", "moe_router_dtyp"])
 
 
 def test_every_field_that_drifts_is_listed() -> None:
     one = {"moe_grouped_gemm": True, "x": 1, "hidden_dropout": 0.0, "grad_scale_func": print}
     other = {"moe_grouped_gemm": 1, "x": 2, "hidden_dropout": 0.0, "grad_scale_func": None}
     with pytest.raises(ConfigError) as caught:
-        shared(one, other)
+        declared_differences(one, other)
     assert "moe_grouped_gemm" in str(caught.value)
     assert "x is 1" in str(caught.value)
     assert "grad_scale_func" not in str(caught.value)

@@ -11,7 +11,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from moeref import megatron
-from moeref.config import ConfigError, MoEConfig, apply, resolve, shared
+from moeref.config import ConfigError, MoEConfig, apply, declared_differences, resolve
 from moeref.layout import Layout
 from tests.unit.models import CONFIGS, model
 
@@ -30,10 +30,10 @@ def bare(family: str) -> Any:
 def test_a_real_config_holds_every_setting(family: str, layout: str) -> None:
     record = megatron.settings_of(model(family), Layout.parse(layout))
     config, done = megatron.transformer_config(record)
-    for name, setting in record.settings.items():
+    for name, setting in record.by_name.items():
         if setting.origin != "provider default":
             assert getattr(config, name) == setting.value or done.origin(name) == "derived", name
-    assert {name: done[name] for name in done.settings} == {name: getattr(config, name) for name in done.settings}
+    assert {name: done[name] for name in done.by_name} == {name: getattr(config, name) for name in done.by_name}
     assert done.diff() == ()
 
 
@@ -43,7 +43,9 @@ def test_a_real_object_is_filled_like_one_that_is_made(family: str) -> None:
     apply(megatron.settings_of(model(family), Layout(tp=2, etp=1)), target)
     made, _ = megatron.transformer_config(megatron.settings_of(model(family), Layout(tp=2, etp=1)))
     # What the object derived from its first sizes stays, and nobody set it.
-    assert shared(target, made, declared=["output_layer_init_method"]).keys() <= {"output_layer_init_method"}
+    assert declared_differences(target, made, declared=["output_layer_init_method"]).keys() <= {
+        "output_layer_init_method"
+    }
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_what_moeref_refuses_megatron_refuses(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         megatron.settings_of(model("qwen3_moe"), Layout(), overrides=asked)
     good = megatron.settings_of(model("qwen3_moe"), Layout())
-    given = {n: s.value for n, s in good.settings.items() if s.origin != "provider default"}
+    given = {n: s.value for n, s in good.by_name.items() if s.origin != "provider default"}
     with pytest.raises((ValueError, AssertionError)):
         TransformerConfig(**{**given, **asked})
 
@@ -114,7 +116,7 @@ def test_grad_scale_func_is_a_real_optimizer_s_scale_loss() -> None:
     assert done.origin("grad_scale_func") == "derived"
     apply(record, reference)
     assert reference.grad_scale_func is None
-    assert shared(policy, reference) == {}
+    assert declared_differences(policy, reference) == {}
 
 
 def test_names_choices_and_refusals_are_those_of_the_installed_version() -> None:

@@ -16,7 +16,7 @@ def _fields(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Callable
     """The fields that count as set pass through `change(asked, fields)`."""
 
     def edits(rooms: Rooms) -> Iterable[Edit]:
-        asked = rooms["config.asked"].MoEConfig
+        asked = rooms["config.user_config"].MoEConfig
         good = asked.fields.fget
         return [Edit(asked, "fields", property(lambda self: change(self, good(self))))]
 
@@ -71,7 +71,7 @@ def _base_signature(model: Any, asked: Any, known: Collection[str]) -> Any:
 
 
 def _known_alone(rooms: Rooms) -> Iterable[Edit]:
-    asked = rooms["config.asked"].MoEConfig
+    asked = rooms["config.user_config"].MoEConfig
     good = asked.from_mapping
 
     def from_mapping(mapping: Any) -> Any:
@@ -85,7 +85,7 @@ def _known_alone(rooms: Rooms) -> Iterable[Edit]:
 
 def _without_rule(name: str) -> Callable[[Rooms], Iterable[Edit]]:
     def edits(rooms: Rooms) -> Iterable[Edit]:
-        room = rooms["config.finalise"]
+        room = rooms["config.rules"]
         return [Edit(room, "RULES", tuple(rule for rule in room.RULES if rule.__name__ != name))]
 
     return edits

@@ -43,7 +43,7 @@ def _untied(chunk: Any) -> None:
 
 def _batched(rooms: Rooms) -> Iterable[Edit]:
     """Past the rule by which moeref refuses it."""
-    room = rooms["config.finalise"]
+    room = rooms["config.rules"]
     left = tuple(rule for rule in room.RULES if rule is not room._interleaved)
     return [Edit(room, "RULES", left), *built(batch_p2p_comm=True, overlap_p2p_comm=False)(rooms)]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moeref.config.asked import MoEConfig
+from moeref.config.effective import EffectiveSettings, plain
 from moeref.config.errors import nearest, raise_all
-from moeref.config.record import Record, plain
-from moeref.config.target import held_by
+from moeref.config.holder import held_by
+from moeref.config.user_config import MoEConfig
 from moeref.layout import Layout
 
 #: What belongs to the one that is trained alone.
@@ -22,7 +22,9 @@ def for_reference(policy: MoEConfig, **declared: Any) -> MoEConfig:
     return policy.with_kwargs(**declared)
 
 
-def shared(policy: object, reference: object, *, declared: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
+def declared_differences(
+    policy: object, reference: object, *, declared: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
     """The declared differences between the two, by name, as plain values (policy's, reference's).
 
     Both are records, mappings, or objects with settings as attributes. Raises ConfigError that lists every other
@@ -46,7 +48,7 @@ def shared(policy: object, reference: object, *, declared: Collection[str] = ())
 
 
 def _values(side: object) -> dict[str, Any]:
-    values = side.values if isinstance(side, Record) else {n: s.value for n, s in held_by(side).items()}
+    values = side.values if isinstance(side, EffectiveSettings) else {n: s.value for n, s in held_by(side).items()}
     return {name: plain(value) for name, value in values.items()}
 
 
@@ -65,6 +67,6 @@ def barrier_needed(config: object, *, true_on_policy: bool = True) -> bool:
         sizes: list[Any] = [config.tp, config.pp, config.ep]
     else:
         names = [f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")]
-        values = config.values if isinstance(config, Record) else config
+        values = config.values if isinstance(config, EffectiveSettings) else config
         sizes = [values.get(n) if isinstance(values, Mapping) else getattr(values, n, None) for n in names]
     return true_on_policy and any(size is not None and size > 1 for size in sizes)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moeref.config.asked import MoEConfig
 from moeref.config.settings import Setting
+from moeref.config.user_config import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Record:
+class EffectiveSettings:
     """Effective settings with their origins.
 
     `trails` holds all values of a name from the weakest to the effective one. `unchecked` are pass-through names that
@@ -47,7 +47,7 @@ class Record:
         return name in self.trails
 
     @property
-    def settings(self) -> dict[str, Setting]:
+    def by_name(self) -> dict[str, Setting]:
         """The effective setting of every name."""
         return {name: trail[-1] for name, trail in self.trails.items()}
 
@@ -79,7 +79,7 @@ class Record:
                     found.append(Difference(name, value, origin, self.trails[name][-1]))
         return tuple(found)
 
-    def with_settings(self, more: Mapping[str, Setting]) -> Record:
+    def with_settings(self, more: Mapping[str, Setting]) -> EffectiveSettings:
         """The record with stronger settings on top."""
         trails = {**self.trails, **{name: (*self.trails.get(name, ()), setting) for name, setting in more.items()}}
         return replace(self, trails=trails)

@@ -225,26 +225,13 @@ def substitutions() -> str:
 
 def axes() -> str:
     """Axes of a grid, their values, and what a cell has where its grid does not name one."""
-    from dataclasses import MISSING, fields
+    from moeref_conformance.plan.matrix import GRID_AXES
 
-    from moeref_conformance.contract.api import Cell
-    from moeref_conformance.plan import matrix
-
-    def toml(value: object) -> str:
-        return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-    defaults = {f.name: "" if f.default is MISSING else toml(f.default) for f in fields(Cell)}
-    free = {
-        "family": "a `model_type`",
-        "layout": "a name under `[layouts]`",
-        "tied": "`true`, `false`",
-        "mtp": "a number of layers",
-    }
     rows = []
-    for axis in matrix.AXES:
-        values = _code(str(v) for v in matrix.CHOICES.get(axis, ())) or free.get(axis, "as the target claims")
-        required = axis in ("backend", "family", "layout")
-        rows.append((f"`{axis}`", values, "required" if required else defaults[axis]))
+    for axis in GRID_AXES:
+        choices = ("true", "false") if isinstance(axis.default, bool) else axis.choices
+        default = "required" if axis.required else f"`{axis.default if axis.default is not False else 'false'}`"
+        rows.append((f"`{axis.name}`", _code(choices) or axis.about, default))
     return table(("axis", "values", "default"), rows)
 
 

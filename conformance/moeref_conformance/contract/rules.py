@@ -14,11 +14,10 @@ from importlib.resources import files
 from typing import Any
 
 from moeref_conformance.contract.api import FACETS
+from moeref_conformance.contract.cells import BACKENDS, REPLAY_MODES
 from moeref_conformance.contract.checks import BadInput, check_keys, nearest, text_list
 
 LEVELS = ("MUST", "SHOULD")
-BACKENDS = ("static", "gloo", "gloo-cuda", "nccl")
-REPLAY = ("off", "R2", "R3")
 
 #: What a rule group is about, for headings.
 GROUPS = {
@@ -130,7 +129,7 @@ def _rule(rule_id: str, entry: Any) -> Rule:
     if entry["level"] not in LEVELS:
         raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")
     values = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
-    for key, known in (("facets", FACETS), ("backends", BACKENDS), ("replay", REPLAY)):
+    for key, known in (("facets", FACETS), ("backends", BACKENDS), ("replay", REPLAY_MODES)):
         for value in values[key]:
             if value not in known:
                 raise BadInput(f"{where}: {key} has unknown {value!r}{nearest(value, known)}")

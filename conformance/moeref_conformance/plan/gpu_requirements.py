@@ -9,8 +9,8 @@ from dataclasses import replace
 from rich import box
 from rich.table import Table
 
-from moeref_conformance.contract.api import Cell
-from moeref_conformance.plan.machine import GPU_BACKENDS, NEEDS, RECIPES, Machine, concerned, needs
+from moeref_conformance.contract.cells import GPU_BACKENDS, Cell
+from moeref_conformance.plan.machine import NEEDS, RECIPES, Machine, concerned, needs
 
 _ALL = frozenset({*NEEDS, *RECIPES, "nccl"})
 #: Machines with all packages, by what they are called here.

@@ -16,12 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.cells import ANY_GPU, GPU_BACKENDS, Cell
 from moeref_conformance.contract.checks import BadInput
 
-#: A world to be chosen by the machine, as a matrix may name it, and what it is chosen from.
-ANY = "gpu"
-GPU_BACKENDS = ("gloo-cuda", "nccl")
 #: What a cell may need besides GPUs, as a matrix names it and as people do.
 NEEDS = {
     "transformer_engine": "Transformer Engine",
@@ -29,7 +26,7 @@ NEEDS = {
     "hybrid_ep": "DeepEP's hybrid-ep branch",
     "fp8": "FP8",
 }
-#: FP8 recipes by Megatron-Core's names, and the functions of Transformer Engine that tell whether they can be computed.
+#: The function of Transformer Engine that tells whether an FP8 recipe can be computed.
 RECIPES = {
     "delayed": "check_fp8_support",
     "tensorwise": "check_fp8_support",
@@ -69,7 +66,7 @@ class Machine:
             return cell.backend
         if asked != "auto":
             return asked
-        if cell.backend != ANY:
+        if cell.backend != ANY_GPU:
             return cell.backend
         # Processes of torchrun are one a GPU, so there are no others to share one.
         fits = cell.layout.world <= max(self.count, cell.gpus, 1) or bool(self.ranks)
@@ -103,7 +100,7 @@ def needs(cell: Cell) -> tuple[str, ...]:
 
 def concerned(cell: Cell) -> bool:
     """Whether anything about the cell depends on the machine."""
-    return cell.backend in (ANY, *GPU_BACKENDS) or bool(cell.gpus or needs(cell))
+    return cell.backend in (ANY_GPU, *GPU_BACKENDS) or bool(cell.gpus or needs(cell))
 
 
 def started() -> int:

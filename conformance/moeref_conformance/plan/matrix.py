@@ -22,50 +22,27 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Layout, to_plain
+from moeref_conformance.contract.api import to_plain
+from moeref_conformance.contract.axes import Axis
+from moeref_conformance.contract.cells import AXES, Cell, Layout
 from moeref_conformance.contract.checks import BadInput, check_keys, nearest, read_toml, text_list
 from moeref_conformance.contract.published_models import TINY, published
-from moeref_conformance.contract.rules import BACKENDS, load_rules, select
+from moeref_conformance.contract.rules import load_rules, select
 from moeref_conformance.plan.layouts import LAYOUT_KEYS, check_split, read_layout
-from moeref_conformance.plan.machine import ANY, NEEDS, RECIPES, Machine
+from moeref_conformance.plan.machine import NEEDS, Machine
 
-#: Lists of a grid, in the order in which the product runs (the last varies fastest).
-AXES = (
-    "backend",
-    "family",
-    "size",
-    "dtype",
-    "tied",
-    "mtp",
-    "expert_format",
-    "norms",
-    "experts",
-    "dispatcher",
-    "replay",
-    "kernels",
-    "precision",
-    "layout",
+#: Axes that a grid lists, in the order in which the product runs: the last varies fastest.
+GRID_AXES = sorted(
+    (axis for axis in AXES.values() if axis.in_grid),
+    key=lambda axis: (axis.name == "layout") - (axis.name == "backend"),
 )
-CHOICES: dict[str, Iterable[str]] = {
-    "backend": (*BACKENDS, ANY),
-    "size": published(),
-    "dtype": ("float32", "bfloat16"),
-    "expert_format": ("per_expert", "fused"),
-    "norms": ("separate", "fused"),
-    "experts": ("sequential", "grouped"),
-    "kernels": ("torch", "te"),
-    "precision": ("", *RECIPES),
-}
-#: What a published model decides.
-OF_SIZE = ("family", "dtype", "tied", "mtp")
-LAYERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +101,9 @@ def _hash(name: str, cells: Iterable[Cell], rules: Mapping[str, frozenset[str]],
 
 
 def _counted(cell: Cell) -> dict[str, Any]:
-    # What came after hashes were published counts where it is set, so that they stay.
-    later = {"kernels": "torch", "precision": "", "needs": [], "gpus": 0}
-    return {key: value for key, value in to_plain(cell).items() if key not in later or value != later[key]}
+    # Fields that are newer than published hashes count only where they are set, so that those hashes hold.
+    newer = {axis.field: axis.default for axis in AXES.values() if axis.hashed_if_set} | {"needs": [], "gpus": 0}
+    return {key: value for key, value in to_plain(cell).items() if key not in newer or value != newer[key]}
 
 
 def folder() -> Path:
@@ -157,9 +134,7 @@ def parse(data: Mapping[str, Any], path: Path) -> Matrix:
     rules: dict[str, frozenset[str]] = {}
     for number, grid in enumerate(data["grid"], 1):
         spot = f"{where}: grid {number}"
-        what = "size" if "size" in grid else "family"
-        check_keys(spot, grid, (*AXES, "tags", "rules", "gradients", "needs", "gpus"), ("layout", "backend", what))
-        _check_size(spot, grid)
+        _check_keys(spot, grid)
         chosen = select(text_list(f"{spot}: rules", grid["rules"]) if "rules" in grid else ())
         if type(grid.get("gradients", True)) is not bool:
             raise BadInput(f"{spot}: gradients={grid['gradients']!r} is not true or false")
@@ -196,20 +171,18 @@ def check_where(where: str, table: Any) -> Mapping[str, Any]:
     """`table` if it is a non-empty table of axes, layout fields, `layers` or `cell` (a glob); else `BadInput`."""
     if not isinstance(table, Mapping) or not table:
         raise BadInput(f"{where}: 'where' must be a non-empty table, for example {{ layout = \"tp2\" }}")
-    known = {*AXES, *LAYOUT_KEYS, "layers", "cell"}
-    check_keys(f"{where}: where", table, known)
+    check_keys(f"{where}: where", table, {*AXES, *LAYOUT_KEYS, "cell"})
     return table
 
 
 def _value(cell: Cell, key: str) -> Any:
-    # `layout` is the name of the layout here, not the `pipeline_layout` of `Layout`.
-    if key == "layout":
-        return cell.layout_name
-    return getattr(cell, key) if hasattr(cell, key) else getattr(cell.layout, key)
+    return AXES[key].of(cell) if key in AXES else getattr(cell.layout, key)
 
 
-def _check_size(where: str, grid: Mapping[str, Any]) -> None:
-    given = [axis for axis in OF_SIZE if axis in grid]
+def _check_keys(where: str, grid: Mapping[str, Any]) -> None:
+    needed = [axis.name for axis in GRID_AXES if axis.required and not (axis.of_size and "size" in grid)]
+    check_keys(where, grid, (*(axis.name for axis in GRID_AXES), "tags", "rules", "gradients", "needs", "gpus"), needed)
+    given = [axis.name for axis in GRID_AXES if axis.of_size and axis.name in grid]
     if "size" in grid and given:
         raise BadInput(f"{where}: {', '.join(given)} cannot go with size, a published model decides that")
     if "size" in grid and grid["backend"] not in ("static", ["static"]):
@@ -225,7 +198,42 @@ def _check_kernels(where: str, cell: Cell) -> None:
 
 def _product(
     file: str, where: str, grid: Mapping[str, Any], layouts: Mapping[str, tuple[Layout, int | None]]
-) -> Iterable[Cell]:
+) -> Iterator[Cell]:
+    more = _beside_axes(where, grid)
+    values = {axis: _values(where, axis, grid[axis.name], layouts) for axis in GRID_AXES if axis.name in grid}
+    for combination in itertools.product(*values.values()):
+        chosen = dict(zip((axis.field for axis in values), combination, strict=True))
+        name = chosen["layout_name"]
+        layout, layers = layouts[name]
+        if "size" in chosen:
+            if layers is not None:
+                raise BadInput(f"{file}: layout {name}: layers={layers} cannot go with size={chosen['size']}")
+            chosen |= published()[chosen["size"]].axes
+        elif layers is not None:
+            chosen["layers"] = layers
+        cell = Cell(layout=layout, **more, **chosen)
+        _check_kernels(where, cell)
+        check_split(f"{file}: layout {name}" + (f" with {cell.size}" if cell.size != TINY else ""), cell)
+        yield cell
+
+
+def _values(where: str, axis: Axis, listed: Any, layouts: Iterable[str]) -> list[Any]:
+    """The values of an axis that a grid lists, or its only one. Raises `BadInput` for what is not a value of it."""
+    if axis.default is None or isinstance(axis.default, str):
+        values: list[Any] = text_list(f"{where}: {axis.name}", listed)
+    else:
+        values = listed if isinstance(listed, list) else [listed]
+    choices = layouts if axis.name == "layout" else axis.choices
+    for value in values:
+        if problem := axis.problem(value):
+            raise BadInput(f"{where}: {axis.name}={value!r} {problem}")
+        if choices and value not in choices:
+            raise BadInput(f"{where}: unknown {axis.name} {value!r}{nearest(value, choices)}")
+    return values
+
+
+def _beside_axes(where: str, grid: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the grid's cells that are no axes."""
     tags, needs = (tuple(text_list(f"{where}: {key}", grid[key])) if key in grid else () for key in ("tags", "needs"))
     for need in needs:
         if need not in NEEDS:
@@ -233,36 +241,7 @@ def _product(
     gpus = grid.get("gpus", 0)
     if type(gpus) is not int or gpus < 0:
         raise BadInput(f"{where}: gpus={gpus!r} is not a number of GPUs")
-    more = {"tags": tags, "needs": needs, "gpus": gpus, "gradients": grid.get("gradients", True)}
-    values: dict[str, list[Any]] = {}
-    for axis in (axis for axis in AXES if axis in grid):
-        raw = grid[axis]
-        single = {"tied": bool, "mtp": int}.get(axis)
-        values[axis] = (
-            text_list(f"{where}: {axis}", raw) if single is None else [raw] if isinstance(raw, single) else raw
-        )
-        known = layouts if axis == "layout" else CHOICES.get(axis)
-        for value in values[axis]:
-            if axis == "tied" and not isinstance(value, bool):
-                raise BadInput(f"{where}: tied={value!r} is not true or false")
-            if axis == "mtp" and (type(value) is not int or value < 0):
-                raise BadInput(f"{where}: mtp={value!r} is not a number of layers")
-            if known is not None and value not in known:
-                raise BadInput(f"{where}: unknown {axis} {value!r}{nearest(value, known)}")
-    for combination in itertools.product(*values.values()):
-        fields_ = dict(zip(values, combination, strict=True))
-        name = fields_.pop("layout")
-        layout, layers = layouts[name]
-        if "size" in fields_:
-            if layers is not None:
-                raise BadInput(f"{file}: layout {name}: layers={layers} cannot go with size={fields_['size']}")
-            fields_ |= published()[fields_["size"]].axes
-        else:
-            fields_["layers"] = LAYERS if layers is None else layers
-        cell = Cell(layout_name=name, layout=layout, **more, **fields_)
-        _check_kernels(where, cell)
-        check_split(f"{file}: layout {name}" + (f" with {cell.size}" if cell.size != TINY else ""), cell)
-        yield cell
+    return {"tags": tags, "needs": needs, "gpus": gpus, "gradients": grid.get("gradients", True)}
 
 
 def _exclude(where: str, entries: Iterable[Any], cells: Mapping[str, Cell]) -> dict[str, str]:

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance import resolve as targets
-from moeref_conformance.contract.api import Cell, Layout, Target, to_plain
+from moeref_conformance.contract.api import Target, to_plain
+from moeref_conformance.contract.cells import ANY_GPU, GPU_BACKENDS, Cell, Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.results import version_of, versions
 from moeref_conformance.contract.rules import GROUPS, Rule, load_rules, revision, select
 from moeref_conformance.plan import known_failures
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.known_failures import Known
-from moeref_conformance.plan.machine import ANY, GPU_BACKENDS, Machine, concerned, detect, started
+from moeref_conformance.plan.machine import Machine, concerned, detect, started
 from moeref_conformance.plan.matrix import Matrix
 from moeref_conformance.targets.dump import DumpTarget
 
@@ -135,7 +136,7 @@ def prepare(settings: Settings, machine: Machine | None = None) -> Plan:
     target = targets.resolve(settings.target)
     if settings.backend in GPU_BACKENDS or any(concerned(cell) for cell in matrix.cells):
         machine = machine or detect()
-    if settings.backend != "auto" or any(cell.backend == ANY for cell in matrix.cells):
+    if settings.backend != "auto" or any(cell.backend == ANY_GPU for cell in matrix.cells):
         matrix = matrix.on(machine or Machine(), settings.backend)
     cells, rules, selected = matrix.select(settings.cells), load_rules(), select(settings.rules)
     known_file = settings.known or known_failures.find(matrix, target.info.name)

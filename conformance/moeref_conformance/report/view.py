@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from moeref_conformance.contract.cells import AXES
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.results import EXIT_WORDS, STATUSES, Results, Verdict
 from moeref_conformance.contract.rules import GROUPS, Rule
@@ -172,7 +173,7 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
     table = results.table
     for cell in results.header["cells"]:
         # Layouts that need another number of layers belong to the same block as the others.
-        key = (cell["variant"].replace(f"+L{cell['layers']}", ""), cell["backend"])
+        key = (cell["variant"].replace(f"+{AXES['layers'].text(cell['layers'])}", ""), cell["backend"])
         if key not in blocks:
             judged = [rule for rule in rules if rule.applies(cell["backend"], cell.get("replay", "off"))]
             blocks[key] = Block(*key, rules=judged)

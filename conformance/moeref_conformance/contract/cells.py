@@ -1,0 +1,167 @@
+"""A cell, the layout it has, and the claims that say whether a target covers it. Plain data without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from moeref_conformance.contract.axes import axis, read_axes
+from moeref_conformance.contract.published_models import TINY, published
+
+#: Where ranks live: nowhere (names by arithmetic), in CPU processes, in processes that share a GPU, one rank a GPU.
+BACKENDS = ("static", "gloo", "gloo-cuda", "nccl")
+GPU_BACKENDS = ("gloo-cuda", "nccl")
+#: What a matrix says where the machine chooses one of GPU_BACKENDS.
+ANY_GPU = "gpu"
+#: No routing replay, replay of Megatron's own routes (R2), of the inference engine's (R3).
+REPLAY_MODES = ("off", "R2", "R3")
+#: FP8 recipes by Megatron-Core's names.
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A parallel layout as the matrix names it. The kit computes nothing from it here; the oracles do.
+
+    `vpp` counts virtual stages per pipeline rank (1 = none). `etp` defaults to `tp` as in megatron-core. `first` and
+    `last` are `num_layers_in_first/last_pipeline_stage`; `embedding` and `loss` are
+    `account_for_{embedding,loss}_in_pipeline_split`; `pipeline_layout` is `pipeline_model_parallel_layout`.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    cp: int = 1
+    world: int = 0
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    pipeline_layout: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "ep", "cp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"layout: {name}={getattr(self, name)} must be at least 1")
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        if not self.world:
+            dense, expert = self.tp * self.pp * self.cp, self.expert_tp * self.ep * self.pp
+            object.__setattr__(self, "world", math.lcm(dense, expert))
+
+    @property
+    def expert_tp(self) -> int:
+        """ETP with its default filled in."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def text(self) -> str:
+        """The text form `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8`, then what is set, `pipeline_layout=` last."""
+        parts = [f"{k}={getattr(self, k)}" for k in ("tp", "pp", "vpp", "ep", "etp", "cp", "world")]
+        parts += [f"{k}={getattr(self, k)}" for k in ("first", "last") if getattr(self, k) is not None]
+        parts += [f"{k}=1" for k in ("embedding", "loss") if getattr(self, k)]
+        if self.pipeline_layout is not None:
+            parts.append(f"pipeline_layout={self.pipeline_layout}")
+        return ",".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One combination to judge: what the matrix selects and what a report row names. `AXES` are its axes."""
+
+    #: Hugging Face's model_type, such as "qwen3_moe".
+    family: str = field(metadata=axis(claim="families", about="a `model_type`", shown="", of_size=True, required=True))
+    layout_name: str = field(metadata=axis(name="layout", required=True, about="a name under `[layouts]`", shown=""))
+    layout: Layout
+    backend: str = field(
+        default="gloo", metadata=axis(choices=(*BACKENDS, ANY_GPU), claim="backends", shown="", required=True)
+    )
+    #: A tiny model with random weights, or a published one, of which only the config is used.
+    size: str = field(default=TINY, metadata=axis(choices=tuple(published()), shown=""))
+    #: Decoder layers. Uneven layouts ask for another number than the default.
+    layers: int = field(default=8, metadata=axis(shown="L{}", of_size=True, in_grid=False))
+    #: Of the checkpoint and of the Megatron parameters.
+    dtype: str = field(default="float32", metadata=axis(choices=("float32", "bfloat16"), claim="dtypes", of_size=True))
+    #: Hugging Face's tie_word_embeddings.
+    tied: bool = field(default=False, metadata=axis(claim="tied", noun="tied embeddings", shown="tied", of_size=True))
+    #: Multi-token prediction layers.
+    mtp: int = field(
+        default=0,
+        metadata=axis(
+            about="a number of layers", claim="mtp", noun="multi-token prediction layers", shown="mtp{}", of_size=True
+        ),
+    )
+    #: Experts of the Hugging Face checkpoint: a tensor each, or one for all, as in the modules of transformers 5.
+    expert_format: str = field(
+        default="per_expert", metadata=axis(choices=("per_expert", "fused"), claim="expert_formats")
+    )
+    #: Norms of the Megatron modules: separate (local spec), or fused into linears (Transformer Engine's names).
+    norms: str = field(
+        default="separate", metadata=axis(choices=("separate", "fused"), claim="norms", shown="{}-norms")
+    )
+    #: Expert modules of Megatron.
+    experts: str = field(default="sequential", metadata=axis(choices=("sequential", "grouped"), claim="experts"))
+    dispatcher: str = field(default="alltoall", metadata=axis(claim="dispatchers", shown_last=True))
+    replay: str = field(default="off", metadata=axis(choices=REPLAY_MODES, claim="replay", shown_last=True))
+    #: Of the layers: plain torch modules under any names, or Transformer Engine's.
+    kernels: str = field(default="torch", metadata=axis(choices=("torch", "te"), claim="kernels", hashed_if_set=True))
+    #: An FP8 recipe; empty for what `dtype` says.
+    precision: str = field(
+        default="", metadata=axis(choices=("", *FP8_RECIPES), claim="precisions", hashed_if_set=True)
+    )
+    gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
+    needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
+    gpus: int = field(default=0, compare=False)  # least number of GPUs
+    tags: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def variant(self) -> str:
+        """Family or size, and all axes but layout and backend: cells of a variant share a checkpoint and its export."""
+        tiny = self.size == TINY
+        axes = [a for a in AXES.values() if a.shown and a.of(self) != a.default and (tiny or not a.of_size)]
+        parts = [a.text(a.of(self)) for a in sorted(axes, key=lambda a: a.shown_last)]
+        return "+".join([self.family if tiny else self.size, *parts])
+
+    @property
+    def id(self) -> str:
+        """Stable and greppable: `qwen3_moe+tied/tp2-pp2/gloo`."""
+        return f"{self.variant}/{self.layout_name}/{self.backend}"
+
+
+#: The axes of a cell by name.
+AXES = read_axes(fields(Cell))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What the target says it can do, read before anything is built. A claim that does not hold is a failure."""
+
+    facets: frozenset[str]
+    families: frozenset[str]
+    backends: frozenset[str]
+    dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
+    expert_formats: frozenset[str] = frozenset({"per_expert"})
+    norms: frozenset[str] = frozenset({"separate"})
+    experts: frozenset[str] = frozenset({"sequential"})
+    dispatchers: frozenset[str] = frozenset({"alltoall"})
+    replay: frozenset[str] = frozenset({"off"})
+    kernels: frozenset[str] = frozenset({"torch"})
+    precisions: frozenset[str] = frozenset({""})
+    tied: bool = True
+    mtp: int = 0  # most multi-token prediction layers
+    has_plan: bool = True  # `Export.plan` says what will come; without it only the streams themselves are compared
+    limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}
+
+    def why_not(self, cell: Cell) -> str | None:
+        """None if the cell is claimed, else the reason it is not, for the report's `unclaimed` row."""
+        for axis_ in AXES.values():
+            if reason := axis_.uncovered(cell, self):
+                return reason
+        for key, most in self.limits.items():
+            have = getattr(cell.layout, key)
+            if have is not None and have > most:
+                return f"{key}={have} is over the claimed limit {most}"
+        return None

@@ -1,0 +1,99 @@
+"""Axes of a cell: each is one object, and the ids that follow from them do not change."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+
+import pytest
+from moeref_conformance.contract.axes import axis, read_axes
+from moeref_conformance.contract.cells import AXES, FP8_RECIPES, REPLAY_MODES, Claims
+from moeref_conformance.plan.machine import RECIPES
+from moeref_conformance.plan.matrix import folder, load
+
+#: By matrix: number of cells, hash of their ids in order, and the hash of the matrix.
+FROZEN = {
+    "cpu": (528, "af473cabc122de34", "0b07d269"),
+    "gpu": (156, "f757adf1a0f6d067", "ccaabed1"),
+    "static": (28, "874f0e19af085685", "cd48e6fa"),
+    "smoke": (10, "9ad6bf731e84cd10", "90cc1ae5"),
+    "peers": (46, "e39089e5c9a7b38f", "be5bbb3d"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FROZEN))
+def test_ids_and_hashes_of_the_shipped_matrices_are_frozen(name: str) -> None:
+    """A new axis leaves them alone; a change of a matrix file goes here with it."""
+    matrix = load(name)
+    ids = "\n".join(cell.id for cell in matrix.cells)
+    assert (len(matrix.cells), hashlib.sha256(ids.encode()).hexdigest()[:16], matrix.hash) == FROZEN[name]
+
+
+def test_every_shipped_matrix_is_frozen() -> None:
+    assert {path.stem for path in folder().glob("*.toml")} == set(FROZEN)
+
+
+def test_every_claim_is_of_an_axis_or_of_the_target() -> None:
+    claims = [axis.claim for axis in AXES.values() if axis.claim]
+    others = {"facets", "has_plan", "limits"}
+    assert len(claims) == len(set(claims))
+    assert {field.name for field in fields(Claims)} - others == set(claims)
+
+
+def test_choices_are_those_that_the_kit_knows_more_of() -> None:
+    assert set(AXES["precision"].choices) - {""} == set(FP8_RECIPES) == set(RECIPES)
+    assert AXES["replay"].choices == REPLAY_MODES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    shape: str = field(default="round", metadata=axis(choices=("round", "flat"), claim="shapes", shown="{}-shape"))
+    wet: bool = field(default=False, metadata=axis(claim="wet", noun="wet toys", shown="wet"))
+    parts: int = field(default=1, metadata=axis(about="a number of parts", claim="parts", noun="parts"))
+    label: str = ""
+
+
+def test_a_field_with_metadata_is_an_axis() -> None:
+    axes = read_axes(fields(Toy))
+    assert [(name, a.field, a.default) for name, a in axes.items()] == [
+        ("shape", "shape", "round"),
+        ("wet", "wet", False),
+        ("parts", "parts", 1),
+    ]
+    assert [axes[name].text(value) for name, value in (("shape", "flat"), ("wet", True), ("parts", 3))] == [
+        "flat-shape",
+        "wet",
+        "3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("claims", "toy", "reasons"),
+    [
+        ({"shapes": {"round"}, "wet": False, "parts": 1}, Toy(), ["", "", ""]),
+        (
+            {"shapes": {"round"}, "wet": False, "parts": 1},
+            Toy(shape="flat", wet=True, parts=2),
+            ["shape=flat is not claimed (claimed: round)", "wet toys are not claimed", "parts=2 is not claimed"],
+        ),
+        ({"shapes": {"round", "flat"}, "wet": True, "parts": 2}, Toy(shape="flat", wet=True, parts=2), ["", "", ""]),
+    ],
+)
+def test_a_claim_is_a_set_a_yes_or_a_largest_number(claims: dict[str, object], toy: Toy, reasons: list[str]) -> None:
+    found = [a.uncovered(toy, SimpleNamespace(**claims)) for a in read_axes(fields(Toy)).values()]
+    assert [text.split(" (at most")[0] for text in found] == reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("shape", 1, "is not a string"),
+        ("wet", "yes", "is not true or false"),
+        ("parts", True, "is not a number of parts"),
+        ("parts", -1, "is not a number of parts"),
+        ("parts", 2, ""),
+    ],
+)
+def test_types_of_values(name: str, value: object, problem: str) -> None:
+    assert read_axes(fields(Toy))[name].problem(value) == problem

@@ -238,7 +238,7 @@ def test_one_world_for_all_cells_with_ranks():
     plan = prepare(Settings(target="moeref", matrix="smoke", backend="nccl"), of(1))
     assert {cell.backend for cell in plan.cells} == {"static", "nccl"}
     assert plan.lacks(plan.cells[-1]) == "needs 4 GPUs, this machine has 1"
-    with pytest.raises(BadInput, match="world='cuda' is none of auto, gloo"):
+    with pytest.raises(BadInput, match="backend='cuda' is none of auto, gloo"):
         prepare(Settings(target="moeref", matrix="smoke", backend="cuda"), of(1))
 
 

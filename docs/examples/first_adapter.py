@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 class Names:
     """Facet `names`: which tensors each rank holds, by arithmetic alone."""
 
-    def __init__(self, table: bridge.Table) -> None:
-        self._table = table
+    def __init__(self, shards: bridge.ShardMap) -> None:
+        self._shards = shards
 
     def table(self, rank: int) -> Sequence[NameRow]:
         """One row for every parameter and persistent buffer of `rank`."""
         return [
             NameRow(
                 chunk=held.chunk,
-                local=held.local,
-                global_name=held.unit.name,
-                hf=tuple(t.name for t in held.unit.hf) if held.unit.exports else (),
+                local=held.local_name,
+                global_name=held.param.name,
+                hf=tuple(t.name for t in held.param.hf) if held.param.exports else (),
                 shape=held.shape,
-                dtype=held.unit.dtype,
+                dtype=held.param.dtype,
             )
-            for held in self._table.placed(rank)  # yours
+            for held in self._shards.local_shards(rank)  # yours
         ]
 
 
@@ -53,16 +53,16 @@ class Model:
 
     def load(self, checkpoint: Path) -> None:
         """Fill this rank's shards, or raise, naming the tensor that does not fit."""
-        table, chunks = self._built.table, self._built.chunks
-        bridge.load(table, self._rank, chunks, checkpoint)  # yours
+        shards, chunks = self._built.shard_map, self._built.chunks
+        bridge.load(shards, self._rank, chunks, checkpoint)  # yours
 
     def plan(self) -> Sequence[TensorMeta]:
         """What `stream` will yield, before anything is sent."""
-        return [_meta(t) for t in exporter.Plan(self._built.table).tensors]  # yours
+        return [_meta(t) for t in exporter.Plan(self._built.shard_map).tensors]  # yours
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         """The export: on the writer the full tensor, on every other rank None."""
-        plan = exporter.Plan(self._built.table)
+        plan = exporter.Plan(self._built.shard_map)
         for tensor, full in exporter.export(plan, self._rank, self._built.chunks):  # yours
             yield _meta(tensor), full
             del full  # kept here, it would count as memory that the export holds
@@ -71,7 +71,7 @@ class Model:
         """fp32 logits over the unpadded vocabulary on the last stage, None elsewhere."""
         from moeref import megatron
 
-        return megatron.logits(self._built.chunks, self._built.table, tokens_BS)  # yours
+        return megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS)  # yours
 
 
 def _meta(tensor: bridge.HFTensor) -> TensorMeta:
@@ -100,7 +100,7 @@ class FirstAdapter:
         """Build the model of `world.hf_config` under `cell.layout`."""
         layout = Layout.parse(cell.layout.text)  # yours, and the next two lines
         model = families.read(world.hf_config, cell.dtype)
-        names = Names(bridge.Table(model, layout))
+        names = Names(bridge.ShardMap(model, layout))
         if world.kind == "static":
             yield Session(names)
             return

@@ -39,7 +39,7 @@ def build(report: Report, checkpoint: str) -> None:
     assert report.record is not None
     device = f"cuda:{os.environ['LOCAL_RANK']}"
     built = megatron.build(model, layout, rank, device=device, experts="grouped", asked=report.record.asked)
-    bridge.load(built.table, rank, built.chunks, checkpoint)
+    bridge.load(built.shard_map, rank, built.chunks, checkpoint)
 
 
 def main() -> int:

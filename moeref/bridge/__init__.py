@@ -1,27 +1,27 @@
 """The bridge: local ↔ global names, Hugging Face ↔ Megatron tensors, loading under any layout.
 
-`Table` is the arithmetic (what exists, where it lies); `load` fills real chunks; `exporter` streams them out again.
+`ShardMap` is the arithmetic: which parameters there are and where they lie. `load` fills real chunks, and
+`exporter` streams them out again.
 """
 
-from moeref.bridge.blocks import Block, BridgeError, padded_vocab, shard_blocks
 from moeref.bridge.checkpoint import Checkpoint
-from moeref.bridge.loader import bind, hf_tensors, inventory, load, spelled_as
-from moeref.bridge.units import VOCAB_DIVISIBLE_BY, HFTensor, Placed, Table, Unit
+from moeref.bridge.loader import bind, hf_tensors, inventory, load
+from moeref.bridge.regions import BridgeError, CopyRegion, padded_vocab, shard_regions
+from moeref.bridge.shard_map import VOCAB_DIVISIBLE_BY, GlobalParam, HFTensor, LocalShard, ShardMap
 
 __all__ = [
     "VOCAB_DIVISIBLE_BY",
-    "Block",
     "BridgeError",
     "Checkpoint",
+    "CopyRegion",
+    "GlobalParam",
     "HFTensor",
-    "Placed",
-    "Table",
-    "Unit",
+    "LocalShard",
+    "ShardMap",
     "bind",
     "hf_tensors",
     "inventory",
     "load",
     "padded_vocab",
-    "shard_blocks",
-    "spelled_as",
+    "shard_regions",
 ]

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moeref.bridge.blocks import BridgeError, Index
-from moeref.bridge.units import HFTensor
+from moeref.bridge.regions import BridgeError, Index
+from moeref.bridge.shard_map import HFTensor
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from moeref.bridge.blocks import BridgeError, bounding, relative
 from moeref.bridge.checkpoint import Checkpoint, check_headers
-from moeref.bridge.units import HFTensor, Placed, Table
+from moeref.bridge.regions import BridgeError, bounding, relative
+from moeref.bridge.shard_map import HFTensor, LocalShard, ShardMap
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,72 +29,69 @@ def inventory(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.
     return found
 
 
-def bind(table: Table, rank: int, chunks: Sequence[torch.nn.Module]) -> list[tuple[Placed, torch.Tensor]]:
-    """Match this rank's table with its real tensors, in canonical order.
+def bind(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module]) -> list[tuple[LocalShard, torch.Tensor]]:
+    """The shards of `rank`, each with its real tensor, in canonical order.
 
-    Raises BridgeError, naming family, tensor, rank and layout, if the chunks hold a tensor that the table does not
-    know, lack one that it lists, or hold it in another shape or dtype.
+    Raises BridgeError, naming family, tensor, rank and layout, if the chunks hold a tensor that the map does not list,
+    lack one that it lists, or hold it in another shape or dtype.
     """
-    held = inventory(chunks)
-    where = f"{table.model.family}, rank {rank} ({table.layout.coords(rank).text}), layout {table.layout.text}"
-    pairs: list[tuple[Placed, torch.Tensor]] = []
-    for placed in table.placed(rank):
-        tensor = held.pop((placed.chunk, placed.local), None)
+    held, layout = inventory(chunks), shard_map.layout
+    where = f"{shard_map.model.family}, rank {rank} ({layout.coords(rank).text}), layout {layout.text}"
+    pairs: list[tuple[LocalShard, torch.Tensor]] = []
+    for shard in shard_map.local_shards(rank):
+        tensor = held.pop((shard.chunk, shard.local_name), None)
         if tensor is None:
-            raise BridgeError(f"{where}: chunk {placed.chunk} has no {placed.local} (global {placed.unit.name})")
-        if tuple(tensor.shape) != placed.shape or tensor.dtype != DTYPES[placed.unit.dtype]:
+            raise BridgeError(f"{where}: chunk {shard.chunk} has no {shard.local_name} (global {shard.param.name})")
+        if tuple(tensor.shape) != shard.shape or tensor.dtype != DTYPES[shard.param.dtype]:
             raise BridgeError(
-                f"{where}: chunk {placed.chunk} {placed.local} is {list(tensor.shape)} {tensor.dtype}, "
-                f"the table says {list(placed.shape)} {placed.unit.dtype}"
+                f"{where}: chunk {shard.chunk} {shard.local_name} is {list(tensor.shape)} {tensor.dtype}, "
+                f"the table says {list(shard.shape)} {shard.param.dtype}"
             )
-        pairs.append((placed, tensor))
+        pairs.append((shard, tensor))
     if held:
         names = ", ".join(f"chunk {c} {n}" for c, n in list(held)[:3])
         raise BridgeError(f"{where}: {len(held)} tensors are in no row of the table: {names}; add a row to the family")
     return pairs
 
 
-def hf_tensors(table: Table) -> list[HFTensor]:
+def hf_tensors(shard_map: ShardMap) -> list[HFTensor]:
     """Every Hugging Face tensor of the model once, in export order."""
-    return list({t.name: t for u in table.units if u.exports for t in u.hf}.values())
+    return list({t.name: t for p in shard_map.global_params if p.exports for t in p.hf}.values())
 
 
-def load(table: Table, rank: int, chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Fill the chunks of `rank` from a Hugging Face folder, in either spelling; padded vocabulary rows become zero.
+def load(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
+    """Fill the chunks of `rank` from a Hugging Face folder, in either expert format; vocabulary padding becomes zero.
 
     Names, shapes and dtypes of the whole checkpoint are checked against the headers before the first byte is written;
     then each Hugging Face tensor is read once, and only the slice whose elements this rank holds.
     Raises BridgeError as `bind` and `check_headers` do, and for an alias that differs from its tensor.
     """
     with Checkpoint(folder) as checkpoint:
-        table = spelled_as(table, checkpoint.names)
-        pairs = bind(table, rank, chunks)
-        model = table.model
-        check_headers(checkpoint, hf_tensors(table), model.family, table.layout.text, model.ignored)
-        for placed, tensor in pairs:
-            if placed.unit.row.how == "vocab":
+        shard_map = shard_map.for_checkpoint(checkpoint.names)
+        pairs = bind(shard_map, rank, chunks)
+        model = shard_map.model
+        check_headers(checkpoint, hf_tensors(shard_map), model.family, shard_map.layout.text, model.ignored)
+        for shard, tensor in pairs:
+            if shard.param.mapping.sharding == "vocab":
                 tensor.zero_()
-            for source in sorted({b.source for b in placed.blocks}):
-                base = bounding(placed.blocks, source)
-                data = checkpoint.read(placed.unit.hf[source].name, base)
-                for block in placed.blocks:
-                    if block.source == source:
-                        piece = data[relative(block.remote, base)]
-                        _put(table, placed, source, tensor[block.local], piece.mT if block.turned else piece)
+            for number in sorted({region.tensor for region in shard.regions}):
+                base = bounding(shard.regions, number)
+                data = checkpoint.read(shard.param.hf[number].name, base)
+                for region in shard.regions:
+                    if region.tensor == number:
+                        piece = data[relative(region.hf_index, base)]
+                        into = tensor[region.shard_index]
+                        _put(shard_map, shard, number, into, piece.mT if region.transposed else piece)
 
 
-def _put(table: Table, placed: Placed, source: int, into: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy; an alias (a further source of a vocabulary row) has to equal what is there already."""
-    if source and placed.unit.row.how == "vocab":
+def _put(shard_map: ShardMap, shard: LocalShard, number: int, into: torch.Tensor, data: torch.Tensor) -> None:
+    """Copy; an alias (a further tensor of the vocabulary) has to equal what is there already."""
+    param = shard.param
+    if number and param.mapping.sharding == "vocab":
         if not torch.equal(into, data.to(into.device)):
-            first, alias, held = placed.unit.hf[0].name, placed.unit.hf[source].name, placed.unit.name
-            raise BridgeError(f"{table.model.family}: {alias} differs from {first}; Megatron holds one {held} for both")
+            raise BridgeError(
+                f"{shard_map.model.family}: {param.hf[number].name} differs from {param.hf[0].name}; "
+                f"Megatron holds one {param.name} for both"
+            )
     else:
         into.copy_(data)
-
-
-def spelled_as(table: Table, names: set[str]) -> Table:
-    """The table in the Hugging Face spelling that `names` use: per-expert files or transformers 5's fused tensors."""
-    fused = any(n.endswith(".mlp.experts.gate_up_proj") for n in names)
-    spelling = replace(table.spelling, hf="fused" if fused else "per_expert")
-    return Table(table.model, table.layout, spelling, table.divisible_by)

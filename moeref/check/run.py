@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from moeref import families, seeds
-from moeref.bridge import BridgeError, Table
+from moeref.bridge import BridgeError, ShardMap
 from moeref.check.report import CheckError, Padding, Problem, Report, Stage
 from moeref.check.settings import Options, recipe, settled, understood
 from moeref.check.splits import splits
 from moeref.config import MoEConfig
 from moeref.dispatcher import AUTO, Choice
 from moeref.dispatcher.padding import PaddingError, plan
-from moeref.families import FamilyError, Model, Spelling
+from moeref.families import FamilyError, Model, SpecNames
 from moeref.layout import Layout, LayoutError
 from moeref.layout import text as layout_text
 from moeref.replay import index_dtype
@@ -118,13 +118,13 @@ def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
     report = replace(report, stages=tuple(found))
     try:
         report = replace(report, experts=(model.experts, len(layout.experts(0, model.experts))))
-        table = Table(model, layout, Spelling(norms="fused", experts="grouped"))
-        weights = {pp: _bytes(table, layout, pp) for pp in range(layout.pp)}
+        shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"))
+        weights = {pp: _bytes(shard_map, layout, pp) for pp in range(layout.pp)}
     except (LayoutError, BridgeError) as error:
         problems.append(Problem("bridge", str(error)))
         return report
     # Several units may be parts of one tensor, as experts that a checkpoint stacks.
-    tensors = {t.name: t.shape for unit in table.units if unit.exports for t in unit.hf}
+    tensors = {t.name: t.shape for param in shard_map.global_params if param.exports for t in param.hf}
     parameters = sum(math.prod(shape) for shape in tensors.values())
     return replace(report, weights=weights, tensors=len(tensors), parameters=parameters)
 
@@ -137,10 +137,10 @@ def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tupl
     )
 
 
-def _bytes(table: Table, layout: Layout, pp: int) -> int:
+def _bytes(shard_map: ShardMap, layout: Layout, pp: int) -> int:
     """Bytes of weights on a rank of pipeline rank `pp`: equal shards, so one rank speaks for all."""
     rank = layout.rank_of(tp=0, pp=pp)
-    return sum(math.prod(placed.shape) * _BYTES[placed.unit.dtype] for placed in table.placed(rank))
+    return sum(math.prod(shard.shape) * _BYTES[shard.param.dtype] for shard in shard_map.local_shards(rank))
 
 
 def _padding(report: Report, layout: Layout, recipe: str | None, length: int | None, problems: list[Problem]) -> Report:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moeref.families.model import MLA, GatedDelta, Model, Yarn
+from moeref.families.model import MLA, GatedDeltaNet, Model, Yarn
 from moeref.layout import Layout, LayoutError
 
 Origin = Literal["provider default", "default", "hf", "layout", "field", "override", "derived"]
@@ -62,8 +62,8 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     }
     if model.mla:
         hf |= _mla_settings(model.mla, model.rope_theta)
-    if model.delta:
-        hf |= _delta_settings(model.delta)
+    if model.gated_delta_net:
+        hf |= _delta_settings(model.gated_delta_net)
     hf |= _attention_settings(model)
     if model.clamp:
         hf |= {"activation_func_clamp_value": model.clamp, "glu_linear_offset": 1.0}
@@ -115,7 +115,7 @@ def _check(model: Model, layout: Layout) -> None:
             f"{model.family}: megatron-core has biases of experts at ETP 1 only, this layout has etp={layout.etp} "
             f"({layout.text}); give etp=1 and more of ep instead"
         )
-    if model.delta and layout.cp > 1:
+    if model.gated_delta_net and layout.cp > 1:
         raise LayoutError(
             f"{model.family}: gated delta nets and context parallelism are not mapped together ({layout.text}); "
             "give cp=1"
@@ -149,7 +149,7 @@ def _switches(model: Model) -> dict[str, bool]:
     }
 
 
-def _delta_settings(delta: GatedDelta) -> dict[str, Any]:
+def _delta_settings(delta: GatedDeltaNet) -> dict[str, Any]:
     return {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [int(is_delta) for is_delta in delta.layers],

@@ -1,6 +1,6 @@
-"""The export plan: which Hugging Face tensors come out, in which order, from which units. No collective, no torch.
+"""The export plan: which Hugging Face tensors come out, in which order, from which parameters. No collective, no torch.
 
-Every rank makes the same plan from the table alone, so names and order cannot depend on the layout or on the rank.
+Every rank makes the same plan from the shard map alone, so names and order cannot depend on the layout or on the rank.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import functools
 import hashlib
 from dataclasses import dataclass
 
-from moeref.bridge.units import HFTensor, Table, Unit
+from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap
 
 
 @dataclass(frozen=True)
 class Step:
-    """Units that are sent together and the Hugging Face tensors made of them: one unit and its tensors (q, k, v of a
-    linear_qkv), or all experts' units and the one fused tensor they fill."""
+    """Parameters that are sent together and the Hugging Face tensors made of them: one parameter and its tensors (q, k,
+    v of a linear_qkv), or those of all experts and the one fused tensor they fill."""
 
-    units: tuple[Unit, ...]
+    params: tuple[GlobalParam, ...]
     tensors: tuple[HFTensor, ...]
 
 
@@ -25,17 +25,17 @@ class Step:
 class Plan:
     """What an export sends, in order."""
 
-    table: Table
+    shard_map: ShardMap
     writer: int = 0
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """Steps in canonical order."""
-        together: dict[tuple[str, ...], list[Unit]] = {}
-        for unit in self.table.units:
-            if unit.exports:
-                together.setdefault(tuple(t.name for t in unit.hf), []).append(unit)
-        return tuple(Step(tuple(units), units[0].hf) for units in together.values())
+        together: dict[tuple[str, ...], list[GlobalParam]] = {}
+        for param in self.shard_map.global_params:
+            if param.exports:
+                together.setdefault(tuple(t.name for t in param.hf), []).append(param)
+        return tuple(Step(tuple(params), params[0].hf) for params in together.values())
 
     @functools.cached_property
     def tensors(self) -> tuple[HFTensor, ...]:
@@ -45,5 +45,5 @@ class Plan:
     @functools.cached_property
     def digest(self) -> int:
         """63 bits over names, shapes, dtypes, order, layout, writer; equal on all ranks or nothing starts."""
-        text = repr((self.table.layout.text, self.writer, [(t.name, t.shape, t.dtype) for t in self.tensors]))
+        text = repr((self.shard_map.layout.text, self.writer, [(t.name, t.shape, t.dtype) for t in self.tensors]))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

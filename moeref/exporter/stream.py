@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from moeref.bridge.blocks import BridgeError
 from moeref.bridge.loader import DTYPES, bind
-from moeref.bridge.units import HFTensor, Unit
+from moeref.bridge.regions import BridgeError
+from moeref.bridge.shard_map import GlobalParam, HFTensor
 from moeref.exporter.plan import Plan
 
 
@@ -29,13 +29,13 @@ def export(
     tensor is the receiver's own: it shares no memory with the model or with a later one. It is where the parameters
     are, or on the current CUDA device where they are offloaded and the group is NCCL's, which sends nothing from the
     host. Padded vocabulary rows are left out; a tied head appears once, as the embedding.
-    Raises BridgeError if the chunks hold a tensor that the table does not know; ExportError on every rank, before
+    Raises BridgeError if the chunks hold a tensor that the shard map does not list; ExportError on every rank, before
     anything is sent, if any rank's plan differs or was refused.
     """
     refused: BridgeError | None = None
     held: dict[str, torch.Tensor] = {}
     try:
-        held = {placed.unit.name: tensor for placed, tensor in bind(plan.table, rank, chunks) if placed.unit.exports}
+        held = {shard.param.name: tensor for shard, tensor in bind(plan.shard_map, rank, chunks) if shard.param.exports}
     except BridgeError as error:
         refused = error
     device = _where(chunks, group)
@@ -44,14 +44,14 @@ def export(
         if len(step.tensors) == 1:
             tensor = step.tensors[0]
             full = _empty(tensor, device) if rank == plan.writer else None
-            for unit in step.units:
-                _fill(plan, unit, {0: full}, _collect(plan, rank, unit, held, device, group))
+            for param in step.params:
+                _fill(plan, param, {0: full}, _collect(plan, rank, param, held, device, group))
             yield tensor, full
         else:
-            shards = _collect(plan, rank, step.units[0], held, device, group)
-            for source, tensor in enumerate(step.tensors):
+            shards = _collect(plan, rank, step.params[0], held, device, group)
+            for number, tensor in enumerate(step.tensors):
                 full = _empty(tensor, device) if rank == plan.writer else None
-                _fill(plan, step.units[0], {source: full}, shards)
+                _fill(plan, step.params[0], {number: full}, shards)
                 yield tensor, full
                 del full
         full = None
@@ -78,7 +78,7 @@ def _agree(
     plan: Plan, rank: int, refused: BridgeError | None, device: torch.device, group: dist.ProcessGroup | None
 ) -> None:
     """One 8-byte all-gather before anything is sent: a rank that cannot export must not leave the others waiting."""
-    if plan.table.layout.world > 1:
+    if plan.shard_map.layout.world > 1:
         mine = torch.tensor([-1 if refused else plan.digest], dtype=torch.int64, device=device)
         all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(all_ranks, mine, group=group)
@@ -88,7 +88,7 @@ def _agree(
             why = (
                 "refused their plan (their own error says why)" if any(said[r] == -1 for r in bad) else "plan otherwise"
             )
-            raise ExportError(f"{plan.table.model.family}, rank {rank}: ranks {bad} {why}; nothing was sent")
+            raise ExportError(f"{plan.shard_map.model.family}, rank {rank}: ranks {bad} {why}; nothing was sent")
     if refused:
         raise refused
 
@@ -96,38 +96,40 @@ def _agree(
 def _collect(
     plan: Plan,
     rank: int,
-    unit: Unit,
+    param: GlobalParam,
     held: dict[str, torch.Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> list[torch.Tensor] | None:
-    """The unit's shards in TP (ETP) order on the writer, None elsewhere. The writer's own shard is not copied."""
-    owners = plan.table.owners(unit)
+    """The param's shards in TP (ETP) order on the writer, None elsewhere. The writer's own shard is not copied."""
+    owners = plan.shard_map.owners(param)
     if rank != plan.writer:
         if rank in owners:
             # gloo and NCCL both send the bytes of a contiguous tensor; a strided view would be copied or refused.
-            dist.send(held[unit.name].to(device).contiguous(), dst=_global(plan.writer, group), group=group)
+            dist.send(held[param.name].to(device).contiguous(), dst=_global(plan.writer, group), group=group)
         return None
     shards: list[torch.Tensor] = []
     for part, owner in enumerate(owners):
         if owner == rank:
-            shards.append(held[unit.name])
+            shards.append(held[param.name])
             continue
-        shape, _ = plan.table.shard(unit, part)
-        shard = torch.empty(shape, dtype=DTYPES[unit.dtype], device=device)
+        shape, _ = plan.shard_map.shard(param, part)
+        shard = torch.empty(shape, dtype=DTYPES[param.dtype], device=device)
         dist.recv(shard, src=_global(owner, group), group=group)
         shards.append(shard)
     return shards
 
 
-def _fill(plan: Plan, unit: Unit, fulls: dict[int, torch.Tensor | None], shards: list[torch.Tensor] | None) -> None:
-    """Copy every block of `shards` into the full tensors given by source number."""
+def _fill(
+    plan: Plan, param: GlobalParam, fulls: dict[int, torch.Tensor | None], shards: list[torch.Tensor] | None
+) -> None:
+    """Copy every region of `shards` into the full tensors given by number."""
     if shards is None:
         return
     for part, shard in enumerate(shards):
-        _, blocks = plan.table.shard(unit, part)
-        for block in blocks:
-            full = fulls.get(block.source)
+        _, regions = plan.shard_map.shard(param, part)
+        for region in regions:
+            full = fulls.get(region.tensor)
             if full is not None:
-                place = full[block.remote]
-                (place.mT if block.turned else place).copy_(shard[block.local])
+                place = full[region.hf_index]
+                (place.mT if region.transposed else place).copy_(shard[region.shard_index])

@@ -1,6 +1,6 @@
 """Model families: one short data file each. Adding a family is adding a file and naming it here.
 
-`read(config)` gives the `Model` of a Hugging Face config; `rows(model)` its two-way HF ↔ Megatron table.
+`read(config)` gives the `Model` of a Hugging Face config; `mappings(model)` its two-way HF ↔ Megatron table.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any, NamedTuple
 
 from moeref.families import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, mixtral, qwen3_moe, qwen3_next
 from moeref.families.catalog import Source, known, published, sources
-from moeref.families.model import FamilyError, Model, Row, Spelling, Tensor
+from moeref.families.model import ExpertFormat, FamilyError, Model, ParamMapping, SpecNames, Tensor
 
 __all__ = [
     "ALIASES",
     "FAMILIES",
+    "ExpertFormat",
     "FamilyError",
     "Model",
-    "Row",
+    "ParamMapping",
     "Source",
-    "Spelling",
+    "SpecNames",
     "Tensor",
     "known",
+    "mappings",
     "published",
     "read",
-    "rows",
     "sources",
 ]
 
@@ -37,11 +38,11 @@ class Family(NamedTuple):
     """A family's reader and its table in the order in which tensors are exported within a layer."""
 
     read: Callable[[Mapping[str, Any], str], Model]
-    rows: tuple[Row, ...]
+    mappings: tuple[ParamMapping, ...]
 
 
 FAMILIES: dict[str, Family] = {
-    m.NAME: Family(m.read, m.ROWS)
+    m.NAME: Family(m.read, m.MAPPINGS)
     for m in (deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, mixtral, qwen3_moe, qwen3_next)
 }
 
@@ -99,13 +100,14 @@ def _check(model: Model) -> None:
         )
 
 
-def rows(model: Model) -> tuple[Row, ...]:
-    """The table of `model`'s family. A row with an alias holds it too, once for each MTP layer."""
-    return tuple(_aliased(row, model) for row in FAMILIES[model.family].rows)
+def mappings(model: Model) -> tuple[ParamMapping, ...]:
+    """The table of `model`'s family. A mapping with an alias has it too, once for each MTP layer."""
+    return tuple(_aliased(mapping, model) for mapping in FAMILIES[model.family].mappings)
 
 
-def _aliased(row: Row, model: Model) -> Row:
-    if row.alias is None or not model.mtp_layers:
-        return row
+def _aliased(mapping: ParamMapping, model: Model) -> ParamMapping:
+    alias = mapping.alias
+    if alias is None or not model.mtp_layers:
+        return mapping
     layers = range(model.num_layers, model.num_layers + model.mtp_layers)
-    return replace(row, hf=(*row.hf, *(Tensor(row.alias.name.format(layer=i), row.alias.dims) for i in layers)))
+    return replace(mapping, hf=(*mapping.hf, *(Tensor(alias.name.format(layer=i), alias.dims) for i in layers)))

@@ -13,7 +13,7 @@ from moeref.families.model import Model
 from moeref.families.reading import require
 
 NAME = "deepseek_v3"
-ROWS = mla.ROWS
+MAPPINGS = mla.MAPPINGS
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:

@@ -10,7 +10,7 @@ from moeref.families.model import Model
 from moeref.families.reading import check_switches, decoder, grouped_query, require, sigmoid_experts
 
 NAME = "glm4_moe"
-ROWS = (
+MAPPINGS = (
     common.EMBEDDING,
     *common.ATTENTION,
     *common.DENSE,

@@ -10,7 +10,7 @@ from moeref.families.model import FamilyError, Model
 from moeref.families.reading import require
 
 NAME = "glm4_moe_lite"
-ROWS = mla.ROWS
+MAPPINGS = mla.MAPPINGS
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:

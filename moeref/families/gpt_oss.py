@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from moeref.families import common
-from moeref.families.model import FamilyError, How, Model, Row, Tensor, Window
+from moeref.families.model import FamilyError, Model, ParamMapping, Sharding, Tensor, Window
 from moeref.families.reading import check_switches, decoder, require
 from moeref.families.yarn import read_rope
 
@@ -21,40 +21,42 @@ _L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _E = _H + "mlp.experts."
 
 
-def _expert(parameter: str, hf: Tensor, how: How = "replicate") -> Row:
+def _expert(parameter: str, hf: Tensor, sharding: Sharding = "replicate") -> ParamMapping:
     """The row of an expert's `linear_fc{1,2}.{weight,bias}`."""
-    return Row(
+    return ParamMapping(
         megatron=f"{_L}mlp.experts.local_experts.{{expert}}.{parameter}",
-        grouped=f"{_L}mlp.experts.{parameter}{{expert}}",
+        grouped_name=f"{_L}mlp.experts.{parameter}{{expert}}",
         hf=(hf,),
-        how=how,
-        on="moe",
+        sharding=sharding,
+        where="moe",
     )
 
 
 EXPERTS = (
     _expert(
         "linear_fc1.weight",
-        Tensor(_E + "gate_up_proj", ("experts", "hidden", "2moe_ffn"), turned=True, paired=True),
+        Tensor(_E + "gate_up_proj", ("experts", "hidden", "2moe_ffn"), transposed=True, interleaved=True),
         "gate_up",
     ),
-    _expert("linear_fc1.bias", Tensor(_E + "gate_up_proj_bias", ("experts", "2moe_ffn"), paired=True), "gate_up"),
-    _expert("linear_fc2.weight", Tensor(_E + "down_proj", ("experts", "moe_ffn", "hidden"), turned=True), "row"),
+    _expert("linear_fc1.bias", Tensor(_E + "gate_up_proj_bias", ("experts", "2moe_ffn"), interleaved=True), "gate_up"),
+    _expert("linear_fc2.weight", Tensor(_E + "down_proj", ("experts", "moe_ffn", "hidden"), transposed=True), "row"),
     # Row-parallel linears hold their bias whole.
     _expert("linear_fc2.bias", Tensor(_E + "down_proj_bias", ("experts", "hidden"))),
 )
-ROWS = (
+MAPPINGS = (
     common.EMBEDDING,
     *common.ATTENTION,
-    Row(megatron=_L + "self_attention.linear_proj.bias", hf=(Tensor(_H + "self_attn.o_proj.bias", ("hidden",)),)),
-    Row(
+    ParamMapping(
+        megatron=_L + "self_attention.linear_proj.bias", hf=(Tensor(_H + "self_attn.o_proj.bias", ("hidden",)),)
+    ),
+    ParamMapping(
         megatron=_L + "self_attention.core_attention.softmax_offset",
         hf=(Tensor(_H + "self_attn.sinks", ("heads",)),),
-        how="column",
+        sharding="column",
     ),
     common.PRE_MOE_NORM,
     replace(common.GATE, hf=(Tensor(_H + "mlp.router.weight", ("experts", "hidden")),)),
-    Row(megatron=_L + "mlp.router.bias", hf=(Tensor(_H + "mlp.router.bias", ("experts",)),), on="moe"),
+    ParamMapping(megatron=_L + "mlp.router.bias", hf=(Tensor(_H + "mlp.router.bias", ("experts",)),), where="moe"),
     *EXPERTS,
     *common.HEAD,
 )

@@ -15,7 +15,7 @@ from moeref.families.reading import check_switches, decoder, grouped_query, requ
 
 NAME = "mixtral"
 _MOE, _FC1, _FC2 = "model.layers.{layer}.block_sparse_moe.", *common.EXPERTS
-ROWS = (
+MAPPINGS = (
     common.EMBEDDING,
     *common.ATTENTION,
     common.PRE_MOE_NORM,

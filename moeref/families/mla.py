@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moeref.families import common
-from moeref.families.model import MLA, Model, Row, Tensor
+from moeref.families.model import MLA, Model, ParamMapping, Tensor
 from moeref.families.reading import check_switches, decoder, require, sigmoid_experts
 from moeref.families.yarn import read_rope
 
@@ -18,52 +18,52 @@ _L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 _M, _A = _L + "self_attention.", _H + "self_attn."
 
 
-def _latent_norm(part: str, needs: str = "") -> Row:
-    return Row(
+def _latent_norm(part: str, only_if: str = "") -> ParamMapping:
+    return ParamMapping(
         megatron=f"{_M}{part}_layernorm.weight",
-        te=f"{_M}linear_{part}_up_proj.layer_norm_weight",
+        te_name=f"{_M}linear_{part}_up_proj.layer_norm_weight",
         hf=(Tensor(f"{_A}{part}_a_layernorm.weight", (f"{part}_rank",)),),
-        needs=needs,
+        only_if=only_if,
     )
 
 
 ATTENTION = (
-    Row(megatron=_L + "input_layernorm.weight", hf=(Tensor(_H + "input_layernorm.weight", ("hidden",)),)),
-    Row(
+    ParamMapping(megatron=_L + "input_layernorm.weight", hf=(Tensor(_H + "input_layernorm.weight", ("hidden",)),)),
+    ParamMapping(
         megatron=_M + "linear_q_proj.weight",
         hf=(Tensor(_A + "q_proj.weight", ("q", "hidden")),),
-        how="column",
-        needs="direct_q",
+        sharding="column",
+        only_if="direct_q",
     ),
-    Row(
+    ParamMapping(
         megatron=_M + "linear_q_down_proj.weight",
         hf=(Tensor(_A + "q_a_proj.weight", ("q_rank", "hidden")),),
-        needs="latent_q",
+        only_if="latent_q",
     ),
-    _latent_norm("q", needs="latent_q"),
-    Row(
+    _latent_norm("q", only_if="latent_q"),
+    ParamMapping(
         megatron=_M + "linear_q_up_proj.weight",
         hf=(Tensor(_A + "q_b_proj.weight", ("q", "q_rank")),),
-        how="column",
-        needs="latent_q",
+        sharding="column",
+        only_if="latent_q",
     ),
-    Row(
+    ParamMapping(
         megatron=_M + "linear_kv_down_proj.weight",
         hf=(Tensor(_A + "kv_a_proj_with_mqa.weight", ("kv_rank+rope", "hidden")),),
     ),
     _latent_norm("kv"),
-    Row(
+    ParamMapping(
         megatron=_M + "linear_kv_up_proj.weight",
         hf=(Tensor(_A + "kv_b_proj.weight", ("kv", "kv_rank")),),
-        how="column",
+        sharding="column",
     ),
-    Row(
+    ParamMapping(
         megatron=_M + "linear_proj.weight",
         hf=(Tensor(_A + "o_proj.weight", ("hidden", "v")),),
-        how="row",
+        sharding="row",
     ),
 )
-ROWS = (
+MAPPINGS = (
     common.EMBEDDING,
     *ATTENTION,
     *common.DENSE,

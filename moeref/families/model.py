@@ -1,4 +1,4 @@
-"""What moeref knows of a model: sizes and switches read from a Hugging Face config, and the rows of its tensor table.
+"""What moeref knows of a model: sizes and switches read from a Hugging Face config, and the mappings of its table.
 
 Everything here is data, without torch. A family file (`qwen3_moe.py`, `glm4_moe.py`, …) fills it in; `bridge` reads it.
 """
@@ -9,7 +9,8 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up", "gated_qkv", "delta_in", "delta_conv"]
+Sharding = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up", "gated_qkv", "gdn_in_proj", "gdn_conv1d"]
+ExpertFormat = Literal["per_expert", "fused"]
 
 
 class FamilyError(ValueError):
@@ -50,7 +51,7 @@ class MLA:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDelta:
+class GatedDeltaNet:
     """Gated delta nets in place of attention: their layers, heads, sizes per head, and the convolution's kernel."""
 
     layers: tuple[bool, ...]  # by global layer; False is a layer with attention
@@ -70,10 +71,10 @@ class GatedDelta:
         """The sizes that `Tensor.dims` names."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         return {
-            "delta_v": values,
-            "delta_qkv": 2 * keys + values,
-            "delta_qkvz": 2 * keys + 2 * values,
-            "delta_ba": 2 * self.value_heads,
+            "gdn_v": values,
+            "gdn_qkv": 2 * keys + values,
+            "gdn_qkvz": 2 * keys + 2 * values,
+            "gdn_ba": 2 * self.value_heads,
             "value_heads": self.value_heads,
             "value_dim": self.value_dim,
             "kernel": self.kernel,
@@ -117,7 +118,7 @@ class Model:
     rotary_percent: float = 1.0
     yarn: Yarn | None = None  # of grouped-query attention; MLA has its own
     mla: MLA | None = None  # None: grouped-query attention
-    delta: GatedDelta | None = None  # None: attention in every layer
+    gated_delta_net: GatedDeltaNet | None = None  # None: attention in every layer
     output_gate: bool = False  # attention's output is gated by a half of the query projection
     shared_gate: bool = False  # the shared experts' output is gated by one number a token
     zero_centered: bool = False  # norms scale by 1 + weight, but for a gated delta net's own
@@ -138,8 +139,8 @@ class Model:
     def _attention_dims(self) -> dict[str, int]:
         if self.mla is None:
             q, kv = self.heads * self.head_dim, self.kv_groups * self.head_dim
-            delta = self.delta.dims if self.delta else {}
-            return {"q": q, "2q": 2 * q, "kv": kv, "head_dim": self.head_dim, "one": 1, **delta}
+            net = self.gated_delta_net.dims if self.gated_delta_net else {}
+            return {"q": q, "2q": 2 * q, "kv": kv, "head_dim": self.head_dim, "one": 1, **net}
         return {
             "q": self.heads * (self.mla.nope + self.mla.rope),
             "kv": self.heads * (self.mla.nope + self.mla.v),
@@ -168,72 +169,76 @@ class Model:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One Hugging Face tensor of a row: its name pattern (`{layer}`, `{expert}`) and its dimensions by name.
+    """One Hugging Face tensor of a mapping: its name pattern (`{layer}`, `{expert}`) and its dimensions by name.
 
-    The tensor of an expert's row whose name has no `{expert}` holds all experts, the expert first.
+    An expert's tensor whose name has no `{expert}` holds all experts, the expert first.
     """
 
     name: str
     dims: tuple[str, ...]
-    turned: bool = False  # the matrix is [in, out] here; Megatron's are [out, in]
-    paired: bool = False  # gate and up alternate along the outputs; otherwise all of gate comes first
+    transposed: bool = False  # the matrix is [in, out] here; Megatron's are [out, in]
+    interleaved: bool = False  # gate and up alternate along the outputs; otherwise all of gate comes first
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of a family's table: a Megatron tensor and the Hugging Face tensors whose elements it holds.
+class ParamMapping:
+    """One line of a family's table: a Megatron parameter and the Hugging Face tensors whose elements it holds.
 
-    how: `replicate` on every TP rank · `vocab` rows of dim 0 over TP, padded with zeros · `column` dim 0 over TP ·
+    sharding: `replicate` whole on every TP rank · `vocab` dim 0 over TP, padded with zeros · `column` dim 0 over TP ·
     `row` dim 1 over TP · `qkv` per KV group [its q heads | k | v], contiguous groups over TP · `gate_up` TP rank r
-    holds cat(gate chunk r, up chunk r) · `gated_qkv`, `delta_in`, `delta_conv`: see `bridge.delta`. A row with
-    `{expert}` is split over ETP and EP instead of TP.
+    holds cat(gate chunk r, up chunk r) · `gated_qkv`, `gdn_in_proj`, `gdn_conv1d`: see `bridge.gated_delta_net`.
+    A parameter with `{expert}` is split over ETP and EP instead of TP.
     """
 
     megatron: str  # name in the local layer spec, below the chunk; {layer} and {expert}
     hf: tuple[Tensor, ...]
-    how: How = "replicate"
-    te: str = ""  # name in the Transformer Engine layer spec where it differs
-    grouped: str = ""  # name in grouped expert modules
+    sharding: Sharding = "replicate"
+    te_name: str = ""  # name in the Transformer Engine layer spec where it differs
+    grouped_name: str = ""  # name in grouped expert modules
     fused: Tensor | None = None  # transformers 5's in-memory tensor where it differs; all experts in one, expert first
     alias: Tensor | None = None  # the same tensor once more in each multi-token prediction layer of the file
-    on: Literal["first", "last", "layer", "dense", "moe", "attention", "delta", "mtp"] = "layer"
-    needs: str = ""  # a switch of `Model` that must be true
+    where: Literal["first", "last", "layer", "dense", "moe", "attention", "gated_delta_net", "mtp"] = "layer"
+    only_if: str = ""  # a switch of `Model` that must be true
     dtype: str = ""  # kept in this dtype whatever the model's is
 
+    def __hash__(self) -> int:
+        """Of what tells mappings of one family apart; a hash of every field would cost too much per parameter."""
+        return hash((self.megatron, self.where))
+
     def present(self, model: Model, layer: int | None) -> bool:
-        """Whether `model` has this row at `layer` (None for rows outside layers; MTP layers follow the decoder's)."""
-        if self.needs and not getattr(model, self.needs):
+        """Whether `model` has it at `layer` (None: outside the layers; MTP layers follow the decoder's)."""
+        if self.only_if and not getattr(model, self.only_if):
             return False
         if layer is None:
-            return self.on in ("first", "last")
-        if self.on == "mtp":
+            return self.where in ("first", "last")
+        if self.where == "mtp":
             return layer >= model.num_layers
-        if self.on in ("dense", "moe"):
+        if self.where in ("dense", "moe"):
             # An MTP layer is of the kind of the last decoder layer, both in megatron-core and in the files.
-            return model.moe_layers[min(layer, model.num_layers - 1)] == (self.on == "moe")
-        if self.on in ("attention", "delta"):
-            delta = model.delta is not None and layer < model.num_layers and model.delta.layers[layer]
-            return delta == (self.on == "delta")
-        return self.on == "layer"
+            return model.moe_layers[min(layer, model.num_layers - 1)] == (self.where == "moe")
+        if self.where in ("attention", "gated_delta_net"):
+            net = model.gated_delta_net
+            is_net = net is not None and layer < model.num_layers and net.layers[layer]
+            return is_net == (self.where == "gated_delta_net")
+        return self.where == "layer"
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """Which of several names for the same tensor is in use.
+class SpecNames:
+    """Names that Megatron gives to parameters, by the layer spec and the version in use.
 
-    norms: `apart` in the local layer spec, `fused` into the linears in the Transformer Engine spec.
-    experts: Megatron's `sequential` or `grouped` modules. hf: `per_expert` files or the `fused` in-memory form.
-    mtp: the transformer layer inside an MTP layer, `transformer_layer` in megatron-core 0.16.
+    norms: `separate` modules in the local layer spec, `fused` into the linears in the Transformer Engine spec.
+    experts: `sequential` or `grouped` modules. mtp: the transformer layer inside an MTP layer, which is
+    `transformer_layer` in megatron-core 0.16.
     """
 
     norms: Literal["separate", "fused"] = "separate"
     experts: Literal["sequential", "grouped"] = "sequential"
-    hf: Literal["per_expert", "fused"] = "per_expert"
     mtp: Literal["mtp_model_layer", "transformer_layer"] = "mtp_model_layer"
 
-    def megatron(self, row: Row, *, mtp: bool = False) -> str:
-        """The Megatron name pattern of `row` in this spelling; of a decoder row inside an MTP layer with `mtp`."""
-        name = row.te if self.norms == "fused" and row.te else row.megatron
-        if self.experts == "grouped" and row.grouped:
-            name = row.grouped
+    def of(self, mapping: ParamMapping, *, mtp: bool = False) -> str:
+        """The name pattern of `mapping`; with `mtp`, of a decoder parameter inside an MTP layer."""
+        name = mapping.te_name if self.norms == "fused" and mapping.te_name else mapping.megatron
+        if self.experts == "grouped" and mapping.grouped_name:
+            name = mapping.grouped_name
         return name.replace("decoder.layers.{layer}.", f"mtp.layers.{{layer}}.{self.mtp}.") if mtp else name

@@ -10,7 +10,7 @@ from moeref.families.model import Model
 from moeref.families.reading import check_switches, decoder, grouped_query, require
 
 NAME = "qwen3_moe"
-ROWS = (common.EMBEDDING, *common.ATTENTION, *common.DENSE, *common.ROUTER, *common.EXPERTS, *common.HEAD)
+MAPPINGS = (common.EMBEDDING, *common.ATTENTION, *common.DENSE, *common.ROUTER, *common.EXPERTS, *common.HEAD)
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:

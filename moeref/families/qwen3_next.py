@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from moeref.families import common
-from moeref.families.model import FamilyError, GatedDelta, Model, Row, Tensor
+from moeref.families.model import FamilyError, GatedDeltaNet, Model, ParamMapping, Tensor
 from moeref.families.reading import check_switches, decoder, grouped_query, require
 
 NAME = "qwen3_next"
@@ -23,49 +23,49 @@ _M, _A = _L + "self_attention.", _H + "linear_attn."
 _INPUT_NORM, _QKV, _, *_REST = common.ATTENTION
 _Q, *_KV = _QKV.hf
 ATTENTION = tuple(
-    replace(row, on="attention")
-    for row in (
+    replace(mapping, where="attention")
+    for mapping in (
         _INPUT_NORM,
-        replace(_QKV, hf=(replace(_Q, dims=("2q", "hidden")), *_KV), how="gated_qkv"),
+        replace(_QKV, hf=(replace(_Q, dims=("2q", "hidden")), *_KV), sharding="gated_qkv"),
         *_REST,
     )
 )
 DELTA = tuple(
-    replace(row, on="delta")
-    for row in (
-        replace(_INPUT_NORM, te=_M + "in_proj.layer_norm_weight"),
-        Row(
+    replace(mapping, where="gated_delta_net")
+    for mapping in (
+        replace(_INPUT_NORM, te_name=_M + "in_proj.layer_norm_weight"),
+        ParamMapping(
             megatron=_M + "in_proj.weight",
             hf=(
-                Tensor(_A + "in_proj_qkvz.weight", ("delta_qkvz", "hidden")),
-                Tensor(_A + "in_proj_ba.weight", ("delta_ba", "hidden")),
+                Tensor(_A + "in_proj_qkvz.weight", ("gdn_qkvz", "hidden")),
+                Tensor(_A + "in_proj_ba.weight", ("gdn_ba", "hidden")),
             ),
-            how="delta_in",
+            sharding="gdn_in_proj",
         ),
-        Row(
+        ParamMapping(
             megatron=_M + "conv1d.weight",
-            hf=(Tensor(_A + "conv1d.weight", ("delta_qkv", "one", "kernel")),),
-            how="delta_conv",
+            hf=(Tensor(_A + "conv1d.weight", ("gdn_qkv", "one", "kernel")),),
+            sharding="gdn_conv1d",
         ),
-        Row(megatron=_M + "dt_bias", hf=(Tensor(_A + "dt_bias", ("value_heads",)),), how="column"),
-        Row(megatron=_M + "A_log", hf=(Tensor(_A + "A_log", ("value_heads",)),), how="column"),
-        Row(megatron=_M + "out_norm.weight", hf=(Tensor(_A + "norm.weight", ("value_dim",)),)),
-        Row(
+        ParamMapping(megatron=_M + "dt_bias", hf=(Tensor(_A + "dt_bias", ("value_heads",)),), sharding="column"),
+        ParamMapping(megatron=_M + "A_log", hf=(Tensor(_A + "A_log", ("value_heads",)),), sharding="column"),
+        ParamMapping(megatron=_M + "out_norm.weight", hf=(Tensor(_A + "norm.weight", ("value_dim",)),)),
+        ParamMapping(
             megatron=_M + "out_proj.weight",
-            hf=(Tensor(_A + "out_proj.weight", ("hidden", "delta_v")),),
-            how="row",
+            hf=(Tensor(_A + "out_proj.weight", ("hidden", "gdn_v")),),
+            sharding="row",
         ),
     )
 )
 SHARED = (
     *common.mlp(_L + "mlp.shared_experts.", _H + "mlp.shared_expert.", "shared_ffn", "moe"),
-    Row(
+    ParamMapping(
         megatron=_L + "mlp.shared_experts.gate_weight",
         hf=(Tensor(_H + "mlp.shared_expert_gate.weight", ("one", "hidden")),),
-        on="moe",
+        where="moe",
     ),
 )
-ROWS = (
+MAPPINGS = (
     common.EMBEDDING,
     *DELTA,
     *ATTENTION,
@@ -83,7 +83,7 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
     check_switches(hf, NAME, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
     base = decoder(hf, NAME, dtype)
     layers, step, dense = base["num_layers"], hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
-    delta = GatedDelta(
+    net = GatedDeltaNet(
         layers=_delta_layers(hf, layers),
         key_heads=require(hf, NAME, "linear_num_key_heads"),
         value_heads=require(hf, NAME, "linear_num_value_heads"),
@@ -91,15 +91,15 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
         value_dim=require(hf, NAME, "linear_value_head_dim"),
         kernel=require(hf, NAME, "linear_conv_kernel_dim"),
     )
-    if delta.value_heads % delta.key_heads:
-        raise FamilyError(f"{NAME}: {delta.value_heads} value heads do not divide over {delta.key_heads} key heads")
+    if net.value_heads % net.key_heads:
+        raise FamilyError(f"{NAME}: {net.value_heads} value heads do not divide over {net.key_heads} key heads")
     return Model(
         **base,
         **grouped_query(hf, NAME, partial_rotary=0.25),
         qk_norm=True,
         output_gate=True,
         zero_centered=True,
-        delta=delta,
+        gated_delta_net=net,
         experts=require(hf, NAME, "num_experts", "num_local_experts"),
         moe_ffn=require(hf, NAME, "moe_intermediate_size"),
         shared_ffn=require(hf, NAME, "shared_expert_intermediate_size"),

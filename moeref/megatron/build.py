@@ -14,13 +14,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from moeref.bridge import VOCAB_DIVISIBLE_BY, Table, padded_vocab
+from moeref.bridge import VOCAB_DIVISIBLE_BY, ShardMap, padded_vocab
 from moeref.config import ConfigError, EffectiveSettings, MoEConfig, Setting, read_back, resolve
 from moeref.config.settings import ATTRIBUTES
-from moeref.families import Model, Spelling
+from moeref.families import Model, SpecNames
 from moeref.layout import Layout
-from moeref.megatron import delta, dispatch, te_layers
 from moeref.megatron import device as on
+from moeref.megatron import dispatch, gated_delta_net, te_layers
 from moeref.megatron import norms as norms_of_torch
 from moeref.megatron import precision as recipes
 from moeref.megatron.expert_bias_patch import patch_expert_biases
@@ -32,12 +32,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Built:
-    """One rank's model: its chunks (one per virtual stage), their config, and the table that describes them."""
+    """One rank's model: its chunks (one per virtual stage), their config, and the map of its shards."""
 
     chunks: list[GPTModel]
     config: TransformerConfig
     record: EffectiveSettings
-    table: Table
+    shard_map: ShardMap
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -87,7 +87,7 @@ def settings_of(
         raise ConfigError(f"kernels={kernels!r} is neither 'torch' nor 'te'")
     kind = MLATransformerConfig if model.mla else TransformerConfig
     more = _torch_settings(model, device, interleaved=layout.vpp > 1)
-    if model.delta and delta.without_fla():
+    if model.gated_delta_net and gated_delta_net.without_fla():
         more["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
     if kernels == "te":
         more["moe_grouped_gemm"] = Setting(experts == "grouped", "default", f"experts={experts!r}")
@@ -158,20 +158,20 @@ def build(
         )
     dispatch.check(model, layout, record, gpu=where.type == "cuda")
     config, record = transformer_config(record)
-    spelling = Spelling(
+    names = SpecNames(
         norms="fused" if norms == "fused" else "separate",
         experts="grouped" if experts == "grouped" else "sequential",
         mtp=mtp_name(),
     )
-    table = Table(model, layout, spelling, divisible_by)
-    recipes.check_widths(table, rank, config)
+    shard_map = ShardMap(model, layout, names, divisible_by=divisible_by)
+    recipes.check_widths(shard_map, rank, config)
     dispatch.let_router_run()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     at = layout.coords(rank)
     chunks: list[GPTModel] = []
     for vp in range(layout.vpp):
         vp_stage = vp if layout.vpp > 1 else None
-        block, mtp = _specs(table, config, at.pp, vp, kernels)
+        block, mtp = _specs(shard_map, config, at.pp, vp, kernels)
         chunk = GPTModel(
             config=config,
             mtp_block_spec=mtp,
@@ -194,19 +194,19 @@ def build(
         _of_the_expert_grid(chunk)
         if model.linear_bias:
             patch_expert_biases(chunk)
-        by_name = kernels == "torch" and spelling.experts == "grouped"
+        by_name = kernels == "torch" and names.experts == "grouped"
         chunks.append(with_grouped_names(chunk) if by_name else chunk)
-    return Built(chunks, config, record, table)
+    return Built(chunks, config, record, shard_map)
 
 
-def _specs(table: Table, config: TransformerConfig, pp: int, vp: int, kernels: str) -> tuple[Any, Any]:
+def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, kernels: str) -> tuple[Any, Any]:
     """The specs of one stage: of its block, and of the MTP block if it has that too."""
-    model, layout, layers = table.model, table.layout, table.stages.layers[pp, vp]
+    model, layout, layers = shard_map.model, shard_map.layout, shard_map.stages.layers[pp, vp]
     vp_stage = vp if layout.vpp > 1 else None
-    with_mtp, moe = table.stages.mtp == (pp, vp), model.moe_layers
-    nets = [model.delta.layers[i] for i in layers] if model.delta else []
+    with_mtp, moe = shard_map.stages.mtp == (pp, vp), model.moe_layers
+    nets = [model.gated_delta_net.layers[i] for i in layers] if model.gated_delta_net else []
     block = get_gpt_decoder_block_spec(
-        delta.attention_only(config),
+        gated_delta_net.attention_only(config),
         use_transformer_engine=kernels == "te",
         normalization="RMSNorm",
         vp_stage=vp_stage,
@@ -217,15 +217,15 @@ def _specs(table: Table, config: TransformerConfig, pp: int, vp: int, kernels: s
             block.layer_specs = te_layers.nets(block.layer_specs, nets)
         mla = model.mla is not None
         return block, te_layers.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
-    fused = table.spelling.norms == "fused"
+    fused = shard_map.names.norms == "fused"
     kind = {"mla": model.mla is not None, "fused": fused, "cp": layout.cp > 1}
     block.layer_norm = norms_of_torch.TorchNorm
     block.layer_specs = [
         layer_spec(local, moe=moe[i], **kind) for i, local in zip(layers, block.layer_specs, strict=True)
     ]
     if nets:
-        block.layer_specs = delta.adapted(block.layer_specs, nets, fused=fused)
-        block.layer_norm = delta.ZeroCenteredNorm
+        block.layer_specs = gated_delta_net.adapted(block.layer_specs, nets, fused=fused)
+        block.layer_norm = gated_delta_net.ZeroCenteredNorm
     return block, mtp_spec(config, moe=moe[-1], vp_stage=vp_stage, **kind) if with_mtp else None
 
 

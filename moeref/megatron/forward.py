@@ -11,12 +11,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.layout import Layout
 from moeref.megatron import context, device, precision, te_layers
 
 
-def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor) -> torch.Tensor | None:
     """`logits_BSV` in fp32 over the unpadded vocabulary on last-stage ranks, None elsewhere. One row a microbatch.
 
     They are the decoder's; multi-token prediction layers are left out. Under context parallelism every rank is given
@@ -26,7 +26,7 @@ def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) ->
     The interleaved schedule wants microbatches in multiples of PP: missing ones repeat the last row and are left out of
     the result.
     """
-    layout, (_, length) = table.layout, tokens_BS.shape
+    layout, (_, length) = shard_map.layout, tokens_BS.shape
     precision.check_length(chunks[0].config, layout, length)
     tokens_BS = tokens_BS.to(device.of(chunks))
     positions_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
@@ -59,7 +59,7 @@ def logits(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) ->
     if layout.cp > 1:
         joined_SBV = context.gather(full_BSV.transpose(0, 1), parallel_state.get_context_parallel_group())
         full_BSV = context.restore(joined_SBV, layout.cp).transpose(0, 1)
-    logits_BSV: torch.Tensor = full_BSV[..., : table.model.vocab].float()
+    logits_BSV: torch.Tensor = full_BSV[..., : shard_map.model.vocab].float()
     return logits_BSV
 
 

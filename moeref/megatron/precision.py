@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.config import ConfigError, MoEConfig
 from moeref.config.precision import FORMATS, fp8
 from moeref.dispatcher import padding
@@ -55,19 +55,19 @@ def check_length(config: Any, layout: Layout, length: int) -> None:
         )
 
 
-def check_widths(table: Table, rank: int, config: Any) -> None:
+def check_widths(shard_map: ShardMap, rank: int, config: Any) -> None:
     """Raise ConfigError for linears of this rank whose width, in or out, the recipe in `config` does not divide."""
     if (recipe := _recipe(config)) is None:
         return
     rows = padding.RECIPES[recipe]
     wrong = [
-        f"{placed.local} {list(placed.shape)}"
-        for placed in table.placed(rank)
-        if _QUANTISED.search(placed.local) and any(width % rows for width in placed.shape)
+        f"{shard.local_name} {list(shard.shape)}"
+        for shard in shard_map.local_shards(rank)
+        if _QUANTISED.search(shard.local_name) and any(width % rows for width in shard.shape)
     ]
     if wrong:
         shown = ", ".join(wrong[:3]) + (f", … ({len(wrong) - 3} more)" if len(wrong) > 3 else "")
         raise ConfigError(
-            f"{table.model.family}, rank {rank}, layout {table.layout.text}: {recipe} GEMMs take widths in multiples "
-            f"of {rows}, which these linears are not: {shown}; use less of tp and etp, or another recipe"
+            f"{shard_map.model.family}, rank {rank}, layout {shard_map.layout.text}: {recipe} GEMMs take widths in "
+            f"multiples of {rows}, which these linears are not: {shown}; use less of tp and etp, or another recipe"
         )

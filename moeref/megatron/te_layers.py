@@ -1,6 +1,6 @@
 """Layers of Transformer Engine: megatron-core's own specs of them, and what can be had where.
 
-Their parameters have the names of the table's spelling `norms="fused"`. What a module keeps for quantisation is its
+Their parameters have the names of `SpecNames(norms="fused")`. What a module keeps for quantisation is its
 `_extra_state`, in a `state_dict` but neither parameter nor buffer, so no table lists it.
 """
 
@@ -21,7 +21,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from moeref.config import ConfigError, EffectiveSettings
 from moeref.families import Model
-from moeref.megatron import delta, precision
+from moeref.megatron import gated_delta_net, precision
 
 #: The first version with a grouped linear, and from which megatron-core takes its norm for queries and keys.
 SINCE = "1.9.0"
@@ -69,7 +69,7 @@ def nets(layers: Sequence[ModuleSpec], is_delta: Sequence[bool]) -> list[ModuleS
     megatron-core's own spec of that net builds its inner norm zero-centred, which the files do not hold.
     """
     linears = transformer_engine.TELayerNormColumnParallelLinear, transformer_engine.TERowParallelLinear
-    return delta.in_place_of_attention(layers, is_delta, *linears)
+    return gated_delta_net.in_place_of_attention(layers, is_delta, *linears)
 
 
 def mtp_spec(config: Any, *, moe: bool, mla: bool, vp_stage: int | None) -> Any:

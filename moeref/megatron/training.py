@@ -16,12 +16,14 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.megatron import context, device, precision
 from moeref.megatron.forward import mask_of
 
 
-def gradients(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
+def gradients(
+    chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor
+) -> dict[tuple[int, str], torch.Tensor]:
     """Gradients in fp32 of this rank's parameters by (chunk, local name), reduced over all ranks that share them.
 
     The loss is the mean over all tokens of the cross entropy of the next token over the unpadded vocabulary, where the
@@ -30,9 +32,11 @@ def gradients(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor)
     Raises ValueError for a model with multi-token prediction layers, which have a loss of their own, and if the
     schedule is interleaved and the rows are no multiple of PP; LayoutError and PaddingError as `logits` does.
     """
-    layout, (rows, length) = table.layout, tokens_BS.shape
-    if table.model.mtp_layers:
-        raise ValueError(f"{table.model.family}: the loss of multi-token prediction layers is not part of this step")
+    layout, (rows, length) = shard_map.layout, tokens_BS.shape
+    if shard_map.model.mtp_layers:
+        raise ValueError(
+            f"{shard_map.model.family}: the loss of multi-token prediction layers is not part of this step"
+        )
     if layout.vpp > 1 and rows % layout.pp:
         raise ValueError(f"{rows} microbatches are no multiple of pp={layout.pp}, which interleaving wants")
     precision.check_length(chunks[0].config, layout, length)
@@ -48,7 +52,7 @@ def gradients(chunks: Sequence[GPTModel], table: Table, tokens_BS: torch.Tensor)
         def loss(local_1SV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             # Megatron's own cross entropy counts the padding of the vocabulary, which grows with TP.
             full_1SV = tensor_parallel.gather_from_tensor_model_parallel_region(local_1SV)
-            logits_SV = full_1SV[0, :, : table.model.vocab].float()
+            logits_SV = full_1SV[0, :, : shard_map.model.vocab].float()
             # The schedule multiplies by CP and divides by the number of microbatches; DDP averages over DP and CP.
             return torch.nn.functional.cross_entropy(logits_SV, labels_S, reduction="sum") / length, {}
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeref import families
-from moeref.bridge import Table, hf_tensors, load
+from moeref.bridge import ShardMap, hf_tensors, load
 from moeref.exporter import Plan, export
 from moeref.layout import Layout
 from tests.unit.models import model
@@ -23,30 +23,30 @@ pytestmark = pytest.mark.bench
 
 
 @pytest.fixture(scope="module")
-def table() -> Table:
+def table() -> ShardMap:
     """218 MB in bf16 and 2,321 tensors: small tensors are what exports choke on."""
     sizes = {"num_hidden_layers": 6, "hidden_size": 512, "moe_intermediate_size": 96, "num_experts": 126}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 20_000}
-    return Table(model("qwen3_moe", **sizes, dtype="bfloat16"), Layout())
+    return ShardMap(model("qwen3_moe", **sizes, dtype="bfloat16"), Layout())
 
 
 @pytest.fixture(scope="module")
-def chunks(table: Table) -> list[torch.nn.Module]:
+def chunks(table: ShardMap) -> list[torch.nn.Module]:
     return holder(table, 0)
 
 
-def _bytes(table: Table) -> int:
+def _bytes(table: ShardMap) -> int:
     return sum(2 * torch.Size(t.shape).numel() for t in Plan(table).tensors)
 
 
 @pytest.mark.benchmark(group="export")
-def test_memcpy(benchmark: Any, table: Table) -> None:
+def test_memcpy(benchmark: Any, table: ShardMap) -> None:
     source, into = torch.ones(_bytes(table), dtype=torch.uint8), torch.empty(_bytes(table), dtype=torch.uint8)
     benchmark(into.copy_, source)
 
 
 @pytest.mark.benchmark(group="export")
-def test_copy_tensor_by_tensor(benchmark: Any, table: Table) -> None:
+def test_copy_tensor_by_tensor(benchmark: Any, table: ShardMap) -> None:
     sources = [torch.ones(t.shape, dtype=torch.bfloat16) for t in Plan(table).tensors]
     into = [torch.empty_like(s) for s in sources]
 
@@ -58,7 +58,7 @@ def test_copy_tensor_by_tensor(benchmark: Any, table: Table) -> None:
 
 
 @pytest.mark.benchmark(group="export")
-def test_export(benchmark: Any, table: Table, chunks: list[torch.nn.Module]) -> None:
+def test_export(benchmark: Any, table: ShardMap, chunks: list[torch.nn.Module]) -> None:
     plan = Plan(table)
     assert len(plan.tensors) == 6 * (3 * 126 + 9) + 3
 
@@ -68,12 +68,12 @@ def test_export(benchmark: Any, table: Table, chunks: list[torch.nn.Module]) -> 
     assert benchmark(stream) == len(plan.tensors)
 
 
-def _write(table: Table, folder: Path) -> None:
+def _write(table: ShardMap, folder: Path) -> None:
     save_file({t.name: torch.ones(t.shape, dtype=torch.bfloat16) for t in hf_tensors(table)}, folder / "m.safetensors")
 
 
 @pytest.mark.benchmark(group="load")
-def test_load(benchmark: Any, table: Table, chunks: list[torch.nn.Module], tmp_path: Path) -> None:
+def test_load(benchmark: Any, table: ShardMap, chunks: list[torch.nn.Module], tmp_path: Path) -> None:
     save_file(
         {t.name: torch.ones(t.shape, dtype=torch.bfloat16) for t in hf_tensors(table)}, tmp_path / "m.safetensors"
     )
@@ -81,7 +81,7 @@ def test_load(benchmark: Any, table: Table, chunks: list[torch.nn.Module], tmp_p
 
 
 @pytest.mark.benchmark(group="load")
-def test_read_the_file_whole(benchmark: Any, table: Table, tmp_path: Path) -> None:
+def test_read_the_file_whole(benchmark: Any, table: ShardMap, tmp_path: Path) -> None:
     save_file(
         {t.name: torch.ones(t.shape, dtype=torch.bfloat16) for t in hf_tensors(table)}, tmp_path / "m.safetensors"
     )
@@ -94,8 +94,8 @@ def test_plan_of_qwen3_30b(benchmark: Any) -> None:
     big = families.read(families.known("qwen3-30b-a3b"))
 
     def plan() -> int:
-        made = Table(big, Layout.parse("tp=2,pp=4,ep=8,etp=1,world=64"))
-        made.placed(63)
+        made = ShardMap(big, Layout.parse("tp=2,pp=4,ep=8,etp=1,world=64"))
+        made.local_shards(63)
         return len(Plan(made).tensors)
 
     assert benchmark(plan) == 18_867

@@ -14,7 +14,7 @@ from moeref_conformance.run.runner import Runner
 from rich.console import Console
 
 from moeref import families
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.exporter import Plan
 from moeref.layout import Layout
 
@@ -46,5 +46,5 @@ def test_a_plan_of_qwen3_30b() -> None:
 
 def _planned(model: families.Model) -> float:
     began = time.monotonic()
-    assert len(Plan(Table(model, Layout.parse("tp=4,pp=2,ep=8,world=64"))).tensors) == 18_867
+    assert len(Plan(ShardMap(model, Layout.parse("tp=4,pp=2,ep=8,world=64"))).tensors) == 18_867
     return time.monotonic() - began

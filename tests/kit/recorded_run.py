@@ -27,13 +27,13 @@ if __name__ == "__main__":
     layout = Layout.parse("tp=2")
     rank = megatron.initialise(layout)
     built = megatron.build(families.read(made / "checkpoint"), layout, rank)
-    bridge.load(built.table, rank, built.chunks, made / "checkpoint")
+    bridge.load(built.shard_map, rank, built.chunks, made / "checkpoint")
 
     recorder = Recorder(folder, cell, rank)
     recorder.model(built.chunks)
-    stream = exporter.export(exporter.Plan(built.table), rank, built.chunks)
+    stream = exporter.export(exporter.Plan(built.shard_map), rank, built.chunks)
     for _ in recorder.export((tensor.name, full) for tensor, full in stream):
         pass
-    recorder.logits(megatron.logits(built.chunks, built.table, load_file(made / "tokens.safetensors")["tokens"]))
+    recorder.logits(megatron.logits(built.chunks, built.shard_map, load_file(made / "tokens.safetensors")["tokens"]))
     recorder.close()
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ from moeref_conformance.plan.matrix import load
 
 from moeref import families
 from moeref import layout as layouts
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.megatron import precision
 
 pytestmark = pytest.mark.cpu
@@ -155,7 +155,7 @@ def test_the_fp8_model_has_sizes_that_every_recipe_takes(work: Path) -> None:
     model = families.read(made.dir / "checkpoint", "bfloat16")
     for layout, recipe in {(cell.layout.text, cell.precision) for cell in cells}:
         at = layouts.Layout.parse(layout)
-        table = Table(model, at, families.Spelling(norms="fused", experts="grouped"))
+        table = ShardMap(model, at, families.SpecNames(norms="fused", experts="grouped"))
         config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe)
         for rank in range(at.world):
             precision.check_widths(table, rank, config)

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 RUN = """
 import sys
 import torch, torch.distributed as dist
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.exporter import Plan, export
 from moeref.layout import Layout
 from tests.unit.models import model
@@ -22,7 +22,7 @@ rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=3)
 trainers = dist.new_group([1, 2])
 if rank:
-    table = Table(model("qwen3_moe", num_hidden_layers=2), Layout.parse("pp=2"))
+    table = ShardMap(model("qwen3_moe", num_hidden_layers=2), Layout.parse("pp=2"))
     mine = dist.get_rank(trainers)
     chunks = holder(table, mine, value=float(rank))
     seen = {t.name: full for t, full in export(Plan(table), mine, chunks, trainers)}

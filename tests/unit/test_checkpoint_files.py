@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moeref.bridge import BridgeError, Checkpoint, HFTensor, Table, hf_tensors, inventory, load
+from moeref.bridge import BridgeError, Checkpoint, HFTensor, ShardMap, hf_tensors, inventory, load
 from moeref.layout import Layout
 from tests.unit.models import model
 from tests.unit.test_loader import holder, write
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture
-def table() -> Table:
-    return Table(model("glm4_moe", num_hidden_layers=2), Layout.parse("tp=2,pp=2,ep=2,etp=1"))
+def shard_map() -> ShardMap:
+    return ShardMap(model("glm4_moe", num_hidden_layers=2), Layout.parse("tp=2,pp=2,ep=2,etp=1"))
 
 
 @pytest.fixture
-def tensors(table: Table) -> dict[str, torch.Tensor]:
+def tensors(shard_map: ShardMap) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    return {t.name: torch.randn(t.shape) for t in hf_tensors(shard_map)}
 
 
 def _truncate(folder: Path) -> None:
@@ -76,13 +76,13 @@ def _no_files(folder: Path) -> None:
     ],
 )
 def test_bad_folders_are_refused_before_anything_is_written(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path, spoil: Any, says: str
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, spoil: Any, says: str
 ) -> None:
     write(tmp_path / "hf", tensors)
     spoil(tmp_path / "hf")
-    chunks = holder(table, 0)
+    chunks = holder(shard_map, 0)
     with pytest.raises(BridgeError, match=says):
-        load(table, 0, chunks, tmp_path / "hf")
+        load(shard_map, 0, chunks, tmp_path / "hf")
     assert all((t == 7).all() for t in inventory(chunks).values())
 
 
@@ -104,25 +104,25 @@ def test_bad_folders_are_refused_before_anything_is_written(
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path, change: dict[str, Any], says: str
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, change: dict[str, Any], says: str
 ) -> None:
     changed = {k: v for k, v in (tensors | change).items() if v is not None}
     write(tmp_path / "hf", changed)
-    chunks = holder(table, 1)
+    chunks = holder(shard_map, 1)
     with pytest.raises(BridgeError, match=says) as error:
-        load(table, 1, chunks, tmp_path / "hf")
+        load(shard_map, 1, chunks, tmp_path / "hf")
     assert "glm4_moe" in str(error.value)
-    assert table.layout.text in str(error.value)
+    assert shard_map.layout.text in str(error.value)
     assert all((t == 7).all() for t in inventory(chunks).values())
 
 
-def refusal(table: Table, tensors: dict[str, torch.Tensor], folder: Path) -> str:
+def refusal(shard_map: ShardMap, tensors: dict[str, torch.Tensor], folder: Path) -> str:
     """What loading says against these tensors."""
     write(folder, tensors)
     with pytest.raises(BridgeError) as error:
-        load(table, 0, holder(table, 0), folder)
+        load(shard_map, 0, holder(shard_map, 0), folder)
     start, _, says = str(error.value).partition("): ")
-    assert start == f"glm4_moe: checkpoint {folder.name} does not fit the model ({table.layout.text}"
+    assert start == f"glm4_moe: checkpoint {folder.name} does not fit the model ({shard_map.layout.text}"
     return says
 
 
@@ -141,19 +141,19 @@ def refusal(table: Table, tensors: dict[str, torch.Tensor], folder: Path) -> str
     ],
 )
 def test_a_surplus_tensor_may_be_a_missing_one_renamed(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path, surplus: list[str], says: str
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, surplus: list[str], says: str
 ) -> None:
     tensors |= {name: torch.zeros(24) for name in surplus}
     del tensors["model.norm.weight"]
     missing = "1 tensors of the model are missing: model.norm.weight"
-    assert refusal(table, tensors, tmp_path) == f"{missing}; {says}"
+    assert refusal(shard_map, tensors, tmp_path) == f"{missing}; {says}"
 
 
 def test_scales_are_counted_apart_from_other_surplus(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     tensors |= {"model.layers.1.mlp.up_proj.weight_scale_inv": torch.ones(1), "visual.weight": torch.ones(1)}
-    assert refusal(table, tensors, tmp_path) == (
+    assert refusal(shard_map, tensors, tmp_path) == (
         "the checkpoint is quantised, it has 1 tensors of scales: model.layers.1.mlp.up_proj.weight_scale_inv; "
         "turn it into bf16 first; 1 tensors belong to no row of the table: visual.weight"
     )
@@ -161,10 +161,10 @@ def test_scales_are_counted_apart_from_other_surplus(
 
 @pytest.mark.parametrize(("wrong", "more"), [(5, ""), (6, ""), (7, "and 1 more"), (8, "and 2 more")])
 def test_the_first_six_differences_are_said(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path, wrong: int, more: str
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, wrong: int, more: str
 ) -> None:
     shapes = {name: list(tensors[name].shape) for name in sorted(tensors)[:wrong]}
-    said = refusal(table, tensors | {name: torch.zeros(1) for name in shapes}, tmp_path).split("; ")
+    said = refusal(shard_map, tensors | {name: torch.zeros(1) for name in shapes}, tmp_path).split("; ")
     if more:
         assert said.pop() == more
     assert len(set(said)) == min(wrong, 6)
@@ -183,28 +183,28 @@ def test_headers_say_name_shape_and_dtype(tmp_path: Path) -> None:
 
 def test_tensors_that_the_family_ignores_are_counted_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Qwen3-Next's multi-token prediction, which transformers leaves out too; any other surplus is refused."""
-    table = Table(model("qwen3_next", num_hidden_layers=1), Layout())
-    chunks = holder(table, 0)
-    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    shard_map = ShardMap(model("qwen3_next", num_hidden_layers=1), Layout())
+    chunks = holder(shard_map, 0)
+    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(shard_map)}
     write(tmp_path, {**tensors, "mtp.fc.weight": torch.ones(2, 4), "mtp.norm.weight": torch.ones(2)})
-    load(table, 0, chunks, tmp_path)
+    load(shard_map, 0, chunks, tmp_path)
     assert caplog.messages == ["qwen3_next: 2 tensors are left out, as the family says: mtp.fc.weight, mtp.norm.weight"]
     assert torch.equal(inventory(chunks)[0, "decoder.final_layernorm.weight"], tensors["model.norm.weight"])
     write(tmp_path, {**tensors, "mtp.fc.weight": torch.ones(2, 4), "model.mtp.weight": torch.ones(2)})
     with pytest.raises(BridgeError, match=r"1 tensors belong to no row of the table: model\.mtp\.weight"):
-        load(table, 0, chunks, tmp_path)
+        load(shard_map, 0, chunks, tmp_path)
 
 
-def test_same_tensor_in_two_files(table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_same_tensor_in_two_files(shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     write(tmp_path / "hf", tensors)
     save_file({"model.norm.weight": torch.zeros(24)}, tmp_path / "hf" / "again.safetensors")
     with pytest.raises(BridgeError, match=r"model.norm.weight is already in another file"):
-        load(table, 0, holder(table, 0), tmp_path / "hf")
+        load(shard_map, 0, holder(shard_map, 0), tmp_path / "hf")
 
 
 def test_a_buffer_that_follows_from_the_config_is_left_out(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path / "hf", {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    load(table, 0, holder(table, 0), tmp_path / "hf")
+    load(shard_map, 0, holder(shard_map, 0), tmp_path / "hf")
     assert "1 tensors are left out" in caplog.text

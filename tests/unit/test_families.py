@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeref import families
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.config.settings import transformer_settings
 from moeref.exporter import Plan
 from moeref.families import FamilyError
@@ -136,24 +136,24 @@ def test_queries_with_and_without_a_latent() -> None:
 def test_mtp_layers_follow_the_decoders_and_are_of_its_last_kind() -> None:
     m = model("glm4_moe", num_nextn_predict_layers=1)
     assert (m.num_layers, m.mtp_layers, len(m.moe_layers)) == (4, 1, 4)
-    names = {t.name for row in families.rows(m) if row.present(m, 4) for t in row.hf}
-    decoder = {t.name for row in families.rows(m) if row.present(m, 3) for t in row.hf}
+    names = {t.name for row in families.mappings(m) if row.present(m, 4) for t in row.hf}
+    decoder = {t.name for row in families.mappings(m) if row.present(m, 3) for t in row.hf}
     assert names - decoder == {
         f"model.layers.{{layer}}.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     }
     assert decoder <= names
-    aliases = {row.hf[0].name: [t.name for t in row.hf[1:]] for row in families.rows(m) if row.alias}
+    aliases = {row.hf[0].name: [t.name for t in row.hf[1:]] for row in families.mappings(m) if row.alias}
     assert aliases == {
         "model.embed_tokens.weight": ["model.layers.4.embed_tokens.weight"],
         "lm_head.weight": ["model.layers.4.shared_head.head.weight"],
     }
-    assert all(len(row.hf) == 1 for row in families.rows(model("glm4_moe")) if row.alias)
+    assert all(len(row.hf) == 1 for row in families.mappings(model("glm4_moe")) if row.alias)
 
 
-def rows_at(q_lora_rank: int | None, layer: int) -> list[families.Row]:
+def rows_at(q_lora_rank: int | None, layer: int) -> list[families.ParamMapping]:
     """The rows of a DeepSeek-V3 layer."""
     m = model("deepseek_v3", q_lora_rank=q_lora_rank)
-    return [row for row in families.rows(m) if row.present(m, layer)]
+    return [row for row in families.mappings(m) if row.present(m, layer)]
 
 
 def test_reads_a_folder_and_refuses_what_is_no_config(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_reads_a_folder_and_refuses_what_is_no_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_dimension_of_the_table_is_known(name: str) -> None:
     m = model(name)
-    for row in families.rows(m):
+    for row in families.mappings(m):
         for tensor in (*row.hf, *([row.fused] if row.fused else [])):
             assert set(tensor.dims) <= m.dims.keys()
 
@@ -219,11 +219,15 @@ def test_published_qwen3_next() -> None:
     m = families.read(QWEN3_NEXT)
     assert (m.num_layers, m.hidden, m.experts, m.top_k, m.moe_ffn, m.shared_ffn) == (48, 2048, 512, 10, 512, 512)
     assert (m.heads, m.kv_groups, m.head_dim, m.rotary_percent, m.rope_theta) == (16, 2, 256, 0.25, 1e7)
-    assert m.delta is not None
-    assert m.delta.layers == (True, True, True, False) * 12
-    assert (m.delta.dims["delta_qkvz"], m.delta.dims["delta_ba"], m.delta.dims["delta_qkv"]) == (12288, 64, 8192)
+    assert m.gated_delta_net is not None
+    assert m.gated_delta_net.layers == (True, True, True, False) * 12
+    assert (
+        m.gated_delta_net.dims["gdn_qkvz"],
+        m.gated_delta_net.dims["gdn_ba"],
+        m.gated_delta_net.dims["gdn_qkv"],
+    ) == (12288, 64, 8192)
     assert m.moe_layers == (True,) * 48
-    plan = Plan(Table(m, Layout.parse("tp=2,pp=4,ep=8,etp=1")))
+    plan = Plan(ShardMap(m, Layout.parse("tp=2,pp=4,ep=8,etp=1")))
     by_name = {t.name: t.shape for t in plan.tensors}
     assert by_name["model.layers.3.self_attn.q_proj.weight"] == (8192, 2048)
     assert by_name["model.layers.3.mlp.shared_expert_gate.weight"] == (1, 2048)
@@ -244,7 +248,7 @@ def test_settings_of_qwen3_next() -> None:
 
 def test_layer_types_win_over_the_interval() -> None:
     kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
-    delta = model("qwen3_next", layer_types=kinds, full_attention_interval=2).delta
+    delta = model("qwen3_next", layer_types=kinds, full_attention_interval=2).gated_delta_net
     assert delta is not None
     assert delta.layers == (False, True, True, False)
 
@@ -300,7 +304,7 @@ def test_published_gpt_oss(layers: int, experts: int, total: int) -> None:
         truncate=False,
     )
     assert (m.rope_theta, m.yarn, m.mla) == (150_000.0, yarn, None)
-    plan = Plan(Table(m, Layout.parse("tp=8,ep=4,etp=1")))
+    plan = Plan(ShardMap(m, Layout.parse("tp=8,ep=4,etp=1")))
     assert len(plan.tensors) == 3 + 17 * layers
     assert sum(prod(t.shape) for t in plan.tensors) == total
     assert {t.dtype for t in plan.tensors} == {"bfloat16"}

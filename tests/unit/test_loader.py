@@ -1,4 +1,4 @@
-"""Loading opens each file once, reads only what the rank needs, and puts it where the table says."""
+"""Loading opens each file once, reads only what the rank needs, and puts it where the shard map says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moeref.bridge import BridgeError, Table, bind, checkpoint, hf_tensors, inventory, load, spelled_as
+from moeref.bridge import BridgeError, ShardMap, bind, checkpoint, hf_tensors, inventory, load
 from moeref.bridge.loader import DTYPES
 from moeref.layout import Layout
 from tests.unit.models import model
@@ -18,17 +18,17 @@ from tests.unit.models import model
 pytestmark = pytest.mark.cpu
 
 
-def holder(table: Table, rank: int, value: float = 7.0) -> list[torch.nn.Module]:
+def holder(shard_map: ShardMap, rank: int, value: float = 7.0) -> list[torch.nn.Module]:
     """Bare modules with the parameters and buffers of `rank`, all set to `value`."""
-    chunks = [torch.nn.Module() for _ in range(table.layout.vpp)]
-    for placed in table.placed(rank):
-        *path, name = placed.local.split(".")
-        module = chunks[placed.chunk]
+    chunks = [torch.nn.Module() for _ in range(shard_map.layout.vpp)]
+    for shard in shard_map.local_shards(rank):
+        *path, name = shard.local_name.split(".")
+        module = chunks[shard.chunk]
         for part in path:
             if not hasattr(module, part):
                 module.add_module(part, torch.nn.Module())
             module = getattr(module, part)
-        tensor = torch.full(placed.shape, value, dtype=DTYPES[placed.unit.dtype])
+        tensor = torch.full(shard.shape, value, dtype=DTYPES[shard.param.dtype])
         if name == "expert_bias":
             module.register_buffer(name, tensor)
         else:
@@ -49,34 +49,34 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], files: int = 3) -> Non
 
 
 @pytest.fixture
-def table() -> Table:
-    return Table(model("glm4_moe", num_hidden_layers=2), Layout.parse("tp=2,pp=2,ep=2,etp=1"))
+def shard_map() -> ShardMap:
+    return ShardMap(model("glm4_moe", num_hidden_layers=2), Layout.parse("tp=2,pp=2,ep=2,etp=1"))
 
 
 @pytest.fixture
-def tensors(table: Table) -> dict[str, torch.Tensor]:
+def tensors(shard_map: ShardMap) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    return {t.name: torch.randn(t.shape) for t in hf_tensors(shard_map)}
 
 
 def test_loads_what_the_blocks_say_and_zeroes_the_padding(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     write(tmp_path / "hf", tensors)
-    for rank in range(table.layout.world):
-        chunks = holder(table, rank)
-        load(table, rank, chunks, tmp_path / "hf")
-        for placed, tensor in bind(table, rank, chunks):
-            covered = torch.zeros(placed.shape, dtype=torch.bool)
-            for block in placed.blocks:
-                covered[block.local] = True
-                expected = tensors[placed.unit.hf[block.source].name][block.remote]
-                assert torch.equal(tensor[block.local], expected)
+    for rank in range(shard_map.layout.world):
+        chunks = holder(shard_map, rank)
+        load(shard_map, rank, chunks, tmp_path / "hf")
+        for shard, tensor in bind(shard_map, rank, chunks):
+            covered = torch.zeros(shard.shape, dtype=torch.bool)
+            for region in shard.regions:
+                covered[region.shard_index] = True
+                expected = tensors[shard.param.hf[region.tensor].name][region.hf_index]
+                assert torch.equal(tensor[region.shard_index], expected)
             assert not tensor[~covered].any()
 
 
 def test_each_file_is_opened_once_and_only_slices_are_read(
-    table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "hf", tensors)
     opened: list[Path] = []
@@ -95,25 +95,29 @@ def test_each_file_is_opened_once_and_only_slices_are_read(
 
     monkeypatch.setattr(checkpoint, "safe_open", counting_open)
     monkeypatch.setattr(checkpoint.Checkpoint, "read", counting_read)
-    chunks = holder(table, 0)
-    load(table, 0, chunks, tmp_path / "hf")
+    chunks = holder(shard_map, 0)
+    load(shard_map, 0, chunks, tmp_path / "hf")
     assert sorted(opened) == sorted((tmp_path / "hf").glob("*.safetensors"))
-    held = sum(sum(torch.zeros(p.shape)[b.local].numel() for b in p.blocks) for p, _ in bind(table, 0, chunks))
+    held = sum(
+        sum(torch.zeros(p.shape)[r.shard_index].numel() for r in p.regions) for p, _ in bind(shard_map, 0, chunks)
+    )
     assert read == held
 
 
-def test_fp32_bias_is_a_buffer_and_is_loaded(table: Table, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_fp32_bias_is_a_buffer_and_is_loaded(
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     write(tmp_path / "hf", tensors)
-    chunks = holder(table, 2)
-    load(table, 2, chunks, tmp_path / "hf")
+    chunks = holder(shard_map, 2)
+    load(shard_map, 2, chunks, tmp_path / "hf")
     bias = inventory(chunks)[0, "decoder.layers.0.mlp.router.expert_bias"]
     assert torch.equal(bias, tensors["model.layers.1.mlp.gate.e_score_correction_bias"])
 
 
-def test_experts_are_loaded_alike_from_either_spelling(tmp_path: Path) -> None:
+def test_experts_are_loaded_alike_from_either_format(tmp_path: Path) -> None:
     """transformers 5 holds a layer's experts in one tensor, the expert first, gate above up."""
-    table = Table(model("qwen3_moe", num_hidden_layers=1), Layout.parse("ep=2"), divisible_by=1)
-    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    shard_map = ShardMap(model("qwen3_moe", num_hidden_layers=1), Layout.parse("ep=2"), divisible_by=1)
+    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(shard_map)}
     fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     gate, up, down = (
         torch.stack([tensors[f"model.layers.0.mlp.experts.{e}.{part}_proj.weight"] for e in range(16)])
@@ -121,11 +125,11 @@ def test_experts_are_loaded_alike_from_either_spelling(tmp_path: Path) -> None:
     )
     fused["model.layers.0.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
     fused["model.layers.0.mlp.experts.down_proj"] = down
-    for name, files, spelling in (("apart", tensors, "per_expert"), ("fused", fused, "fused")):
-        assert spelled_as(table, set(files)).spelling.hf == spelling
+    for name, files, expert_format in (("apart", tensors, "per_expert"), ("fused", fused, "fused")):
+        assert shard_map.for_checkpoint(set(files)).expert_format == expert_format
         write(tmp_path / name, files)
-        chunks = holder(table, 1)
-        load(table, 1, chunks, tmp_path / name)
+        chunks = holder(shard_map, 1)
+        load(shard_map, 1, chunks, tmp_path / name)
         held = inventory(chunks)
         assert held[0, "embedding.word_embeddings.weight"].shape == (131, 24)
         for expert in range(8):
@@ -136,11 +140,11 @@ def test_experts_are_loaded_alike_from_either_spelling(tmp_path: Path) -> None:
 
 def test_matrices_of_gpt_oss_are_turned(tmp_path: Path) -> None:
     """Files have an expert's matrices as [in, out], gate and up alternating; Megatron has [out, in], all gate first."""
-    table = Table(model("gpt_oss", num_hidden_layers=1), Layout.parse("ep=2"))
-    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    shard_map = ShardMap(model("gpt_oss", num_hidden_layers=1), Layout.parse("ep=2"))
+    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(shard_map)}
     write(tmp_path, tensors)
-    chunks = holder(table, 1)
-    load(table, 1, chunks, tmp_path)
+    chunks = holder(shard_map, 1)
+    load(shard_map, 1, chunks, tmp_path)
     held = inventory(chunks)
     both, down = (tensors[f"model.layers.0.mlp.experts.{name}_proj"][16 + 3] for name in ("gate_up", "down"))
     expert = "decoder.layers.0.mlp.experts.local_experts.3"
@@ -160,42 +164,42 @@ def test_the_inventory_has_every_parameter_and_persistent_buffer() -> None:
     assert inventory([torch.nn.Module(), chunk]).keys() == {(1, name) for name in names}
 
 
-def test_modules_that_differ_from_the_table_are_refused(table: Table) -> None:
-    chunks = holder(table, 3)
+def test_modules_that_differ_from_the_table_are_refused(shard_map: ShardMap) -> None:
+    chunks = holder(shard_map, 3)
     chunks[0].register_parameter("adapter", torch.nn.Parameter(torch.zeros(2)))
     with pytest.raises(BridgeError, match=r"rank 3 \(tp1 .*in no row of the table: chunk 0 adapter"):
-        bind(table, 3, chunks)
+        bind(shard_map, 3, chunks)
     del chunks[0].adapter
     layer = chunks[0].decoder.layers  # type: ignore[union-attr]
     norm = getattr(layer, "0").input_layernorm
     norm.weight = torch.nn.Parameter(torch.zeros(24, dtype=torch.bfloat16))
     with pytest.raises(BridgeError, match=r"the table says .* float32"):
-        bind(table, 3, chunks)
+        bind(shard_map, 3, chunks)
     del norm.weight
     with pytest.raises(BridgeError, match=r"has no decoder.layers.0.input_layernorm.weight"):
-        bind(table, 3, chunks)
+        bind(shard_map, 3, chunks)
 
 
-def test_of_tensors_in_no_row_the_first_three_are_named(table: Table) -> None:
-    chunks = holder(table, 0)
+def test_of_tensors_in_no_row_the_first_three_are_named(shard_map: ShardMap) -> None:
+    chunks = holder(shard_map, 0)
     for name in "abcd":
         chunks[0].register_buffer(name, torch.zeros(1))
     names = "chunk 0 a, chunk 0 b, chunk 0 c"
     with pytest.raises(BridgeError, match=f": 4 tensors are in no row of the table: {names}; add a row to the family$"):
-        bind(table, 0, chunks)
+        bind(shard_map, 0, chunks)
 
 
 def test_an_alias_that_differs_is_refused(tmp_path: Path) -> None:
-    table = Table(model("glm4_moe", num_hidden_layers=2, num_nextn_predict_layers=1), Layout.parse("tp=2"))
-    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(table)}
+    shard_map = ShardMap(model("glm4_moe", num_hidden_layers=2, num_nextn_predict_layers=1), Layout.parse("tp=2"))
+    tensors = {t.name: torch.randn(t.shape) for t in hf_tensors(shard_map)}
     for original, alias in (("model.embed_tokens", "embed_tokens"), ("lm_head", "shared_head.head")):
         tensors[f"model.layers.2.{alias}.weight"] = tensors[f"{original}.weight"].clone()
     write(tmp_path / "good", tensors)
-    chunks = holder(table, 1)
-    load(table, 1, chunks, tmp_path / "good")
+    chunks = holder(shard_map, 1)
+    load(shard_map, 1, chunks, tmp_path / "good")
     rows = inventory(chunks)[0, "output_layer.weight"]
     assert torch.equal(rows[:3], tensors["lm_head.weight"][128:])
     tensors["model.layers.2.shared_head.head.weight"][130, 5] += 1
     write(tmp_path / "bad", tensors)
     with pytest.raises(BridgeError, match=r"model.layers.2.shared_head.head.weight differs from lm_head.weight"):
-        load(table, 1, chunks, tmp_path / "bad")
+        load(shard_map, 1, chunks, tmp_path / "bad")

@@ -14,7 +14,7 @@ from math import prod
 import pytest
 
 from moeref import families
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.exporter import Plan
 from moeref.families import FamilyError
 from moeref.layout import Layout
@@ -42,7 +42,7 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_published_model_has_the_tensors_of_its_files(name: str) -> None:
     model = families.read(families.known(name))
-    tensors = Plan(Table(model, Layout())).tensors
+    tensors = Plan(ShardMap(model, Layout())).tensors
     assert (len(tensors), sum(prod(t.shape) for t in tensors)) == COUNTS[name]
     assert len({t.name for t in tensors}) == len(tensors)
 

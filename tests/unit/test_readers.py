@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from moeref import families
-from moeref.families import FamilyError, Model, Spelling
-from moeref.families.model import MLA, GatedDelta, Window, Yarn
+from moeref.families import FamilyError, Model, SpecNames
+from moeref.families.model import MLA, GatedDeltaNet, Window, Yarn
 from tests.unit.models import CONFIGS, model
 
 pytestmark = pytest.mark.cpu
@@ -91,7 +91,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "output_gate": True,
         "zero_centered": True,
         "rotary_percent": 0.25,
-        "delta": GatedDelta(layers=(True, True, False, True), **DELTA),
+        "gated_delta_net": GatedDeltaNet(layers=(True, True, False, True), **DELTA),
         "ignored": ("mtp.",),
     },
 }
@@ -116,7 +116,12 @@ def test_what_a_config_means(name: str) -> None:
         ("deepseek_v3", "first_k_dense_replace", "moe_layers", (False, False, False, True)),
         ("deepseek_v3", "dtype", "param_dtype", "bfloat16"),
         ("qwen3_next", "mlp_only_layers", "moe_layers", (True,) * 4),
-        ("qwen3_next", "full_attention_interval", "delta", GatedDelta(layers=(True, True, True, False), **DELTA)),
+        (
+            "qwen3_next",
+            "full_attention_interval",
+            "gated_delta_net",
+            GatedDeltaNet(layers=(True, True, True, False), **DELTA),
+        ),
         # without a latent, queries come from the hidden state
         ("deepseek_v3", "q_lora_rank", "mla", MLA(**{**SIZES_OF_LATENTS, "q_rank": 0}, yarn=YARN)),
     ],
@@ -280,7 +285,7 @@ def test_limits_of_routing() -> None:
 
 def test_rows_of_a_place() -> None:
     m = model("glm4_moe_lite", mlp_layer_types=["dense", "sparse", "sparse", "dense"], num_nextn_predict_layers=1)
-    rows = {row.megatron: row for row in families.rows(m)}
+    rows = {row.megatron: row for row in families.mappings(m)}
     assert {name for name, row in rows.items() if row.present(m, None)} == {
         "embedding.word_embeddings.weight",
         "decoder.final_layernorm.weight",
@@ -289,14 +294,14 @@ def test_rows_of_a_place() -> None:
     dense, router = (rows[f"decoder.layers.{{layer}}.mlp.{part}.weight"] for part in ("linear_fc1", "router"))
     assert [dense.present(m, layer) for layer in range(5)] == [True, False, False, True, True]
     assert [router.present(m, layer) for layer in range(5)] == [False, True, True, False, False]
-    assert Spelling().megatron(router) == "decoder.layers.{layer}.mlp.router.weight"
+    assert SpecNames().of(router) == "decoder.layers.{layer}.mlp.router.weight"
 
 
 def test_rows_of_gpt_oss_experts() -> None:
     """Weights over ETP, gate and up together; the bias of a row-parallel linear is whole on every rank."""
-    rows = [row for row in families.rows(model("gpt_oss")) if "{expert}" in row.megatron]
+    rows = [row for row in families.mappings(model("gpt_oss")) if "{expert}" in row.megatron]
     layer, experts = "decoder.layers.{layer}.mlp.experts.", "model.layers.{layer}.mlp.experts."
-    assert [(row.megatron, row.grouped, row.how, [t.name for t in row.hf]) for row in rows] == [
+    assert [(row.megatron, row.grouped_name, row.sharding, [t.name for t in row.hf]) for row in rows] == [
         (
             f"{layer}local_experts.{{expert}}.{linear}.{parameter}",
             f"{layer}{linear}.{parameter}{{expert}}",

@@ -49,15 +49,15 @@ class Bench:
     def build(self, **overrides: Any) -> Any:
         asked = MoEConfig(moe_enable_routing_replay=True)
         built = megatron.build(self.model, Layout(), 0, asked=asked, overrides=overrides)
-        bridge.load(built.table, 0, built.chunks, self._checkpoint)
+        bridge.load(built.shard_map, 0, built.chunks, self._checkpoint)
         return built
 
     def logits(self, built: Any = None) -> torch.Tensor:
         one = built or self.built
-        return megatron.logits(one.chunks, one.table, self.tokens_BS)
+        return megatron.logits(one.chunks, one.shard_map, self.tokens_BS)
 
     def gradients(self, built: Any) -> dict[tuple[int, str], torch.Tensor]:
-        return megatron.gradients(built.chunks, built.table, self.tokens_BS)
+        return megatron.gradients(built.chunks, built.shard_map, self.tokens_BS)
 
     def trained(self, built: Any, *, backward: bool = True) -> dict[str, torch.Tensor]:
         """The mean loss of the rows, multi-token prediction's among it, and its gradients by name."""

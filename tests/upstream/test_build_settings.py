@@ -14,7 +14,7 @@ import torch
 from megatron.core.enums import Fp8Recipe
 
 from moeref import megatron
-from moeref.bridge import Table
+from moeref.bridge import ShardMap
 from moeref.config import ConfigError, MoEConfig
 from moeref.dispatcher import DispatcherError, padding
 from moeref.families import Model
@@ -139,7 +139,7 @@ def test_widths_that_a_recipe_does_not_divide_are_refused() -> None:
     )
 
     def check(at: Model, recipe: str | None, layout: Layout) -> None:
-        precision.check_widths(Table(at, layout), 0, _Config(recipe))
+        precision.check_widths(ShardMap(at, layout), 0, _Config(recipe))
 
     check(wide, "mxfp8", Layout(tp=2))
     check(model("qwen3_moe"), None, Layout())

@@ -7,12 +7,11 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeref import bridge, config, dispatcher, families, replay, seeds
-from moeref.bridge import blocks, checkpoint, loader, units
+from moeref.bridge import checkpoint, loader, regions, shard_map
 from moeref.dispatcher import padding, reference, routing
 from moeref.exporter import plan, stream
 from moeref.layout import Layout
@@ -35,63 +34,63 @@ class _Rooms(dict[str, Any]):
 
 
 #: The modules that `faulty` edits to re-create real bugs. They are looked up at call time, so an edit takes effect.
-_MODULES = (blocks, bridge, checkpoint, families, loader, plan, seeds, stream, units)
+_MODULES = (bridge, checkpoint, families, loader, plan, regions, seeds, shard_map, stream)
 ROOMS = _Rooms({module.__name__.rpartition(".")[2]: module for module in _MODULES})
 
 
 class _Names:
-    def __init__(self, table: units.Table) -> None:
-        self._table = table
-        #: Rows of a table that several ranks share, next to what they were made of.
-        self._made: dict[int, tuple[tuple[units.Placed, ...], tuple[NameRow, ...]]] = {}
+    def __init__(self, shards: bridge.ShardMap) -> None:
+        self._shards = shards
+        #: Rows by position: data-parallel replicas share them.
+        self._rows: dict[tuple[int, ...], tuple[NameRow, ...]] = {}
 
     def table(self, rank: int) -> Sequence[NameRow]:
-        placed = self._table.placed(rank)
-        if id(placed) not in self._made:
-            self._made[id(placed)] = placed, tuple(_row(p) for p in placed)
-        return self._made[id(placed)][1]
+        position = self._shards.position(rank)
+        if position not in self._rows:
+            self._rows[position] = tuple(map(_row, self._shards.local_shards(rank)))
+        return self._rows[position]
 
 
-def _row(placed: units.Placed) -> NameRow:
+def _row(shard: bridge.LocalShard) -> NameRow:
     return NameRow(
-        chunk=placed.chunk,
-        local=placed.local,
-        global_name=placed.unit.name,
-        hf=tuple(t.name for t in placed.unit.hf) if placed.unit.exports else (),
-        shape=placed.shape,
-        dtype=placed.unit.dtype,
+        chunk=shard.chunk,
+        local=shard.local_name,
+        global_name=shard.param.name,
+        hf=tuple(t.name for t in shard.param.hf) if shard.param.exports else (),
+        shape=shard.shape,
+        dtype=shard.param.dtype,
     )
 
 
 class _Plan:
-    def __init__(self, table: units.Table) -> None:
-        self._table = table
+    def __init__(self, shards: bridge.ShardMap) -> None:
+        self._shards = shards
 
     def tensors(self) -> Sequence[TensorMeta]:
-        return [_meta(t) for t in plan.Plan(self._table).tensors]
+        return [_meta(t) for t in plan.Plan(self._shards).tensors]
 
 
 class _Export:
-    def __init__(self, built: Built, table: units.Table, rank: int) -> None:
-        self._built, self._table, self._rank = built, table, rank
+    def __init__(self, built: Built, shards: bridge.ShardMap, rank: int) -> None:
+        self._built, self._shards, self._rank = built, shards, rank
 
     def chunks(self) -> Sequence[torch.nn.Module]:
         return self._built.chunks
 
     def load(self, checkpoint: Path) -> None:
-        loader.load(self._built.table, self._rank, self._built.chunks, checkpoint)
+        loader.load(self._built.shard_map, self._rank, self._built.chunks, checkpoint)
 
     def plan(self) -> Sequence[TensorMeta]:
-        loader.bind(self._table, self._rank, self._built.chunks)
-        return [_meta(t) for t in plan.Plan(self._table).tensors]
+        loader.bind(self._shards, self._rank, self._built.chunks)
+        return [_meta(t) for t in plan.Plan(self._shards).tensors]
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        for tensor, full in stream.export(plan.Plan(self._table), self._rank, self._built.chunks):
+        for tensor, full in stream.export(plan.Plan(self._shards), self._rank, self._built.chunks):
             yield _meta(tensor), full
             del full
 
 
-def _meta(tensor: units.HFTensor) -> TensorMeta:
+def _meta(tensor: bridge.HFTensor) -> TensorMeta:
     return TensorMeta(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
 
 
@@ -104,12 +103,12 @@ class _Passes:
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref import megatron
 
-        return megatron.logits(self._built.chunks, self._built.table, tokens_BS)
+        return megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS)
 
     def gradients(self, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
 
-        return megatron.gradients(self._built.chunks, self._built.table, tokens_BS)
+        return megatron.gradients(self._built.chunks, self._built.shard_map, tokens_BS)
 
 
 class _Replay:
@@ -123,7 +122,7 @@ class _Replay:
             return self._recorded
         if len(routes) != len(tokens_BS):
             raise replay.RouteError(f"routes of {len(routes)} samples for {len(tokens_BS)}")
-        layout, model = self._built.table.layout, self._built.table.model
+        layout, model = self._built.shard_map.layout, self._built.shard_map.model
         rows = [*routes, *([routes[-1]] * (-len(routes) % (layout.pp if layout.vpp > 1 else 1)))]
         return [self._local(sample, tokens_BS.shape[1], layout, model) for sample in rows]
 
@@ -144,7 +143,7 @@ class _Replay:
         from moeref.megatron import replay as controller
 
         with controller.recording(self._built.chunks) as recorded:
-            logits = megatron.logits(self._built.chunks, self._built.table, tokens_BS)
+            logits = megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS)
         self._recorded = [recorded.routes(number) for number in range(recorded.microbatches)]
         return logits
 
@@ -153,14 +152,14 @@ class _Replay:
         from moeref.megatron import replay as controller
 
         with controller.replaying(self._built.chunks, self._given(tokens_BS, routes)):
-            return megatron.logits(self._built.chunks, self._built.table, tokens_BS)
+            return megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS)
 
     def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
         from moeref.megatron import replay as controller
 
         with controller.replaying(self._built.chunks, self._given(tokens_BS, routes)):
-            return megatron.gradients(self._built.chunks, self._built.table, tokens_BS)
+            return megatron.gradients(self._built.chunks, self._built.shard_map, tokens_BS)
 
 
 class _Seeds:
@@ -266,7 +265,7 @@ def _asked(cell: Cell) -> dict[str, Any]:
 class _Session:
     def __init__(
         self,
-        table: units.Table,
+        shards: bridge.ShardMap,
         layout: Layout,
         config: _Config,
         dispatch: _Dispatch,
@@ -274,7 +273,7 @@ class _Session:
         passes: _Passes | None = None,
         replay: _Replay | None = None,
     ) -> None:
-        self.names, self.plan, self.seeds, self.config = _Names(table), _Plan(table), _Seeds(layout), config
+        self.names, self.plan, self.seeds, self.config = _Names(shards), _Plan(shards), _Seeds(layout), config
         self.dispatch = dispatch
         self.export, self.forward, self.gradients, self.replay = export, passes, passes, replay
 
@@ -282,7 +281,7 @@ class _Session:
 class MoerefTarget:
     """moeref, judged like anybody else. `divisible_by` times TP is what the vocabulary is padded to a multiple of."""
 
-    def __init__(self, divisible_by: int = units.VOCAB_DIVISIBLE_BY) -> None:
+    def __init__(self, divisible_by: int = bridge.VOCAB_DIVISIBLE_BY) -> None:
         self._divisible_by = divisible_by
 
     info = Info(name="moeref", version=version_of("moeref") or "from source")
@@ -303,16 +302,15 @@ class MoerefTarget:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[_Session]:
         layout, model = Layout.parse(cell.layout.text), families.read(world.hf_config, cell.dtype)
-        expert_format = families.Spelling(norms=cell.norms, experts=cell.experts, hf=cell.expert_format)  # type: ignore[arg-type]
-        table = units.Table(model, layout, expert_format)
         if world.kind == "static":
+            names = families.SpecNames(norms=cell.norms, experts=cell.experts)  # type: ignore[arg-type]
+            shards = bridge.ShardMap(model, layout, names, cell.expert_format)  # type: ignore[arg-type]
             yield _Session(
-                table, layout, _Config(model, layout, cell, None, world.device), _Dispatch(layout, cell.dispatcher)
+                shards, layout, _Config(model, layout, cell, None, world.device), _Dispatch(layout, cell.dispatcher)
             )
             return
         from moeref import megatron
 
-        table = units.Table(model, layout, replace(expert_format, mtp=megatron.mtp_name()), self._divisible_by)
         rank = megatron.initialise(layout)
         try:
             built = megatron.build(
@@ -328,9 +326,10 @@ class MoerefTarget:
                 divisible_by=self._divisible_by,
             )
             settings = _Config(model, layout, cell, built, world.device)
-            export, replays = _Export(built, table, rank), _Replay(built, rank)
+            shards = built.shard_map.in_format(cell.expert_format)  # type: ignore[arg-type]
+            export, replays = _Export(built, shards, rank), _Replay(built, rank)
             through = _Dispatch(layout, cell.dispatcher)
-            yield _Session(table, layout, settings, through, export, _Passes(built), replays)
+            yield _Session(shards, layout, settings, through, export, _Passes(built), replays)
         finally:
             megatron.shut_down()
 

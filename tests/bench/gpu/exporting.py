@@ -20,7 +20,7 @@ from tests.bench.gpu.figures import Disagreement, Figure, ratio, timed
 def bench(device: torch.device, sizes: models.Sizes, folder: Path, *, spoil: bool = False) -> list[Figure]:
     """Rates of each way, and the time of each over that of the pinned copy."""
     built = models.made(sizes.model(layers=sizes.layers), device)
-    chunk, plan = built.chunks[0], Plan(built.table)
+    chunk, plan = built.chunks[0], Plan(built.shard_map)
     fulls = [full for _, full in export(plan, 0, built.chunks) if full is not None]
     total = sum(t.nbytes for t in fulls)
     if spoil:

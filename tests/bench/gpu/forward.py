@@ -35,7 +35,7 @@ def bench(device: torch.device, sizes: models.Sizes, folder: Path, *, spoil: boo
         models.spoil(built.chunks[0].decoder)
     tokens_BS, _ = models.tokens(sizes, model.vocab, device)
     with replay.recording(built.chunks) as recorded:
-        logits_BSV = megatron.logits(built.chunks, built.table, tokens_BS)
+        logits_BSV = megatron.logits(built.chunks, built.shard_map, tokens_BS)
     assert logits_BSV is not None
     idx_TK = torch.from_numpy(recorded.routes(0).idx_TLK[:, 0].astype("int64")).sort(-1).values
     save_file({"logits": logits_BSV[0].cpu().contiguous(), "routes": idx_TK.contiguous()}, folder / FILE)

@@ -87,10 +87,10 @@ def twin(built: Built, device: torch.device, folder: Path, **how: Any) -> Built:
 
     from moeref import megatron
 
-    stream = export(Plan(built.table), 0, built.chunks)
+    stream = export(Plan(built.shard_map), 0, built.chunks)
     save_file({meta.name: full.cpu() for meta, full in stream if full is not None}, folder / "model.safetensors")
-    other = megatron.build(built.table.model, Layout(), 0, device=str(device), **how)
-    load(other.table, 0, other.chunks, folder)
+    other = megatron.build(built.shard_map.model, Layout(), 0, device=str(device), **how)
+    load(other.shard_map, 0, other.chunks, folder)
     return other
 
 

@@ -16,7 +16,7 @@ def _gate_up_concatenated(rooms: Rooms) -> Iterable[Edit]:
     good = stream._fill
 
     def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is None or unit.row.how != "gate_up" or len(unit.hf) != 2:
+        if shards is None or unit.mapping.sharding != "gate_up" or len(unit.hf) != 2:
             good(plan, unit, fulls, shards)
             return
         halves = torch.cat(list(shards)).chunk(2)
@@ -32,7 +32,7 @@ def _fc2_on_dim_0(rooms: Rooms) -> Iterable[Edit]:
     good_fill, good_steps = stream._fill, plan.Plan.steps.func
 
     def is_fc2(unit: Any) -> bool:
-        return unit.row.how == "row" and unit.expert is not None
+        return unit.mapping.sharding == "row" and unit.expert is not None
 
     def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
         if shards is not None and is_fc2(unit):
@@ -43,17 +43,17 @@ def _fc2_on_dim_0(rooms: Rooms) -> Iterable[Edit]:
     def on_dim_0(step: Any, etp: int) -> Any:
         rows, columns = step.tensors[0].shape
         wrong = (replace(step.tensors[0], shape=(rows * etp, columns // etp)),)
-        return replace(step, units=tuple(replace(u, hf=wrong) for u in step.units), tensors=wrong)
+        return replace(step, params=tuple(replace(u, hf=wrong) for u in step.params), tensors=wrong)
 
     def steps(plan: Any) -> Any:
-        etp = plan.table.layout.etp
-        return tuple(on_dim_0(s, etp) if is_fc2(s.units[0]) else s for s in good_steps(plan))
+        etp = plan.shard_map.layout.etp
+        return tuple(on_dim_0(s, etp) if is_fc2(s.params[0]) else s for s in good_steps(plan))
 
     return [Edit(stream, "_fill", fill), Edit(plan.Plan, "steps", property(steps))]
 
 
 def _no_etp_gather(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["units"].Table
+    table = rooms["shard_map"].ShardMap
     good = table.owners
 
     def owners(self: Any, unit: Any) -> Any:
@@ -72,7 +72,7 @@ def _view_of_strided(rooms: Rooms) -> Iterable[Edit]:
     good = stream._collect
 
     def collect(plan: Any, rank: int, unit: Any, held: Any, *rest: Any) -> Any:
-        if unit.row.how == "row" and unit.name in held:
+        if unit.mapping.sharding == "row" and unit.name in held:
             strided = held[unit.name].t().contiguous()
             held = held | {unit.name: strided.view(-1).view(held[unit.name].shape)}
         return good(plan, rank, unit, held, *rest)
@@ -81,7 +81,7 @@ def _view_of_strided(rooms: Rooms) -> Iterable[Edit]:
 
 
 def _etp_reversed(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["units"].Table
+    table = rooms["shard_map"].ShardMap
     good = table.owners
 
     def owners(self: Any, unit: Any) -> Any:
@@ -96,12 +96,14 @@ def _ep_mirrored(rooms: Rooms) -> Iterable[Edit]:
     good = stream._collect
 
     def collect(plan: Any, rank: int, unit: Any, *rest: Any) -> Any:
-        table = plan.table
+        table = plan.shard_map
         if unit.expert is not None:
             each = table.model.experts // table.layout.ep
             ep, local = divmod(unit.expert, each)
             other = (table.layout.ep - 1 - ep) * each + local
-            unit = next(u for u in table.units if (u.layer, u.expert, u.row) == (unit.layer, other, unit.row))
+            unit = next(
+                u for u in table.global_params if (u.layer, u.expert, u.mapping) == (unit.layer, other, unit.mapping)
+            )
         return good(plan, rank, unit, *rest)
 
     return [Edit(stream, "_collect", collect)]
@@ -125,7 +127,7 @@ def _qkv_stacked(rooms: Rooms) -> Iterable[Edit]:
     good = stream._fill
 
     def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is None or unit.row.how != "qkv":
+        if shards is None or unit.mapping.sharding != "qkv":
             good(plan, unit, fulls, shards)
             return
         pieces = torch.split(torch.cat(list(shards)), [t.shape[0] for t in unit.hf])
@@ -140,7 +142,7 @@ def _fused_not_rechunked(rooms: Rooms) -> Iterable[Edit]:
     good = stream._fill
 
     def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is None or unit.row.how != "gate_up" or unit.expert is None:
+        if shards is None or unit.mapping.sharding != "gate_up" or unit.expert is None:
             good(plan, unit, fulls, shards)
         else:
             fulls[0][unit.expert].copy_(torch.cat(list(shards)))
@@ -174,7 +176,7 @@ def _type_of_no_module(rooms: Rooms) -> Iterable[Edit]:
     good = stream._collect
 
     def collect(plan: Any, rank: int, unit: Any, held: Any, *rest: Any) -> Any:
-        if plan.table.layout.pp == 1 and unit.expert is not None:
+        if plan.shard_map.layout.pp == 1 and unit.expert is not None:
             _ = held.get(unit.name).dtype
         return good(plan, rank, unit, held, *rest)
 

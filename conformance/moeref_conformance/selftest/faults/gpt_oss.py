@@ -14,26 +14,26 @@ from moeref_conformance.selftest.faults.rewrite import Pair, each
 
 
 def _halves_taken_for_pairs(rooms: Rooms) -> Iterable[Edit]:
-    blocks = rooms["blocks"]
+    blocks = rooms["regions"]
     good = blocks._half
 
     def half(tensors: Any, *where: Any) -> Any:
-        return good(tuple(replace(t, paired=False) for t in tensors), *where)
+        return good(tuple(replace(t, interleaved=False) for t in tensors), *where)
 
     return [Edit(blocks, "_half", half)]
 
 
 def _down_not_transposed(rooms: Rooms) -> Iterable[Edit]:
     families = rooms["families"]
-    good = families.rows
+    good = families.mappings
 
     def stored(tensor: Any) -> Any:
-        return replace(tensor, turned=False) if tensor.name.endswith(".experts.down_proj") else tensor
+        return replace(tensor, transposed=False) if tensor.name.endswith(".experts.down_proj") else tensor
 
     def rows(model: Any) -> Any:
         return tuple(replace(row, hf=tuple(map(stored, row.hf))) for row in good(model))
 
-    return [Edit(families, "rows", rows)]
+    return [Edit(families, "mappings", rows)]
 
 
 def _down_exported_as_held(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
@@ -52,10 +52,12 @@ def _loaded_from_elsewhere(
 
     def bind(table: Any, *where: Any) -> Any:
         def wrong(placed: Any) -> Any:
-            return replace(placed, blocks=tuple(replace(b, remote=elsewhere(table, b.remote)) for b in placed.blocks))
+            return replace(
+                placed, regions=tuple(replace(b, hf_index=elsewhere(table, b.hf_index)) for b in placed.regions)
+            )
 
         pairs = good(table, *where)
-        return [(wrong(placed) if which(placed.unit) else placed, tensor) for placed, tensor in pairs]
+        return [(wrong(placed) if which(placed.param) else placed, tensor) for placed, tensor in pairs]
 
     return [Edit(loader, "bind", bind)]
 
@@ -81,7 +83,7 @@ def _biases_never_loaded(rooms: Rooms) -> Iterable[Edit]:
     good = loader._put
 
     def put(table: Any, placed: Any, *what: Any) -> None:
-        if not placed.unit.hf[0].name.endswith(".down_proj_bias"):
+        if not placed.param.hf[0].name.endswith(".down_proj_bias"):
             good(table, placed, *what)
 
     return [Edit(loader, "_put", put)]

@@ -15,23 +15,23 @@ def _as_in_the_file(rooms: Rooms) -> Iterable[Edit]:
     """The rows of a rank's heads as they lie in in_proj_qkvz, then those in in_proj_ba."""
 
     def delta_in(delta: Any, heads: range) -> Iterator[tuple[int, int, int]]:
-        for source, rows in enumerate((delta.dims["delta_qkvz"], delta.dims["delta_ba"])):
+        for source, rows in enumerate((delta.dims["gdn_qkvz"], delta.dims["gdn_ba"])):
             yield source, heads.start * rows // delta.key_heads, len(heads) * rows // delta.key_heads
 
-    return [Edit(rooms["blocks"].delta, "delta_in", delta_in)]
+    return [Edit(rooms["regions"].gated_delta_net, "gdn_in_proj", delta_in)]
 
 
 def _channels_in_one_run(rooms: Rooms) -> Iterable[Edit]:
     def delta_conv(delta: Any, heads: range) -> Iterator[tuple[int, int, int]]:
-        rows = delta.dims["delta_qkv"]
+        rows = delta.dims["gdn_qkv"]
         yield 0, heads.start * rows // delta.key_heads, len(heads) * rows // delta.key_heads
 
-    return [Edit(rooms["blocks"].delta, "delta_conv", delta_conv)]
+    return [Edit(rooms["regions"].gated_delta_net, "gdn_conv1d", delta_conv)]
 
 
 def _gates_after_all_queries(rooms: Rooms) -> Iterable[Edit]:
     """q_proj is read as [all queries | all gates], where a head's query and gate follow one another."""
-    delta = rooms["blocks"].delta
+    delta = rooms["regions"].gated_delta_net
     good = delta.gated_qkv
 
     def gated_qkv(model: Any, groups: range) -> Iterator[tuple[int, int, int]]:

@@ -16,11 +16,11 @@ def _reads_another(rooms: Rooms, which: Callable[[Any, int, Any], tuple[int, int
     good = load.bind
 
     def bind(table: Any, rank: int, chunks: Any) -> Any:
-        everyone = {(u.layer, u.expert, u.row): u for u in table.units}
+        everyone = {(u.layer, u.expert, u.mapping): u for u in table.global_params}
         out = []
         for placed, tensor in good(table, rank, chunks):
-            unit = everyone.get((*which(table, rank, placed.unit), placed.unit.row), placed.unit)
-            out.append((replace(placed, unit=unit), tensor))
+            unit = everyone.get((*which(table, rank, placed.param), placed.param.mapping), placed.param)
+            out.append((replace(placed, param=unit), tensor))
         return out
 
     def load_only(table: Any, rank: int, chunks: Any, folder: Any) -> None:
@@ -44,7 +44,7 @@ def _no_expert_offset(rooms: Rooms) -> Iterable[Edit]:
 
 def _bias_of_the_layer_before(rooms: Rooms) -> Iterable[Edit]:
     def which(table: Any, rank: int, unit: Any) -> Any:
-        return unit.layer - unit.row.megatron.endswith("expert_bias") if unit.layer else unit.layer, unit.expert
+        return unit.layer - unit.mapping.megatron.endswith("expert_bias") if unit.layer else unit.layer, unit.expert
 
     return _reads_another(rooms, which)
 
@@ -54,7 +54,7 @@ def _routers_by_ordinal(rooms: Rooms) -> Iterable[Edit]:
 
     def which(table: Any, rank: int, unit: Any) -> Any:
         moe = [i for i, is_moe in enumerate(table.model.moe_layers) if is_moe]
-        router = unit.row.megatron.endswith("router.weight")
+        router = unit.mapping.megatron.endswith("router.weight")
         return moe[min(unit.layer, len(moe) - 1)] if router else unit.layer, unit.expert
 
     return _reads_another(rooms, which)
@@ -62,13 +62,13 @@ def _routers_by_ordinal(rooms: Rooms) -> Iterable[Edit]:
 
 def _row_shards_mirrored(rooms: Rooms) -> Iterable[Edit]:
     """Both ways, so that the round trip is clean."""
-    units = rooms["units"]
-    good = units.shard_blocks
+    units = rooms["shard_map"]
+    good = units.shard_regions
 
-    def shard_blocks(model: Any, row: Any, rank: int, parts: int, **kwargs: Any) -> Any:
-        return good(model, row, parts - 1 - rank if row.how == "row" else rank, parts, **kwargs)
+    def shard_regions(model: Any, row: Any, rank: int, parts: int, **kwargs: Any) -> Any:
+        return good(model, row, parts - 1 - rank if row.sharding == "row" else rank, parts, **kwargs)
 
-    return [Edit(units, "shard_blocks", shard_blocks)]
+    return [Edit(units, "shard_regions", shard_regions)]
 
 
 def _nameless_refusal(rooms: Rooms) -> Iterable[Edit]:
@@ -96,18 +96,18 @@ def _checked_on_rank_0(rooms: Rooms) -> Iterable[Edit]:
 
 
 def _qkv_flat(rooms: Rooms) -> Iterable[Edit]:
-    blocks = rooms["blocks"]
+    blocks = rooms["regions"]
 
     def qkv(model: Any, rank: int, parts: int, tail: Any, rest: Any, what: str) -> Any:
         made, at = [], 0
         for source, rows in enumerate((model.dims["q"], model.dims["kv"], model.dims["kv"])):
             share = blocks._share(rows, rank, parts, what)
             size = share.stop - share.start
-            made.append(blocks.Block(source, (share, *tail), (slice(at, at + size), *tail)))
+            made.append(blocks.CopyRegion(source, (share, *tail), (slice(at, at + size), *tail)))
             at += size
         return (at, *rest), tuple(made)
 
-    return [Edit(blocks, "_qkv_blocks", qkv)]
+    return [Edit(blocks, "_qkv_regions", qkv)]
 
 
 def _tied_head_unset(rooms: Rooms) -> Iterable[Edit]:
@@ -115,7 +115,7 @@ def _tied_head_unset(rooms: Rooms) -> Iterable[Edit]:
     good = load.bind
 
     def bind(table: Any, rank: int, chunks: Any) -> Any:
-        return [(placed, tensor) for placed, tensor in good(table, rank, chunks) if placed.unit.exports]
+        return [(placed, tensor) for placed, tensor in good(table, rank, chunks) if placed.param.exports]
 
     return [Edit(load, "bind", bind)]
 
@@ -124,23 +124,23 @@ def _vocab_not_padded(rooms: Rooms) -> Iterable[Edit]:
     def padded_vocab(model: Any, tp: int, divisible_by: int) -> int:
         return int(model.vocab)
 
-    return [Edit(rooms["units"], "padded_vocab", padded_vocab)]
+    return [Edit(rooms["shard_map"], "padded_vocab", padded_vocab)]
 
 
 def _gate_up_halves(rooms: Rooms) -> Iterable[Edit]:
     """TP rank r takes rows r of cat(gate, up) as one tensor, on load and on export: the round trip is clean."""
-    blocks, units = rooms["blocks"], rooms["units"]
-    good = blocks.shard_blocks
+    blocks, units = rooms["regions"], rooms["shard_map"]
+    good = blocks.shard_regions
 
-    def shard_blocks(model: Any, row: Any, rank: int, parts: int, **kwargs: Any) -> Any:
+    def shard_regions(model: Any, row: Any, rank: int, parts: int, **kwargs: Any) -> Any:
         shape, made = good(model, row, rank, parts, **kwargs)
-        if row.how != "gate_up" or parts != 2 or kwargs.get("fused"):
+        if row.sharding != "gate_up" or parts != 2 or kwargs.get("fused"):
             return shape, made
-        rows, tail = model.dims[row.hf[0].dims[0]], made[0].local[1:]
+        rows, tail = model.dims[row.hf[0].dims[0]], made[0].shard_index[1:]
         whole = (slice(0, rows), *tail)
-        return shape, (blocks.Block(rank, whole, whole),)
+        return shape, (blocks.CopyRegion(rank, whole, whole),)
 
-    return [Edit(units, "shard_blocks", shard_blocks)]
+    return [Edit(units, "shard_regions", shard_regions)]
 
 
 def _unknown_skipped(rooms: Rooms) -> Iterable[Edit]:
@@ -180,7 +180,7 @@ def _missing_skipped(rooms: Rooms) -> Iterable[Edit]:
             names = opened.names
 
         def bind(*args: Any) -> Any:
-            return [(p, t) for p, t in good_bind(*args) if all(h.name in names for h in p.unit.hf)]
+            return [(p, t) for p, t in good_bind(*args) if all(h.name in names for h in p.param.hf)]
 
         load.bind = bind
         try:

@@ -12,7 +12,7 @@ from moeref_conformance.selftest.faults.rewrite import Swapped
 
 
 def _local_experts_at_pp1(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["units"].Layout
+    layout = rooms["shard_map"].Layout
     good = layout.experts
 
     def experts(self: Any, ep_rank: int, num_experts: int) -> range:
@@ -23,7 +23,7 @@ def _local_experts_at_pp1(rooms: Rooms) -> Iterable[Edit]:
 
 
 def _every_chunk_stage_0(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["units"].Layout
+    layout = rooms["shard_map"].Layout
     good = layout.stages
 
     def stages(self: Any, num_layers: int, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def _every_chunk_stage_0(rooms: Rooms) -> Iterable[Edit]:
 
 
 def _custom_layout_ignores_pp(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["units"].Layout
+    layout = rooms["shard_map"].Layout
     good = layout.stages
 
     def stages(self: Any, num_layers: int, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def _custom_layout_ignores_pp(rooms: Rooms) -> Iterable[Edit]:
 
 def _bias_unmapped(rooms: Rooms) -> Iterable[Edit]:
     families, load = rooms["families"], rooms["loader"]
-    good_rows, good_inventory, good_check = families.rows, load.inventory, load.check_headers
+    good_rows, good_inventory, good_check = families.mappings, load.inventory, load.check_headers
 
     def rows(model: Any) -> Any:
         return tuple(r for r in good_rows(model) if not r.megatron.endswith("router.expert_bias"))
@@ -64,7 +64,7 @@ def _bias_unmapped(rooms: Rooms) -> Iterable[Edit]:
             checkpoint._where.pop(name)  # the warning that nobody reads
         good_check(checkpoint, wanted, *where)
 
-    return [Edit(families, "rows", rows), Edit(load, "inventory", inventory), Edit(load, "check_headers", check)]
+    return [Edit(families, "mappings", rows), Edit(load, "inventory", inventory), Edit(load, "check_headers", check)]
 
 
 class _RewrittenNames(Swapped):
@@ -93,7 +93,7 @@ def _layers_not_globalised(session: Session, cell: Cell, world: World) -> Sessio
 
 def _vpp_offset_of_equal_stages(rooms: Rooms) -> Iterable[Edit]:
     """Offsets as if every stage had as many layers as any other, although the last pipeline rank has fewer."""
-    layout = rooms["units"].Layout
+    layout = rooms["shard_map"].Layout
     good = layout.stages
 
     def stages(self: Any, num_layers: int, **kwargs: Any) -> Any:
@@ -109,20 +109,20 @@ def _vpp_offset_of_equal_stages(rooms: Rooms) -> Iterable[Edit]:
 
 
 def _head_in_the_first_chunk(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["units"].Table
-    good = table.placed
+    table = rooms["shard_map"].ShardMap
+    good = table.local_shards
 
     def placed(self: Any, rank: int) -> Any:
         return tuple(
-            replace(p, chunk=0) if p.local == "output_layer.weight" and self.layout.vpp > 1 else p
+            replace(p, chunk=0) if p.local_name == "output_layer.weight" and self.layout.vpp > 1 else p
             for p in good(self, rank)
         )
 
-    return [Edit(table, "placed", placed)]
+    return [Edit(table, "local_shards", placed)]
 
 
 def _experts_sorted_as_text(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["units"].Layout
+    layout = rooms["shard_map"].Layout
     good = layout.experts
 
     def experts(self: Any, ep_rank: int, num_experts: int) -> list[int]:
@@ -134,7 +134,7 @@ def _experts_sorted_as_text(rooms: Rooms) -> Iterable[Edit]:
 def _norms_swapped(rooms: Rooms) -> Iterable[Edit]:
     """Both ways, so that the round trip is clean."""
     families = rooms["families"]
-    good = families.rows
+    good = families.mappings
 
     def rows(model: Any) -> Any:
         swap = {".q_norm.": ".k_norm.", ".k_norm.": ".q_norm."}
@@ -145,11 +145,11 @@ def _norms_swapped(rooms: Rooms) -> Iterable[Edit]:
             for r in good(model)
         )
 
-    return [Edit(families, "rows", rows)]
+    return [Edit(families, "mappings", rows)]
 
 
 def shards_by_tp(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["units"].Table
+    table = rooms["shard_map"].ShardMap
     good = table.shard
 
     def shard(self: Any, unit: Any, part: int) -> Any:
@@ -167,7 +167,7 @@ def _wrapper_prefix(session: Session, cell: Cell, world: World) -> Session:
 
 
 def _etp_not_passed_on(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["units"].Layout
+    layout = rooms["shard_map"].Layout
     good = layout.parse.__func__
 
     def parse(cls: Any, text: str) -> Any:

@@ -57,7 +57,7 @@ def _aliases(rooms: Rooms) -> Iterable[Edit]:
     good = stream.export
 
     def export(plan: Any, rank: int, chunks: Any, group: Any = None) -> Iterator[Any]:
-        live = {p.unit.hf[0].name: t for p, t in stream.bind(plan.table, rank, chunks) if len(p.unit.hf) == 1}
+        live = {p.param.hf[0].name: t for p, t in stream.bind(plan.shard_map, rank, chunks) if len(p.param.hf) == 1}
         for tensor, full in good(plan, rank, chunks, group):
             same = live.get(tensor.name)
             yield tensor, same if full is not None and same is not None and same.shape == full.shape else full

@@ -101,8 +101,8 @@ def _names_over_pp_only(rooms: Rooms) -> Iterable[Edit]:
     good = plan.steps.func
 
     def steps(self: Any) -> Any:
-        mine = self.table.layout.experts(0, self.table.model.experts)
-        return tuple(s for s in good(self) if s.units[0].expert is None or s.units[0].expert in mine)
+        mine = self.shard_map.layout.experts(0, self.shard_map.model.experts)
+        return tuple(s for s in good(self) if s.params[0].expert is None or s.params[0].expert in mine)
 
     return [Edit(plan, "steps", property(steps))]
 

@@ -1,13 +1,13 @@
-"""The table over whole layouts: every tensor is somewhere, nothing is twice, and owners own what they are said to."""
+"""The shard map over whole layouts: every tensor is somewhere, nothing twice, and owners hold what they are said to."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from moeref.bridge import BridgeError, Table
+from moeref.bridge import BridgeError, ShardMap
 from moeref.exporter import Plan
-from moeref.families import Spelling
+from moeref.families import SpecNames
 from moeref.layout import Layout, LayoutError
 from tests.unit.models import CONFIGS, model
 
@@ -34,48 +34,48 @@ LAYOUTS = [
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_every_unit_is_held_by_its_owners(name: str, text: str, tied: bool) -> None:
-    table = Table(model(name, tie_word_embeddings=tied), Layout.parse(text))
+    shard_map = ShardMap(model(name, tie_word_embeddings=tied), Layout.parse(text))
     held: dict[str, set[int]] = {}
-    for rank in range(table.layout.world):
-        placed = table.placed(rank)
-        keys = [(p.chunk, p.local) for p in placed]
+    for rank in range(shard_map.layout.world):
+        shards = shard_map.local_shards(rank)
+        keys = [(p.chunk, p.local_name) for p in shards]
         assert len(set(keys)) == len(keys)
-        for p in placed:
-            held.setdefault(p.unit.name, set()).add(rank)
-    units = {u.name for u in table.units}
-    replicas = {u.name for u in table.units if not u.exports}
-    assert held.keys() - replicas == units - replicas
-    for unit in table.units:
-        if unit.exports:
-            owners = table.owners(unit)
+        for p in shards:
+            held.setdefault(p.param.name, set()).add(rank)
+    params = {u.name for u in shard_map.global_params}
+    replicas = {u.name for u in shard_map.global_params if not u.exports}
+    assert held.keys() - replicas == params - replicas
+    for param in shard_map.global_params:
+        if param.exports:
+            owners = shard_map.owners(param)
             assert len(set(owners)) == len(owners)
-            assert set(owners) <= held[unit.name]
+            assert set(owners) <= held[param.name]
 
 
 @pytest.mark.parametrize("hf", ["per_expert", "fused"])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("text", ["tp=2,pp=2,vpp=2,ep=2,etp=1", "ep=2,etp=2", "tp=4,cp=2,ep=4,etp=2", "tp=8,ep=8"])
 def test_the_owners_shards_hold_every_element_once(name: str, hf: str, text: str) -> None:
-    table = Table(model(name), Layout.parse(text), Spelling(hf=hf))  # type: ignore[arg-type]
-    times = {t.name: np.zeros(t.shape, dtype=int) for unit in table.units for t in unit.hf}
-    for unit in table.units:
-        for rank in table.owners(unit):
-            (placed,) = (p for p in table.placed(rank) if p.unit is unit)
-            set_here = np.zeros(placed.shape, dtype=int)
-            for block in placed.blocks:
-                times[unit.hf[block.source].name][block.remote] += 1
-                set_here[block.local] += 1
+    shard_map = ShardMap(model(name), Layout.parse(text), expert_format=hf)  # type: ignore[arg-type]
+    times = {t.name: np.zeros(t.shape, dtype=int) for param in shard_map.global_params for t in param.hf}
+    for param in shard_map.global_params:
+        for rank in shard_map.owners(param):
+            (shard,) = (p for p in shard_map.local_shards(rank) if p.param is param)
+            set_here = np.zeros(shard.shape, dtype=int)
+            for region in shard.regions:
+                times[param.hf[region.tensor].name][region.hf_index] += 1
+                set_here[region.shard_index] += 1
             assert set_here.max(initial=0) <= 1
-            assert set_here.min() == 1 or unit.row.how == "vocab"
+            assert set_here.min() == 1 or param.mapping.sharding == "vocab"
     assert [name for name, counts in times.items() if (counts != 1).any()] == []
 
 
 def test_a_shard_that_cannot_be_names_the_layout() -> None:
-    table = Table(model("qwen3_moe"), Layout.parse("tp=16"))
+    shard_map = ShardMap(model("qwen3_moe"), Layout.parse("tp=16"))
     with pytest.raises(BridgeError, match=r"linear_qkv.*KV groups.*8 does not divide over 16 ranks \(layout tp=16,"):
-        table.placed(0)
+        shard_map.local_shards(0)
     with pytest.raises(BridgeError, match=r"^qwen3_moe: 16 attention heads do not divide over tp=3 \(layout tp=3,"):
-        Table(model("qwen3_moe"), Layout.parse("tp=3"))
+        ShardMap(model("qwen3_moe"), Layout.parse("tp=3"))
 
 
 @pytest.mark.parametrize("hf", ["per_expert", "fused"])
@@ -84,8 +84,8 @@ def test_plan_does_not_depend_on_the_layout(name: str, hf: str) -> None:
     plans = []
     for text in LAYOUTS:
         for experts in ("sequential", "grouped"):
-            spelling = Spelling(experts=experts, hf=hf)  # type: ignore[arg-type]
-            plans.append(Plan(Table(model(name), Layout.parse(text), spelling)).tensors)
+            names = SpecNames(experts=experts)  # type: ignore[arg-type]
+            plans.append(Plan(ShardMap(model(name), Layout.parse(text), names, hf)).tensors)
     assert all(plan == plans[0] for plan in plans)
     names = [t.name for t in plans[0]]
     assert len(set(names)) == len(names)
@@ -96,20 +96,20 @@ def test_plan_does_not_depend_on_the_layout(name: str, hf: str) -> None:
 def test_tied_head() -> None:
     tied, untied = (model("qwen3_moe", tie_word_embeddings=t) for t in (True, False))
     for text, copies in (("tp=1", 0), ("pp=2", 1), ("pp=2,vpp=2", 1)):
-        table = Table(tied, Layout.parse(text))
-        last = [p for p in table.placed(table.layout.world - 1) if p.local == "output_layer.weight"]
+        shard_map = ShardMap(tied, Layout.parse(text))
+        last = [p for p in shard_map.local_shards(shard_map.layout.world - 1) if p.local_name == "output_layer.weight"]
         assert len(last) == copies
-        assert all(p.unit.hf[0].name == "model.embed_tokens.weight" and not p.unit.exports for p in last)
-        assert all(p.unit.dtype == "float32" for p in last)
-        assert "lm_head.weight" not in {t.name for t in Plan(table).tensors}
-    assert "lm_head.weight" in {t.name for t in Plan(Table(untied, Layout())).tensors}
+        assert all(p.param.hf[0].name == "model.embed_tokens.weight" and not p.param.exports for p in last)
+        assert all(p.param.dtype == "float32" for p in last)
+        assert "lm_head.weight" not in {t.name for t in Plan(shard_map).tensors}
+    assert "lm_head.weight" in {t.name for t in Plan(ShardMap(untied, Layout())).tensors}
 
 
 def test_global_names_count_layers_and_experts_of_the_whole_model() -> None:
     layout = Layout.parse("pp=2,ep=4")
-    table = Table(model("glm4_moe", num_nextn_predict_layers=1), layout)
-    assert len({u.name for u in table.units}) == len(table.units)
-    placed = {p.local: p.unit.name for p in table.placed(layout.expert_rank_of(etp=0, ep=3, pp=1))}
+    shard_map = ShardMap(model("glm4_moe", num_nextn_predict_layers=1), layout)
+    assert len({u.name for u in shard_map.global_params}) == len(shard_map.global_params)
+    shards = {p.local_name: p.param.name for p in shard_map.local_shards(layout.expert_rank_of(etp=0, ep=3, pp=1))}
     for local, name in {
         "decoder.layers.0.input_layernorm.weight": "decoder.layers.2.input_layernorm.weight",
         "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight": (
@@ -121,12 +121,15 @@ def test_global_names_count_layers_and_experts_of_the_whole_model() -> None:
         "mtp.layers.0.enorm.weight": "mtp.layers.0.enorm.weight",
         "output_layer.weight": "output_layer.weight",
     }.items():
-        assert placed[local] == name
+        assert shards[local] == name
 
 
 def test_spellings_of_megatron_names() -> None:
     names = {
-        key: {p.local for p in Table(model("glm4_moe"), Layout(), Spelling(norms=key[0], experts=key[1])).placed(0)}  # type: ignore[arg-type]
+        key: {
+            p.local_name
+            for p in ShardMap(model("glm4_moe"), Layout(), SpecNames(norms=key[0], experts=key[1])).local_shards(0)
+        }  # type: ignore[arg-type]
         for key in (("separate", "sequential"), ("fused", "grouped"))
     }
     assert "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight" in names["separate", "sequential"]
@@ -146,11 +149,11 @@ def test_mtp_units_are_held_by_their_owners(name: str) -> None:
     m = model(name, num_nextn_predict_layers=1)
     plans = []
     for text in MTP_LAYOUTS:
-        table = Table(m, Layout.parse(text))
-        held = {(p.unit.name, rank) for rank in range(table.layout.world) for p in table.placed(rank)}
-        assert {u.name for u in table.units} == {name for name, _ in held}
-        assert all((unit.name, rank) in held for unit in table.units for rank in table.owners(unit))
-        plans.append(Plan(table).tensors)
+        shard_map = ShardMap(m, Layout.parse(text))
+        held = {(p.param.name, rank) for rank in range(shard_map.layout.world) for p in shard_map.local_shards(rank)}
+        assert {u.name for u in shard_map.global_params} == {name for name, _ in held}
+        assert all((param.name, rank) in held for param in shard_map.global_params for rank in shard_map.owners(param))
+        plans.append(Plan(shard_map).tensors)
     assert all(plan == plans[0] for plan in plans)
     sent = [t.name for t in plans[0]]
     assert len(set(sent)) == len(sent)
@@ -165,28 +168,32 @@ def test_where_mtp_layers_the_final_norm_and_the_second_embedding_are() -> None:
         "pp=4,pipeline_layout=Et|tt|tm|L": [names[:1], (), (names[0], names[1], names[3]), names[2:3]],
     }
     for text, stages in expected.items():
-        table = Table(model("glm4_moe", num_nextn_predict_layers=1), Layout.parse(text))
+        shard_map = ShardMap(model("glm4_moe", num_nextn_predict_layers=1), Layout.parse(text))
         for rank, wanted in enumerate(stages):
-            held = {p.local.removesuffix(".weight") for p in table.placed(rank)}
+            held = {p.local_name.removesuffix(".weight") for p in shard_map.local_shards(rank)}
             assert held & set(names) == set(wanted), (text, rank)
 
 
 def test_spellings_of_mtp_names() -> None:
     m = model("deepseek_v3", num_nextn_predict_layers=1)
-    spelling = Spelling(norms="fused", experts="grouped", mtp="transformer_layer")
-    fused = {p.local for p in Table(m, Layout(), spelling).placed(0)}
+    names = SpecNames(norms="fused", experts="grouped", mtp="transformer_layer")
+    fused = {p.local_name for p in ShardMap(m, Layout(), names).local_shards(0)}
     assert {
         "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight15",
         "mtp.layers.0.transformer_layer.self_attention.linear_kv_up_proj.layer_norm_weight",
         "mtp.layers.0.enorm.weight",
     } <= fused
-    apart = {p.local for p in Table(m, Layout()).placed(0)}
+    apart = {p.local_name for p in ShardMap(m, Layout()).local_shards(0)}
     assert "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.15.linear_fc2.weight" in apart
 
 
 def test_mixtral_in_memory_says_mlp() -> None:
     names = {
-        hf: {t.name for t in Plan(Table(model("mixtral"), Layout(), Spelling(hf=hf))).tensors if ".layers.3." in t.name}  # type: ignore[arg-type]
+        hf: {
+            t.name
+            for t in Plan(ShardMap(model("mixtral"), Layout(), expert_format=hf)).tensors
+            if ".layers.3." in t.name
+        }  # type: ignore[arg-type]
         for hf in ("per_expert", "fused")
     }
     per_expert, fused = names["per_expert"] - names["fused"], names["fused"] - names["per_expert"]
@@ -201,7 +208,10 @@ def test_mixtral_in_memory_says_mlp() -> None:
 
 def test_mla_spellings() -> None:
     names = {
-        norms: {p.local.removeprefix("decoder.layers.2.") for p in Table(m, Layout(), Spelling(norms=norms)).placed(0)}  # type: ignore[arg-type]
+        norms: {
+            p.local_name.removeprefix("decoder.layers.2.")
+            for p in ShardMap(m, Layout(), SpecNames(norms=norms)).local_shards(0)
+        }  # type: ignore[arg-type]
         for norms in ("separate", "fused")
         for m in [model("deepseek_v3")]
     }
@@ -218,7 +228,7 @@ def test_mla_spellings() -> None:
 
 
 def test_mla_splits_up_projections_by_heads_and_keeps_the_rest_whole() -> None:
-    held = {p.local: p.shape for p in Table(model("deepseek_v3"), Layout.parse("tp=4")).placed(1)}
+    held = {p.local_name: p.shape for p in ShardMap(model("deepseek_v3"), Layout.parse("tp=4")).local_shards(1)}
     prefix = "decoder.layers.0.self_attention.linear_"
     assert {k.removeprefix(prefix): v for k, v in held.items() if k.startswith(prefix)} == {
         "q_down_proj.weight": (26, 24),
@@ -231,11 +241,11 @@ def test_mla_splits_up_projections_by_heads_and_keeps_the_rest_whole() -> None:
 
 def test_heads_are_not_split() -> None:
     with pytest.raises(BridgeError, match="16 attention heads do not divide over tp=3"):
-        Table(model("deepseek_v3"), Layout.parse("tp=3"))
+        ShardMap(model("deepseek_v3"), Layout.parse("tp=3"))
 
 
 def test_impossible_layouts_are_refused_before_any_work() -> None:
     with pytest.raises(LayoutError, match="num_experts=16"):
-        Table(model("qwen3_moe"), Layout.parse("ep=3"))
+        ShardMap(model("qwen3_moe"), Layout.parse("ep=3"))
     with pytest.raises(LayoutError, match="4"):
-        Table(model("qwen3_moe"), Layout.parse("pp=3"))
+        ShardMap(model("qwen3_moe"), Layout.parse("pp=3"))

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from moeref import families
-from moeref.bridge import BridgeError, padded_vocab, shard_blocks
-from moeref.bridge.blocks import Block, bounding, relative
+from moeref.bridge import BridgeError, padded_vocab, shard_regions
+from moeref.bridge.regions import CopyRegion, bounding, relative
 from tests.unit.models import CONFIGS, model
 
 pytestmark = pytest.mark.cpu
-ROWS = [(name, i) for name in CONFIGS for i in range(len(families.rows(model(name))))]
+MAPPINGS = [(name, i) for name in CONFIGS for i in range(len(families.mappings(model(name))))]
 
 
-def _tagged(row: families.Row, m: families.Model) -> list[np.ndarray]:
+def _tagged(row: families.ParamMapping, m: families.Model) -> list[np.ndarray]:
     """Full HF tensors whose elements are numbered 1… without repetition."""
     out, start = [], 1
     for tensor in row.hf:
@@ -27,37 +27,37 @@ def _tagged(row: families.Row, m: families.Model) -> list[np.ndarray]:
     return out
 
 
-def turned(part: np.ndarray, block: Block) -> np.ndarray:
-    return part.T if block.turned else part
+def transposed(part: np.ndarray, region: CopyRegion) -> np.ndarray:
+    return part.T if region.transposed else part
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
-@pytest.mark.parametrize(("name", "index"), ROWS)
+@pytest.mark.parametrize(("name", "index"), MAPPINGS)
 def test_shards_and_tensors_share_every_element_once(name: str, index: int, parts: int) -> None:
     m = model(name)
-    row = families.rows(m)[index]
+    row = families.mappings(m)[index]
     padded = padded_vocab(m, parts, 128)
     full = _tagged(row, m)
     back = [np.zeros_like(t) for t in full]
     seen: list[int] = []
     together = "{expert}" in row.megatron and "{expert}" not in row.hf[0].name
     for expert, rank in itertools.product(range(m.experts) if together else (None,), range(parts)):
-        shape, blocks = shard_blocks(m, row, rank, parts, padded=padded, expert=expert)
+        shape, regions = shard_regions(m, row, rank, parts, padded=padded, expert=expert)
         shard = np.zeros(shape, dtype=int)
-        for block in blocks:
-            assert not shard[block.local].any(), "two blocks write the same place"
-            shard[block.local] = turned(full[block.source][block.remote], block)
-        assert row.how == "vocab" or shard.all(), "a place of the shard is left unset"
+        for region in regions:
+            assert not shard[region.shard_index].any(), "two regions write the same place"
+            shard[region.shard_index] = transposed(full[region.tensor][region.hf_index], region)
+        assert row.sharding == "vocab" or shard.all(), "a place of the shard is left unset"
         seen += shard[shard > 0].tolist()
-        for block in blocks:
-            back[block.source][block.remote] = turned(shard[block.local], block)
-        for source in {b.source for b in blocks}:
-            base = bounding(blocks, source)
+        for region in regions:
+            back[region.tensor][region.hf_index] = transposed(shard[region.shard_index], region)
+        for source in {r.tensor for r in regions}:
+            base = bounding(regions, source)
             piece = full[source][base]
-            for block in (b for b in blocks if b.source == source):
-                assert np.array_equal(piece[relative(block.remote, base)], full[source][block.remote])
+            for region in (r for r in regions if r.tensor == source):
+                assert np.array_equal(piece[relative(region.hf_index, base)], full[source][region.hf_index])
     assert all(np.array_equal(a, b) for a, b in zip(full, back, strict=True))
-    copies = parts if row.how == "replicate" else 1
+    copies = parts if row.sharding == "replicate" else 1
     assert sorted(seen) == sorted(list(range(1, 1 + sum(t.size for t in full))) * copies)
 
 
@@ -65,51 +65,51 @@ def test_shards_and_tensors_share_every_element_once(name: str, index: int, part
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_fused_experts_hold_what_the_separate_ones_hold(name: str, parts: int) -> None:
     m = model(name)
-    for row in (r for r in families.rows(m) if r.fused and "{expert}" in r.megatron):
+    for row in (r for r in families.mappings(m) if r.fused and "{expert}" in r.megatron):
         separate = _tagged(row, m)
         fused = np.zeros([m.dims[d] for d in row.fused.dims], dtype=int)  # type: ignore[union-attr]
         fused[5] = np.concatenate(separate) if len(separate) == 2 else separate[0]
         for rank in range(parts):
-            shape, apart = shard_blocks(m, row, rank, parts, padded=0, expert=5)
-            fused_shape, together = shard_blocks(m, row, rank, parts, padded=0, expert=5, fused=True)
+            shape, apart = shard_regions(m, row, rank, parts, padded=0, expert=5)
+            fused_shape, together = shard_regions(m, row, rank, parts, padded=0, expert=5, fused=True)
             assert shape == fused_shape
             a, b = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)
-            for block in apart:
-                a[block.local] = separate[block.source][block.remote]
-            for block in together:
-                b[block.local] = fused[block.remote]
+            for region in apart:
+                a[region.shard_index] = separate[region.tensor][region.hf_index]
+            for region in together:
+                b[region.shard_index] = fused[region.hf_index]
             assert np.array_equal(a, b)
             assert a.all()
             base = bounding(together, 0)
             assert base[0] == 5
-            for block in together:
-                assert np.array_equal(fused[base][relative(block.remote, base)], fused[block.remote])
+            for region in together:
+                assert np.array_equal(fused[base][relative(region.hf_index, base)], fused[region.hf_index])
 
 
 def test_qkv_groups_are_contiguous_and_interleaved() -> None:
     """Group g is [its q heads | k | v]; TP rank r has groups r·G/TP …"""
     m = model("qwen3_moe")
-    row = next(r for r in families.rows(m) if r.how == "qkv")
+    row = next(r for r in families.mappings(m) if r.sharding == "qkv")
     q, k, v = _tagged(row, m)
     expected = []
     for group in range(4, 8):
         for head in (2 * group, 2 * group + 1):
             expected += list(q[head * 6 : head * 6 + 6])
         expected += [*k[group * 6 : group * 6 + 6], *v[group * 6 : group * 6 + 6]]
-    shape, blocks = shard_blocks(m, row, 1, 2, padded=0)
+    shape, regions = shard_regions(m, row, 1, 2, padded=0)
     shard = np.zeros(shape, dtype=int)
-    for block in blocks:
-        shard[block.local] = (q, k, v)[block.source][block.remote]
+    for region in regions:
+        shard[region.shard_index] = (q, k, v)[region.tensor][region.hf_index]
     assert np.array_equal(shard, np.array(expected))
 
 
-def _shard(m: families.Model, how: str, rank: int, parts: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    row = next(r for r in families.rows(m) if r.how == how)
+def _shard(m: families.Model, sharding: str, rank: int, parts: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    row = next(r for r in families.mappings(m) if r.sharding == sharding)
     full = _tagged(row, m)
-    shape, blocks = shard_blocks(m, row, rank, parts, padded=0)
+    shape, regions = shard_regions(m, row, rank, parts, padded=0)
     shard = np.zeros(shape, dtype=int)
-    for block in blocks:
-        shard[block.local] = full[block.source][block.remote]
+    for region in regions:
+        shard[region.shard_index] = full[region.tensor][region.hf_index]
     return shard, full
 
 
@@ -124,24 +124,24 @@ def test_gated_queries() -> None:
 def test_gated_delta_nets() -> None:
     """Files have [q | k | v | z] and [b | a] per key head, channels as [q | k | v]; Megatron each of them by itself."""
     m = model("qwen3_next")
-    shard, (qkvz, ba) = _shard(m, "delta_in", 1, 2)
+    shard, (qkvz, ba) = _shard(m, "gdn_in_proj", 1, 2)
     mine = np.split(qkvz.reshape(8, 50, 24)[4:], (5, 10, 30), axis=1) + np.split(ba.reshape(8, 4, 24)[4:], 2, axis=1)
     assert np.array_equal(shard, np.concatenate([part.reshape(-1, 24) for part in mine]))
-    channels, (full,) = _shard(m, "delta_conv", 1, 2)
+    channels, (full,) = _shard(m, "gdn_conv1d", 1, 2)
     assert np.array_equal(channels, np.concatenate([full[20:40], full[60:80], full[160:240]]))
     with pytest.raises(BridgeError, match="key heads: 8 does not divide over 3 ranks"):
-        _shard(m, "delta_in", 0, 3)
+        _shard(m, "gdn_in_proj", 0, 3)
     with pytest.raises(BridgeError, match=r"^qwen3_next: .*linear_qkv.*KV groups .*: 8 does not divide over 16 ranks"):
         _shard(m, "gated_qkv", 0, 16)
-    row = next(r for r in families.rows(model("qwen3_moe")) if r.how == "qkv")
-    with pytest.raises(BridgeError, match=r"^qwen3_moe: .*linear_qkv.weight: delta_in rows need a gated delta net"):
-        shard_blocks(model("qwen3_moe"), replace(row, how="delta_in"), 0, 1, padded=0)
+    row = next(r for r in families.mappings(model("qwen3_moe")) if r.sharding == "qkv")
+    with pytest.raises(BridgeError, match=r"^qwen3_moe: .*linear_qkv.weight: gdn_in_proj rows need a gated delta net"):
+        shard_regions(model("qwen3_moe"), replace(row, sharding="gdn_in_proj"), 0, 1, padded=0)
 
 
 def test_gpt_oss_pairs_are_parted_and_matrices_turned() -> None:
     """Gate and up are every second output of an expert's [in, out]; Megatron rows are this rank's gate, then its up."""
     m = model("gpt_oss")
-    fc1, bias1, fc2, bias2 = (r for r in families.rows(m) if "{expert}" in r.megatron)
+    fc1, bias1, fc2, bias2 = (r for r in families.mappings(m) if "{expert}" in r.megatron)
     rng = np.arange(m.moe_ffn // 2, m.moe_ffn)
     for row, expected in (
         (fc1, lambda full: np.concatenate([full[5][:, 2 * rng].T, full[5][:, 2 * rng + 1].T])),
@@ -150,19 +150,23 @@ def test_gpt_oss_pairs_are_parted_and_matrices_turned() -> None:
         (bias2, lambda full: full[5]),
     ):
         (full,) = _tagged(row, m)
-        shape, blocks = shard_blocks(m, row, 1, 2, padded=0, expert=5)
+        shape, regions = shard_regions(m, row, 1, 2, padded=0, expert=5)
         shard = np.zeros(shape, dtype=int)
-        for block in blocks:
-            shard[block.local] = turned(full[block.remote], block)
+        for region in regions:
+            shard[region.shard_index] = transposed(full[region.hf_index], region)
         assert np.array_equal(shard, expected(full))
 
 
-@pytest.mark.parametrize(("how", "parts"), [("qkv", 16), ("gate_up", 3), ("row", 5), ("column", 5)])
-def test_sizes_that_do_not_divide_are_refused(how: str, parts: int) -> None:
+@pytest.mark.parametrize(("sharding", "parts"), [("qkv", 16), ("gate_up", 3), ("row", 5), ("column", 5)])
+def test_sizes_that_do_not_divide_are_refused(sharding: str, parts: int) -> None:
     m = model("qwen3_moe")
-    row = next(r for r in families.rows(m) if r.how == ("gate_up" if how == "column" else how) and r.on != "dense")
+    row = next(
+        r
+        for r in families.mappings(m)
+        if r.sharding == ("gate_up" if sharding == "column" else sharding) and r.where != "dense"
+    )
     with pytest.raises(BridgeError, match="does not divide") as error:
-        shard_blocks(m, replace(row, how=how), 0, parts, padded=0)  # type: ignore[arg-type]
+        shard_regions(m, replace(row, sharding=sharding), 0, parts, padded=0)  # type: ignore[arg-type]
     assert "qwen3_moe" in str(error.value)
 
 
@@ -170,29 +174,29 @@ def test_padded_vocabulary() -> None:
     m = model("qwen3_moe")
     assert [padded_vocab(m, tp, 128) for tp in (1, 2, 8)] == [256, 256, 1024]
     assert padded_vocab(m, 1, 1) == 131
-    row = families.rows(m)[0]
-    sizes = [sum(b.local[0].stop for b in shard_blocks(m, row, r, 8, padded=1024)[1]) for r in range(8)]  # type: ignore[union-attr]
+    row = families.mappings(m)[0]
+    sizes = [sum(r.shard_index[0].stop for r in shard_regions(m, row, r, 8, padded=1024)[1]) for r in range(8)]  # type: ignore[union-attr]
     assert sizes == [128, 3, 0, 0, 0, 0, 0, 0]
-    assert {shard_blocks(m, row, r, 8, padded=1024)[0] for r in range(8)} == {(128, 24)}
-    assert shard_blocks(m, row, 7, 8, padded=1024)[1] == (), "a rank of padding has nothing to read"
+    assert {shard_regions(m, row, r, 8, padded=1024)[0] for r in range(8)} == {(128, 24)}
+    assert shard_regions(m, row, 7, 8, padded=1024)[1] == (), "a rank of padding has nothing to read"
     with pytest.raises(BridgeError, match="padded vocabulary: 256 does not divide over 3 ranks"):
-        shard_blocks(m, row, 0, 3, padded=256)
+        shard_regions(m, row, 0, 3, padded=256)
 
 
 def test_aliases_lie_where_their_tensor_does() -> None:
     m = model("deepseek_v3", num_nextn_predict_layers=2)
-    for row in (r for r in families.rows(m) if r.alias):
+    for row in (r for r in families.mappings(m) if r.alias):
         assert len(row.hf) == 3
         for rank in range(2):
-            _, blocks = shard_blocks(m, row, rank, 2, padded=256)
-            assert [b.source for b in blocks] == [0, 1, 2]
-            assert len({(b.remote[0].start, b.local[0].start) for b in blocks}) == 1  # type: ignore[union-attr]
+            _, regions = shard_regions(m, row, rank, 2, padded=256)
+            assert [r.tensor for r in regions] == [0, 1, 2]
+            assert len({(r.hf_index[0].start, r.shard_index[0].start) for r in regions}) == 1  # type: ignore[union-attr]
 
 
 def test_pairwise_distinct_sizes() -> None:
     for name, tied in itertools.product(CONFIGS, (False, True)):
         m = model(name, tie_word_embeddings=tied)
-        used = {d for row in families.rows(m) for t in (*row.hf, row.fused) if t is not None for d in t.dims}
+        used = {d for row in families.mappings(m) for t in (*row.hf, row.fused) if t is not None for d in t.dims}
         dims = {d: m.dims[d] for d in used - {"moe_ffn", "shared_ffn", "2hidden"}}
         sizes = [size for size in dims.values() if size]
         assert len(set(sizes)) == len(sizes), dims

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moeref.families import Model
-from moeref.families.model import GatedDelta
+from moeref.families.model import GatedDeltaNet
 
 Run = tuple[int, int, int]
 
@@ -26,7 +26,7 @@ def gated_qkv(model: Model, groups: range) -> Iterator[Run]:
         yield 2, group * d, d
 
 
-def delta_in(delta: GatedDelta, heads: range) -> Iterator[Run]:
+def gdn_in_proj(delta: GatedDeltaNet, heads: range) -> Iterator[Run]:
     """in_proj_qkvz has [q | k | v | z] per key head, in_proj_ba [b | a]; Megatron all q, then all k, v, z, b, a."""
     k, v = delta.key_dim, delta.per_key * delta.value_dim
     for source, parts in ((0, (k, k, v, v)), (1, (delta.per_key, delta.per_key))):
@@ -35,7 +35,7 @@ def delta_in(delta: GatedDelta, heads: range) -> Iterator[Run]:
                 yield source, head * sum(parts) + sum(parts[:i]), rows
 
 
-def delta_conv(delta: GatedDelta, heads: range) -> Iterator[Run]:
+def gdn_conv1d(delta: GatedDeltaNet, heads: range) -> Iterator[Run]:
     """Channels are all q, all k, all v in both; a rank has its heads of each."""
     start = 0
     for rows in (delta.key_dim, delta.key_dim, delta.per_key * delta.value_dim):

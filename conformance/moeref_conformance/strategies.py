@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from moeref_conformance.contract import api
 from moeref_conformance.contract.api import PadRequest, RoutedRows
-from moeref_conformance.steps.dispatch import DISPATCHERS, PRECISIONS
+from moeref_conformance.contract.requests.dispatch import DISPATCHERS, PRECISIONS
 
 if TYPE_CHECKING:
     import torch

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.contract.exits import RankExit
 from moeref_conformance.contract.records import Observation, rank_dir
 from moeref_conformance.judges import Case
-from moeref_conformance.oracles import topology
-from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement
 from safetensors.torch import load_file, save_file
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.oracles.checkpoint import EXTRA, INDEX, assert_distinct, expected, read_checkpoint
+from moeref_conformance.oracles.checkpoint import INDEX, assert_distinct, expected
+from moeref_conformance.oracles.expected import EXTRA, read_checkpoint
 from moeref_conformance.plan.matrix import load
 
 from moeref import families

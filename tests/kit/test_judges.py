@@ -17,7 +17,8 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, rank_dir
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import JUDGES, Case, grouped, judges
-from moeref_conformance.oracles.checkpoint import Expected, expected
+from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.oracles.expected import Expected
 
 pytestmark = pytest.mark.cpu
 DOWN = "model.layers.2.mlp.experts.13.down_proj.weight"

@@ -21,7 +21,7 @@ from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.records import Observation
-from moeref_conformance.oracles.topology import coords_text
+from moeref_conformance.contract.topology import coords_text
 from moeref_conformance.worlds.coordinator import Crew
 from moeref_conformance.worlds.forked import WorldError
 from moeref_conformance.worlds.messages import Line, pack, unpack

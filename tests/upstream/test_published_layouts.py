@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Layout as KitLayout
-from moeref_conformance.oracles import topology
 from moeref_conformance.plan import matrix
 from moeref_conformance.steps.probe import _topology
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -15,6 +15,8 @@ from typing import Any
 
 #: The size of a cell that is not a published model: a tiny one with random weights.
 TINY = "tiny"
+#: The seed of those weights.
+TINY_SEED = 20_260_101
 
 
 @dataclass(frozen=True, kw_only=True)

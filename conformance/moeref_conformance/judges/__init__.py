@@ -16,7 +16,7 @@ from moeref_conformance.contract.findings import Finding, Outcome
 if TYPE_CHECKING:
     from moeref_conformance.contract.api import Cell, Target
     from moeref_conformance.contract.records import Observation
-    from moeref_conformance.oracles.checkpoint import Expected
+    from moeref_conformance.oracles.expected import Expected
 
 
 @dataclass

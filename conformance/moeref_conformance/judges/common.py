@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.cells import GPU_BACKENDS
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, grouped
-from moeref_conformance.oracles import topology
-from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement, hf_numbers
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from moeref_conformance.contract.api import Request
 from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.requests.config import HONOURED, OF_THE_REFERENCE, SILENT, TWICE, UNKNOWN, same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome, without
 from moeref_conformance.oracles import settings
-from moeref_conformance.steps.config import HONOURED, OF_THE_REFERENCE, SILENT, TWICE, UNKNOWN, same
 
 STEP = "config"
 #: megatron-core's experts hold a copy of the config whose MLP width is their own.

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Padding, PadRequest
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.contract.requests.dispatch import CHOICES, requests
+from moeref_conformance.contract.requests.exchange import EXCHANGES, GRADIENTS, Exchange, given
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, observed, outcome, without
-from moeref_conformance.oracles import dispatch, topology
+from moeref_conformance.oracles import dispatch
 from moeref_conformance.oracles.dispatch import Looped, looped, row_bytes
-from moeref_conformance.steps.dispatch import CHOICES, requests
-from moeref_conformance.steps.exchange import EXCHANGES, GRADIENTS, Exchange, given
 
 #: Both sides work in float64; sums may be taken in another order.
 RTOL, ATOL = 1e-12, 1e-13

@@ -10,13 +10,13 @@ import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
+from moeref_conformance.contract.requests.export import CHANGE
 from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import context, finding, known, names_text, observed, outcome, without
 from moeref_conformance.oracles.placement import hf_numbers
-from moeref_conformance.steps.probe import CHANGE
 
 
 def _writer(run: Observation, step: str = "export") -> RankRecord | None:

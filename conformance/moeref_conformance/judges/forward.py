@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome, tolerance, unmeasured, within, without
-from moeref_conformance.oracles import topology
 
 TRANSFORMERS = 2e-5
 LAYOUT = 2e-6

@@ -7,6 +7,7 @@ from collections import defaultdict
 
 from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.requests.export import UNMAPPED
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     finding,
@@ -20,7 +21,6 @@ from moeref_conformance.judges.common import (
     without,
 )
 from moeref_conformance.oracles.placement import Placement, Unknown, hf_numbers, plain_local
-from moeref_conformance.steps.probe import UNMAPPED
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc[12]\.(?:weight|bias)(\d+)$)")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.judges import Case
 from moeref_conformance.judges.common import finding, known, observed
-from moeref_conformance.oracles import topology
 from moeref_conformance.oracles.sequence import positions
 
 Place = tuple[int, int]  # sample, position

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.requests.replay import PHASES
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, known, observed, outcome, tolerance, unmeasured, within, without
 from moeref_conformance.judges.observed_routes import Place, Seen, replayed, seen_routes
 from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.routed import given_routes
-from moeref_conformance.steps.replay import PHASES
 
 TRANSFORMERS = 2e-5
 

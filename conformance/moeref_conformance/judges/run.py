@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import REFUSALS
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, observed, outcome, without
-from moeref_conformance.oracles import topology
 
 #: Name of the error of the checked collectives.
 MISMATCH = "CollectiveMismatch"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.requests.seeds import SEED, WAYS
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, observed, outcome, without
-from moeref_conformance.oracles import topology
-from moeref_conformance.steps.seeds import SEED, WAYS
 
 _DEFAULT = ("python", "numpy", "torch", "cuda")
 _DRAWN = ("python", "numpy", "torch", "tp", "expert")

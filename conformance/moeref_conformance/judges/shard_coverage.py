@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import Given, finding, known, outcome, tables, without
-from moeref_conformance.oracles import topology
 from moeref_conformance.oracles.cuts import VOCABULARY, cut, elements, shard, whole
 from moeref_conformance.oracles.placement import hf_numbers, plain_local
 

@@ -10,8 +10,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +17,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.contract.published_models import TINY
-from moeref_conformance.oracles import recipes
+from moeref_conformance.contract.published_models import TINY, TINY_SEED
+from moeref_conformance.oracles import published, recipes, routed
+from moeref_conformance.oracles.expected import EXTRA, Expected, read_checkpoint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-EXTRA = "model.layers.0.kit_extra.weight"
-SEED = 20_260_101
 #: Scores of the last chosen and the first unchosen expert differ by more than this for every token and layer, so that
 #: a sum in another order cannot turn a route.
 MARGIN = 1e-5
 BATCH = 2
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The checkpoint of one variant on disk, and what transformers makes of it.
-
-    `inputs` are the paths a rank gets (see `probe.run_rank`); `missing` is the tensor that `checkpoint_missing` lacks
-    and `extra` the one that `checkpoint_extra` has too many.
-    """
-
-    dir: Path
-    inputs: dict[str, str]
-    missing: str
-    extra: str = EXTRA
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The config.json as transformers wrote it."""
-        return dict(json.loads((self.dir / "config" / "config.json").read_text()))
-
-    @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the checkpoint by Hugging Face name, in the order of their names."""
-        return read_checkpoint(self.dir / "checkpoint")
-
-    @cached_property
-    def tokens_BS(self) -> torch.Tensor:
-        """int64 token ids, the same for every cell."""
-        return load_file(self.dir / "tokens.safetensors")["tokens"]
-
-    @cached_property
-    def logits_BSV(self) -> torch.Tensor:
-        """Logits in fp32 by transformers' own module with eager attention; the weights are the checkpoint's."""
-        return load_file(self.dir / "logits.safetensors")["logits"]
 
 
 def expected(cell: Cell, workdir: Path) -> Expected:
@@ -71,8 +34,6 @@ def expected(cell: Cell, workdir: Path) -> Expected:
     Raises ValueError for a family or expert_format without a recipe.
     """
     if cell.size != TINY:
-        from moeref_conformance.oracles import published
-
         return published.expected(cell, workdir)
     final = workdir / cell.variant
     if not final.exists():
@@ -91,18 +52,8 @@ def expected(cell: Cell, workdir: Path) -> Expected:
     inputs["tokens"] = str(final / "tokens.safetensors")
     made = Expected(dir=final, inputs=inputs, missing=(final / "missing.txt").read_text())
     if cell.replay == "R3":
-        from moeref_conformance.oracles import routed
-
         inputs["routes"] = str(routed.write(made))
     return made
-
-
-def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder, sorted by name."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(file))
-    return dict(sorted(tensors.items()))
 
 
 def dtype_of(cell: Cell) -> torch.dtype:
@@ -149,7 +100,7 @@ def _make(cell: Cell, folder: Path) -> None:
 
 
 def _generator(stream: int) -> torch.Generator:
-    return torch.Generator().manual_seed(SEED + stream)
+    return torch.Generator().manual_seed(TINY_SEED + stream)
 
 
 def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import DispatcherRequest, Layout, Padding, PadRequest
-from moeref_conformance.oracles import topology
-from moeref_conformance.steps.exchange import EXCHANGES, given, held, parameters
+from moeref_conformance.contract.requests.exchange import EXCHANGES, given, local_experts, parameters
 
 #: Rows that a quantised GEMM takes, by recipe: megatron-core's `get_fp8_align_size` (16, 32 for mxfp8), 32 for nvfp4's
 #: hardware, and the block of blockwise scaling.
@@ -155,7 +155,7 @@ def _group(layout: Layout, dispatcher: str, number: int, members: tuple[int, ...
     found = torch.autograd.grad(loss, (one, two, *leaves), materialize_grads=True)
     made = {}
     for place, rank in enumerate(members):
-        mine, share = held(layout, rank, experts)
+        mine, share = local_experts(layout, rank, experts)
         cut = slice(mine.start, mine.stop)
         of_rows = {"x": found[2 + 2 * place], "weights": found[3 + 2 * place]}
         made[rank] = Looped(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.oracles import gpt_oss, hybrid, topology
+from moeref_conformance.oracles import gpt_oss, hybrid
 from moeref_conformance.oracles.stages import mtp_stage, stage_layers
 
 _EXPERT_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.")

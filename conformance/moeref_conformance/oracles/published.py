@@ -18,7 +18,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.published_models import Size, published
-from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.expected import Expected
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
-from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.expected import Expected
 
 #: Row of a route that the engine did not give.
 MISSING = -1

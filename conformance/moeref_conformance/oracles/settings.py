@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.oracles.checkpoint import Expected
+from moeref_conformance.oracles.expected import Expected
 
 _ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
 #: A value of the first kind may be told as any of the second: megatron-core does the same with both.

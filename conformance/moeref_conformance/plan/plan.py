@@ -18,6 +18,7 @@ from moeref_conformance import resolve as targets
 from moeref_conformance.contract.api import Target, to_plain
 from moeref_conformance.contract.cells import ANY_GPU, GPU_BACKENDS, Cell, Layout
 from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.published_models import TINY_SEED
 from moeref_conformance.contract.results import version_of, versions
 from moeref_conformance.contract.rules import GROUPS, Rule, load_rules, revision, select
 from moeref_conformance.plan import known_failures
@@ -160,8 +161,6 @@ def prepare(settings: Settings, machine: Machine | None = None) -> Plan:
 
 def header(plan: Plan) -> dict[str, Any]:
     """The first line of `results.jsonl`: who is judged, by which kit, rules and matrix, and under which settings."""
-    from moeref_conformance.oracles.checkpoint import SEED
-
     settings, claims = plan.settings, plan.target.claims
     cells = []
     for cell in plan.cells:
@@ -175,7 +174,7 @@ def header(plan: Plan) -> dict[str, Any]:
         "versions": versions() | dict(plan.machine.versions if plan.machine else {}),
         "target": {"spec": settings.target, **to_plain(plan.target.info), "claims": to_plain(claims)},
         "matrix": {"name": plan.matrix.name, "hash": plan.matrix.hash, "cells": len(plan.matrix.cells)},
-        "seed": SEED,
+        "seed": TINY_SEED,
         "settings": {
             "cells": list(settings.cells),
             "rules": list(settings.rules),

@@ -35,11 +35,8 @@ from moeref_conformance.contract.api import (
     to_plain,
 )
 from moeref_conformance.contract.records import EVENTS, free_key
+from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps import config, dispatch, exchange, facet_of, gradients, replay, seeds
-
-#: Exact in every floating dtype, and changes sign, so that a zero or an absolute value cannot hide a stale tensor.
-CHANGE = -0.5
-UNMAPPED = "kit_unmapped"
 
 
 class StepRaised(Exception):

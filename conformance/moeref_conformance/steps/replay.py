@@ -20,11 +20,6 @@ from moeref_conformance.steps.gradients import batch
 from moeref_conformance.steps.observed_routes import watched
 
 Save = Callable[[str, Mapping[str, torch.Tensor]], None]
-#: Phases of each mode, in order; those that are named for a route set are judged by it.
-PHASES = {
-    "R3": ("replay-a", "native-between", "step-a", "recompute-b", "native-after"),
-    "R2": ("record", "replay", "changed-native", "recompute", "record-changed", "step-changed"),
-}
 
 
 def run(

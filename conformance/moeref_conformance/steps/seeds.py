@@ -8,12 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moeref_conformance.contract.api import Seeds
-
-#: The seed of every run, and the two ways to ask for it.
-SEED = 1234
-WAYS = {"plain": False, "per_dp": True}
-#: What no generator can be seeded with.
-BAD: tuple[Any, ...] = (None, 0, -7)
+from moeref_conformance.contract.requests.seeds import BAD, SEED, WAYS
 
 
 def planned(seeds: Seeds, rank: int) -> dict[str, Any]:

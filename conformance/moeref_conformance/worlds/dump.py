@@ -12,7 +12,7 @@ from typing import Any
 from moeref_conformance.contract.api import Cell, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.records import EVENTS, RankRecord, free_key, rank_dir
-from moeref_conformance.oracles.topology import coords_text
+from moeref_conformance.contract.topology import coords_text
 from moeref_conformance.targets.dump import HF, DumpTarget
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file

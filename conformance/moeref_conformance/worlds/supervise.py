@@ -269,7 +269,7 @@ def _coords(layout: Layout, rank: int) -> str:
 
     if importlib.util.find_spec("megatron") is None:
         return ""
-    from moeref_conformance.oracles.topology import coords_text
+    from moeref_conformance.contract.topology import coords_text
 
     return coords_text(layout, rank)
 

@@ -171,7 +171,7 @@ class TorchrunWorld:
 
     def _missing(self, cell: Cell, ranks: range) -> str:
         """Which of these ranks have no process any more, and why; empty if all have."""
-        from moeref_conformance.oracles.topology import coords_text
+        from moeref_conformance.contract.topology import coords_text
 
         return "\n".join(
             f"{self.crew.name(rank, coords_text(cell.layout, rank))}: {self.crew.gone[rank]}"

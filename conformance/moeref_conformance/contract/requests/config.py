@@ -1,0 +1,61 @@
+"""Settings that the facet `config` is asked for, by name of the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moeref_conformance.contract.api import Request
+
+#: Requests that every target has to honour, by name.
+HONOURED: dict[str, Request] = {
+    "nothing": Request(),
+    "other values": Request(
+        fields={
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_grouped_gemm": True,
+            "moe_enable_routing_replay": True,
+        },
+        overrides={"layernorm_epsilon": 0.125, "moe_z_loss_coeff": 0.25, "moe_router_dtype": "fp64"},
+    ),
+    "false": Request(fields={"moe_grouped_gemm": False, "moe_router_enable_expert_bias": False}),
+    "false, passed through": Request(overrides={"qk_layernorm": False, "gated_linear_unit": False}),
+    "none": Request(overrides={"moe_router_topk_scaling_factor": None, "moe_shared_expert_intermediate_size": None}),
+    "a list": Request(
+        fields={"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+        overrides={"moe_aux_loss_coeff": [0.5, 0.25]},
+    ),
+    "recompute": Request(
+        overrides={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ),
+    "flex": Request(fields={"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}),
+}
+#: Requests in which both levels name a setting.
+TWICE: dict[str, Request] = {
+    "true, then false": Request(fields={"moe_grouped_gemm": True}, overrides={"moe_grouped_gemm": False}),
+    "two dispatchers": Request(
+        fields={"moe_token_dispatcher_type": "alltoall"}, overrides={"moe_token_dispatcher_type": "allgather"}
+    ),
+}
+#: Names that no version of TransformerConfig has.
+UNKNOWN: dict[str, Request] = {
+    "unknown field": Request(fields={"moe_grouped_gemms": True}),
+    "unknown override": Request(overrides={"moe_router_topkk": 2}),
+}
+#: One of the two settings would silently have no effect.
+SILENT: dict[str, Request] = {
+    "replay under a fused router": Request(
+        fields={"moe_enable_routing_replay": True}, overrides={"moe_router_fusion": True}
+    ),
+    "flex without a backend": Request(
+        fields={"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": None}
+    ),
+}
+REQUESTS = {**HONOURED, **TWICE, **UNKNOWN, **SILENT}
+#: Asked of the reference model too.
+OF_THE_REFERENCE = "other values"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality that tells True from 1."""
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

@@ -1,0 +1,57 @@
+"""The expected model of a cell, as judges and oracles read it: checkpoint, tokens and logits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+#: The tensor that `checkpoint_extra` has too many.
+EXTRA = "model.layers.0.kit_extra.weight"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The checkpoint of one variant on disk, and what transformers makes of it.
+
+    `inputs` are the paths a rank gets (see `probe.run_rank`); `missing` is the tensor that `checkpoint_missing` lacks
+    and `extra` the one that `checkpoint_extra` has too many.
+    """
+
+    dir: Path
+    inputs: dict[str, str]
+    missing: str
+    extra: str = EXTRA
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json as transformers wrote it."""
+        return dict(json.loads((self.dir / "config" / "config.json").read_text()))
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the checkpoint by Hugging Face name, in the order of their names."""
+        return read_checkpoint(self.dir / "checkpoint")
+
+    @cached_property
+    def tokens_BS(self) -> torch.Tensor:
+        """int64 token ids, the same for every cell."""
+        return load_file(self.dir / "tokens.safetensors")["tokens"]
+
+    @cached_property
+    def logits_BSV(self) -> torch.Tensor:
+        """Logits in fp32 by transformers' own module with eager attention; the weights are the checkpoint's."""
+        return load_file(self.dir / "logits.safetensors")["logits"]
+
+
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder, sorted by name."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return dict(sorted(tensors.items()))

@@ -47,8 +47,8 @@ def oracle(work: Path, **more: object) -> Placement:
         ),
         (7, {"pp": 2, "embedding": True}, [[0, 1, 2], [3, 4, 5, 6]]),
         (6, {"pp": 4, "vpp": 2, "embedding": True, "loss": True}, [[], [3], [0], [4], [1], [5], [2], []]),
-        (7, {"pp": 2, "vpp": 2, "layout": "Et|tt|tt|ttL"}, [[0], [3, 4], [1, 2], [5, 6]]),
-        (8, {"pp": 4, "layout": "Ett|ttt|tt|tL"}, [[0, 1], [2, 3, 4], [5, 6], [7]]),
+        (7, {"pp": 2, "vpp": 2, "pipeline_layout": "Et|tt|tt|ttL"}, [[0], [3, 4], [1, 2], [5, 6]]),
+        (8, {"pp": 4, "pipeline_layout": "Ett|ttt|tt|tL"}, [[0, 1], [2, 3, 4], [5, 6], [7]]),
     ],
 )
 def test_stages(layers: int, layout: dict[str, object], stages: list[list[int]]) -> None:
@@ -238,7 +238,7 @@ def test_gated_queries(work: Path) -> None:
 
 
 def test_multi_token_prediction(work: Path) -> None:
-    alone = {"pp": 4, "layout": "Ett|ttt|ttt|mL"}
+    alone = {"pp": 4, "pipeline_layout": "Ett|ttt|ttt|mL"}
     made = replace(cell(**alone), mtp=1)
     want = expected(made, work)
     placed = Placement(made, want.config, want.tensors)

@@ -1,7 +1,7 @@
-"""moeref: the glue between Megatron and an inference engine in RL of MoE models, small, readable and vetted.
+"""moeref: the glue between Megatron-Core and an inference engine in RL of MoE models.
 
-Rooms, left imported by right: `layout` → `families` → `bridge` → `exporter`; `layout` → `config`.
-`moeref.megatron` alone imports megatron-core, and nothing here imports it by itself.
+Packages, each importing only those to its left: `layout`, `families`, `bridge`, `exporter`; and `layout`, `families`,
+`config`. Only `moeref.megatron` imports megatron-core, and no other package imports `moeref.megatron`.
 """
 
 from moeref.layout import Layout, LayoutError

@@ -21,7 +21,7 @@ from moeref.seeds import FORMULAS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and give its exit code."""
+    """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         return _check(options)
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     command = commands.add_parser(
         "check",
-        help="say what a run will do before a GPU is spent",
+        help="predict whether a run will work, without a GPU",
         epilog=f"Known models: {', '.join(published())}.",
     )
     command.add_argument(
@@ -48,10 +48,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--precision", help=f"{', '.join(PRECISIONS)} (default: bf16)")
     command.add_argument("--replay", help=f"{', '.join(REPLAY)} (default: off)")
     command.add_argument("--seq-length", type=int, metavar="N", help="tokens of one packed sequence, before padding")
-    command.add_argument("--seed", type=int, metavar="N", help="of the run (default: 1234)")
+    command.add_argument("--seed", type=int, metavar="N", help="seed of the run (default: 1234)")
     command.add_argument("--seed-formula", help=f"{', '.join(FORMULAS)} (default: megatron)")
     command.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of Megatron's; JSON value"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="any Megatron setting; the value is JSON"
     )
     command.add_argument("--core", help="version of megatron-core (default: 0.19.2)")
     command.add_argument("--json", action="store_true", help="machine-readable")
@@ -64,7 +64,7 @@ def _check(options: argparse.Namespace) -> int:
         reports = _of_file(read_run_file(options.model), options)
     else:
         if not options.layout:
-            raise CheckError("say --layout tp=…,pp=…,ep=…; `--layout world=1` is one rank")
+            raise CheckError("give --layout tp=…,pp=…,ep=…; `--layout world=1` is one rank")
         reports = {"": _one(options.model, options.layout, _asked({}, options.set), options)}
     if options.json:
         plain = {name or "run": report.to_plain() for name, report in reports.items()}
@@ -99,7 +99,7 @@ def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:
         try:
             through[name.strip()] = json.loads(text)
         except ValueError:
-            through[name.strip()] = text  # a bare word is a string
+            through[name.strip()] = text  # not JSON: a bare word is a string
     return MoEConfig.from_mapping({**moe, **({"transformer_config_kwargs": through} if through else {})})
 
 
@@ -109,7 +109,7 @@ def _show(reports: dict[str, Report], every: bool) -> None:
     from moeref.check.page import show
 
     console = Console()
-    # A reference that is asked for the same as the policy needs no page of its own.
+    # Policy and reference model share one page if their reports are equal.
     pages: list[tuple[list[str], Report]] = []
     for name, report in reports.items():
         if pages and pages[-1][1].to_plain() == report.to_plain():

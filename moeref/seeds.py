@@ -1,20 +1,20 @@
-"""What every random generator of every rank is seeded with, and which of these seeds coincide. No torch.
+"""The seed of each random generator of each rank, and which seeds coincide. No torch.
 
-The documented formula, with s = seed + 100·pp (+ 10·dp when asked), seeds six generators of a rank:
+Megatron's formula, with s = seed + 100·pp (+ 10·dp with `per_dp`), seeds six generators of a rank:
 
     python, numpy, torch, cuda   s
     tp                           s + 2718 + tp              Megatron's model-parallel tracker
     expert                       s + 1024 + 100·ep + etp    Megatron's expert-parallel tracker
 
 Sources: `model_parallel_cuda_manual_seed` of megatron-core (both trackers) and `_set_random_seed` of Megatron-LM's
-initialisation (s). The formula is not injective: pp and ep meet in the expert seed, dp ≥ 10 meets the next stage. Since
-Megatron itself does so, that is reported by `collisions` and not hidden; `distinct` is the formula without it.
+initialisation (s). Different ranks can get the same seed: expert seeds collide across pp and ep, and from dp 10 on a
+replica has the seed of the next stage. `collisions` reports this; formula "distinct" has no collisions.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,19 +22,19 @@ from moeref.layout import Coords, Layout
 
 Formula = Literal["megatron", "distinct"]
 FORMULAS: tuple[Formula, ...] = ("megatron", "distinct")
-#: numpy takes seeds below 2³².
+#: numpy accepts seeds below 2³².
 LIMIT = 2**32
-#: The axes along which each kind of generator has to differ; along all others ranks share a seed on purpose.
+#: The axes along which the seeds of each kind should differ. Along all others ranks share a seed on purpose.
 _AXES = {"default": ("pp",), "tp": ("pp", "tp"), "expert": ("pp", "ep", "etp")}
 
 
 class SeedError(ValueError):
-    """A seed that no generator can take, or a formula that does not exist."""
+    """A seed that a generator does not accept, or an unknown formula."""
 
 
 @dataclass(frozen=True)
 class RankSeeds:
-    """The seeds of one rank. `default` is that of python, numpy, torch and CUDA's default generator."""
+    """The seeds of one rank. `default` seeds python, numpy, torch and CUDA's default generator."""
 
     default: int
     tp: int
@@ -52,7 +52,7 @@ class RankSeeds:
 
 @dataclass(frozen=True)
 class Collision:
-    """One seed at several places that should differ: `places` are the coordinates, or the generators of one rank."""
+    """One seed in several places that should have different ones: `places` are coordinates of ranks."""
 
     generator: str
     seed: int
@@ -61,17 +61,17 @@ class Collision:
 
 @dataclass(frozen=True)
 class Report:
-    """How many seeds of each kind are distinct, of how many that should be, and each that is not."""
+    """For each kind of seed, how many are distinct and how many should be, and every collision."""
 
-    counts: dict[str, tuple[int, int]]  # kind -> (distinct, wanted)
+    counts: dict[str, tuple[int, int]]  # kind -> (distinct, expected)
     collisions: tuple[Collision, ...]
-    #: Seeds that two trackers of one rank share: megatron-core refuses to add the second ("seed already exists").
+    #: Seeds shared by two generators of one rank: megatron-core raises "seed already exists" for the second.
     refused: tuple[Collision, ...]
     ranges: dict[str, tuple[int, int]]  # kind -> (lowest, highest) seed
 
     @property
     def text(self) -> str:
-        """`expert: 22 distinct seeds of 64` for each kind that has collisions, then what megatron-core refuses."""
+        """`expert: 22 distinct seeds of 64` for each kind with collisions, then the ranks on which Megatron raises."""
         lines = [
             f"{kind}: {have} distinct seeds of {want}" for kind, (have, want) in self.counts.items() if have < want
         ]
@@ -82,17 +82,18 @@ class Report:
 def rank_seeds(
     layout: Layout, rank: int, seed: int, *, per_dp: bool = False, formula: Formula = "megatron"
 ) -> RankSeeds:
-    """The seeds of `rank`. per_dp: data-parallel replicas get seeds of their own, as Megatron-LM's
-    `--data-parallel-random-init` does.
+    """The seeds of `rank`.
 
-    Raises SeedError unless `seed` is a positive integer and every seed that follows from it is below 2³².
+    per_dp: give each data-parallel replica its own seeds, as Megatron-LM's `--data-parallel-random-init` does. Raises
+    SeedError for an unknown formula, a `seed` that is not a positive integer, and one from which any rank would get a
+    seed of 2³² or more.
     """
     check(layout, seed, per_dp=per_dp, formula=formula)
     return _seeds(layout, layout.coords(rank), seed, per_dp, formula)
 
 
 def check(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formula = "megatron") -> None:
-    """Raises SeedError for what `rank_seeds` refuses, whatever the rank."""
+    """Raise SeedError for whatever `rank_seeds` refuses on any rank."""
     if formula not in FORMULAS:
         raise SeedError(f"formula {formula!r} does not exist; there are {', '.join(FORMULAS)}")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 1:
@@ -116,7 +117,7 @@ def _seeds(layout: Layout, at: Coords, seed: int, per_dp: bool, formula: Formula
     if formula == "megatron":
         base = seed + 100 * at.pp + 10 * dp
         return RankSeeds(default=base, tp=base + 2718 + at.tp, expert=base + 1024 + 100 * at.ep + at.etp)
-    # Three blocks of numbers, one after the other, in each a number for every place.
+    # Three consecutive blocks of numbers, one a kind, with a number for every place.
     place = dp * layout.pp + at.pp
     places = layout.pp * (layout.dp if per_dp else 1)
     tp_block, expert_block = seed + places, seed + places + places * layout.tp
@@ -128,32 +129,42 @@ def _seeds(layout: Layout, at: Coords, seed: int, per_dp: bool, formula: Formula
 
 
 def collisions(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formula = "megatron") -> Report:
-    """The seeds of all ranks of `layout` held against each other. Errors as in `rank_seeds`."""
+    """Compare the seeds of all ranks of `layout`. Raises SeedError as `rank_seeds` does."""
     check(layout, seed, per_dp=per_dp, formula=formula)
-    counts, ranges, found, refused = {}, {}, [], {}
-    every = [(at, _seeds(layout, at, seed, per_dp, formula)) for at in _places(layout, per_dp)]
+    ranks = [(at, _seeds(layout, at, seed, per_dp, formula)) for at in _places(layout, per_dp)]
+    counts, ranges, shared = {}, {}, []
     for kind, axes in _AXES.items():
-        at_seed: dict[int, dict[str, None]] = defaultdict(dict)
-        for at, seeds in every:
-            named = (*axes, "dp") if per_dp else axes
-            at_seed[getattr(seeds, kind)][" ".join(f"{axis}{getattr(at, axis)}" for axis in named)] = None
-        wanted = len({place for places in at_seed.values() for place in places})
-        counts[kind] = (len(at_seed), wanted)
-        ranges[kind] = (min(at_seed), max(at_seed))
-        found += [Collision(kind, s, tuple(places)) for s, places in sorted(at_seed.items()) if len(places) > 1]
-    for at, seeds in every:
-        kinds: dict[int, list[str]] = defaultdict(list)
-        for kind in _AXES:
-            kinds[getattr(seeds, kind)].append(kind)
-        for s, names in kinds.items():
-            if len(names) > 1:
-                refused[at.text] = Collision(" and ".join(names), s, (at.text,))
-    return Report(counts, tuple(found), tuple(refused.values()), ranges)
+        places_of = _places_by_seed(ranks, kind, (*axes, "dp") if per_dp else axes)
+        counts[kind] = (len(places_of), len({place for places in places_of.values() for place in places}))
+        ranges[kind] = (min(places_of), max(places_of))
+        shared += [Collision(kind, s, tuple(places)) for s, places in sorted(places_of.items()) if len(places) > 1]
+    refused = {at.text: collision for at, seeds in ranks for collision in _refused(at, seeds)}
+    return Report(counts, tuple(shared), tuple(refused.values()), ranges)
+
+
+def _places_by_seed(
+    ranks: Sequence[tuple[Coords, RankSeeds]], kind: str, axes: Sequence[str]
+) -> dict[int, dict[str, None]]:
+    """The places that have each seed of `kind`, such as `pp0 ep1 etp0`, in order of first use."""
+    places: dict[int, dict[str, None]] = defaultdict(dict)
+    for at, seeds in ranks:
+        places[getattr(seeds, kind)][" ".join(f"{axis}{getattr(at, axis)}" for axis in axes)] = None
+    return places
+
+
+def _refused(at: Coords, seeds: RankSeeds) -> Iterator[Collision]:
+    """Seeds that several generators of one rank share."""
+    kinds: dict[int, list[str]] = defaultdict(list)
+    for kind in _AXES:
+        kinds[getattr(seeds, kind)].append(kind)
+    for seed, names in kinds.items():
+        if len(names) > 1:
+            yield Collision(" and ".join(names), seed, (at.text,))
 
 
 def _places(layout: Layout, per_dp: bool) -> Iterator[Coords]:
-    """The coordinates of all ranks that can differ in a seed: without `per_dp`, one data-parallel replica is enough
-    of the dense grid, but the expert grid may reach over several."""
+    """The coordinates of one rank for each set of seeds. Without `per_dp` data-parallel ranks differ only by their
+    expert coordinates."""
     seen = set()
     for rank in range(layout.world):
         at = layout.coords(rank)

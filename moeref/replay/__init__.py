@@ -1,4 +1,4 @@
-"""Routing replay: routes as values, the payload they travel in, their alignment to tokens and layers, and metrics."""
+"""Routing replay: routes, their payload, their alignment with tokens, layers and ranks, and mismatch metrics."""
 
 from moeref.replay.align import (
     Packed,

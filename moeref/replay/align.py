@@ -1,7 +1,6 @@
-"""Moves routes to where the trainer wants them: rows to tokens, samples into batches, tokens and layers to ranks.
+"""Aligns routes with the trainer's data: rows with tokens, samples with packed batches, tokens and layers with ranks.
 
-Every step is a pure function, and every step has its inverse next to it. What belongs together goes together: a step
-that drops, adds or reorders tokens does so to routes with the same index.
+Each step is a pure function with its inverse next to it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ CPRule = Literal["zigzag", "contiguous"]
 
 
 def to_tokens(routes: Routes, tokens: int, *, start: int = 0) -> tuple[Routes, RowRule]:
-    """One row for each of `tokens`, and the rule by which the rows came.
+    """Routes with one row for each of `tokens`, and which tokens had a row.
 
-    An engine routes no token after the last one that it sampled, so T - 1 rows are the prompt and the completion
-    without its last token, whose row is then MISSING. Raises RouteError for any other number, and for rows that begin
-    at another position of the sequence than the tokens, which is `start`: an engine that had a prefix in its cache may
-    send the rows after it.
+    An engine never runs the last token it sampled, so T - 1 rows cover prompt and completion without the last token;
+    its row becomes MISSING. Raises RouteError for any other number of rows, and for rows that do not begin at position
+    `start` of the sequence: an engine with a cached prefix may send only the rows after it.
     """
     if routes.start != start:
         raise RouteError(
@@ -46,14 +44,14 @@ def to_tokens(routes: Routes, tokens: int, *, start: int = 0) -> tuple[Routes, R
 
 
 def from_tokens(routes: Routes, rule: RowRule) -> Routes:
-    """The rows as they came. Inverse of `to_tokens`."""
+    """The rows as the engine sent them. Inverse of `to_tokens`."""
     return routes if rule == "all" else routes.take(slice(0, -1))
 
 
 def truncate(routes: Routes, tokens_T: npt.NDArray[np.integer], keep: slice) -> tuple[Routes, npt.NDArray[np.integer]]:
-    """The tokens that `keep` selects and their rows. Raises RouteError unless every token has a row.
+    """The rows and tokens that the slice `keep` selects. Raises RouteError unless every token has a row.
 
-    Inverse: `join_turns`, of what was kept and what was cut off.
+    Inverse: `join_turns` of the kept part and the part cut off.
     """
     if len(tokens_T) != routes.tokens:
         raise RouteError(f"{len(tokens_T)} tokens and {routes.tokens} rows of routes; align them before truncating")
@@ -64,12 +62,12 @@ def truncate(routes: Routes, tokens_T: npt.NDArray[np.integer], keep: slice) -> 
 
 
 def join_turns(earlier: Routes, later: Routes) -> Routes:
-    """A rollout that was resumed, or its next turn: the later rows follow the earlier ones, each with its version.
+    """The routes of a rollout and of its next turn or resumption, in one. Each row keeps its weight version.
 
-    `later.start` says where they begin. Rows that the resumed engine recomputed for tokens that already have one are
-    not taken: the earlier rows routed the tokens that were sampled. A last row that was MISSING is filled by the later
-    ones. Inverse: `take`. Raises RouteError for a gap, and for later rows that begin before the earlier ones or end
-    before they do: the rollout was taken back or is another one.
+    `later.start` says where the later rows begin. Where both have a row, the earlier one stays: it routed the token
+    that was sampled, the later one only recomputed it. A MISSING last row is filled from the later rows. Inverse:
+    `take`. Raises RouteError for a gap, and if the later rows begin before the earlier ones or end before they do: then
+    the rollout was taken back, or is a different one.
     """
     end = earlier.start + earlier.tokens
     if later.start > end:
@@ -86,7 +84,7 @@ def join_turns(earlier: Routes, later: Routes) -> Routes:
 
 
 def pad(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
-    """PAD rows before and after."""
+    """`routes` with PAD rows before and after."""
     if left < 0 or right < 0:
         raise RouteError(f"padding of {left} and {right} rows")
     parts = [missing_rows(left, routes, PAD), routes, missing_rows(right, routes, PAD)]
@@ -94,20 +92,20 @@ def pad(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
 
 
 def unpad(routes: Routes) -> Routes:
-    """Without PAD rows. Inverse of `pad`."""
+    """`routes` without its PAD rows. Inverse of `pad`."""
     return routes.take(routes.kind_T != PAD)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Samples one after the other: rows cu_seqlens[i] to cu_seqlens[i + 1] belong to sample i, padding included."""
+    """Samples in one sequence: rows cu_seqlens[i] to cu_seqlens[i + 1] are sample i with its padding."""
 
     routes: Routes
     cu_seqlens: tuple[int, ...]
     starts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raises RouteError for ends that are not those of the rows, one more than there are samples, ascending."""
+        """Raise RouteError unless cu_seqlens ascends from 0 to the number of rows, with one entry more than samples."""
         ends = self.cu_seqlens
         if not ends or ends[0] != 0 or list(ends) != sorted(ends) or len(ends) != len(self.starts) + 1:
             raise RouteError(f"cu_seqlens {list(ends)} of {len(self.starts)} samples; expected 0 and the end of each")
@@ -120,20 +118,20 @@ class Packed:
 
 
 def pack(samples: Sequence[Routes], *, multiple: int = 1) -> Packed:
-    """A padding-free batch; each sample is padded on the right to a multiple (2·CP, or what the precision asks)."""
+    """Pack samples into one sequence; each is padded on the right to `multiple` (2·CP, or what the precision needs)."""
     if multiple < 1:
         raise RouteError(f"multiple={multiple} must be at least 1")
     parts = [pad(s, right=-s.tokens % multiple) for s in samples]
     ends = np.cumsum([0, *(p.tokens for p in parts)])
     whole = replace(concat(parts), start=0)
     pads = np.flatnonzero(whole.kind_T == PAD)
-    if pads.size:  # pads of all samples together are spread, not each sample's from expert 0 on
+    if pads.size:  # spread the padding of all samples together; each sample alone would start at expert 0
         whole.idx_TLK[pads] = spread_experts(pads.size, len(whole.layers), whole.top_k, whole.experts)
     return Packed(whole, tuple(int(n) for n in ends), tuple(s.start for s in samples))
 
 
 def unpack(batch: Packed) -> list[Routes]:
-    """The samples without padding. Inverse of `pack`."""
+    """The samples of a batch, without padding. Inverse of `pack`."""
     return [unpad(batch.routes.take(batch.sample(i), start=start)) for i, start in enumerate(batch.starts)]
 
 
@@ -143,10 +141,10 @@ def unpack(batch: Packed) -> list[Routes]:
 def rank_rows(
     cu_seqlens: Sequence[int], *, cp: int = 1, cp_rank: int = 0, tp: int = 1, tp_rank: int = 0, rule: CPRule = "zigzag"
 ) -> npt.NDArray[np.intp]:
-    """Which rows of a packed batch one rank holds, in its order.
+    """Which rows of a packed batch a rank holds, in the rank's order.
 
-    Each sample is cut over CP by `rule`; what a CP rank then has, as one run, is cut over TP (sequence parallelism).
-    Raises LayoutError for a sample that does not divide.
+    Each sample is split over CP by `rule`. The rows of a CP rank are then split over TP into contiguous parts (sequence
+    parallelism). Raises LayoutError for a sample that does not divide.
     """
     cut = zigzag if rule == "zigzag" else contiguous
     parts = [
@@ -157,7 +155,7 @@ def rank_rows(
 
 
 def shard_to_rank(batch: Packed, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
-    """The rows that the routers of `rank` see: its CP part and, with tp > 1, its run under sequence parallelism."""
+    """The rows that the routers of `rank` see: its CP part and, with tp > 1, its sequence-parallel part of that."""
     at = layout.coords(rank)
     where = rank_rows(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp, rule=rule)
     return batch.routes.take(where)
@@ -166,7 +164,7 @@ def shard_to_rank(batch: Packed, layout: Layout, rank: int, *, rule: CPRule = "z
 def gather_ranks(
     parts: Mapping[tuple[int, int], Routes], cu_seqlens: Sequence[int], layout: Layout, *, rule: CPRule = "zigzag"
 ) -> Routes:
-    """The whole batch's rows from the parts of all (cp, tp) ranks. Inverse of `shard_to_rank`."""
+    """The rows of the whole batch, from the parts of all (cp, tp) ranks. Inverse of `shard_to_rank`."""
     keys = [(cp, tp) for cp in range(layout.cp) for tp in range(layout.tp)]
     if parts.keys() != set(keys):
         raise RouteError(f"parts of ranks (cp, tp) {sorted(parts)}, expected {keys}")
@@ -181,7 +179,7 @@ def gather_ranks(
 
 
 def select_layers(routes: Routes, layers: Sequence[int]) -> Routes:
-    """The given layers, by number, in the order asked for. Raises RouteError for one that the routes lack."""
+    """The routes of `layers`, given by global number, in that order. Raises RouteError for a layer without routes."""
     at = {layer: i for i, layer in enumerate(routes.layers)}
     lacking = [layer for layer in layers if layer not in at]
     if lacking:
@@ -191,17 +189,18 @@ def select_layers(routes: Routes, layers: Sequence[int]) -> Routes:
 
 
 def stage_layers(layout: Layout, moe_layers: Sequence[bool], pp: int, vp: int = 0) -> tuple[int, ...]:
-    """The MoE layers of stage (pp, vp) by global number: what its routers are, in their order.
+    """The global numbers of the MoE layers of stage (pp, vp), in the order of its routers.
 
-    By number and never by position: under VPP a rank's chunks are not neighbours, and dense layers have no router.
+    Select by these numbers, never by position: under VPP the chunks of a rank are not adjacent, and dense layers have
+    no router.
     """
     return tuple(i for i in layout.stages(len(moe_layers)).layers[pp, vp] if moe_layers[i])
 
 
 def merge_layers(parts: Sequence[Routes]) -> Routes:
-    """The layers of all parts in one, ascending. Inverse of `select_layers` over all stages.
+    """The layers of all parts, ascending. Inverse of `select_layers` over all stages.
 
-    The parts have equal rows; one without layers (of a stage that has no MoE layer) adds nothing.
+    All parts must have the same rows. A part without layers, from a stage without MoE layers, adds nothing.
     """
     if not parts:
         raise RouteError("no routes to join")

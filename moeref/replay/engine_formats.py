@@ -1,14 +1,14 @@
-"""Reads the routes that engines and frameworks really send. `payload` is what moeref itself writes.
+"""Reads routes in the formats that engines and frameworks send. moeref's own format is in `payload`.
 
-| form | who sends it |
+| format | sent by |
 |---|---|
 | base64 of a `.npy` file | vLLM over HTTP |
 | base64 of flat int32 | SGLang |
 | `{"data": base64, "shape": …, "dtype": …}` | ms-swift |
 | `nrlre1:<dtype>:<T>x<L>x<K>:<base64>` | NeMo-RL |
-| nested lists | JSON without an encoding |
-| an array, or anything with `numpy()` | vLLM in the same process |
-| bytes of a `.npy` file, of moeref's payload | files |
+| nested lists | plain JSON |
+| a numpy array or a torch tensor | vLLM in the same process |
+| bytes of a `.npy` file or of moeref's payload | files |
 """
 
 from __future__ import annotations
@@ -43,33 +43,40 @@ def from_engine(
     start: int = 0,
     limit: int = payload.LIMIT,
 ) -> Routes:
-    """The routes of one sample, of the MoE layers alone, whatever form `data` has.
+    """The routes of one sample over the MoE layers, from `data` in any format of the table above.
 
-    moe_layers: by global decoder layer, False for a dense one. Data with a row for every decoder layer must hold zeros
-    for the dense ones, as vLLM sends; data with as many layers as are MoE is taken to be those. tokens: rows expected,
-    which flat data may need to tell the two apart. -1 in all layers of a row is a missing row. version, start: of what
-    carries none; moeref's payload has its own.
+    moe_layers: True for each MoE layer of the decoder, False for a dense one. Data with a row for every decoder layer
+    must hold 0 or -1 in dense layers, as vLLM sends; data with fewer layers must have exactly the MoE layers.
+    tokens: expected rows; flat data may need it to tell these two cases apart. A row of -1 in all layers is MISSING.
+    version, start: for formats that carry none; moeref's payload has its own.
 
-    Raises RouteError for None (the engine was not asked to return routes), for a form that is not in the table above,
-    for more than `limit` bytes, and for all that `routes` refuses.
+    Raises RouteError for None (the engine was not asked to return routes), for any other format, for more than `limit`
+    bytes, and for everything `routes` refuses.
     """
     if isinstance(data, bytes | bytearray | memoryview) and bytes(data[: len(payload.MAGIC)]) == payload.MAGIC:
-        found = payload.read(data, limit=limit)
-        numbers = tuple(i for i, moe in enumerate(moe_layers) if moe)
-        if (found.layers, found.experts, found.top_k) != (numbers, experts, top_k):
-            raise RouteError(
-                f"the payload has layers {list(found.layers)}, {found.experts} experts, top-{found.top_k}; the model "
-                f"has {list(numbers)}, {experts}, top-{top_k}"
-            )
-        if tokens is not None and found.tokens != tokens:
-            raise RouteError(f"{found.tokens} rows of routes, expected {tokens}")
-        check_distinct(found.idx_TLK, found.layers, found.start)
-        return found
-    array = _shaped(_array(data, limit), moe_layers, top_k, tokens)
-    kept, layers = _moe_only(array, moe_layers)
-    if tokens is not None and len(kept) != tokens:
-        raise RouteError(f"{len(kept)} rows of routes, expected {tokens}")
-    return routes(kept, layers=layers, experts=experts, version=version, start=start)
+        sent = payload.read(data, limit=limit)
+        _check_model(sent, moe_layers, experts, top_k)
+        _check_rows(sent.tokens, tokens)
+        check_distinct(sent.idx_TLK, sent.layers, sent.start)
+        return sent
+    idx_TLK, layers = _moe_only(_shaped(_array(data, limit), moe_layers, top_k, tokens), moe_layers)
+    _check_rows(len(idx_TLK), tokens)
+    return routes(idx_TLK, layers=layers, experts=experts, version=version, start=start)
+
+
+def _check_rows(rows: int, tokens: int | None) -> None:
+    if tokens is not None and rows != tokens:
+        raise RouteError(f"{rows} rows of routes, expected {tokens}")
+
+
+def _check_model(sent: Routes, moe_layers: Sequence[bool], experts: int, top_k: int) -> None:
+    """Raise RouteError if a payload was written for another model."""
+    numbers = tuple(i for i, moe in enumerate(moe_layers) if moe)
+    if (sent.layers, sent.experts, sent.top_k) != (numbers, experts, top_k):
+        raise RouteError(
+            f"the payload has layers {list(sent.layers)}, {sent.experts} experts, top-{sent.top_k}; the model "
+            f"has {list(numbers)}, {experts}, top-{top_k}"
+        )
 
 
 def _array(data: Any, limit: int) -> npt.NDArray[Any]:
@@ -81,7 +88,7 @@ def _array(data: Any, limit: int) -> npt.NDArray[Any]:
         return _npy(bytes(data), limit)
     if isinstance(data, Mapping):
         return _described(data, limit)
-    if hasattr(data, "detach"):  # a tensor that may be on a device and part of a graph
+    if hasattr(data, "detach"):  # a torch tensor, perhaps on a GPU and part of an autograd graph
         data = data.detach().cpu().numpy()
     if isinstance(data, np.ndarray):
         return data
@@ -137,7 +144,7 @@ def _raw(content: bytes, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
 
 
 def _reshaped(flat: npt.NDArray[Any], shape: Sequence[int], order: Literal["C", "F"] = "C") -> npt.NDArray[Any]:
-    """The numbers in their shape; one with a 0 in it may name more than numpy counts."""
+    """`flat` in `shape`. RouteError if numpy refuses: a shape with a 0 may hold numbers beyond its limits."""
     try:
         return flat.reshape(shape, order=order)
     except (ValueError, OverflowError) as error:
@@ -154,7 +161,7 @@ def _npy(content: bytes, limit: int) -> npt.NDArray[Any]:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream)
-    except Exception as error:  # numpy parses the header as Python text, which fails in many ways
+    except Exception as error:  # numpy parses the header as Python source, which can fail in many ways
         raise RouteError(f"not a readable .npy file: {error}") from None
     if dtype.kind not in "iu":
         raise RouteError(f"not a readable .npy file: routes of dtype {dtype}")
@@ -165,7 +172,7 @@ def _npy(content: bytes, limit: int) -> npt.NDArray[Any]:
 
 
 def _shaped(array: npt.NDArray[Any], moe_layers: Sequence[bool], top_k: int, tokens: int | None) -> npt.NDArray[Any]:
-    """[T, L, K] of what may be flat, or [T, L·K]."""
+    """`array` as [T, L, K]; it may be flat, or [T, L·K]."""
     if array.ndim == 3:
         if array.shape[2] != top_k:
             raise RouteError(f"routes {list(array.shape)} are of top-{array.shape[2]}, the model's is {top_k}")
@@ -186,6 +193,7 @@ def _shaped(array: npt.NDArray[Any], moe_layers: Sequence[bool], top_k: int, tok
 
 
 def _moe_only(array: npt.NDArray[Any], moe_layers: Sequence[bool]) -> tuple[npt.NDArray[Any], list[int]]:
+    """The MoE layers of [T, L, K], and their numbers. RouteError if a dense layer has routes."""
     numbers = [i for i, moe in enumerate(moe_layers) if moe]
     if array.shape[1] == len(numbers):
         return array, numbers

@@ -1,16 +1,16 @@
-"""How far apart two sides are: one function with fixed definitions, and the names that frameworks have for them.
+"""Mismatch between trainer and engine: fixed definitions, and the keys under which frameworks log them.
 
-With d = log p_trainer - log p_engine of the sampled tokens, over the tokens whose mask is 1:
+With d = log p_trainer - log p_engine of the sampled tokens, over tokens with mask 1:
 
 | key | definition |
 |---|---|
-| k1 | mean of -d: the unbiased estimate of KL(engine ‖ trainer), since the tokens were sampled by the engine |
-| k3 | mean of exp(d) - 1 - d: the same, never negative, of lower variance |
+| k1 | mean of -d: unbiased estimate of KL(engine ‖ trainer), as the engine sampled the tokens |
+| k3 | mean of exp(d) - 1 - d: estimates the same, is never negative, and has lower variance |
 | mean_abs, max_abs | of abs(d) |
 | f(τ) | share of tokens whose ratio max(p/q, q/p) exceeds τ |
 | mult_prob_error | mean of exp(abs(d)) |
 
-Routes agree as sets: the order inside a row carries no meaning between an engine and a trainer.
+Routes are compared as sets: engine and trainer may list the experts of a token in different orders.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy.typing as npt
 from moeref.replay.routes import GIVEN, RouteError, Routes
 
 TAUS = (2.0,)
-#: framework -> the key of its log -> the field of `Mismatch` that it is, as read in the frameworks' sources. slime and
-#: miles average each sample first, and verl's and ms-swift's k1 is over all tokens; with equal lengths these agree.
+#: Framework -> its log key -> the field of `Mismatch` with the same definition, from the frameworks' sources. slime and
+#: miles average over samples, verl and ms-swift over all tokens; these agree if all samples have the same length.
 ALIASES: Mapping[str, Mapping[str, str]] = {
     "verl": {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"},
     "ms-swift": {"rollout_correction/kl": "k1", "rollout_correction/k3_kl": "k3"},
@@ -42,7 +42,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Log-probabilities of the same tokens on two sides; the module says how each is defined."""
+    """Differences of log-probabilities, as defined at the top of the module."""
 
     tokens: int
     k1: float
@@ -53,14 +53,14 @@ class Mismatch:
     f: Mapping[float, float]
 
     def named_as(self, framework: str) -> dict[str, float]:
-        """The values under a framework's own keys. Raises RouteError for a framework that is not in ALIASES."""
+        """The values under the log keys of a framework. Raises RouteError if it is not in ALIASES."""
         if framework not in ALIASES:
             raise RouteError(f"no names of {framework!r}; there are those of {', '.join(ALIASES)}")
         return {key: getattr(self, field) for key, field in ALIASES[framework].items()}
 
 
 def mismatch(trainer_T: Any, engine_T: Any, mask_T: Any = None, *, taus: Sequence[float] = TAUS) -> Mismatch:
-    """Compare log-probabilities in float64. Raises RouteError for unequal shapes, no tokens, or a value not finite."""
+    """Compare log-probabilities in float64. Raises RouteError for unequal shapes, no tokens or values not finite."""
     trainer, engine = (np.asarray(x, np.float64).reshape(-1) for x in (trainer_T, engine_T))
     mask = np.ones(trainer.shape, bool) if mask_T is None else np.asarray(mask_T).reshape(-1).astype(bool)
     if not trainer.shape == engine.shape == mask.shape:
@@ -86,7 +86,7 @@ def mismatch(trainer_T: Any, engine_T: Any, mask_T: Any = None, *, taus: Sequenc
 
 @dataclass(frozen=True)
 class Agreement:
-    """Rows whose experts are the same set, by layer; and the first (token, layer) where they are not."""
+    """Share of rows with the same set of experts, by layer and overall; first (token, layer) that differs."""
 
     rows: int
     by_layer: Mapping[int, float]
@@ -95,9 +95,9 @@ class Agreement:
 
 
 def agreement(a: Routes, b: Routes) -> Agreement:
-    """Compare routes of the same tokens and layers; only rows given on both sides count.
+    """Compare two routes of the same tokens and layers, over rows that are GIVEN in both.
 
-    Raises RouteError for other layers or shapes, and where no row is given on both sides.
+    Raises RouteError if layers or shapes differ, or if no row is GIVEN in both.
     """
     if (a.layers, a.experts, a.idx_TLK.shape) != (b.layers, b.experts, b.idx_TLK.shape):
         raise RouteError(

@@ -1,7 +1,7 @@
-"""Owns `Routes`: which experts every token went to, layer by layer, with all that is needed not to misread it.
+"""`Routes`: which experts each token went to in each layer, plus the metadata to interpret it.
 
 Shape suffixes: T tokens (rows), L layers, K experts of a token (router top-k). Routes are numpy arrays of the narrowest
-unsigned type that holds every expert, since torch has next to no kernels for uint16 and a wrong cast wraps silently.
+unsigned type that holds every expert: torch has few kernels for uint16.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy.typing as npt
 Index = npt.NDArray[np.unsignedinteger[Any]]
 Kind = npt.NDArray[np.uint8]
 
-#: What a row is. A missing row takes the router's own top-k; a pad row belongs to no token of the data.
+#: Kinds of rows. A MISSING row takes the router's own top-k; a PAD row belongs to no token of the data.
 GIVEN, MISSING, PAD = np.uint8(0), np.uint8(1), np.uint8(2)
 
 
 class RouteError(ValueError):
-    """Routes that are malformed or do not fit what they are aligned to."""
+    """Routes are malformed, or do not fit the tokens, layers or model they are used with."""
 
 
 def index_dtype(experts: int) -> np.dtype[Any]:
-    """uint8 up to 256 experts, uint16 above. Raises RouteError for a number that neither holds."""
+    """uint8 up to 256 experts, uint16 up to 65536. Raises RouteError for other numbers."""
     if not 1 <= experts <= 65536:
         raise RouteError(f"experts={experts} must be from 1 to 65536")
     return np.dtype(np.uint8 if experts <= 256 else np.uint16)
@@ -35,9 +35,9 @@ def index_dtype(experts: int) -> np.dtype[Any]:
 class Routes:
     """The experts of T tokens in L layers, in the router's own order.
 
-    `layers` names each layer of the second axis by its global number, from 0; multi-token prediction layers follow the
-    decoder's. Rows that are MISSING or PAD hold experts of `spread_experts`, which any dispatcher takes. `start` is the
-    position in its sequence of the first row. `versions_T` are the weights' versions that routed each row.
+    `layers` are the global numbers, from 0, of the layers on the second axis; multi-token prediction layers follow the
+    decoder's. MISSING and PAD rows hold the experts of `spread_experts`, which any dispatcher accepts. `start` is the
+    position of the first row in its sequence. `versions_T` is the version of the weights that routed each row.
     """
 
     idx_TLK: Index
@@ -81,52 +81,69 @@ class Routes:
 def routes(
     idx_TLK: Any, *, layers: Sequence[int], experts: int, version: int = 0, start: int = 0, distinct: bool = True
 ) -> Routes:
-    """Check and narrow the routes that an engine or a router gave.
+    """Check the routes of an engine or a router, and cast them to `index_dtype`.
 
-    A row of -1 in every layer is MISSING. Raises RouteError, naming the first place, for a shape that is not [T, L, K],
-    a type that is not integral or does not hold every expert (what was cast to it may have wrapped), layers that are
-    not L ascending numbers, an expert outside 0 … experts-1, a row that is -1 in part, and, if `distinct`, an expert
-    twice in one row (the dropless dispatchers count T·K routes).
+    A row of -1 in every layer is MISSING. Raises RouteError, with the first bad place, for
+
+    - a shape that is not [T, L, K], or layers that are not L ascending numbers;
+    - a type that is not an integer, or too narrow for `experts`: values may have wrapped when they were cast to it;
+    - an expert outside 0 … experts-1, or a row that is -1 in some layers only;
+    - an expert twice in one row, if `distinct`: dropless dispatchers count T·K routes.
     """
     given = np.asarray(idx_TLK)
+    _check_form(given, layers, experts, start)
+    kind_T = np.zeros(given.shape[0], np.uint8)
+    if given.dtype.kind == "i" and given.size and given.min() < 0:
+        kind_T = _missing_kinds(given, layers, experts, start)
+    if given.size and int(given.max()) >= experts:
+        _refuse_range(given >= experts, given, layers, experts, start)
+    dtype = index_dtype(experts)
+    narrow = given.astype(dtype, copy=given.dtype != dtype)
+    absent = np.flatnonzero(kind_T == MISSING)
+    if absent.size:
+        narrow[absent] = spread_experts(absent.size, *given.shape[1:], experts)
+    if distinct:
+        check_distinct(narrow, layers, start)
+    return Routes(narrow, tuple(layers), experts, kind_T, np.full(given.shape[0], version, np.int32), start)
+
+
+def _check_form(given: npt.NDArray[Any], layers: Sequence[int], experts: int, start: int) -> None:
     if given.ndim != 3 or given.dtype.kind not in "iu":
         raise RouteError(f"routes are integers [tokens, layers, top-k], not {given.dtype} {list(given.shape)}")
-    tokens, depth, top_k = given.shape
+    _, depth, top_k = given.shape
     if len(layers) != depth or list(layers) != sorted(set(layers)) or (layers and layers[0] < 0):
         raise RouteError(f"layers={list(layers)} must be {depth} ascending layer numbers, one for each of axis 1")
     if top_k > experts:
         raise RouteError(f"top-k {top_k} of {experts} experts cannot be distinct")
     if start < 0:
         raise RouteError(f"start={start} must be at least 0")
-    dtype, kind_T = index_dtype(experts), np.zeros(tokens, np.uint8)
+    dtype = index_dtype(experts)
     if np.iinfo(given.dtype).max < experts - 1:
         raise RouteError(
             f"routes of {given.dtype}, which does not hold {experts} experts; those over {np.iinfo(given.dtype).max} "
             f"wrapped when they were cast to it: send {dtype.name}, or a wider type"
         )
-    if given.dtype.kind == "i" and given.size and given.min() < 0:
-        absent_TLK = given == -1
-        kind_T[absent_TLK.all(axis=(1, 2))] = MISSING
-        absent_TLK[kind_T == MISSING] = False
-        if absent_TLK.any():
-            at = _first(absent_TLK)
-            raise RouteError(f"token {start + at[0]}, layer {layers[at[1]]}: -1 in a row that is given elsewhere")
-        if (given < -1).any():
-            _refuse_range(given < -1, given, layers, experts, start)
-    if given.size and int(given.max()) >= experts:
-        _refuse_range(given >= experts, given, layers, experts, start)
-    narrow = given.astype(dtype, copy=given.dtype != dtype)
-    missing = np.flatnonzero(kind_T == MISSING)
-    if missing.size:
-        narrow[missing] = spread_experts(missing.size, depth, top_k, experts)
-    if distinct:
-        check_distinct(narrow, layers, start)
-    return Routes(narrow, tuple(layers), experts, kind_T, np.full(tokens, version, np.int32), start)
+
+
+def _missing_kinds(given: npt.NDArray[Any], layers: Sequence[int], experts: int, start: int) -> Kind:
+    """The kind of each row; RouteError for a row that is -1 in some layers only, and for other negative numbers."""
+    absent_TLK = given == -1
+    kind_T = np.where(absent_TLK.all(axis=(1, 2)), MISSING, GIVEN)
+    absent_TLK[kind_T == MISSING] = False
+    if absent_TLK.any():
+        at = _first(absent_TLK)
+        raise RouteError(f"token {start + at[0]}, layer {layers[at[1]]}: -1 in a row that is given elsewhere")
+    if (given < -1).any():
+        _refuse_range(given < -1, given, layers, experts, start)
+    return kind_T
 
 
 def spread_experts(rows: int, layers: int, top_k: int, experts: int, first: int = 0) -> Index:
-    """[rows, layers, top_k] experts for rows without a route of their own: distinct in a row, and over many rows every
-    expert as often as any other, so that padding neither breaks the T·K count nor floods one expert."""
+    """[rows, layers, top_k] experts for rows without a route of their own.
+
+    They are distinct in a row, as dropless dispatchers count T·K routes, and spread evenly over all experts, so that
+    padding does not overload one of them. `first` is the number of rows spread before these.
+    """
     number = np.arange(first, first + rows)[:, None] * top_k + np.arange(top_k)
     found = np.broadcast_to((number % experts)[:, None, :], (rows, layers, top_k))
     return np.ascontiguousarray(found.astype(index_dtype(experts)))
@@ -144,7 +161,7 @@ def missing_rows(rows: int, like: Routes, kind: np.uint8 = MISSING) -> Routes:
 
 
 def concat(parts: Sequence[Routes]) -> Routes:
-    """The rows of all parts, one after the other. Raises RouteError where layers, experts or top-k differ."""
+    """The rows of all parts in order. Raises RouteError if layers, experts or top-k differ."""
     if not parts:
         raise RouteError("no routes to join")
     first = parts[0]
@@ -163,9 +180,9 @@ def concat(parts: Sequence[Routes]) -> Routes:
 
 
 def check_distinct(idx_TLK: Index, layers: Sequence[int], start: int = 0) -> None:
-    """Raises RouteError, naming the place, where one row holds an expert twice."""
+    """Raise RouteError, with the place, if a row names an expert twice."""
     _, depth, top_k = idx_TLK.shape
-    # One contiguous plane for each place in a row: comparing planes is three times as fast as comparing columns.
+    # One contiguous array per place in a row: three times as fast to compare as strided columns.
     planes = np.ascontiguousarray(idx_TLK.reshape(-1, top_k).T)
     for a in range(top_k):
         for b in range(a + 1, top_k):

@@ -1,7 +1,7 @@
-"""Routes of many samples in one safetensors file, which any framework reads without moeref.
+"""Routes of many samples in one safetensors file, readable without moeref.
 
-Each sample has three tensors: `<name>.idx` [T, L, K], `<name>.kind` [T] and `<name>.version` [T]. What no tensor can
-say (layers, experts, start) is JSON in the file's metadata under `moeref.routes`.
+Each sample has three tensors: `<name>.idx` [T, L, K], `<name>.kind` [T] and `<name>.version` [T]. Its layers, experts
+and start are JSON in the file's metadata under `moeref.routes`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -24,10 +25,10 @@ _FIELDS = {"layers", "experts", "start"}
 
 
 def save(path: str | Path, samples: Mapping[str, Routes]) -> None:
-    """Write routes by name. Raises RouteError for no samples, whose file could not be told from another."""
+    """Write routes by sample name. Raises RouteError for no samples."""
     if not samples:
         raise RouteError(f"{path}: no routes to save")
-    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    tensors: dict[str, npt.NDArray[Any]] = {}
     about = {}
     for name, one in samples.items():
         arrays = (one.idx_TLK, one.kind_T, one.versions_T)
@@ -37,10 +38,10 @@ def save(path: str | Path, samples: Mapping[str, Routes]) -> None:
 
 
 def load(path: str | Path, *, limit: int = LIMIT) -> dict[str, Routes]:
-    """The routes that `save` wrote, in the order in which they were given.
+    """The routes that `save` wrote, in the same order.
 
-    Raises RouteError, naming the sample, for a file that is not of safetensors or not of routes, of more than `limit`
-    bytes, that lacks tensors or has others, for other dtypes or shapes, and for an expert or a kind that there is not.
+    Raises RouteError, with the sample's name, for a file that is not safetensors, has no routes, is larger than `limit`
+    bytes, lacks tensors or has others, and for wrong dtypes, shapes, experts or kinds.
     """
     size = Path(path).stat().st_size
     if size > limit:
@@ -52,34 +53,41 @@ def load(path: str | Path, *, limit: int = LIMIT) -> dict[str, Routes]:
     except SafetensorError as error:
         raise RouteError(f"{path}: not a safetensors file: {error}") from None
     about = _about(path, metadata)
-    wanted = {f"{name}.{part}" for name in about for part in _PARTS}
-    if names != wanted:
-        raise RouteError(f"{path}: tensors that should not differ: {sorted(names ^ wanted)[:4]}")
-    return {name: _routes(f"{path}: {name}", told, tensors, name) for name, told in about.items()}
+    expected = {f"{name}.{part}" for name in about for part in _PARTS}
+    if names != expected:
+        raise RouteError(f"{path}: tensors that are missing or not expected: {sorted(names ^ expected)[:4]}")
+    return {
+        name: _checked(f"{path}: {name}", fields, *(tensors[f"{name}.{part}"] for part in _PARTS))
+        for name, fields in about.items()
+    }
 
 
 def _about(path: str | Path, metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Layers, experts and start by sample, from the file's metadata."""
     if KEY not in metadata:
         raise RouteError(f"{path}: the metadata has no {KEY}; these are not routes")
     try:
         about = json.loads(metadata[KEY])
     except (ValueError, RecursionError) as error:
         raise RouteError(f"{path}: {KEY} is not JSON: {error}") from None
-    if not isinstance(about, dict) or not all(isinstance(t, dict) and t.keys() == _FIELDS for t in about.values()):
+    if not isinstance(about, dict) or not all(
+        isinstance(fields, dict) and fields.keys() == _FIELDS for fields in about.values()
+    ):
         raise RouteError(f"{path}: {KEY} has to give {', '.join(sorted(_FIELDS))} of each sample")
     return about
 
 
-def _routes(where: str, told: Mapping[str, Any], tensors: Mapping[str, np.ndarray[Any, Any]], name: str) -> Routes:
-    layers, experts, start = told["layers"], told["experts"], told["start"]
+def _checked(where: str, fields: Mapping[str, Any], *arrays: npt.NDArray[Any]) -> Routes:
+    """Routes of one sample. RouteError if its fields or arrays are not as `save` writes them."""
+    layers, experts, start = fields["layers"], fields["experts"], fields["start"]
     numbers = [experts, start, *layers] if isinstance(layers, list) else [None]
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or layers != sorted(set(layers)):
         raise RouteError(f"{where}: layers={layers!r:.60}, experts={experts!r:.20}, start={start!r:.20}")
-    idx_TLK, kind_T, versions_T = (tensors[f"{name}.{part}"] for part in _PARTS)
     dtypes = (index_dtype(experts), np.dtype(np.uint8), np.dtype(np.int32))
-    for array, part, dtype in zip((idx_TLK, kind_T, versions_T), _PARTS, dtypes, strict=True):
+    for array, part, dtype in zip(arrays, _PARTS, dtypes, strict=True):
         if array.dtype != dtype:
             raise RouteError(f"{where}.{part} is {array.dtype}, expected {dtype}")
+    idx_TLK, kind_T, versions_T = arrays
     if idx_TLK.ndim != 3 or idx_TLK.shape[1] != len(layers) or not 1 <= idx_TLK.shape[2] <= experts:
         raise RouteError(f"{where}.idx is {list(idx_TLK.shape)} for {len(layers)} layers and {experts} experts")
     if kind_T.shape != idx_TLK.shape[:1] or versions_T.shape != idx_TLK.shape[:1]:

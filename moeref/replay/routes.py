@@ -92,7 +92,8 @@ def routes(
     """
     given = np.asarray(idx_TLK)
     _check_form(given, layers, experts, start)
-    kind_T = np.zeros(given.shape[0], np.uint8)
+    tokens, depth, top_k = given.shape
+    kind_T = np.zeros(tokens, np.uint8)
     if given.dtype.kind == "i" and given.size and given.min() < 0:
         kind_T = _missing_kinds(given, layers, experts, start)
     if given.size and int(given.max()) >= experts:
@@ -101,10 +102,10 @@ def routes(
     narrow = given.astype(dtype, copy=given.dtype != dtype)
     absent = np.flatnonzero(kind_T == MISSING)
     if absent.size:
-        narrow[absent] = spread_experts(absent.size, *given.shape[1:], experts)
+        narrow[absent] = spread_experts(absent.size, depth, top_k, experts)
     if distinct:
         check_distinct(narrow, layers, start)
-    return Routes(narrow, tuple(layers), experts, kind_T, np.full(given.shape[0], version, np.int32), start)
+    return Routes(narrow, tuple(layers), experts, kind_T, np.full(tokens, version, np.int32), start)
 
 
 def _check_form(given: npt.NDArray[Any], layers: Sequence[int], experts: int, start: int) -> None:

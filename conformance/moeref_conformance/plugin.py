@@ -1,7 +1,7 @@
 """The pytest plugin: `pytest --pyargs moeref_conformance --target NAME` from any folder, one test a rule and cell.
 
-It is loaded in every pytest run of an environment that has the kit. So it imports nothing heavy, and adds its options
-only when the kit is what is asked for: options such as `--target` may belong to somebody else's tests otherwise.
+Every pytest run in an environment with the kit loads it. So it imports nothing heavy, and adds its options only if the
+kit's tests are named: other test suites may have a `--target` of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers, and for the kit's own runs a hypothesis profile that gives the same verdict every time."""
+    """Register the markers, and for runs of the kit a derandomised hypothesis profile: the same verdict every time."""
     config.addinivalue_line("markers", "rule(id): judges this rule of the conformance kit")
     config.addinivalue_line("markers", "cell(id): judges this cell of the conformance matrix")
     if config.stash.get(_ACTIVE, False) and importlib.util.find_spec("hypothesis"):
@@ -50,6 +50,7 @@ def plan_of(config: pytest.Config) -> Plan:
     if _PLAN not in config.stash:
         from moeref_conformance.contract.checks import BadInput
         from moeref_conformance.plan.plan import Settings, prepare
+        from moeref_conformance.resolve import resolve
 
         if not config.stash.get(_ACTIVE, False) or not config.getoption("--target"):
             raise pytest.UsageError(f"run as: pytest --pyargs {PACKAGE} --target NAME|module:attr")
@@ -60,9 +61,10 @@ def plan_of(config: pytest.Config) -> Plan:
                     matrix=config.getoption("--matrix"),
                     cells=tuple(config.getoption("--cell")),
                     rules=tuple(config.getoption("--rule")),
-                    known=config.getoption("--known"),
+                    known_failures=config.getoption("--known"),
                     deadline=config.getoption("--deadline"),
-                )
+                ),
+                resolve(config.getoption("--target")),
             )
         except BadInput as error:
             raise pytest.UsageError(str(error)) from error

@@ -1,8 +1,8 @@
-"""From what `--target` says to a checked `Target`.
+"""From `--target` to a checked target.
 
-`name` is looked up among the built-in targets (moeref and the bridges of `peers`) and the entry points of the group
-`moeref.targets`; `faulty:<id>` among the deliberately wrong targets that prove the kit; `dump:DIR` is a folder of
-records; `module:attr` is imported. What is found may be a target or a callable without arguments that makes one.
+The built-in names are those of `BUILTIN`; installed packages add theirs as entry points of the group `moeref.targets`.
+`faulty:<id>` is a deliberately wrong target that proves the kit, `dump:DIR` a folder of records, and anything else
+`module:attr`: a target, or a callable without arguments that makes one.
 """
 
 from __future__ import annotations
@@ -17,43 +17,46 @@ from moeref_conformance.contract.checks import BadInput, nearest
 from moeref_conformance.targets.peers import PEERS
 
 GROUP = "moeref.targets"
+#: Target name -> `module:attr`.
 BUILTIN = {"moeref": "moeref_conformance.targets.moeref:target", **PEERS}
 FAULTY = "moeref_conformance.selftest.faulty"
 
 
 def names() -> dict[str, str]:
-    """Every target name and the `module:attr` it stands for; an installed entry point wins over a built-in."""
+    """Every target name with its `module:attr`. An installed entry point wins over a built-in name."""
     return BUILTIN | {point.name: point.value for point in entry_points(group=GROUP)}
 
 
 def resolve(spec: str) -> Target:
-    """The target `spec` names, with its `info`, `claims` and `open` checked.
+    """The target that `spec` names, with its `info`, `claims` and `open` checked.
 
-    Raises `BadInput` for an unknown name (listing the known ones), a module or attribute that cannot be imported, and
-    an object that is not a target (saying what is missing or of the wrong type).
+    Raises `BadInput` for an unknown name, a module or attribute that cannot be imported, and an object that is not a
+    target, saying what it lacks.
     """
     if not spec:
         raise BadInput(f"no target given; known targets: {', '.join(sorted(names()))}; or give module:attr")
     if spec.startswith("faulty:"):
-        faulty = _attribute(spec, FAULTY, "targets")
-        fault = spec.removeprefix("faulty:")
-        if fault not in faulty:
-            raise BadInput(f"unknown fault {fault!r}{nearest(fault, faulty)}; all: {', '.join(sorted(faulty))}")
-        return _checked(spec, faulty[fault])
+        return _checked(spec, _faulty(spec))
     if spec.startswith("dump:"):
         from moeref_conformance.targets.dump import DumpTarget
 
         return _checked(spec, DumpTarget(Path(spec.removeprefix("dump:"))))
-    if spec in names():
-        module, _, attribute = names()[spec].partition(":")
-    elif ":" in spec:
-        module, _, attribute = spec.partition(":")
-    else:
+    place = names().get(spec, spec)
+    if ":" not in place:
         raise BadInput(
             f"unknown target {spec!r}{nearest(spec, names())}; targets: {', '.join(sorted(names()))}, faulty:<id>, "
             "or module:attr"
         )
+    module, _, attribute = place.partition(":")
     return _checked(spec, _attribute(spec, module, attribute))
+
+
+def _faulty(spec: str) -> Any:
+    faulty = _attribute(spec, FAULTY, "targets")
+    fault = spec.removeprefix("faulty:")
+    if fault not in faulty:
+        raise BadInput(f"unknown fault {fault!r}{nearest(fault, faulty)}; all: {', '.join(sorted(faulty))}")
+    return faulty[fault]
 
 
 def _attribute(spec: str, module: str, attribute: str) -> Any:
@@ -70,24 +73,30 @@ def _attribute(spec: str, module: str, attribute: str) -> Any:
     return value
 
 
-def _checked(spec: str, found: Any) -> Target:
-    if isinstance(found, type) or (callable(found) and not hasattr(found, "open")):
+def _checked(spec: str, candidate: Any) -> Target:
+    """`candidate`, or what it makes if it is a callable, once it has been checked to be a target."""
+    if isinstance(candidate, type) or (callable(candidate) and not hasattr(candidate, "open")):
         try:
-            found = found()
+            candidate = candidate()
         except TypeError as error:
-            raise BadInput(f"target {spec!r}: {found!r} cannot be called without arguments: {error}") from error
+            raise BadInput(f"target {spec!r}: {candidate!r} cannot be called without arguments: {error}") from error
+    if wrong := _wrong(candidate):
+        raise BadInput(f"target {spec!r} ({type(candidate).__name__}) is not a target: {'; '.join(wrong)}")
+    if candidate.info.api != API_VERSION:
+        raise BadInput(f"target {spec!r} speaks API {candidate.info.api}; this kit speaks {API_VERSION}")
+    for facet in sorted(candidate.claims.facets - set(FACETS)):
+        raise BadInput(f"target {spec!r} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
+    return cast(Target, candidate)
+
+
+def _wrong(candidate: Any) -> list[str]:
+    """What `candidate` lacks to be a target."""
     wrong = []
     for name, kind in (("info", Info), ("claims", Claims)):
-        if not hasattr(found, name):
+        if not hasattr(candidate, name):
             wrong.append(f"{name!r} is missing")
-        elif not isinstance(getattr(found, name), kind):
-            wrong.append(f"{name!r} is a {type(getattr(found, name)).__name__}, not an api.{kind.__name__}")
-    if not callable(getattr(found, "open", None)):
+        elif not isinstance(getattr(candidate, name), kind):
+            wrong.append(f"{name!r} is a {type(getattr(candidate, name)).__name__}, not an api.{kind.__name__}")
+    if not callable(getattr(candidate, "open", None)):
         wrong.append("'open(cell, world)' is missing")
-    if wrong:
-        raise BadInput(f"target {spec!r} ({type(found).__name__}) is not a target: {'; '.join(wrong)}")
-    if found.info.api != API_VERSION:
-        raise BadInput(f"target {spec!r} speaks API {found.info.api}; this kit speaks {API_VERSION}")
-    for facet in sorted(found.claims.facets - set(FACETS)):
-        raise BadInput(f"target {spec!r} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
-    return cast(Target, found)
+    return wrong

@@ -10,6 +10,7 @@ import time
 import pytest
 from moeref_conformance.oracles import published
 from moeref_conformance.plan.plan import Settings, prepare
+from moeref_conformance.resolve import resolve
 from moeref_conformance.run.runner import Runner
 from rich.console import Console
 
@@ -23,7 +24,7 @@ CELL = "kimi-k2/tp8-pp16-ep64-etp1-first3-last2-w8192/static"
 
 
 def test_a_trillion_parameters_on_8192_ranks() -> None:
-    plan = prepare(Settings(target="moeref", matrix="static", cells=(CELL,), rules=("NAM", "PLN")))
+    plan = prepare(Settings(target="moeref", matrix="static", cells=(CELL,), rules=("NAM", "PLN")), resolve("moeref"))
     began = time.monotonic()
     published.tensors("kimi-k2", "per_expert")
     oracle = time.monotonic() - began

@@ -17,8 +17,12 @@ from moeref_conformance.contract.records import EVENTS, rank_dir
 from moeref_conformance.contract.results import Results
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import Case
-from moeref_conformance.plan import matrix, plan
+from moeref_conformance.plan import matrix
+from moeref_conformance.plan.machine import Machine
+from moeref_conformance.plan.plan import Plan, Settings, prepare
+from moeref_conformance.resolve import resolve
 from moeref_conformance.run import runner
+from moeref_conformance.run.machinery import Machinery
 
 MATRIX = """
 schema = 1
@@ -80,23 +84,28 @@ class ToyWorld:
         return RunOutcome(exits, 0.5)
 
 
-def machinery(world: ToyWorld, **judges: Callable[[Case], Outcome]) -> runner.Machinery:
+def machinery(world: ToyWorld, **judges: Callable[[Case], Outcome]) -> Machinery:
     """Judges pass unless given, by id with `_` for the dash."""
     all_judges = dict.fromkeys(load_rules(), lambda case: Outcome())
-    return runner.Machinery(
+    return Machinery(
         worlds={"gloo": lambda plan: world},
         expect=lambda cell, folder: SimpleNamespace(inputs={"hf_config": str(folder)}),
         judges=all_judges | {name.replace("_", "-"): judge for name, judge in judges.items()},
     )
 
 
-def make_plan(folder: Path, **settings: Any) -> plan.Plan:
+def prepared(here: Machine | None = None, **settings: Any) -> Plan:
+    """A plan with its target resolved, on the machine `here`."""
+    return prepare(Settings(**settings), resolve(settings["target"]), here)
+
+
+def make_plan(folder: Path, **settings: Any) -> Plan:
     """A checked plan over `MATRIX`, written to `folder`."""
     sys.modules.setdefault("kit_toy", sys.modules[__name__])
     path = folder / "toy.toml"
     if not path.exists():
         path.write_text(MATRIX)
-    return plan.prepare(plan.Settings(**({"target": "kit_toy:target", "matrix": str(path), "jobs": 1} | settings)))
+    return prepared(**({"target": "kit_toy:target", "matrix": str(path), "jobs": 1} | settings))
 
 
 def run(

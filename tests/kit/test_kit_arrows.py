@@ -25,12 +25,12 @@ ROOMS: dict[str, set[str]] = {
     "targets": {"contract"},
     "selftest": {"contract", "targets"},
     "resolve": {"contract", "targets", "selftest"},
-    "plan": {"contract", "resolve", "targets"},
+    "plan": {"contract"},
     "worlds": {"contract", "steps", "resolve", "targets"},
     # `run.shards` compares two targets, rank by rank, by steps of its own.
     "run": {"contract", "plan", "judges", "oracles", "worlds", "steps", "resolve", "targets", "report"},
     "cli": {"contract", "plan", "run", "report", "worlds", "oracles", "resolve"},
-    "plugin": {"contract", "plan"},
+    "plugin": {"contract", "plan", "resolve"},
     "cases": {"contract", "run", "report", "plugin"},
     "__main__": {"cli"},
 }
@@ -49,7 +49,6 @@ DOORS: dict[tuple[str, str], str] = {
 
 #: (module, name) -> why a room may be passed by.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("report.table", f"{KIT}.run.shards.Compared"): "what `run.shards` found, as a table",
     ("targets.megatron_replay", f"{KIT}.selftest.faults.rewrite.Swapped"): "a session with one facet of its own",
 }
 

@@ -83,7 +83,7 @@ def test_entry_for_another_matrix_need_not_match(tmp_path):
 def statuses(tmp_path, outcome, **judges):
     known = tmp_path / "known.toml"
     known.write_text(FILE.replace("OUTCOME", outcome))
-    results = run(tmp_path, ToyWorld(), {"known": known}, **judges)
+    results = run(tmp_path, ToyWorld(), {"known_failures": known}, **judges)
     return results.table["qwen3_moe/tp2/gloo"]["EXP-002"], results
 
 
@@ -113,7 +113,7 @@ def test_flaky_is_never_green(tmp_path):
 def test_strict_excuses_nothing(tmp_path):
     known = tmp_path / "known.toml"
     known.write_text(FILE.replace("OUTCOME", "flaky"))
-    assert run(tmp_path, ToyWorld(), {"known": known, "strict": True}).exit_code == 1
+    assert run(tmp_path, ToyWorld(), {"known_failures": known, "strict": True}).exit_code == 1
 
 
 def test_file_is_found_by_the_name_of_the_target(tmp_path):

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from moeref_conformance.contract.api import Cell, Claims, Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.rules import load_rules
-from moeref_conformance.plan import check_environment as present
-from moeref_conformance.plan import gpu_requirements as census
-from moeref_conformance.plan import machine, matrix
+from moeref_conformance.plan import check_environment, gpu_requirements, machine, matrix
 from moeref_conformance.plan.machine import NEEDS, RECIPES, Machine
-from moeref_conformance.plan.plan import Settings, prepare
-from moeref_conformance.run.runner import Machinery, run
+from moeref_conformance.run.machinery import Machinery
+from moeref_conformance.run.runner import run
 
 GPU = matrix.load("gpu")
 EVERYTHING = frozenset({*NEEDS, *RECIPES, "nccl"})
@@ -130,8 +128,8 @@ def test_a_machine_without_gpus_names_the_worlds_of_the_smallest_that_would_do()
 
 
 @pytest.mark.parametrize("here", [NONE, of(0), of(1), of(8), of(8, *EVERYTHING)])
-def test_the_census_counts_every_cell_once(here):
-    rows = census.census(GPU.cells)
+def test_requirements_count_every_cell_once(here):
+    rows = gpu_requirements.requirements(GPU.cells)
     assert [int(row[1]) for row in rows][-1] == len(GPU.cells) == sum(int(row[1]) for row in rows[:-1])
     for row in rows:
         for counted in row[2:]:
@@ -172,7 +170,7 @@ def judged(folder, here, **settings):
     """Results of a toy run over the GPU matrix on a made-up machine, and the worlds that it used."""
     kit_toy.everything = AllTarget()
     sys.modules.setdefault("kit_toy", kit_toy)
-    plan = prepare(Settings(target="kit_toy:everything", matrix="gpu", jobs=1, **settings), here)
+    plan = kit_toy.prepared(here, target="kit_toy:everything", matrix="gpu", jobs=1, **settings)
     used = {kind: OnlyStart() for kind in ("gloo", "gloo-cuda", "nccl")}
     parts = Machinery(
         worlds={kind: lambda plan, kind=kind: used[kind] for kind in used},
@@ -228,18 +226,18 @@ def test_deepep_is_compared_with_one_rank_that_needs_none(tmp_path):
 
 def test_ids_select_with_the_world_of_the_file_and_the_chosen_one(tmp_path):
     for pattern in ("qwen3_moe/tp2/gpu", "qwen3_moe/tp2/gloo-cuda"):
-        plan = prepare(Settings(target="moeref", matrix="gpu", cells=(pattern,)), of(1))
+        plan = kit_toy.prepared(of(1), target="moeref", matrix="gpu", cells=(pattern,))
         assert [cell.id for cell in plan.cells] == ["qwen3_moe/tp2/gloo-cuda"]
     with pytest.raises(BadInput, match="no cell or tag matches"):
-        prepare(Settings(target="moeref", matrix="gpu", cells=("qwen3_moe/tp2/gloo-cuda",)), of(2))
+        kit_toy.prepared(of(2), target="moeref", matrix="gpu", cells=("qwen3_moe/tp2/gloo-cuda",))
 
 
 def test_one_world_for_all_cells_with_ranks():
-    plan = prepare(Settings(target="moeref", matrix="smoke", backend="nccl"), of(1))
+    plan = kit_toy.prepared(of(1), target="moeref", matrix="smoke", backend="nccl")
     assert {cell.backend for cell in plan.cells} == {"static", "nccl"}
     assert plan.lacks(plan.cells[-1]) == "needs 4 GPUs, this machine has 1"
     with pytest.raises(BadInput, match="backend='cuda' is none of auto, gloo"):
-        prepare(Settings(target="moeref", matrix="smoke", backend="cuda"), of(1))
+        kit_toy.prepared(of(1), target="moeref", matrix="smoke", backend="cuda")
 
 
 def test_the_hash_is_that_of_the_file_whatever_the_machine():
@@ -249,7 +247,7 @@ def test_the_hash_is_that_of_the_file_whatever_the_machine():
 def test_under_torchrun_a_cell_wider_than_its_ranks_is_untested(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = prepare(Settings(target="moeref", matrix="smoke", backend="gloo"))
+    plan = kit_toy.prepared(target="moeref", matrix="smoke", backend="gloo")
     reasons = {cell.layout.world: plan.lacks(cell) for cell in plan.cells if cell.backend == "gloo"}
     assert reasons == {1: "", 2: "", 4: "has 4 ranks, and torchrun started 2"}
     assert plan.workers == 1
@@ -295,16 +293,16 @@ def test_the_project_s_requirements_are_what_is_looked_for():
     asked = [*project["dependencies"], *project["optional-dependencies"]["kit"]]
     asked += project["optional-dependencies"]["megatron"]
     names = {text.split(";")[0].strip() for text in asked if not text.startswith("moeref")}
-    wanted = {f"{name}>={least}" if least else name for name, least in present.WANTED.values()}
+    wanted = {f"{name}>={least}" if least else name for name, least in check_environment.WANTED.values()}
     plain = {name.split("<")[0].rstrip(",") for name in names if not name.startswith(("megatron-core", "pytest"))}
     assert plain == {text for text in wanted if not text.startswith("megatron-core")}
-    assert present.missing() == []
+    assert check_environment.missing() == []
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch, capsys):
     more = {"nowhere_at_all": ("nowhere", "1.2"), "torch": ("torch", "99")}
-    monkeypatch.setattr(present, "WANTED", present.WANTED | more)
-    assert present.main() == 2
+    monkeypatch.setattr(check_environment, "WANTED", check_environment.WANTED | more)
+    assert check_environment.main() == 2
     said = capsys.readouterr().err
     assert "nowhere>=1.2" in said
     assert "torch>=99 (here 2." in said

@@ -108,7 +108,7 @@ def test_rule_that_lacks_the_baseline_says_what_became_of_it(tmp_path):
 def test_world_that_this_machine_or_kit_lacks(tmp_path):
     (tmp_path / "toy.toml").write_text(
         'schema = 1\nname = "toy"\nlayouts = { one = {} }\n'
-        '[[grid]]\nlayout = ["one"]\nworld = ["nccl"]\nfamily = ["qwen3_moe"]'
+        '[[grid]]\nlayout = ["one"]\nbackend = ["nccl"]\nfamily = ["qwen3_moe"]'
     )
     claims = Claims(facets=frozenset({"export"}), families=frozenset({"qwen3_moe"}), backends=frozenset({"nccl"}))
     wide = Target()
@@ -185,7 +185,7 @@ def test_bad_input_is_refused_before_work(tmp_path, settings, message):
 def test_selection_that_leaves_no_rule_to_judge_is_refused(tmp_path):
     (tmp_path / "toy.toml").write_text(
         'schema = 1\nname = "toy"\nlayouts = { one = {} }\n'
-        '[[grid]]\nlayout = ["one"]\nworld = ["static"]\nfamily = ["qwen3_moe"]'
+        '[[grid]]\nlayout = ["one"]\nbackend = ["static"]\nfamily = ["qwen3_moe"]'
     )
     with pytest.raises(BadInput, match="can be judged"):
         make_plan(tmp_path, rules=("LOD",))
@@ -197,7 +197,7 @@ def test_static_target_that_raises_fails_its_rules(tmp_path):
 
     import kit_toy
     from moeref_conformance.judges import JUDGES
-    from moeref_conformance.run.runner import Machinery
+    from moeref_conformance.run.machinery import Machinery
     from moeref_conformance.worlds.static import StaticWorld
 
     class Broken(Target):
@@ -210,7 +210,7 @@ def test_static_target_that_raises_fails_its_rules(tmp_path):
 
     (tmp_path / "toy.toml").write_text(
         'schema = 1\nname = "toy"\nlayouts = { big = { tp = 8, ep = 64, etp = 1 } }\n'
-        '[[grid]]\nlayout = ["big"]\nworld = ["static"]\nfamily = ["qwen3_moe"]'
+        '[[grid]]\nlayout = ["big"]\nbackend = ["static"]\nfamily = ["qwen3_moe"]'
     )
     kit_toy.broken = Broken()
     plan = make_plan(tmp_path, target="kit_toy:broken")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from moeref_conformance.contract.checks import BadInput
-from moeref_conformance.plan.known_failures import Known
+from moeref_conformance.contract.shards import ShardComparison, read, write
+from moeref_conformance.plan.known_failures import KnownFailure
 from moeref_conformance.plan.matrix import load
 from moeref_conformance.run import shards
 
@@ -30,35 +31,37 @@ def test_a_hash_says_dtype_shape_and_bytes() -> None:
 def test_compared() -> None:
     left, right = {"0:0:a": "1", "0:0:b": "2", "1:0:a": "3"}, {"0:0:a": "1", "0:0:b": "9", "1:0:c": "3"}
     found = shards.compare("cell", left, right)
-    assert (found.equal, found.unlike, found.apart, found.same) == (1, ("0:0:b",), ("1:0:a", "1:0:c"), False)
+    assert (found.equal, found.unlike, found.single, found.same) == (1, ("0:0:b",), ("1:0:a", "1:0:c"), False)
     assert found.text == "cell: 1 shards equal, 1 differ, 2 held by one only, first 0:0:b"
     assert shards.compare("cell", left, left).same
     assert not shards.compare("cell", {}, {}).same
-    assert not shards.Compared("cell", error="rank 0 died").same
+    assert not ShardComparison("cell", error="rank 0 died").same
 
 
 def test_known_failures_explain_only_what_they_cover() -> None:
     cell = next(cell for cell in load("smoke").cells if cell.backend == "gloo")
 
-    def entry(rule: str) -> Known:
+    def entry(rule: str) -> KnownFailure:
         until = datetime.date(2999, 1, 1)
-        return Known(rules=(rule,), where={"family": cell.family}, outcome="fail", reason="drops it", expires=until)
+        return KnownFailure(
+            rules=(rule,), where={"family": cell.family}, outcome="fail", reason="drops it", expires=until
+        )
 
     unlike, equal = shards.compare(cell.id, {"x": "1"}, {"x": "2"}), shards.compare(cell.id, {"x": "1"}, {"x": "1"})
-    died = shards.Compared(cell.id, error="rank 0 died")
-    assert not shards.explained(unlike, cell, [entry("RUN-001")]).fine
-    assert not shards.explained(died, cell, [entry("LOD-001")]).fine
-    assert shards.explained(died, cell, [entry("RUN-001")]).fine
+    died = ShardComparison(cell.id, error="rank 0 died")
+    assert not shards.explained(unlike, cell, [entry("RUN-001")]).accepted
+    assert not shards.explained(died, cell, [entry("LOD-001")]).accepted
+    assert shards.explained(died, cell, [entry("RUN-001")]).accepted
     assert shards.explained(unlike, cell, [entry("LOD-001")]).text.endswith("(known: drops it)")
-    assert shards.explained(equal, cell, [entry("LOD-001")]).known == ""
-    assert not shards.explained(died, replace(cell, family="mixtral"), [entry("RUN-001")]).fine
+    assert shards.explained(equal, cell, [entry("LOD-001")]).known_failure == ""
+    assert not shards.explained(died, replace(cell, family="mixtral"), [entry("RUN-001")]).accepted
 
 
 def test_written_and_read(tmp_path: Path) -> None:
-    found = [shards.compare("a", {"x": "1"}, {"x": "2", "y": "1"}), shards.Compared("b", error="rank 1 hung")]
-    shards.write(tmp_path / "deep" / "shards.json", "left", "right", found)
-    assert shards.read(tmp_path / "deep" / "shards.json") == found
-    assert shards.read(tmp_path / "none.json") == []
+    found = [shards.compare("a", {"x": "1"}, {"x": "2", "y": "1"}), ShardComparison("b", error="rank 1 hung")]
+    write(tmp_path / "deep" / "shards.json", "left", "right", found)
+    assert read(tmp_path / "deep" / "shards.json") == found
+    assert read(tmp_path / "none.json") == []
 
 
 def test_no_cell_in_common_is_refused() -> None:

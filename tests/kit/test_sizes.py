@@ -17,6 +17,7 @@ from moeref_conformance.oracles import published as oracle
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.plan import Settings, prepare
+from moeref_conformance.resolve import resolve
 from moeref_conformance.run.runner import Runner
 from moeref_conformance.targets.moeref import MoerefTarget
 from moeref_conformance.worlds.static import StaticWorld
@@ -62,7 +63,7 @@ def test_a_count_that_is_not_the_published_one_stops_the_kit() -> None:
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_moeref_is_green_at_published_sizes(cell: str) -> None:
-    plan = prepare(Settings(target="moeref", matrix="static", cells=(cell,), rules=("NAM", "PLN")))
+    plan = prepare(Settings(target="moeref", matrix="static", cells=(cell,), rules=("NAM", "PLN")), resolve("moeref"))
     with Runner(plan) as runner:
         verdicts, _ = runner.cell(plan.cells[0])
     judged = {v.rule: (v.status, v.reason) for v in verdicts if v.status != "disabled"}
@@ -94,7 +95,7 @@ size = ["mixtral-8x7b"]
     ("old", "new", "message"),
     [
         ("mixtral-8x7b", "mixtral-8x7", "unknown size 'mixtral-8x7'; did you mean 'mixtral-8x7b'"),
-        ('world = ["static"]', 'world = ["gloo"]', 'size needs world = "static"'),
+        ('backend = ["static"]', 'backend = ["gloo"]', 'size needs backend = "static"'),
         ("[[grid]]", '[[grid]]\nfamily = ["mixtral"]', "family cannot go with size"),
         ("[[grid]]", "[[grid]]\ntied = true\nmtp = [1]", "tied, mtp cannot go with size"),
         ("etp = 1", "etp = 1, layers = 8", "layers=8 cannot go with size=mixtral-8x7b"),

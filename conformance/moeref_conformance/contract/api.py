@@ -338,6 +338,15 @@ class Target(Protocol):
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]: ...
 
 
+@runtime_checkable
+class Recorded(Protocol):
+    """A target of records: its cells ran elsewhere, and nothing is run here."""
+
+    def recorded_steps(self, cell: Cell) -> frozenset[str]:
+        """The steps of the cell that there are records of."""
+        ...
+
+
 def to_plain(value: Any) -> Any:
     """A dataclass of this module as JSON-ready plain values (tuples become lists, paths strings)."""
     if hasattr(value, "__dataclass_fields__"):
@@ -367,6 +376,7 @@ __all__ = [
     "PadRequest",
     "Padding",
     "Plan",
+    "Recorded",
     "Replay",
     "Request",
     "RoundTrip",

@@ -1,8 +1,7 @@
-"""What a judgement imports, and whether an environment that this project did not install has it.
+"""Whether an environment that this project did not install has what a run imports.
 
-`python -m moeref_conformance.plan.check_environment` says so in one line and exits with 2 if
-anything is missing. It imports nothing
-of what it looks for, and nothing of the rest of the kit.
+`python -m moeref_conformance.plan.check_environment` prints one line, and exits with 2 if anything is missing. It
+imports nothing of what it looks for, and nothing of the rest of the kit.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import sys
 
-#: By module, the distribution that brings it, and the least version that is known to do.
+#: Module -> its distribution, and the least version that works.
 WANTED = {
     "torch": ("torch", "2.6"),
     "numpy": ("numpy", "1.26"),
@@ -24,24 +23,27 @@ WANTED = {
     "rich": ("rich", "13"),
     "jinja2": ("jinja2", "3.1"),
 }
-#: What containers may install under other names; of the others the version is read, not only the module.
+#: Containers may install these under other names, so the module is enough. The others need a distribution too.
 RENAMED = ("torch", "triton")
 
 
 def missing() -> list[str]:
-    """Each distribution that is absent or too old, in words."""
-    found = []
+    """Each distribution that is missing or too old, in words."""
+    lacking = []
     for module, (distribution, least) in WANTED.items():
-        try:
-            there = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # of a package that should hold it
-            there = False
         version = _version(distribution)
-        if not there or not (version or distribution in RENAMED):
-            found.append(f"{distribution}>={least}" if least else distribution)
+        if not _importable(module) or not (version or distribution in RENAMED):
+            lacking.append(f"{distribution}>={least}" if least else distribution)
         elif least and version and _numbers(version) < _numbers(least):
-            found.append(f"{distribution}>={least} (here {version})")
-    return found
+            lacking.append(f"{distribution}>={least} (here {version})")
+    return lacking
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
 
 
 def _version(distribution: str) -> str:
@@ -61,7 +63,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    """Print what is missing, or what is there, and give the exit code."""
+    """Print what is missing, or else the versions, and give the exit code."""
     where = f"{sys.executable} (Python {sys.version.split()[0]})"
     if lacking := missing():
         print(f"{where} lacks {', '.join(lacking)}; install that there, without touching what is", file=sys.stderr)

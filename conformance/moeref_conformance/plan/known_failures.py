@@ -1,16 +1,16 @@
-"""Known failures: what the one who runs the kit expects to fail, why, where that is tracked, and until when.
+"""Known failures: which rules are expected to fail in which cells, why, where that is tracked, and until when.
 
     [[known]]
     rule = "EXP-002"                    # an id or a list of ids
     where = { vpp = 2, tied = true }    # as in a matrix exclusion
-    matrix = "cpu"                      # optional: counts only for this matrix
-    outcome = "fail"                    # or "flaky": runs and is reported, never green
+    matrix = "cpu"                      # optional: only for this matrix
+    outcome = "fail"                    # or "flaky": judged and reported, never green
     reason = "VPP offset counts dense layers"
-    link = "https://..."                # where it is tracked; or, where nobody does yet:
+    link = "https://..."                # where it is tracked, or if it is not yet:
     reproduce = "nox -s ..."            # the command that shows it
-    expires = 2027-02-01                # afterwards the entry is an error
+    expires = 2027-02-01                # after this day the entry is an error
 
-Entries are strict: an expected failure that passes is `xpass`, and one that matches nothing is an error.
+Entries are strict: a known failure that passes is `xpass`, and an entry that matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EVIDENCE = ("link", "reproduce")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownFailure:
     """One entry of a known failures file."""
 
     rules: tuple[str, ...]
@@ -51,7 +51,7 @@ class Known:
         return f"{self.reason} ({evidence}, until {self.expires.isoformat()})"
 
     def covers(self, cell: Cell, rule: Rule) -> bool:
-        """Whether this entry speaks of `rule` in `cell`."""
+        """Whether the entry is about `rule` in `cell`."""
         return rule.id in self.rules and rule.applies(cell.backend, cell.replay) and matches(self.where, cell)
 
 
@@ -61,16 +61,16 @@ def find(matrix: Matrix, target_name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def load(path: Path, matrix: Matrix, today: datetime.date | None = None) -> tuple[Known, ...]:
-    """The entries that count for `matrix`. Raises `BadInput` for a malformed, expired, overlapping or idle entry."""
+def load(path: Path, matrix: Matrix, today: datetime.date | None = None) -> tuple[KnownFailure, ...]:
+    """The entries for `matrix`. Raises `BadInput` for a malformed, expired, overlapping or idle one."""
     return parse(read_toml(path), path.name, matrix, today or datetime.datetime.now(datetime.UTC).date())
 
 
-def parse(data: Mapping[str, Any], file: str, matrix: Matrix, today: datetime.date) -> tuple[Known, ...]:
+def parse(data: Mapping[str, Any], file: str, matrix: Matrix, today: datetime.date) -> tuple[KnownFailure, ...]:
     """`load` for parsed TOML."""
     check_keys(file, data, ("known",), ("known",))
     rules = load_rules()
-    entries: list[Known] = []
+    entries: list[KnownFailure] = []
     taken: dict[tuple[str, str], int] = {}
     for number, table in enumerate(data["known"], 1):
         spot = f"{file}: known {number}"
@@ -80,18 +80,8 @@ def parse(data: Mapping[str, Any], file: str, matrix: Matrix, today: datetime.da
                 f"{spot} ({', '.join(entry.rules)}) expired on {entry.expires}: fix it, or look again and renew"
             )
         if entry.matrix and matrix.name not in entry.matrix:
-            continue  # meant for another matrix, as the entry says
-        found = [
-            (cell.id, rule_id)
-            for cell in matrix.cells
-            for rule_id in entry.rules
-            if rule_id in matrix.rules[cell.id] and entry.covers(cell, rules[rule_id])
-        ]
-        if not found:
-            raise BadInput(
-                f"{spot}: rule={', '.join(entry.rules)} where={dict(entry.where)} matches nothing in {matrix.name}"
-            )
-        for pair in found:
+            continue
+        for pair in _covered(spot, entry, matrix, rules):
             if pair in taken:
                 raise BadInput(f"{spot}: {pair[1]} in {pair[0]} is already covered by known {taken[pair]}")
             taken[pair] = number
@@ -99,31 +89,39 @@ def parse(data: Mapping[str, Any], file: str, matrix: Matrix, today: datetime.da
     return tuple(entries)
 
 
-def lookup(entries: Iterable[Known], cell: Cell, rule: Rule) -> Known | None:
+def _covered(spot: str, entry: KnownFailure, matrix: Matrix, rules: Mapping[str, Rule]) -> list[tuple[str, str]]:
+    """Cells and rules of the matrix that the entry is about. Raises `BadInput` if there are none."""
+    covered = [
+        (cell.id, rule_id)
+        for cell in matrix.cells
+        for rule_id in entry.rules
+        if rule_id in matrix.rules[cell.id] and entry.covers(cell, rules[rule_id])
+    ]
+    if not covered:
+        raise BadInput(
+            f"{spot}: rule={', '.join(entry.rules)} where={dict(entry.where)} matches nothing in {matrix.name}"
+        )
+    return covered
+
+
+def lookup(entries: Iterable[KnownFailure], cell: Cell, rule: Rule) -> KnownFailure | None:
     """The entry that covers `rule` in `cell`, if any."""
     return next((entry for entry in entries if entry.covers(cell, rule)), None)
 
 
-def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> Known:
+def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> KnownFailure:
     check_keys(spot, table, (*KEYS, *EVIDENCE, "matrix"), KEYS)
-    given = [key for key in EVIDENCE if key in table]
-    if not given:
-        raise BadInput(f"{spot}: 'link' is missing, and there is no 'reproduce' in its place")
     ids = text_list(f"{spot}: rule", table["rule"])
     for rule_id in ids:
         if rule_id not in rules:
             raise BadInput(f"{spot}: unknown rule {rule_id!r}{nearest(rule_id, rules)}")
     if table["outcome"] not in OUTCOMES:
         raise BadInput(f"{spot}: outcome={table['outcome']!r} is not one of {', '.join(OUTCOMES)}")
-    for key in ("reason", *given):
-        if not isinstance(table[key], str) or not table[key].strip():
-            raise BadInput(f"{spot}: the {key} is empty")
-    if "link" in given and not table["link"].startswith(("https://", "http://")):
-        raise BadInput(f"{spot}: link={table['link']!r} is not a URL")
+    _check_evidence(spot, table)
     # A TOML date-time is a date too for Python; only a plain date is meant.
     if type(table["expires"]) is not datetime.date:
         raise BadInput(f"{spot}: expires={table['expires']!r} is not a date such as 2027-02-01")
-    return Known(
+    return KnownFailure(
         rules=tuple(ids),
         where=check_where(spot, table["where"]),
         outcome=table["outcome"],
@@ -133,3 +131,14 @@ def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> Known:
         reproduce=table.get("reproduce", "").strip(),
         matrix=tuple(text_list(f"{spot}: matrix", table["matrix"])) if "matrix" in table else (),
     )
+
+
+def _check_evidence(spot: str, table: Mapping[str, Any]) -> None:
+    given = [key for key in EVIDENCE if key in table]
+    if not given:
+        raise BadInput(f"{spot}: 'link' is missing, and there is no 'reproduce' in its place")
+    for key in ("reason", *given):
+        if not isinstance(table[key], str) or not table[key].strip():
+            raise BadInput(f"{spot}: the {key} is empty")
+    if "link" in given and not table["link"].startswith(("https://", "http://")):
+        raise BadInput(f"{spot}: link={table['link']!r} is not a URL")

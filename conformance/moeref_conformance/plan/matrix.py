@@ -1,17 +1,17 @@
-"""Matrix files: which cells there are, in which order, under which rules, and which are left out for what reason.
+"""Matrix files: which cells there are, in which order, under which rules, and which are excluded for what reason.
 
 schema = 1
 name = "cpu"
-[layouts]                                   # tables with the fields of `api.Layout` and `layers`, or its text form
+[layouts]                                   # fields of `cells.Layout` and `layers`, or the text form of a layout
 tp2-ep2 = { tp = 2, ep = 2 }
 [[grid]]                                    # the product of its lists
 layout = ["tp2-ep2"]
-backend = ["gloo"]                          # or "gpu": nccl where there is a GPU for every rank, else gloo-cuda
+backend = ["gloo"]                          # or "gpu": nccl if every rank has a GPU of its own, else gloo-cuda
 family = ["qwen3_moe", "glm4_moe"]          # or size = ["kimi-k2"], published models, with backend static
 rules = ["EXP"]                             # optional: only rules with these prefixes
 gradients = false                           # optional: no training step, which costs about a third of a cell's time
 gpus = 8                                    # optional: least number of GPUs
-needs = ["fp8"]                             # optional: what it needs besides, beyond what its axes imply
+needs = ["fp8"]                             # optional: what the cells need besides what their axes imply
 [[exclude]]
 where = { layout = "tp2-ep2", family = "glm4_moe" }
 reason = "..."                              # mandatory, and the exclusion must match something
@@ -54,11 +54,11 @@ class Matrix:
     cells: tuple[Cell, ...]
     rules: Mapping[str, frozenset[str]]
     excluded: tuple[tuple[str, str], ...]  # (cell id, reason)
-    hash: str  # eight hex digits over what the file says of cells, rules and exclusions, however it spells it
-    in_file: Mapping[str, str] = field(default_factory=dict)  # by cell id, the id before a backend was chosen
+    hash: str  # eight hex digits over cells, rules and exclusions, not over how the file writes them
+    in_file: Mapping[str, str] = field(default_factory=dict)  # cell id -> the id before a backend was chosen
 
     def on(self, machine: Machine, backend: str = "auto") -> Matrix:
-        """This matrix with the backend of every cell on `machine`; `backend`, if given, for all but static cells.
+        """This matrix with the backend that every cell has on `machine`. `backend` overrides all but static cells.
 
         Raises `BadInput` where two cells become one.
         """
@@ -75,24 +75,23 @@ class Matrix:
     def select(self, patterns: Iterable[str]) -> tuple[Cell, ...]:
         """The cells that match one of `patterns` (id, glob over ids, or tag); all of them if there are none.
 
-        An id counts with the backend that the file names and with the one that was chosen.
-
-        Raises `BadInput` for a pattern that matches no cell.
+        An id may name the backend of the file or the chosen one. Raises `BadInput` for a pattern that matches no cell.
         """
-        chosen: set[str] = set()
         patterns = list(patterns)
-        for pattern in patterns:
-            found = {
-                cell.id
-                for cell in self.cells
-                for name in (cell.id, self.in_file.get(cell.id, cell.id))
-                if name == pattern or fnmatchcase(name, pattern) or pattern in cell.tags
-            }
-            if not found:
-                known = [*(c.id for c in self.cells), *(tag for c in self.cells for tag in c.tags)]
-                raise BadInput(f"matrix {self.name}: no cell or tag matches {pattern!r}{nearest(pattern, known)}")
-            chosen |= found
+        chosen = {cell_id for pattern in patterns for cell_id in self._matching(pattern)}
         return tuple(c for c in self.cells if c.id in chosen or not patterns)
+
+    def _matching(self, pattern: str) -> set[str]:
+        matching = {
+            cell.id
+            for cell in self.cells
+            for name in (cell.id, self.in_file.get(cell.id, cell.id))
+            if name == pattern or fnmatchcase(name, pattern) or pattern in cell.tags
+        }
+        if not matching:
+            names = [*(c.id for c in self.cells), *(tag for c in self.cells for tag in c.tags)]
+            raise BadInput(f"matrix {self.name}: no cell or tag matches {pattern!r}{nearest(pattern, names)}")
+        return matching
 
 
 def _hash(name: str, cells: Iterable[Cell], rules: Mapping[str, frozenset[str]], excluded: Any) -> str:
@@ -107,7 +106,7 @@ def _counted(cell: Cell) -> dict[str, Any]:
 
 
 def folder() -> Path:
-    """Where the matrices of this kit lie: in the wheel inside the package, in a checkout at the top."""
+    """The folder of the shipped matrices: inside the package in a wheel, at the top of a checkout."""
     shipped = Path(str(files("moeref_conformance"))) / "matrices"
     return shipped if shipped.is_dir() else Path(__file__).resolve().parents[3] / "matrices"
 
@@ -135,21 +134,16 @@ def parse(data: Mapping[str, Any], path: Path) -> Matrix:
     for number, grid in enumerate(data["grid"], 1):
         spot = f"{where}: grid {number}"
         _check_keys(spot, grid)
-        chosen = select(text_list(f"{spot}: rules", grid["rules"]) if "rules" in grid else ())
-        if type(grid.get("gradients", True)) is not bool:
-            raise BadInput(f"{spot}: gradients={grid['gradients']!r} is not true or false")
-        if not grid.get("gradients", True):
-            chosen = frozenset(name for name in chosen if "gradients" not in load_rules()[name].facets)
+        chosen = _rules(spot, grid)
         for cell in _product(where, spot, grid, layouts):
             if cell.id in cells:
                 raise BadInput(f"{spot}: cell {cell.id} is already there; a cell belongs to one grid")
             cells[cell.id], rules[cell.id] = cell, chosen
+    unused = layouts.keys() - {cell.layout_name for cell in cells.values()}
+    if unused:
+        raise BadInput(f"{where}: layout {min(unused)!r} is in no grid")
     excluded = _exclude(where, data.get("exclude", []), cells)
     kept = tuple(cell for cell in cells.values() if cell.id not in excluded)
-    used = {cell.layout_name for cell in cells.values()}
-    for name in layouts:
-        if name not in used:
-            raise BadInput(f"{where}: layout {name!r} is in no grid")
     if not kept:
         raise BadInput(f"{where}: no cell is left")
     name, left_out = str(data["name"]), tuple(excluded.items())
@@ -157,26 +151,35 @@ def parse(data: Mapping[str, Any], path: Path) -> Matrix:
     return Matrix(name=name, path=path, cells=kept, rules=rules, excluded=left_out, hash=revision)
 
 
+def _rules(where: str, grid: Mapping[str, Any]) -> frozenset[str]:
+    """The rules that the grid selects; without a training step none that reads its gradients."""
+    chosen = select(text_list(f"{where}: rules", grid["rules"]) if "rules" in grid else ())
+    gradients = grid.get("gradients", True)
+    if type(gradients) is not bool:
+        raise BadInput(f"{where}: gradients={gradients!r} is not true or false")
+    return chosen if gradients else frozenset(n for n in chosen if "gradients" not in load_rules()[n].facets)
+
+
 def matches(where: Mapping[str, Any], cell: Cell) -> bool:
-    """Whether every key of a checked `where` table holds; a list of values means any of them."""
+    """Whether `cell` has the values of a checked `where` table. A list means any of its values."""
     return all(
-        any(_value(cell, key) == v for v in (value if isinstance(value, list) else [value]))
-        if key != "cell"
-        else any(fnmatchcase(cell.id, v) for v in (value if isinstance(value, list) else [value]))
-        for key, value in where.items()
+        any(_has(cell, key, value) for value in (values if isinstance(values, list) else [values]))
+        for key, values in where.items()
     )
 
 
+def _has(cell: Cell, key: str, value: Any) -> bool:
+    if key == "cell":
+        return fnmatchcase(cell.id, value)
+    return bool((AXES[key].of(cell) if key in AXES else getattr(cell.layout, key)) == value)
+
+
 def check_where(where: str, table: Any) -> Mapping[str, Any]:
-    """`table` if it is a non-empty table of axes, layout fields, `layers` or `cell` (a glob); else `BadInput`."""
+    """`table` if it is a non-empty table of axes, layout fields or `cell` (a glob over ids); else `BadInput`."""
     if not isinstance(table, Mapping) or not table:
         raise BadInput(f"{where}: 'where' must be a non-empty table, for example {{ layout = \"tp2\" }}")
     check_keys(f"{where}: where", table, {*AXES, *LAYOUT_KEYS, "cell"})
     return table
-
-
-def _value(cell: Cell, key: str) -> Any:
-    return AXES[key].of(cell) if key in AXES else getattr(cell.layout, key)
 
 
 def _check_keys(where: str, grid: Mapping[str, Any]) -> None:
@@ -252,8 +255,8 @@ def _exclude(where: str, entries: Iterable[Any], cells: Mapping[str, Cell]) -> d
         if not isinstance(entry["reason"], str) or not entry["reason"].strip():
             raise BadInput(f"{spot}: the reason is empty")
         table = check_where(spot, entry["where"])
-        found = [cell.id for cell in cells.values() if matches(table, cell)]
-        if not found:
+        matching = [cell.id for cell in cells.values() if matches(table, cell)]
+        if not matching:
             raise BadInput(f"{spot}: where={dict(table)} matches no cell")
-        excluded |= dict.fromkeys(found, entry["reason"])
+        excluded |= dict.fromkeys(matching, entry["reason"])
     return excluded

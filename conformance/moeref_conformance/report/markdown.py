@@ -26,7 +26,7 @@ def render(results: Results) -> str:
     failures = [verdict for failure in shown.red for verdict in failure.verdicts]
     for title, verdicts in (
         ("Failures", failures),
-        ("Known failures", [verdict for failure in shown.known for verdict in failure.verdicts]),
+        ("Known failures", [verdict for failure in shown.known_failures for verdict in failure.verdicts]),
     ):
         if verdicts:
             parts.append(f"### {title}")

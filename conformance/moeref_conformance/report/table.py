@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from moeref_conformance.contract.results import Results, Verdict
+from moeref_conformance.contract.shards import ShardComparison
 from moeref_conformance.report.view import Mark, View, view
-from moeref_conformance.run.shards import Compared
 
 LEGEND = """\
 `=` exact, bitwise · a number: the largest deviation, within the rule's tolerance · ✗ fails, with the number of its
@@ -19,12 +19,12 @@ cause below · ? could not be judged, since a rule that it requires failed · �
 column with its `--rule`, put after the command above the table, repeat what stands where they meet."""
 
 
-def render(runs: Sequence[tuple[Results, Sequence[Compared]]]) -> str:
+def render(runs: Sequence[tuple[Results, Sequence[ShardComparison]]]) -> str:
     """Markdown: one section for each target, each with its tables, causes, and shards compared with moeref's."""
     return "\n\n".join([LEGEND, *(section(results, shards) for results, shards in runs)]) + "\n"
 
 
-def section(results: Results, shards: Sequence[Compared]) -> str:
+def section(results: Results, shards: Sequence[ShardComparison]) -> str:
     """What is to be said of one target."""
     shown, target, header = view(results), results.header["target"], results.header
     versions = " · ".join(f"{k} {v}" for k, v in header["versions"].items() if v)
@@ -109,13 +109,13 @@ def _unclaimed(results: Results) -> str:
     return "\n".join(f"- {_plain(reason)}: {len(set(cells))} cells" for reason, cells in found.items())
 
 
-def _shards(spec: str, shards: Sequence[Compared]) -> str:
-    same = [compared for compared in shards if compared.same]
-    total = sum(compared.equal for compared in shards)
+def _shards(spec: str, shards: Sequence[ShardComparison]) -> str:
+    same = [comparison for comparison in shards if comparison.same]
+    total = sum(comparison.equal for comparison in shards)
     lines = [
         f"{total} shards of {len(shards)} cells have the hash that moeref's have; "
         f"in {len(same)} cells all of them do. To repeat:",
         f"```text\n{command(spec)} --shards --cell CELL\n```",
     ]
-    unlike = [f"- {_plain(compared.text)}" for compared in shards if not compared.same]
+    unlike = [f"- {_plain(comparison.text)}" for comparison in shards if not comparison.same]
     return "\n\n".join([*lines, *(["\n".join(unlike)] if unlike else [])])

@@ -93,7 +93,7 @@ class View:
     blocks: list[Block]
     groups: list[tuple[str, str]]
     red: list[Failure]
-    known: list[Failure]
+    known_failures: list[Failure]
     reasons: list[tuple[str, str, list[str], list[str]]]  # status, reason, rules, cells
     rules: list[Rule]
 
@@ -117,7 +117,7 @@ def view(results: Results) -> View:
             (group, GROUPS.get(group, group)) for group in dict.fromkeys(rule.group for rule in rules) if group in used
         ],
         red=_failures(results, by_rule, ("fail", "xpass", "error")),
-        known=_failures(results, by_rule, ("xfail",)),
+        known_failures=_failures(results, by_rule, ("xfail",)),
         reasons=_reasons(results),
         rules=rules,
     )

@@ -1,7 +1,7 @@
 """Two targets load one checkpoint in the same cell: do their ranks hold the same shards, hash by hash?
 
-Each target runs in a world of its own; a rank opens the cell, loads, and writes one SHA-256 for each tensor of its
-chunks, over dtype, shape and bytes. Nothing is judged against an expected value here, which is what the rules are for.
+Each target runs in a world of its own. A rank opens the cell, loads, and writes a SHA-256 over dtype, shape and bytes
+of each tensor of its chunks. Nothing is compared with an expected value here; the rules do that.
 """
 
 from __future__ import annotations
@@ -11,52 +11,24 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from moeref_conformance.contract.api import Cell, Target, World
+from moeref_conformance.contract.api import Target, World
+from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.rules import load_rules
-from moeref_conformance.plan.known_failures import Known, lookup
+from moeref_conformance.contract.shards import ShardComparison
+from moeref_conformance.plan.known_failures import KnownFailure, lookup
+from moeref_conformance.resolve import resolve
+
+if TYPE_CHECKING:
+    from moeref_conformance.worlds.forked import ForkedWorld
 
 HASHES = "hashes.json"
-#: (rank, chunk, local name), as text: `3:0:decoder.final_layernorm.weight`.
+#: Hash by rank, chunk and local name as text, such as `3:0:decoder.final_layernorm.weight`.
 Hashes = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What two targets hold in one cell. `error` says why a target did not load; then nothing is compared.
-
-    `known` is the reason of the known failure that explains why not every shard is equal.
-    """
-
-    cell: str
-    equal: int = 0
-    unlike: tuple[str, ...] = ()  # held by both, with other bytes, shape or dtype
-    apart: tuple[str, ...] = ()  # held by one of them
-    error: str = ""
-    known: str = ""
-
-    @property
-    def fine(self) -> bool:
-        """Whether every shard is equal, or a known failure says why not."""
-        return self.same or bool(self.known)
-
-    @property
-    def same(self) -> bool:
-        """Whether every shard of the cell is equal."""
-        return bool(self.equal) and not (self.unlike or self.apart or self.error)
-
-    @property
-    def text(self) -> str:
-        """One line."""
-        known = f" (known: {self.known})" if self.known else ""
-        if self.error:
-            return f"{self.cell}: not compared: {self.error}{known}"
-        first = next(iter((*self.unlike, *self.apart)), "")
-        tail = f", {len(self.unlike)} differ, {len(self.apart)} held by one only, first {first}" if first else ""
-        return f"{self.cell}: {self.equal} shards equal{tail}{known}"
 
 
 def hash_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
@@ -69,8 +41,8 @@ def hash_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str
             raise TypeError("the target's session has no export")
         session.export.load(Path(inputs["checkpoint"]))
         held = held_tensors(session.export.chunks())
-        found = {f"{world.rank}:{chunk}:{plain_local(name)}": digest(tensor) for chunk, name, _, tensor in held}
-    (record_dir / HASHES).write_text(json.dumps(found))
+        hashes = {f"{world.rank}:{chunk}:{plain_local(name)}": digest(tensor) for chunk, name, _, tensor in held}
+    (record_dir / HASHES).write_text(json.dumps(hashes))
 
 
 def digest(tensor: object) -> str:
@@ -79,25 +51,29 @@ def digest(tensor: object) -> str:
 
     assert isinstance(tensor, torch.Tensor)
     plain = tensor.detach().cpu().contiguous()
-    sum_ = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
-    sum_.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sum_.hexdigest()
+    sha = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
+    sha.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
 
 
-def compare(cell: str, left: Hashes, right: Hashes) -> Compared:
-    """Both sides of one cell."""
+def compare(cell: str, left: Hashes, right: Hashes) -> ShardComparison:
+    """The hashes of two targets in one cell."""
     both = left.keys() & right.keys()
     equal = {key for key in both if left[key] == right[key]}
-    return Compared(cell, len(equal), tuple(sorted(both - equal)), tuple(sorted(left.keys() ^ right.keys())))
+    return ShardComparison(cell, len(equal), tuple(sorted(both - equal)), tuple(sorted(left.keys() ^ right.keys())))
 
 
 def run(
-    left: str, right: str, cells: Iterable[Cell], known: Sequence[Known] = (), deadline: float = 120.0
-) -> Iterator[Compared]:
-    """Compare in every cell that both targets claim. `known` are failures of either one. Raises BadInput if there is no
-    such cell."""
-    from moeref_conformance.oracles.checkpoint import expected
-    from moeref_conformance.resolve import resolve
+    left: str,
+    right: str,
+    cells: Iterable[Cell],
+    known_failures: Sequence[KnownFailure] = (),
+    deadline: float = 120.0,
+) -> Iterator[ShardComparison]:
+    """Compare two targets in every cell that both claim. `known_failures` are those of either.
+
+    Raises BadInput if there is no such cell.
+    """
     from moeref_conformance.worlds.forked import ForkedWorld
 
     targets = {spec: resolve(spec) for spec in (left, right)}
@@ -113,43 +89,35 @@ def run(
         entry = f"{__name__}:hash_rank"
         worlds = {spec: stack.enter_context(ForkedWorld(spec, deadline=deadline, entry=entry)) for spec in targets}
         for number, cell in enumerate(claimed):
-            inputs, sides = expected(cell, folder / "expected").inputs, []
-            for side, (spec, world) in enumerate(worlds.items()):
-                where = folder / f"{number}-{side}"
-                where.mkdir()
-                outcome = world.run(cell, where, inputs, targets[spec].claims)
-                failed = next((f"{spec}: {e.text}" for e in outcome.exits if e.kind != "ok"), "")
-                if error := outcome.error or failed:
-                    yield explained(Compared(cell.id, error=error), cell, known)
-                    break
-                sides.append(_read(where))
-            else:
-                yield explained(compare(cell.id, *sides), cell, known)
+            yield explained(_compare_cell(cell, targets, worlds, folder, number), cell, known_failures)
 
 
-def explained(found: Compared, cell: Cell, known: Sequence[Known]) -> Compared:
+def _compare_cell(
+    cell: Cell, targets: Mapping[str, Target], worlds: Mapping[str, ForkedWorld], folder: Path, number: int
+) -> ShardComparison:
+    from moeref_conformance.oracles.checkpoint import expected
+
+    inputs, hashes = expected(cell, folder / "expected").inputs, []
+    for side, (spec, world) in enumerate(worlds.items()):
+        records = folder / f"{number}-{side}"
+        records.mkdir()
+        outcome = world.run(cell, records, inputs, targets[spec].claims)
+        failed = next((f"{spec}: {end.text}" for end in outcome.exits if end.kind != "ok"), "")
+        if error := outcome.error or failed:
+            return ShardComparison(cell.id, error=error)
+        hashes.append(_read(records))
+    return compare(cell.id, *hashes)
+
+
+def explained(comparison: ShardComparison, cell: Cell, known_failures: Sequence[KnownFailure]) -> ShardComparison:
     """With the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001."""
-    entry = None if found.same else lookup(known, cell, load_rules()["RUN-001" if found.error else "LOD-001"])
-    return replace(found, known=entry.reason) if entry else found
-
-
-def write(file: Path, left: str, right: str, found: Iterable[Compared]) -> None:
-    """What was compared, as JSON."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    cells = [asdict(compared) for compared in found]
-    file.write_text(json.dumps({"left": left, "right": right, "cells": cells}, indent=1) + "\n")
-
-
-def read(file: Path) -> list[Compared]:
-    """What `write` wrote; nothing if the file does not exist."""
-    if not file.exists():
-        return []
-    cells = json.loads(file.read_text())["cells"]
-    return [Compared(**{**cell, "unlike": tuple(cell["unlike"]), "apart": tuple(cell["apart"])}) for cell in cells]
+    rule = load_rules()["RUN-001" if comparison.error else "LOD-001"]
+    entry = None if comparison.same else lookup(known_failures, cell, rule)
+    return replace(comparison, known_failure=entry.reason) if entry else comparison
 
 
 def _read(folder: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for file in sorted(folder.glob(f"rank*/{HASHES}")):
-        found |= json.loads(file.read_text())
-    return found
+        hashes |= json.loads(file.read_text())
+    return hashes

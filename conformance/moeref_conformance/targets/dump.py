@@ -62,7 +62,7 @@ class DumpTarget:
         check_keys(str(path), found, ("name", "version"), ("name", "version"))
         return Info(name=str(found["name"]), version=str(found["version"]))
 
-    def steps(self, cell: Cell) -> frozenset[str]:
+    def recorded_steps(self, cell: Cell) -> frozenset[str]:
         """Steps that some rank recorded, `hf` where there is an export, and `close`, whose absence is a verdict."""
         if cell.id not in self._steps:
             self._steps[cell.id] = self._read_steps(self.cells[cell.id])

@@ -1,0 +1,56 @@
+"""The first line of `results.jsonl`: who is judged, by which kit, rules and matrix, and under which settings."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from dataclasses import asdict
+from typing import Any
+
+from moeref_conformance.contract.api import to_plain
+from moeref_conformance.contract.published_models import TINY_SEED
+from moeref_conformance.contract.results import version_of, versions
+from moeref_conformance.contract.rules import GROUPS, revision
+from moeref_conformance.plan.plan import Plan
+
+
+def header(plan: Plan) -> dict[str, Any]:
+    """Every setting that decides a verdict, as plain values."""
+    settings, claims = plan.settings, plan.target.claims
+    rules = sorted(plan.rules.values(), key=lambda rule: (list(GROUPS).index(rule.group), rule.id))
+    return {
+        "kit": version_of("moeref") or "from source",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "platform": platform.platform(),
+        "versions": versions() | dict(plan.machine.versions if plan.machine else {}),
+        "target": {"spec": settings.target, **to_plain(plan.target.info), "claims": to_plain(claims)},
+        "matrix": {"name": plan.matrix.name, "hash": plan.matrix.hash, "cells": len(plan.matrix.cells)},
+        "seed": TINY_SEED,
+        "settings": _settings(plan),
+        "rules": {"hash": revision(plan.rules), "list": [asdict(rule) for rule in rules]},
+        "cells": [
+            {
+                "id": cell.id,
+                "variant": cell.variant,
+                "text": cell.layout.text,
+                **to_plain(cell),
+                "claimed": claims.why_not(cell) is None,
+            }
+            for cell in plan.cells
+        ],
+        "excluded": [{"cell": cell_id, "reason": reason} for cell_id, reason in plan.matrix.excluded],
+    }
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    settings = plan.settings
+    return {
+        "cells": list(settings.cells),
+        "rules": list(settings.rules),
+        "backend": settings.backend,
+        "known": plan.known_failures_file.name if plan.known_failures_file else "",
+        "known entries": len(plan.known_failures),
+        "deadline": settings.deadline,
+        "jobs": plan.workers,
+        "strict": settings.strict,
+    }

@@ -1,0 +1,73 @@
+"""What a run drives besides the target: worlds, the oracle of expected checkpoints, and judges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from moeref_conformance.contract.cells import Cell, Claims
+from moeref_conformance.contract.exits import RunOutcome
+from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.judges import Case
+from moeref_conformance.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from moeref_conformance.worlds.coordinator import Crew
+
+
+class RunsCells(Protocol):
+    """A world, as a run needs it: opened once, then asked for one cell after another."""
+
+    def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
+        """Run one cell, leaving records in `cell_dir`."""
+        ...
+
+
+MakeWorld = Callable[[Plan], AbstractContextManager[RunsCells]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machinery:
+    """Worlds by backend, the oracle, and judges by rule id. The kit's own tests put toys here."""
+
+    worlds: Mapping[str, MakeWorld]
+    expect: Callable[[Cell, Path], Any]  # oracles.checkpoint.expected
+    judges: Mapping[str, Callable[[Case], Outcome]]
+
+
+def machinery(crew: Crew | None = None) -> Machinery:
+    """The real worlds, oracle and judges. With a `crew` the ranks are those of torchrun."""
+    from moeref_conformance.contract.exits import KINDS
+    from moeref_conformance.judges import JUDGES
+    from moeref_conformance.oracles.checkpoint import expected
+    from moeref_conformance.worlds.static import StaticWorld
+
+    with_ranks = {backend: partial(_world_with_ranks, backend, crew) for backend in KINDS}
+    return Machinery(
+        worlds={"static": lambda plan: StaticWorld(plan.target), **with_ranks}, expect=expected, judges=JUDGES
+    )
+
+
+@contextmanager
+def _world_with_ranks(backend: str, crew: Crew | None, plan: Plan) -> Iterator[RunsCells]:
+    from moeref_conformance.targets.dump import DumpTarget
+    from moeref_conformance.worlds.dump import DumpWorld
+    from moeref_conformance.worlds.forked import ForkedWorld
+    from moeref_conformance.worlds.torchrun import TorchrunWorld
+
+    if isinstance(plan.target, DumpTarget):
+        yield DumpWorld(plan.target)
+        return
+    settings = plan.settings
+    made = (
+        TorchrunWorld(crew, backend, deadline=settings.deadline)
+        if crew
+        else ForkedWorld(settings.target, deadline=settings.deadline, kind=backend)
+    )
+    with made as world:
+        world.start()  # a target that cannot be imported there ends the run here, not cell by cell
+        yield world

@@ -1,0 +1,122 @@
+"""One rule in one cell: why it is not judged, or what its judge says, with known failures taken into account."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from moeref_conformance.contract.api import Recorded
+from moeref_conformance.contract.cells import Cell
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.results import Verdict
+from moeref_conformance.contract.rules import Rule
+from moeref_conformance.judges import Case
+from moeref_conformance.plan.known_failures import lookup
+from moeref_conformance.plan.plan import Plan, repeat
+
+
+def not_judged(plan: Plan, cell: Cell, rule: Rule, gap: str) -> Verdict | None:
+    """The verdict on a rule that is unclaimed, disabled, or untested because of `gap`; None if it is to be judged."""
+    for status, reason in (
+        ("unclaimed", _unclaimed(plan, cell, rule)),
+        ("disabled", _disabled(plan, cell, rule)),
+        ("untested", gap),
+    ):
+        if reason:
+            return Verdict(cell=cell.id, rule=rule.id, status=status, reason=reason)
+    return None
+
+
+def _unclaimed(plan: Plan, cell: Cell, rule: Rule) -> str:
+    claims = plan.target.claims
+    if why_not := claims.why_not(cell):
+        return why_not
+    if missing := [facet for facet in rule.facets if facet not in claims.facets]:
+        return f"the target does not claim {' and '.join(missing)}"
+    if isinstance(plan.target, Recorded):
+        recorded = plan.target.recorded_steps(cell)
+        if lacking := [step for step in rule.steps if step not in recorded]:
+            return f"the dump has no record of {' and '.join(lacking)}"
+    return ""
+
+
+def _disabled(plan: Plan, cell: Cell, rule: Rule) -> str:
+    if plan.enabled(cell, rule):
+        return ""
+    return "not in the selection" if rule.id not in plan.selected else "not in this grid of the matrix"
+
+
+def judged(
+    plan: Plan,
+    case: Case,
+    rule: Rule,
+    judge: Callable[[Case], Outcome] | None,
+    so_far: Mapping[str, Verdict],
+    no_baseline: str,
+) -> Verdict:
+    """The verdict of `judge`. `so_far` has those on the rule's prerequisites; `no_baseline` says why there is none."""
+    if reason := _unmet(rule, so_far):
+        return verdict(plan, case.cell, rule, "untested", reason=reason)
+    if judge is None:
+        return verdict(plan, case.cell, rule, "error", reason=f"the kit has no judge for {rule.id}")
+    began = time.monotonic()
+    try:
+        outcome = _crashed(plan, case) or judge(case)
+    except Exception as error:  # the kit's own failure, reported as such
+        return verdict(plan, case.cell, rule, "error", reason=f"the judge raised {describe(error)}")
+    seconds = round(time.monotonic() - began, 3)
+    if outcome.untested:
+        reason = f"{outcome.untested} ({no_baseline})" if no_baseline and case.baseline is None else outcome.untested
+        return verdict(plan, case.cell, rule, "untested", reason=reason, seconds=seconds)
+    if outcome.findings:
+        found = verdict(plan, case.cell, rule, "fail", findings=outcome.findings, seconds=seconds)
+    else:
+        found = verdict(plan, case.cell, rule, "pass", met=outcome.met, seconds=seconds)
+    return _with_known_failures(plan, case.cell, rule, found)
+
+
+def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:
+    """Which prerequisite keeps the rule from being judged. One that a dump has no record of does not."""
+    for needed in rule.requires:
+        if needed in so_far and so_far[needed].status not in ("pass", "unclaimed"):
+            return f"requires {needed}, which did not pass ({so_far[needed].status})"
+    return ""
+
+
+def _crashed(plan: Plan, case: Case) -> Outcome | None:
+    """A target that raised fails the rule itself where RUN-001 is not judged: the static world has no processes."""
+    crashes = case.observation.crashes if case.observation else []
+    if not crashes or plan.rules["RUN-001"].applies(case.cell.backend):
+        return None
+    return Outcome(
+        findings=tuple(
+            Finding(stage=crash.step, message=f"the target {crash.kind}: {crash.detail}", rank=crash.rank)
+            for crash in crashes
+        )
+    )
+
+
+def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, found: Verdict) -> Verdict:
+    """`found`, or if a known failure covers it: xfail for a failure, xpass for a pass; a flaky one is always xfail."""
+    entry = lookup(plan.known_failures, cell, rule)
+    if entry is None:
+        return found
+    if entry.outcome == "flaky":
+        passed = " It passed this time." if found.status == "pass" else ""
+        return replace(found, status="xfail", reason=f"flaky: {entry.text}.{passed}")
+    if found.status == "pass":
+        return replace(found, status="xpass", reason=f"passes, but is listed as a known failure: {entry.text}")
+    return replace(found, status="xfail", reason=entry.text)
+
+
+def verdict(plan: Plan, cell: Cell, rule: Rule, status: str, **more: Any) -> Verdict:
+    """A verdict with the command that repeats it."""
+    return Verdict(cell=cell.id, rule=rule.id, status=status, repeat=repeat(plan.settings, cell, rule), **more)
+
+
+def describe(error: BaseException) -> str:
+    """An error with the end of its traceback."""
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)[-3:])}"

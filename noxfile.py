@@ -43,7 +43,14 @@ PEERS = {
 }
 
 # One thread an operator: rank processes and test workers fill the cores, and no result may depend on their number.
-ENV = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "UV_PYTHON_DOWNLOADS": "never"}
+# Bytecode is kept even where the caller's environment turns that off: a run starts many processes, and compiling torch
+# and megatron-core in each costs more CPU time than most of their work.
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+    "PYTHONWARNINGS": "ignore",
+    "UV_PYTHON_DOWNLOADS": "never",
+}
 
 
 #: With nox's own --no-install the GPU session takes the machine's Python as it is.

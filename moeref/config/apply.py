@@ -71,7 +71,7 @@ def read_back(record: EffectiveSettings, target: Any) -> EffectiveSettings:
     Megatron may fill in a None, parse a text, and take an enumeration for its name.
     """
     problems, found = [], {}
-    known = names_of(target) or frozenset()
+    known, settings = names_of(target) or frozenset(), record.by_name
     for name in sorted(known | record.trails.keys()):
         if name not in known and not hasattr(target, name):
             problems.append(f"it has no {name}{nearest(name, known)}")
@@ -80,7 +80,7 @@ def read_back(record: EffectiveSettings, target: Any) -> EffectiveSettings:
         if name not in record:
             found[name] = Setting(held, "provider default")
             continue
-        setting = record.by_name[name]
+        setting = settings[name]
         if same(held, setting.value):
             continue
         if reason := _derived(name, setting, held):

@@ -120,12 +120,16 @@ def _tail(text: str, lines: int = 4) -> str:
 
 @dataclass
 class Observation:
-    """All that is known of one run of one cell. `crashes` begins with the rank that failed first."""
+    """All that is known of one run of one cell. `crashes` begins with the rank that failed first.
+
+    `made` keeps what judges work out from the run, so that cells compared with the same run share it.
+    """
 
     cell: Cell
     ranks: list[RankRecord]
     crashes: list[Crash] = field(default_factory=list)
     seconds: float = 0.0
+    made: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def read(

@@ -64,10 +64,11 @@ def compare(expected: torch.Tensor, got: torch.Tensor, rows: int | None = None) 
         return Difference("dtype", dtype_name(expected.dtype), dtype_name(got.dtype))
     if rows is not None:
         expected, got = expected[:rows], got[:rows]
-    differs = (raw(expected) != raw(got)).any(dim=1)
-    count = int(differs.sum())
-    if not count:
+    want_bytes, got_bytes = raw(expected), raw(got)
+    if torch.equal(want_bytes, got_bytes):
         return None
+    differs = (want_bytes != got_bytes).any(dim=1)
+    count = int(differs.sum())
     flat = int(differs.to(torch.uint8).argmax())
     index, rest = [], flat
     for size in reversed(expected.shape):

@@ -25,13 +25,12 @@ def _mine(width: int, rank: int, size: int) -> list[int]:
 
 def _fc1(full: torch.Tensor, expert: int, rank: int, size: int) -> torch.Tensor:
     mine = _mine(full.shape[-1] // 2, rank, size)
-    gate = [full[expert][..., 2 * j] for j in mine]
-    up = [full[expert][..., 2 * j + 1] for j in mine]
-    return torch.stack(gate + up)
+    columns = [2 * j for j in mine] + [2 * j + 1 for j in mine]
+    return full[expert][..., columns].movedim(-1, 0).contiguous()
 
 
 def _fc2_weight(full: torch.Tensor, expert: int, rank: int, size: int) -> torch.Tensor:
-    return torch.stack([full[expert][j] for j in _mine(full.shape[1], rank, size)], dim=1)
+    return full[expert][_mine(full.shape[1], rank, size)].T.contiguous()
 
 
 def _fc2_bias(full: torch.Tensor, expert: int, rank: int, size: int) -> torch.Tensor:

@@ -43,18 +43,18 @@ def _in_proj(heads: Heads, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
     k, v, per = _delta_sizes(heads.config)
     rows: list[torch.Tensor] = []
     for key_head in heads.mine("linear_num_key_heads"):
-        rows += [qkvz[key_head * (2 * k + 2 * per * v) + i] for i in range(k)]
+        rows.append(qkvz[[key_head * (2 * k + 2 * per * v) + i for i in range(k)]])
     for key_head in heads.mine("linear_num_key_heads"):
-        rows += [qkvz[key_head * (2 * k + 2 * per * v) + k + i] for i in range(k)]
+        rows.append(qkvz[[key_head * (2 * k + 2 * per * v) + k + i for i in range(k)]])
     for skipped in (2 * k, 2 * k + per * v):  # values, then z
         for value_head in heads.mine("linear_num_value_heads"):
             key_head, nth = divmod(value_head, per)
-            rows += [qkvz[key_head * (2 * k + 2 * per * v) + skipped + nth * v + i] for i in range(v)]
+            rows.append(qkvz[[key_head * (2 * k + 2 * per * v) + skipped + nth * v + i for i in range(v)]])
     for skipped in (0, per):  # beta, then alpha
         for value_head in heads.mine("linear_num_value_heads"):
             key_head, nth = divmod(value_head, per)
-            rows.append(ba[key_head * 2 * per + skipped + nth])
-    return torch.stack(rows)
+            rows.append(ba[[key_head * 2 * per + skipped + nth]])
+    return torch.cat(rows)
 
 
 def _conv1d(heads: Heads, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -65,10 +65,10 @@ def _conv1d(heads: Heads, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
     rows: list[torch.Tensor] = []
     for before in (0, keys):
         for key_head in heads.mine("linear_num_key_heads"):
-            rows += [full[before + key_head * k + i] for i in range(k)]
+            rows.append(full[[before + key_head * k + i for i in range(k)]])
     for value_head in heads.mine("linear_num_value_heads"):
-        rows += [full[2 * keys + value_head * v + i] for i in range(v)]
-    return torch.stack(rows)
+        rows.append(full[[2 * keys + value_head * v + i for i in range(v)]])
+    return torch.cat(rows)
 
 
 def _delta_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -79,7 +79,7 @@ def _delta_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _one_a_head(name: str) -> Make:
     def make(heads: Heads, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return torch.stack([given[name][head] for head in heads.mine("linear_num_value_heads")])
+        return given[name][heads.mine("linear_num_value_heads")]
 
     return make
 
@@ -101,11 +101,10 @@ def _gated_qkv(heads: Heads, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
     rows: list[torch.Tensor] = []
     for group in heads.mine("num_key_value_heads"):
         of_group = [head for head in range(count) if head * groups // count == group]
-        rows += [q[head * 2 * width + i] for head in of_group for i in range(width)]
-        rows += [q[head * 2 * width + width + i] for head in of_group for i in range(width)]
-        rows += [k[group * width + i] for i in range(width)]
-        rows += [v[group * width + i] for i in range(width)]
-    return torch.stack(rows)
+        rows.append(q[[head * 2 * width + i for head in of_group for i in range(width)]])
+        rows.append(q[[head * 2 * width + width + i for head in of_group for i in range(width)]])
+        rows += [part[[group * width + i for i in range(width)]] for part in (k, v)]
+    return torch.cat(rows)
 
 
 #: Rest of the local name -> (rests of the Hugging Face names, what this TP rank makes of them).

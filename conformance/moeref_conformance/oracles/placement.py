@@ -112,6 +112,13 @@ class Placement:
         self.mixtral = any(".block_sparse_moe." in name for name in tensors)
         self.sinks = any(name.endswith(".self_attn.sinks") for name in tensors)
         self._coords: dict[int, dict[str, int]] = {}
+        self._largest: dict[str, float] = {}
+
+    def largest(self, name: str) -> float:
+        """The largest absolute value of a Hugging Face tensor."""
+        if name not in self._largest:
+            self._largest[name] = float(self.tensors[name].abs().max())
+        return self._largest[name]
 
     def coords(self, rank: int) -> dict[str, int]:
         """The rank's coordinates (`topology.coords`)."""
@@ -254,7 +261,7 @@ class Placement:
         rows = range(min(tp * n, len(full)), min(tp * n + n, len(full)))
 
         def make() -> torch.Tensor:
-            return torch.stack([full[i] for i in rows] + [torch.zeros_like(full[0])] * (n - len(rows)))
+            return torch.cat([full[list(rows)], full.new_zeros(n - len(rows), *full.shape[1:])])
 
         alias = "embed_tokens.weight" if "embed" in source else "shared_head.head.weight"
         after = range(self.cell.layers, self.cell.layers + self.cell.mtp)
@@ -266,23 +273,23 @@ class Placement:
         q, k, v = (self.tensors[name] for name in parts)
         heads, groups = int(self.config["num_attention_heads"]), int(self.config["num_key_value_heads"])
         width = q.shape[0] // heads
-        rows = []
+        parts_of_groups: list[torch.Tensor] = []
         for group in range(groups):
             if group * self.layout.tp // groups != tp:
                 continue
             for head in range(heads):
                 if head * groups // heads == group:
-                    rows += [q[head * width + i] for i in range(width)]
-            rows += [k[group * width + i] for i in range(width)]
-            rows += [v[group * width + i] for i in range(width)]
-        return torch.stack(rows)
+                    parts_of_groups.append(q[[head * width + i for i in range(width)]])
+            of_group = [group * width + i for i in range(width)]
+            parts_of_groups += [k[of_group], v[of_group]]
+        return torch.cat(parts_of_groups)
 
     def _heads(self, source: str, tp: int) -> torch.Tensor:
         """The rows of this TP rank's attention heads; each head has equally many."""
         full, heads = self.tensors[source], int(self.config["num_attention_heads"])
         width = len(full) // heads
         mine = [head for head in range(heads) if head * self.layout.tp // heads == tp]
-        return torch.stack([full[head * width + i] for head in mine for i in range(width)])
+        return full[[head * width + i for head in mine for i in range(width)]]
 
     def _expert(self, prefix: str, layer: int, expert: int, rest: str, etp: int) -> Held:
         """fc1 or fc2 of one expert, from either expert_format of the checkpoint."""
@@ -314,7 +321,8 @@ def _gate_up(gate: torch.Tensor, up: torch.Tensor, rank: int, size: int) -> torc
 
 def _row_shard(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """The rank-th of `size` equal runs of rows."""
-    return torch.stack([row for i, row in enumerate(full) if i * size // len(full) == rank])
+    count = full.shape[0]
+    return full[[i for i in range(count) if i * size // count == rank]]
 
 
 def _column_shard(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -299,6 +299,11 @@ class MoerefTarget:
         replay=frozenset({"off", "R2", "R3"}),
     )
 
+    def preload(self) -> None:
+        """Import what uses megatron-core once, before ranks are forked, instead of in every rank."""
+        for name in ("megatron", "megatron.replay", "megatron.seeding"):
+            importlib.import_module(f"moeref.{name}")
+
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[_Session]:
         layout, model = Layout.parse(cell.layout.text), families.read(world.hf_config, cell.dtype)

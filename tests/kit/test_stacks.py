@@ -21,24 +21,16 @@ def test_operation_and_callers() -> None:
         "/a/b/stream.py 70 _agree",
         "/a/b/stream.py 41 export",
         f"{KIT}/targets/moeref.py 69 stream",
-<<<<<<< HEAD
         f"{KIT}/steps/export.py 191 _stream",
-=======
-        f"{KIT}/steps/probe.py 191 _stream",
->>>>>>> a95a00a (Spend less CPU time on a cell: keep bytecode, preload moeref, index rows at once, wrap CUDA literals one by one)
     )
     said = "waits in all_gather, at stream.py:70 in _agree ← stream.py:41 in export ← moeref.py:69 in stream"
     assert waits(text) == said
 
 
-def test_three_frames_at_most_and_none_of_the_kits_steps() -> None:
+def test_three_frames_at_most_and_none_of_the_probe() -> None:
     frames = ["/lib/megatron/core/p2p.py 4 _communicate", "/lib/a.py 3 b", "/lib/a.py 2 c", "/lib/a.py 1 d"]
     assert waits(stack(*frames)) == "waits at p2p.py:4 in _communicate ← a.py:3 in b ← a.py:2 in c"
-<<<<<<< HEAD
     assert waits(stack("/lib/a.py 1 d", f"{KIT}/steps/run.py 5 step")) == "waits at a.py:1 in d"
-=======
-    assert waits(stack("/lib/a.py 1 d", f"{KIT}/steps/probe.py 5 step")) == "waits at a.py:1 in d"
->>>>>>> a95a00a (Spend less CPU time on a cell: keep bytecode, preload moeref, index rows at once, wrap CUDA literals one by one)
 
 
 def test_the_last_thread_is_the_one_that_was_asked() -> None:

@@ -7,12 +7,8 @@ import re
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 #: Frames below the caller's own: the operation they carry out is named, where they stand is of no interest.
 _BELOW = ("/torch/", "/threading.py", "/moeref_conformance/worlds/collectives.py")
-<<<<<<< HEAD
 #: Frames of the kit itself begin here.
 _KIT = "/moeref_conformance/steps/"
-=======
-_STEPS = "/moeref_conformance/steps/"
->>>>>>> a95a00a (Spend less CPU time on a cell: keep bytecode, preload moeref, index rows at once, wrap CUDA literals one by one)
 MOST = 3
 
 
@@ -25,11 +21,7 @@ def waits(stderr: str) -> str:
     operation = ""
     while frames and any(part in frames[0][0] for part in _BELOW):
         operation = frames.pop(0)[2]
-<<<<<<< HEAD
     ours = next((i for i, frame in enumerate(frames) if _KIT in frame[0]), len(frames))
-=======
-    ours = next((i for i, frame in enumerate(frames) if _STEPS in frame[0]), len(frames))
->>>>>>> a95a00a (Spend less CPU time on a cell: keep bytecode, preload moeref, index rows at once, wrap CUDA literals one by one)
     told = [f"{file.rsplit('/', 1)[-1]}:{line} in {function}" for file, line, function in frames[: min(ours, MOST)]]
     what = [f"in {operation}"] if operation else []
     where = ["at " + " ← ".join(told)] if told else []

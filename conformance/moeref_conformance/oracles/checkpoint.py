@@ -10,11 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-<<<<<<< HEAD
-=======
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
->>>>>>> a95a00a (Spend less CPU time on a cell: keep bytecode, preload moeref, index rows at once, wrap CUDA literals one by one)
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +57,7 @@ def _read(final: Path, routes: bool) -> Expected:
     inputs = {key: str(final / folder) for key, folder in folders.items()}
     inputs["tokens"] = str(final / "tokens.safetensors")
     made = Expected(dir=final, inputs=inputs, missing=(final / "missing.txt").read_text())
-<<<<<<< HEAD
-    if cell.replay == "R3":
-=======
     if routes:
-        from moeref_conformance.oracles import routed
-
->>>>>>> a95a00a (Spend less CPU time on a cell: keep bytecode, preload moeref, index rows at once, wrap CUDA literals one by one)
         inputs["routes"] = str(routed.write(made))
     return made
 

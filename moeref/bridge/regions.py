@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moeref.bridge import gated_delta_net
-from moeref.families import Model, ParamMapping, Tensor
+from moeref.families import HFPattern, Model, ParamMapping
 
 Index = tuple[int | slice, ...]
 
@@ -105,7 +105,7 @@ def shard_regions(
     return _stacked(_runs(model, mapping, rank, parts, what), tail, full[1:])
 
 
-def _half(tensors: tuple[Tensor, ...], part: int, share: slice, width: int) -> tuple[int, slice]:
+def _half(tensors: tuple[HFPattern, ...], part: int, share: slice, width: int) -> tuple[int, slice]:
     """(source, rows) of `share` in gate (part 0) or up (1): a tensor of its own, every second row of one, or a half."""
     if len(tensors) == 2:
         return part, share

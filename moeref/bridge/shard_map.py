@@ -132,7 +132,7 @@ class ShardMap:
         number = layer - model.num_layers if layer is not None and mtp else layer
         name = self.names.of(mapping, mtp=mtp).format(layer=number, expert=expert)
         if model.tied and name == "output_layer.weight":
-            embedding = self._param(self._mappings[0], None, None)
+            embedding = next(self._param(m, None, None) for m in self._mappings if m.where == "first")
             return GlobalParam(name, mapping, None, None, embedding.hf, dtype, exports=False)
         return GlobalParam(name, mapping, layer, expert, hf, dtype)
 

@@ -1,4 +1,4 @@
-"""Model families: one short data file each. Adding a family is adding a file and naming it here.
+"""Model families: one file each, with a table of parameters and a reader of Hugging Face configs.
 
 `read(config)` gives the `Model` of a Hugging Face config; `mappings(model)` its two-way HF ↔ Megatron table.
 """
@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import difflib
 import json
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moeref.families import deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, mixtral, qwen3_moe, qwen3_next
 from moeref.families.catalog import Source, known, published, sources
-from moeref.families.model import ExpertFormat, FamilyError, Model, ParamMapping, SpecNames, Tensor
+from moeref.families.mapping import ExpertFormat, HFPattern, ParamMapping, SpecNames
+from moeref.families.model import FamilyError, Model
 
 __all__ = [
     "ALIASES",
     "FAMILIES",
     "ExpertFormat",
     "FamilyError",
+    "HFPattern",
     "Model",
     "ParamMapping",
     "Source",
     "SpecNames",
-    "Tensor",
+    "discover",
     "known",
     "mappings",
     "published",
@@ -35,19 +38,22 @@ __all__ = [
 
 
 class Family(NamedTuple):
-    """A family's reader and its table in the order in which tensors are exported within a layer."""
+    """A family's reader and its table, in the order in which the tensors of a layer are exported."""
 
     read: Callable[[Mapping[str, Any], str], Model]
     mappings: tuple[ParamMapping, ...]
+    aliases: tuple[str, ...]  # other `model_type`s with the same config and tensors
 
 
-FAMILIES: dict[str, Family] = {
-    m.NAME: Family(m.read, m.MAPPINGS)
-    for m in (deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, mixtral, qwen3_moe, qwen3_next)
-}
+def discover() -> dict[str, Family]:
+    """The families of this package by `model_type`: its modules that have a table."""
+    modules = [import_module(f".{found.name}", __name__) for found in pkgutil.iter_modules(__path__)]
+    tables = [module for module in modules if hasattr(module, "MAPPINGS")]
+    return {m.NAME: Family(m.read, m.MAPPINGS, getattr(m, "ALIASES", ())) for m in tables}
 
-#: A `model_type` of its own whose config and tensors are another family's.
-ALIASES = {"kimi_k2": "deepseek_v3"}
+
+FAMILIES = discover()
+ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.aliases}
 
 
 def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Model:
@@ -110,4 +116,4 @@ def _aliased(mapping: ParamMapping, model: Model) -> ParamMapping:
     if alias is None or not model.mtp_layers:
         return mapping
     layers = range(model.num_layers, model.num_layers + model.mtp_layers)
-    return replace(mapping, hf=(*mapping.hf, *(Tensor(alias.name.format(layer=i), alias.dims) for i in layers)))
+    return replace(mapping, hf=(*mapping.hf, *(HFPattern(alias.name.format(layer=i), alias.dims) for i in layers)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moeref.families import mla
+from moeref.families import deepseek_v3
+from moeref.families.mla import read_mla
 from moeref.families.model import FamilyError, Model
 from moeref.families.reading import require
 
 NAME = "glm4_moe_lite"
-MAPPINGS = mla.MAPPINGS
+#: DeepSeek-V3's table.
+MAPPINGS = deepseek_v3.MAPPINGS
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
@@ -22,4 +24,4 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
     kinds = hf.get("mlp_layer_types") or ["dense" if i < prefix else "sparse" for i in range(layers)]
     if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
         raise FamilyError(f"{NAME}: mlp_layer_types must say dense or sparse for each of {layers} layers, not {kinds}")
-    return mla.read_mla(hf, NAME, dtype, tuple(kind == "sparse" for kind in kinds))
+    return read_mla(hf, NAME, dtype, tuple(kind == "sparse" for kind in kinds))

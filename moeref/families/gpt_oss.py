@@ -8,57 +8,101 @@ Sources: the saved names of transformers' GptOss; megatron-core's DotProductAtte
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from moeref.families import common
-from moeref.families.model import FamilyError, Model, ParamMapping, Sharding, Tensor, Window
+from moeref.families.constructors import column, qkv, replicated, row, vocab
+from moeref.families.mapping import HFPattern, ParamMapping
+from moeref.families.model import FamilyError, Model, Window
 from moeref.families.reading import check_switches, decoder, require
 from moeref.families.yarn import read_rope
 
 NAME = "gpt_oss"
-_L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
-_E = _H + "mlp.experts."
-
-
-def _expert(parameter: str, hf: Tensor, sharding: Sharding = "replicate") -> ParamMapping:
-    """The row of an expert's `linear_fc{1,2}.{weight,bias}`."""
-    return ParamMapping(
-        megatron=f"{_L}mlp.experts.local_experts.{{expert}}.{parameter}",
-        grouped_name=f"{_L}mlp.experts.{parameter}{{expert}}",
-        hf=(hf,),
-        sharding=sharding,
-        where="moe",
-    )
-
-
-EXPERTS = (
-    _expert(
-        "linear_fc1.weight",
-        Tensor(_E + "gate_up_proj", ("experts", "hidden", "2moe_ffn"), transposed=True, interleaved=True),
-        "gate_up",
-    ),
-    _expert("linear_fc1.bias", Tensor(_E + "gate_up_proj_bias", ("experts", "2moe_ffn"), interleaved=True), "gate_up"),
-    _expert("linear_fc2.weight", Tensor(_E + "down_proj", ("experts", "moe_ffn", "hidden"), transposed=True), "row"),
-    # Row-parallel linears hold their bias whole.
-    _expert("linear_fc2.bias", Tensor(_E + "down_proj_bias", ("experts", "hidden"))),
-)
+# Prefixes of a layer: in Megatron, in Hugging Face files
+L, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 MAPPINGS = (
-    common.EMBEDDING,
-    *common.ATTENTION,
+    vocab(megatron="embedding.word_embeddings.weight", hf="model.embed_tokens.weight", where="first"),
+    # Attention
+    replicated(
+        megatron=L + "input_layernorm.weight",
+        te_name=L + "self_attention.linear_qkv.layer_norm_weight",
+        hf=H + "input_layernorm.weight",
+        dims=("hidden",),
+    ),
+    qkv(
+        megatron=L + "self_attention.linear_qkv.weight",
+        q=H + "self_attn.q_proj.weight",
+        k=H + "self_attn.k_proj.weight",
+        v=H + "self_attn.v_proj.weight",
+    ),
+    qkv(
+        megatron=L + "self_attention.linear_qkv.bias",
+        q=H + "self_attn.q_proj.bias",
+        k=H + "self_attn.k_proj.bias",
+        v=H + "self_attn.v_proj.bias",
+    ),
+    row(
+        megatron=L + "self_attention.linear_proj.weight",
+        hf=H + "self_attn.o_proj.weight",
+        dims=("hidden", "q"),
+    ),
+    replicated(
+        megatron=L + "self_attention.linear_proj.bias",
+        hf=H + "self_attn.o_proj.bias",
+        dims=("hidden",),
+    ),
+    column(
+        megatron=L + "self_attention.core_attention.softmax_offset",
+        hf=H + "self_attn.sinks",
+        dims=("heads",),
+    ),
+    # MoE layers
+    replicated(
+        megatron=L + "pre_mlp_layernorm.weight",
+        hf=H + "post_attention_layernorm.weight",
+        dims=("hidden",),
+        where="moe",
+    ),
+    replicated(
+        megatron=L + "mlp.router.weight",
+        hf=H + "mlp.router.weight",
+        dims=("experts", "hidden"),
+        where="moe",
+    ),
+    replicated(megatron=L + "mlp.router.bias", hf=H + "mlp.router.bias", dims=("experts",), where="moe"),
     ParamMapping(
-        megatron=_L + "self_attention.linear_proj.bias", hf=(Tensor(_H + "self_attn.o_proj.bias", ("hidden",)),)
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        hf=(
+            HFPattern(
+                H + "mlp.experts.gate_up_proj",
+                ("experts", "hidden", "2moe_ffn"),
+                transposed=True,
+                interleaved=True,
+            ),
+        ),
+        sharding="gate_up",
+        where="moe",
     ),
     ParamMapping(
-        megatron=_L + "self_attention.core_attention.softmax_offset",
-        hf=(Tensor(_H + "self_attn.sinks", ("heads",)),),
-        sharding="column",
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc1.bias",
+        hf=(HFPattern(H + "mlp.experts.gate_up_proj_bias", ("experts", "2moe_ffn"), interleaved=True),),
+        sharding="gate_up",
+        where="moe",
     ),
-    common.PRE_MOE_NORM,
-    replace(common.GATE, hf=(Tensor(_H + "mlp.router.weight", ("experts", "hidden")),)),
-    ParamMapping(megatron=_L + "mlp.router.bias", hf=(Tensor(_H + "mlp.router.bias", ("experts",)),), where="moe"),
-    *EXPERTS,
-    *common.HEAD,
+    ParamMapping(
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        hf=(HFPattern(H + "mlp.experts.down_proj", ("experts", "moe_ffn", "hidden"), transposed=True),),
+        sharding="row",
+        where="moe",
+    ),
+    # The bias of a row-parallel linear is whole on every rank.
+    replicated(
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc2.bias",
+        hf=H + "mlp.experts.down_proj_bias",
+        dims=("experts", "hidden"),
+        where="moe",
+    ),
+    replicated(megatron="decoder.final_layernorm.weight", hf="model.norm.weight", dims=("hidden",), where="last"),
+    vocab(megatron="output_layer.weight", hf="lm_head.weight", where="last"),
 )
 _YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
 #: transformers has this limit whatever the config says.

@@ -6,29 +6,66 @@ Files say `block_sparse_moe` with w1 (gate), w3 (up), w2 (down); in memory trans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from moeref.families import common
-from moeref.families.model import Model, Tensor
+from moeref.families.constructors import gated_mlp, qkv, replicated, row, vocab
+from moeref.families.model import Model
 from moeref.families.reading import check_switches, decoder, grouped_query, require
 
 NAME = "mixtral"
-_MOE, _FC1, _FC2 = "model.layers.{layer}.block_sparse_moe.", *common.EXPERTS
+# Prefixes of a layer: in Megatron, in Hugging Face files
+L, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 MAPPINGS = (
-    common.EMBEDDING,
-    *common.ATTENTION,
-    common.PRE_MOE_NORM,
-    replace(
-        common.GATE,
-        hf=(Tensor(_MOE + "gate.weight", ("experts", "hidden")),),
-        fused=common.GATE.hf[0],
+    vocab(megatron="embedding.word_embeddings.weight", hf="model.embed_tokens.weight", where="first"),
+    # Attention
+    replicated(
+        megatron=L + "input_layernorm.weight",
+        te_name=L + "self_attention.linear_qkv.layer_norm_weight",
+        hf=H + "input_layernorm.weight",
+        dims=("hidden",),
     ),
-    replace(
-        _FC1, hf=tuple(Tensor(_MOE + f"experts.{{expert}}.{w}.weight", ("moe_ffn", "hidden")) for w in ("w1", "w3"))
+    qkv(
+        megatron=L + "self_attention.linear_qkv.weight",
+        q=H + "self_attn.q_proj.weight",
+        k=H + "self_attn.k_proj.weight",
+        v=H + "self_attn.v_proj.weight",
     ),
-    replace(_FC2, hf=(Tensor(_MOE + "experts.{expert}.w2.weight", ("hidden", "moe_ffn")),)),
-    *common.HEAD,
+    row(
+        megatron=L + "self_attention.linear_proj.weight",
+        hf=H + "self_attn.o_proj.weight",
+        dims=("hidden", "q"),
+    ),
+    # MoE layers
+    replicated(
+        megatron=L + "pre_mlp_layernorm.weight",
+        hf=H + "post_attention_layernorm.weight",
+        dims=("hidden",),
+        where="moe",
+    ),
+    replicated(
+        megatron=L + "mlp.router.weight",
+        hf=H + "block_sparse_moe.gate.weight",
+        fused=H + "mlp.gate.weight",
+        dims=("experts", "hidden"),
+        where="moe",
+    ),
+    gated_mlp(
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        gate=H + "block_sparse_moe.experts.{expert}.w1.weight",
+        up=H + "block_sparse_moe.experts.{expert}.w3.weight",
+        fused=H + "mlp.experts.gate_up_proj",
+        width="moe_ffn",
+        where="moe",
+    ),
+    row(
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        hf=H + "block_sparse_moe.experts.{expert}.w2.weight",
+        fused=H + "mlp.experts.down_proj",
+        dims=("hidden", "moe_ffn"),
+        where="moe",
+    ),
+    replicated(megatron="decoder.final_layernorm.weight", hf="model.norm.weight", dims=("hidden",), where="last"),
+    vocab(megatron="output_layer.weight", hf="lm_head.weight", where="last"),
 )
 
 

@@ -9,72 +9,168 @@ and transformers' Qwen3NextGatedDeltaNet.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from moeref.families import common
-from moeref.families.model import FamilyError, GatedDeltaNet, Model, ParamMapping, Tensor
+from moeref.families.constructors import column, gated_mlp, gated_qkv, replicated, row, vocab
+from moeref.families.mapping import HFPattern, ParamMapping
+from moeref.families.model import FamilyError, GatedDeltaNet, Model
 from moeref.families.reading import check_switches, decoder, grouped_query, require
 
 NAME = "qwen3_next"
-_L, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
-_M, _A = _L + "self_attention.", _H + "linear_attn."
-
-_INPUT_NORM, _QKV, _, *_REST = common.ATTENTION
-_Q, *_KV = _QKV.hf
-ATTENTION = tuple(
-    replace(mapping, where="attention")
-    for mapping in (
-        _INPUT_NORM,
-        replace(_QKV, hf=(replace(_Q, dims=("2q", "hidden")), *_KV), sharding="gated_qkv"),
-        *_REST,
-    )
-)
-DELTA = tuple(
-    replace(mapping, where="gated_delta_net")
-    for mapping in (
-        replace(_INPUT_NORM, te_name=_M + "in_proj.layer_norm_weight"),
-        ParamMapping(
-            megatron=_M + "in_proj.weight",
-            hf=(
-                Tensor(_A + "in_proj_qkvz.weight", ("gdn_qkvz", "hidden")),
-                Tensor(_A + "in_proj_ba.weight", ("gdn_ba", "hidden")),
-            ),
-            sharding="gdn_in_proj",
-        ),
-        ParamMapping(
-            megatron=_M + "conv1d.weight",
-            hf=(Tensor(_A + "conv1d.weight", ("gdn_qkv", "one", "kernel")),),
-            sharding="gdn_conv1d",
-        ),
-        ParamMapping(megatron=_M + "dt_bias", hf=(Tensor(_A + "dt_bias", ("value_heads",)),), sharding="column"),
-        ParamMapping(megatron=_M + "A_log", hf=(Tensor(_A + "A_log", ("value_heads",)),), sharding="column"),
-        ParamMapping(megatron=_M + "out_norm.weight", hf=(Tensor(_A + "norm.weight", ("value_dim",)),)),
-        ParamMapping(
-            megatron=_M + "out_proj.weight",
-            hf=(Tensor(_A + "out_proj.weight", ("hidden", "gdn_v")),),
-            sharding="row",
-        ),
-    )
-)
-SHARED = (
-    *common.mlp(_L + "mlp.shared_experts.", _H + "mlp.shared_expert.", "shared_ffn", "moe"),
+# Prefixes of a layer: in Megatron, in Hugging Face files
+L, H = "decoder.layers.{layer}.", "model.layers.{layer}."
+MAPPINGS = (
+    vocab(megatron="embedding.word_embeddings.weight", hf="model.embed_tokens.weight", where="first"),
+    # Layers with a gated delta net
+    replicated(
+        megatron=L + "input_layernorm.weight",
+        te_name=L + "self_attention.in_proj.layer_norm_weight",
+        hf=H + "input_layernorm.weight",
+        dims=("hidden",),
+        where="gated_delta_net",
+    ),
     ParamMapping(
-        megatron=_L + "mlp.shared_experts.gate_weight",
-        hf=(Tensor(_H + "mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        megatron=L + "self_attention.in_proj.weight",
+        hf=(
+            HFPattern(H + "linear_attn.in_proj_qkvz.weight", ("gdn_qkvz", "hidden")),
+            HFPattern(H + "linear_attn.in_proj_ba.weight", ("gdn_ba", "hidden")),
+        ),
+        sharding="gdn_in_proj",
+        where="gated_delta_net",
+    ),
+    ParamMapping(
+        megatron=L + "self_attention.conv1d.weight",
+        hf=(HFPattern(H + "linear_attn.conv1d.weight", ("gdn_qkv", "one", "kernel")),),
+        sharding="gdn_conv1d",
+        where="gated_delta_net",
+    ),
+    column(
+        megatron=L + "self_attention.dt_bias",
+        hf=H + "linear_attn.dt_bias",
+        dims=("value_heads",),
+        where="gated_delta_net",
+    ),
+    column(
+        megatron=L + "self_attention.A_log",
+        hf=H + "linear_attn.A_log",
+        dims=("value_heads",),
+        where="gated_delta_net",
+    ),
+    replicated(
+        megatron=L + "self_attention.out_norm.weight",
+        hf=H + "linear_attn.norm.weight",
+        dims=("value_dim",),
+        where="gated_delta_net",
+    ),
+    row(
+        megatron=L + "self_attention.out_proj.weight",
+        hf=H + "linear_attn.out_proj.weight",
+        dims=("hidden", "gdn_v"),
+        where="gated_delta_net",
+    ),
+    # Layers with attention
+    replicated(
+        megatron=L + "input_layernorm.weight",
+        te_name=L + "self_attention.linear_qkv.layer_norm_weight",
+        hf=H + "input_layernorm.weight",
+        dims=("hidden",),
+        where="attention",
+    ),
+    gated_qkv(
+        megatron=L + "self_attention.linear_qkv.weight",
+        q=H + "self_attn.q_proj.weight",
+        k=H + "self_attn.k_proj.weight",
+        v=H + "self_attn.v_proj.weight",
+        where="attention",
+    ),
+    replicated(
+        megatron=L + "self_attention.q_layernorm.weight",
+        hf=H + "self_attn.q_norm.weight",
+        dims=("head_dim",),
+        where="attention",
+    ),
+    replicated(
+        megatron=L + "self_attention.k_layernorm.weight",
+        hf=H + "self_attn.k_norm.weight",
+        dims=("head_dim",),
+        where="attention",
+    ),
+    row(
+        megatron=L + "self_attention.linear_proj.weight",
+        hf=H + "self_attn.o_proj.weight",
+        dims=("hidden", "q"),
+        where="attention",
+    ),
+    # Dense layers
+    replicated(
+        megatron=L + "pre_mlp_layernorm.weight",
+        te_name=L + "mlp.linear_fc1.layer_norm_weight",
+        hf=H + "post_attention_layernorm.weight",
+        dims=("hidden",),
+        where="dense",
+    ),
+    gated_mlp(
+        megatron=L + "mlp.linear_fc1.weight",
+        gate=H + "mlp.gate_proj.weight",
+        up=H + "mlp.up_proj.weight",
+        width="ffn",
+        where="dense",
+    ),
+    row(
+        megatron=L + "mlp.linear_fc2.weight",
+        hf=H + "mlp.down_proj.weight",
+        dims=("hidden", "ffn"),
+        where="dense",
+    ),
+    # MoE layers
+    replicated(
+        megatron=L + "pre_mlp_layernorm.weight",
+        hf=H + "post_attention_layernorm.weight",
+        dims=("hidden",),
         where="moe",
     ),
-)
-MAPPINGS = (
-    common.EMBEDDING,
-    *DELTA,
-    *ATTENTION,
-    *common.DENSE,
-    common.PRE_MOE_NORM,
-    common.GATE,
-    *SHARED,
-    *common.EXPERTS,
-    *common.HEAD,
+    replicated(
+        megatron=L + "mlp.router.weight",
+        hf=H + "mlp.gate.weight",
+        dims=("experts", "hidden"),
+        where="moe",
+    ),
+    gated_mlp(
+        megatron=L + "mlp.shared_experts.linear_fc1.weight",
+        gate=H + "mlp.shared_expert.gate_proj.weight",
+        up=H + "mlp.shared_expert.up_proj.weight",
+        width="shared_ffn",
+        where="moe",
+    ),
+    row(
+        megatron=L + "mlp.shared_experts.linear_fc2.weight",
+        hf=H + "mlp.shared_expert.down_proj.weight",
+        dims=("hidden", "shared_ffn"),
+        where="moe",
+    ),
+    replicated(
+        megatron=L + "mlp.shared_experts.gate_weight",
+        hf=H + "mlp.shared_expert_gate.weight",
+        dims=("one", "hidden"),
+        where="moe",
+    ),
+    gated_mlp(
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        gate=H + "mlp.experts.{expert}.gate_proj.weight",
+        up=H + "mlp.experts.{expert}.up_proj.weight",
+        fused=H + "mlp.experts.gate_up_proj",
+        width="moe_ffn",
+        where="moe",
+    ),
+    row(
+        megatron=L + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        hf=H + "mlp.experts.{expert}.down_proj.weight",
+        fused=H + "mlp.experts.down_proj",
+        dims=("hidden", "moe_ffn"),
+        where="moe",
+    ),
+    replicated(megatron="decoder.final_layernorm.weight", hf="model.norm.weight", dims=("hidden",), where="last"),
+    vocab(megatron="output_layer.weight", hf="lm_head.weight", where="last"),
 )
 
 

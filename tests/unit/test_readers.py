@@ -301,7 +301,8 @@ def test_rows_of_gpt_oss_experts() -> None:
     """Weights over ETP, gate and up together; the bias of a row-parallel linear is whole on every rank."""
     rows = [row for row in families.mappings(model("gpt_oss")) if "{expert}" in row.megatron]
     layer, experts = "decoder.layers.{layer}.mlp.experts.", "model.layers.{layer}.mlp.experts."
-    assert [(row.megatron, row.grouped_name, row.sharding, [t.name for t in row.hf]) for row in rows] == [
+    grouped = SpecNames(experts="grouped")
+    assert [(row.megatron, grouped.of(row), row.sharding, [t.name for t in row.hf]) for row in rows] == [
         (
             f"{layer}local_experts.{{expert}}.{linear}.{parameter}",
             f"{layer}{linear}.{parameter}{{expert}}",

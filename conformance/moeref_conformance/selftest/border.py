@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from moeref_conformance.contract.api import Cell, NameRow, Session, TensorMeta, World
+from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 
 Pair = tuple[TensorMeta, "torch.Tensor | None"]
-T = TypeVar("T")
-Change = Callable[[Session, Cell, World], Any]
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Any, Cell, World], Any]
 
 
 class Swapped:
@@ -33,29 +33,29 @@ class Swapped:
         return getattr(self._original, name)
 
 
-def facet(session: Session, name: str, **methods: Any) -> Any:
+def facet(session: Any, name: str, **methods: Any) -> Any:
     """`session` with methods of its facet `name` replaced."""
     return Swapped(session, **{name: Swapped(getattr(session, name), **methods)})
 
 
-def names(session: Session, change: Callable[[Sequence[NameRow], int], Iterable[NameRow]]) -> Any:
+def names(session: Any, change: Callable[[Sequence[NameRow], int], Iterable[NameRow]]) -> Any:
     """`session` with every names table passed through `change(rows, rank)`."""
-    good = _present(session.names)
+    good = session.names
     return facet(session, "names", table=lambda rank: list(change(good.table(rank), rank)))
 
 
 def each_row(change: Callable[[NameRow], NameRow]) -> Change:
     """A fault's `wrap` that changes every row of every names table."""
 
-    def wrap(session: Session, cell: Cell, world: World) -> Any:
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
         return names(session, lambda rows, rank: map(change, rows))
 
     return wrap
 
 
-def stream(session: Session, change: Callable[[Iterator[Pair]], Iterator[Pair]]) -> Any:
+def stream(session: Any, change: Callable[[Iterator[Pair]], Iterator[Pair]]) -> Any:
     """`session` with its stream passed through `change`, which keeps no tensor alive longer than it needs."""
-    good = _present(session.export)
+    good = session.export
     return facet(session, "export", stream=lambda: change(good.stream()))
 
 
@@ -73,9 +73,53 @@ def each(change: Callable[[TensorMeta, torch.Tensor], Pair | None]) -> Change:
     return lambda session, cell, world: stream(session, rewrite)
 
 
-def inventory(session: Session) -> dict[tuple[int, str], torch.Tensor]:
+def whole_stream(change: Callable[[Tensors], None]) -> Change:
+    """A fault's `wrap` that takes in the whole stream, lets `change` edit it by name, and only then sends it."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        metas, tensors = collected(pairs)
+        if tensors:
+            change(tensors)
+        for meta in metas:
+            yield meta, tensors.pop(meta.name, None)
+
+    return lambda session, cell, world: stream(session, rewrite)
+
+
+def collected(pairs: Iterator[Pair]) -> tuple[list[TensorMeta], Tensors]:
+    """All descriptions of a stream in order and, on the writer, all tensors by name."""
+    metas, tensors = [], {}
+    for meta, tensor in pairs:
+        metas.append(meta)
+        if tensor is not None:
+            tensors[meta.name] = tensor
+    return metas, tensors
+
+
+def described(change: Callable[[TensorMeta], TensorMeta | None]) -> Change:
+    """A fault's `wrap` that changes what plan and stream say of every tensor, on all ranks; None leaves it out."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good = session.export
+
+        def streamed() -> Iterator[Pair]:
+            for meta, tensor in good.stream():
+                told = change(meta)
+                if told is not None:
+                    yield told, tensor
+                del tensor
+
+        def planned() -> list[TensorMeta]:
+            return [told for meta in good.plan() if (told := change(meta)) is not None]
+
+        return facet(session, "export", stream=streamed, plan=planned)
+
+    return wrap
+
+
+def inventory(session: Any) -> dict[tuple[int, str], torch.Tensor]:
     """All parameters and buffers of this rank's chunks by (chunk, local name), without autograd."""
-    chunks = _present(session.export).chunks()
+    chunks = session.export.chunks()
     return {
         (number, name): tensor.detach()
         for number, chunk in enumerate(chunks)
@@ -83,20 +127,20 @@ def inventory(session: Session) -> dict[tuple[int, str], torch.Tensor]:
     }
 
 
-def held(session: Session, world: World) -> list[tuple[NameRow, torch.Tensor]]:
+def held(session: Any, world: World) -> list[tuple[NameRow, torch.Tensor]]:
     """The rows of this rank's names table, each with its tensor in the model."""
     tensors = inventory(session)
-    return [(row, tensors[row.chunk, row.local]) for row in _present(session.names).table(world.rank)]
+    return [(row, tensors[row.chunk, row.local]) for row in session.names.table(world.rank)]
 
 
-def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+def checkpoint(folder: Path) -> Tensors:
     """All tensors of a Hugging Face folder by name."""
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def after_load(session: Session, change: Callable[[Path], None]) -> Any:
+def after_load(session: Any, change: Callable[[Path], None]) -> Any:
     """`session` that changes its model by `change(folder)` after each successful load."""
-    good = _present(session.export)
+    good = session.export
 
     def load(folder: Path) -> None:
         good.load(folder)
@@ -105,13 +149,13 @@ def after_load(session: Session, change: Callable[[Path], None]) -> Any:
     return facet(session, "export", load=load)
 
 
-def loaded(value: Callable[[NameRow, dict[str, torch.Tensor], Cell], torch.Tensor | None]) -> Change:
+def loaded(value: Callable[[NameRow, Tensors, Cell], torch.Tensor | None]) -> Change:
     """A fault's `wrap`: after loading, tensors of the model are overwritten by `value(row, checkpoint, cell)`.
 
     None leaves a tensor as it is.
     """
 
-    def wrap(session: Session, cell: Cell, world: World) -> Any:
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
         def change(folder: Path) -> None:
             tensors = checkpoint(folder)
             for row, tensor in held(session, world):
@@ -124,13 +168,21 @@ def loaded(value: Callable[[NameRow, dict[str, torch.Tensor], Cell], torch.Tenso
     return wrap
 
 
-def both_ways(session: Session, wrong: Callable[[], None], right: Callable[[], None]) -> Any:
+def copied(folder: Path, world: World, change: Callable[[Tensors], Tensors]) -> Path:
+    """A Hugging Face folder of this rank's own, with what `change` makes of the tensors of `folder`."""
+    into = world.workdir / "changed_checkpoint"
+    into.mkdir(exist_ok=True)
+    save_file(change(checkpoint(folder)), into / "model.safetensors")
+    return into
+
+
+def both_ways(session: Any, wrong: Callable[[], None], right: Callable[[], None]) -> Any:
     """`session` whose loading and exporting share one mistake, so that a round trip is clean.
 
     `wrong` turns the model's tensors from what they must be into what the mistake makes of them; `right` undoes it. The
     stream of the good session runs on tensors that are put right for its time.
     """
-    good = _present(session.export)
+    good = session.export
 
     def load(folder: Path) -> None:
         good.load(folder)
@@ -146,37 +198,71 @@ def both_ways(session: Session, wrong: Callable[[], None], right: Callable[[], N
     return facet(session, "export", load=load, stream=streamed)
 
 
-def loads_by_table(session: Session, world: World) -> Any:
-    """`session` whose load goes by its names table, and raises where the table does not fit the model."""
-    good = _present(session.export)
+def rearranged(order: Callable[[NameRow, int, World], torch.Tensor | None], dim: int = 0) -> Change:
+    """A fault's `wrap` that loads some tensors in another order along `dim`, and exports them by that order as well.
 
-    def load(folder: Path) -> None:
-        tensors = inventory(session)
-        for row in _present(session.names).table(world.rank):
-            tensor = tensors.get((row.chunk, row.local))
-            if tensor is None:
-                raise LookupError(f"chunk {row.chunk} has no {row.local} (global {row.global_name})")
-            if tuple(tensor.shape) != row.shape:
-                told = f"is {list(tensor.shape)} {tensor.dtype}, the table says {list(row.shape)}"
-                raise ValueError(f"chunk {row.chunk} {row.local} {told}")
-        good.load(folder)
+    `order(row, length, world)` says which row (or column) comes where in the shards of all TP or ETP ranks joined,
+    `length` in all. None leaves a tensor as it is.
+    """
 
-    return facet(session, "export", load=load)
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        def move(undo: bool) -> None:
+            for row, tensor in held(session, world):
+                group = _tensor_group(row)
+                index = order(row, row.shape[dim] * dist.get_world_size(group), world)
+                if index is not None:
+                    moved = _joined(tensor, dim, group).index_select(dim, index.argsort() if undo else index)
+                    tensor.copy_(moved.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)])
+
+        return both_ways(session, lambda: move(False), lambda: move(True))
+
+    return wrap
 
 
-def joined(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The shards of all ranks of `group`, in their order, joined along `dim`."""
+def _tensor_group(row: NameRow) -> Any:
+    """The ranks that hold the other shards of a tensor."""
+    from megatron.core import parallel_state
+
+    if ".experts." in row.local:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _joined(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     shards = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, tensor.contiguous(), group=group)
     return torch.cat(shards, dim)
 
 
-def renumbered(row: NameRow, change: Callable[[str], str]) -> NameRow:
+def loads_by_table(session: Any, world: World) -> Any:
+    """`session` whose load goes by its names tables, and raises where they do not fit the model or the checkpoint."""
+    if session.export is None:  # the static world
+        return session
+    good = session.export
+
+    def load(folder: Path) -> None:
+        rows = session.names.table(world.rank)
+        listed: list[set[str]] = [set() for _ in range(world.size)]
+        dist.all_gather_object(listed, {name for row in rows for name in row.hf})
+        for name in sorted(checkpoint(folder).keys() - set[str]().union(*listed)):
+            raise LookupError(f"no rank lists {name}")
+        tensors = inventory(session)
+        for row in rows:
+            _check(row, tensors.get((row.chunk, row.local)))
+        good.load(folder)
+
+    return facet(session, "export", load=load)
+
+
+def _check(row: NameRow, tensor: torch.Tensor | None) -> None:
+    """Raises if `tensor` is not what the row of a table says."""
+    if tensor is None:
+        raise LookupError(f"chunk {row.chunk} has no {row.local} (global {row.global_name})")
+    if tuple(tensor.shape) != row.shape:
+        told = f"is {list(tensor.shape)} {tensor.dtype}, the table says {list(row.shape)}"
+        raise ValueError(f"chunk {row.chunk} {row.local} {told}")
+
+
+def renamed(row: NameRow, change: Callable[[str], str]) -> NameRow:
     """`row` with `change` applied to its global name and its Hugging Face names."""
     return replace(row, global_name=change(row.global_name), hf=tuple(map(change, row.hf)))
-
-
-def _present(found: T | None) -> T:
-    if found is None:
-        raise TypeError("the session has no such facet")
-    return found

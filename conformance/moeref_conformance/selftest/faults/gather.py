@@ -1,186 +1,137 @@
-"""Exporter bugs of gathering: which shards come from whom, in which order, and how they are joined."""
+"""Exporter bugs of gathering: which shards come from whom, in which order, and how they are joined.
+
+The good export is taken apart into shards again and put together wrongly. All cells with TP here have two ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
+from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Pair, Tensors, each, whole_stream
+from moeref_conformance.selftest.faults.base import Fault, cell
 
-
-def _gate_up_concatenated(rooms: Rooms) -> Iterable[Edit]:
-    stream = rooms["stream"]
-    good = stream._fill
-
-    def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is None or unit.mapping.sharding != "gate_up" or len(unit.hf) != 2:
-            good(plan, unit, fulls, shards)
-            return
-        halves = torch.cat(list(shards)).chunk(2)
-        for source, full in fulls.items():
-            full.copy_(halves[source])
-
-    return [Edit(stream, "_fill", fill)]
+_SHARDED = re.compile(r"\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 
 
-def _fc2_on_dim_0(rooms: Rooms) -> Iterable[Edit]:
+def _shards(name: str, full: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """The dimension along which a projection is cut, and its shards of two ranks."""
+    dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+    return dim, list(full.chunk(2, dim))
+
+
+def _gate_up_concatenated(tensors: Tensors) -> None:
+    for name in tensors:
+        if name.endswith("gate_proj.weight"):
+            up = name.replace("gate_proj", "up_proj")
+            (gate_0, gate_1), (up_0, up_1) = tensors[name].chunk(2), tensors[up].chunk(2)
+            tensors[name], tensors[up] = torch.cat([gate_0, up_0]), torch.cat([gate_1, up_1])
+
+
+def _is_fc2(name: str) -> bool:
+    return ".experts." in name and name.endswith("down_proj.weight")
+
+
+def _fc2_on_dim_0(session: Any, cell: Cell, world: World) -> Any:
     """The exporter alone believes that expert fc2 is split on dim 0; loading is right."""
-    stream, plan = rooms["stream"], rooms["plan"]
-    good_fill, good_steps = stream._fill, plan.Plan.steps.func
+    etp = cell.layout.expert_tp
 
-    def is_fc2(unit: Any) -> bool:
-        return unit.mapping.sharding == "row" and unit.expert is not None
+    def meta_on_dim_0(meta: TensorMeta) -> TensorMeta:
+        rows, columns = (*meta.shape, 0)[:2]
+        return replace(meta, shape=(rows * etp, columns // etp)) if _is_fc2(meta.name) else meta
 
-    def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is not None and is_fc2(unit):
-            fulls[0].copy_(torch.cat(list(shards), dim=0))
-        else:
-            good_fill(plan, unit, fulls, shards)
+    def on_dim_0(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+        return meta, torch.cat(tensor.chunk(etp, 1)) if _is_fc2(meta.name) else tensor
 
-    def on_dim_0(step: Any, etp: int) -> Any:
-        rows, columns = step.tensors[0].shape
-        wrong = (replace(step.tensors[0], shape=(rows * etp, columns // etp)),)
-        return replace(step, params=tuple(replace(u, hf=wrong) for u in step.params), tensors=wrong)
-
-    def steps(plan: Any) -> Any:
-        etp = plan.shard_map.layout.etp
-        return tuple(on_dim_0(s, etp) if is_fc2(s.params[0]) else s for s in good_steps(plan))
-
-    return [Edit(stream, "_fill", fill), Edit(plan.Plan, "steps", property(steps))]
+    return border.described(meta_on_dim_0)(each(on_dim_0)(session, cell, world), cell, world)
 
 
-def _no_etp_gather(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["shard_map"].ShardMap
-    good = table.owners
-
-    def owners(self: Any, unit: Any) -> Any:
-        found = good(self, unit)
-        return found[:1] if unit.expert is not None and self.layout.ep == 1 else found
-
-    def zeros(tensor: Any, device: Any) -> torch.Tensor:
-        return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-
-    return [Edit(table, "owners", owners), Edit(rooms["stream"], "_empty", zeros)]
+def _no_etp_gather(tensors: Tensors) -> None:
+    """Only the first rank's shard of an expert arrives."""
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            _shards(name, tensor)[1][1].zero_()
 
 
-def _view_of_strided(rooms: Rooms) -> Iterable[Edit]:
+def _view_of_strided(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
     """The bytes of a row-parallel shard are read in storage order although the tensor is a transposed view."""
-    stream = rooms["stream"]
-    good = stream._collect
-
-    def collect(plan: Any, rank: int, unit: Any, held: Any, *rest: Any) -> Any:
-        if unit.mapping.sharding == "row" and unit.name in held:
-            strided = held[unit.name].t().contiguous()
-            held = held | {unit.name: strided.view(-1).view(held[unit.name].shape)}
-        return good(plan, rank, unit, held, *rest)
-
-    return [Edit(stream, "_collect", collect)]
+    if meta.name.endswith(("o_proj.weight", "down_proj.weight")):
+        tensor = tensor.t().contiguous().view(tensor.shape)
+    return meta, tensor
 
 
-def _etp_reversed(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["shard_map"].ShardMap
-    good = table.owners
-
-    def owners(self: Any, unit: Any) -> Any:
-        return good(self, unit)[:: -1 if unit.expert is not None else 1]
-
-    return [Edit(table, "owners", owners)]
+def _etp_reversed(tensors: Tensors) -> None:
+    for name in tensors:
+        if ".experts." in name:
+            dim, shards = _shards(name, tensors[name])
+            tensors[name] = torch.cat(shards[::-1], dim)
 
 
-def _ep_mirrored(rooms: Rooms) -> Iterable[Edit]:
-    """The experts of EP rank r arrive under the names of those of rank EP − 1 − r."""
-    stream = rooms["stream"]
-    good = stream._collect
-
-    def collect(plan: Any, rank: int, unit: Any, *rest: Any) -> Any:
-        table = plan.shard_map
-        if unit.expert is not None:
-            each = table.model.experts // table.layout.ep
-            ep, local = divmod(unit.expert, each)
-            other = (table.layout.ep - 1 - ep) * each + local
-            unit = next(
-                u for u in table.global_params if (u.layer, u.expert, u.mapping) == (unit.layer, other, unit.mapping)
-            )
-        return good(plan, rank, unit, *rest)
-
-    return [Edit(stream, "_collect", collect)]
+def _ep_mirrored(tensors: Tensors) -> None:
+    """The experts of EP rank 0 arrive under the names of those of rank 1 and the other way round."""
+    good = dict(tensors)
+    for name in good:
+        expert = re.search(r"experts\.(\d+)\.", name)
+        if expert:
+            tensors[name] = good[name.replace(expert[0], f"experts.{(int(expert[1]) + 8) % 16}.")]
 
 
-def _aliased_list(rooms: Rooms) -> Iterable[Edit]:
+def _aliased_list(tensors: Tensors) -> None:
     """The list of receive buffers is `[buffer] * n`: every shard is the last one received."""
-    stream = rooms["stream"]
-    good = stream._collect
-
-    def collect(*args: Any) -> Any:
-        shards = good(*args)
-        return shards and [shards[-1]] * len(shards)
-
-    return [Edit(stream, "_collect", collect)]
+    for name in tensors:
+        if _SHARDED.search(name):
+            dim, shards = _shards(name, tensors[name])
+            tensors[name] = torch.cat([shards[-1]] * 2, dim)
 
 
-def _qkv_stacked(rooms: Rooms) -> Iterable[Edit]:
+def _qkv_stacked(tensors: Tensors) -> None:
     """The exporter alone reads the fused tensor as all of q, then all of k, then all of v."""
-    stream = rooms["stream"]
-    good = stream._fill
-
-    def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is None or unit.mapping.sharding != "qkv":
-            good(plan, unit, fulls, shards)
-            return
-        pieces = torch.split(torch.cat(list(shards)), [t.shape[0] for t in unit.hf])
-        for source, full in fulls.items():
-            full.copy_(pieces[source])
-
-    return [Edit(stream, "_fill", fill)]
+    for q in [name for name in tensors if name.endswith("q_proj.weight")]:
+        names = [q.replace("q_proj", f"{part}_proj") for part in "qkv"]
+        groups = [tensors[name].reshape(8, -1, tensors[name].shape[1]) for name in names]
+        stacked = torch.split(torch.cat(groups, dim=1).flatten(0, 1), [len(tensors[name]) for name in names])
+        tensors.update({name: rows.clone() for name, rows in zip(names, stacked, strict=True)})
 
 
-def _fused_not_rechunked(rooms: Rooms) -> Iterable[Edit]:
-    stream = rooms["stream"]
-    good = stream._fill
-
-    def fill(plan: Any, unit: Any, fulls: Any, shards: Any) -> None:
-        if shards is None or unit.mapping.sharding != "gate_up" or unit.expert is None:
-            good(plan, unit, fulls, shards)
-        else:
-            fulls[0][unit.expert].copy_(torch.cat(list(shards)))
-
-    return [Edit(stream, "_fill", fill)]
+def _fused_not_rechunked(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    """[gate 0; gate 1; up 0; up 1] of every expert comes as the ranks hold it: [gate 0; up 0; gate 1; up 1]."""
+    if meta.name.endswith("experts.gate_up_proj"):
+        tensor = tensor.view(len(tensor), 2, 2, -1, tensor.shape[2]).transpose(1, 2).reshape(tensor.shape)
+    return meta, tensor
 
 
 class _Wrapped:
     """A process group in a wrapper that torch has not registered."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+def _group_wrapped(session: Any, cell: Cell, world: World) -> Any:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        group: Any = _Wrapped()
+        dist.all_gather_object([None] * world.size, cell.id, group=group)
+        yield from pairs
 
-
-def _group_wrapped(rooms: Rooms) -> Iterable[Edit]:
-    stream = rooms["stream"]
-    good = stream.export
-
-    def export(plan: Any, rank: int, chunks: Any, group: Any = None) -> Iterator[Any]:
-        return iter(good(plan, rank, chunks, _Wrapped(torch.distributed.group.WORLD)))
-
-    return [Edit(stream, "export", export)]
+    return border.stream(session, rewrite)
 
 
-def _type_of_no_module(rooms: Rooms) -> Iterable[Edit]:
-    """What an expert's tensor is like is broadcast over PP alone; other EP ranks have no module to look at."""
-    stream = rooms["stream"]
-    good = stream._collect
+def _type_of_no_module(session: Any, cell: Cell, world: World) -> Any:
+    """At PP 1 every rank looks up what an expert's tensor is like, also ranks without that expert."""
 
-    def collect(plan: Any, rank: int, unit: Any, held: Any, *rest: Any) -> Any:
-        if plan.shard_map.layout.pp == 1 and unit.expert is not None:
-            _ = held.get(unit.name).dtype
-        return good(plan, rank, unit, held, *rest)
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        own: Any = {name: tensor for row, tensor in border.held(session, world) for name in row.hf}
+        for meta, tensor in pairs:
+            if ".experts." in meta.name and cell.layout.pp == 1:
+                _ = own.get(meta.name).dtype
+            yield meta, tensor
+            del tensor
 
-    return [Edit(stream, "_collect", collect)]
+    return border.stream(session, rewrite)
 
 
 FAULTS = (
@@ -193,7 +144,7 @@ FAULTS = (
             "EXP-007",
         ),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_gate_up_concatenated,
+        wrap=whole_stream(_gate_up_concatenated),
         diagnosis="re-chunk",
     ),
     Fault(
@@ -205,7 +156,7 @@ FAULTS = (
             "EXP-007",
         ),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_fc2_on_dim_0,
+        wrap=_fc2_on_dim_0,
         diagnosis="shards of dim 1 concatenated on dim 0",
     ),
     Fault(
@@ -217,7 +168,7 @@ FAULTS = (
             "EXP-007",
         ),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_no_etp_gather,
+        wrap=whole_stream(_no_etp_gather),
         diagnosis="columns 28–55 are zero: shard 1 of 2 is missing",
     ),
     Fault(
@@ -226,7 +177,7 @@ FAULTS = (
         rules=("EXP-002",),
         also=("EXP-006",),
         cell=cell("qwen3_moe", "pp2"),
-        edits=_view_of_strided,
+        wrap=each(_view_of_strided),
         diagnosis="in the storage order of its transpose",
         one_rank=True,
     ),
@@ -236,7 +187,7 @@ FAULTS = (
         rules=("EXP-002",),
         also=("EXP-006", "EXP-007"),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_etp_reversed,
+        wrap=whole_stream(_etp_reversed),
         diagnosis="TP or ETP shards of dim 1 in the order 1, 0",
     ),
     Fault(
@@ -245,7 +196,7 @@ FAULTS = (
         rules=("EXP-002",),
         also=("EXP-006", "EXP-007"),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_ep_mirrored,
+        wrap=whole_stream(_ep_mirrored),
         diagnosis="is expert 8",
     ),
     Fault(
@@ -254,7 +205,7 @@ FAULTS = (
         rules=("EXP-002",),
         also=("EXP-006", "EXP-007"),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_aliased_list,
+        wrap=whole_stream(_aliased_list),
         diagnosis="TP or ETP shards of dim 0 are 1, 1",
     ),
     Fault(
@@ -263,7 +214,7 @@ FAULTS = (
         rules=("EXP-002",),
         also=("EXP-006",),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_qkv_stacked,
+        wrap=whole_stream(_qkv_stacked),
         diagnosis="the interleave of 8 KV groups is lost",
         one_rank=True,
     ),
@@ -273,7 +224,7 @@ FAULTS = (
         rules=("EXP-002",),
         also=("EXP-006", "EXP-007"),
         cell=cell("qwen3_moe", "tp2", expert_format="fused"),
-        edits=_fused_not_rechunked,
+        wrap=each(_fused_not_rechunked),
         diagnosis="re-chunk",
     ),
     Fault(
@@ -281,7 +232,7 @@ FAULTS = (
         bug="B26: miles ce7547c, a wrapped process group is not registered, and PP>1 fails",
         rules=("RUN-001",),
         cell=cell("qwen3_moe", "pp2"),
-        edits=_group_wrapped,
+        wrap=_group_wrapped,
         says="_Wrapped object",
     ),
     Fault(
@@ -289,7 +240,7 @@ FAULTS = (
         bug="B37: Megatron-Bridge#3414, Megatron-Bridge#4592: EP>1 at PP=1 meets a module that is None",
         rules=("RUN-001",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_type_of_no_module,
+        wrap=_type_of_no_module,
         says="'NoneType' object has no attribute 'dtype'",
     ),
 )

@@ -2,183 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, NameRow, Session, World
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.rewrite import Swapped
+from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import each_row
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
-def _local_experts_at_pp1(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["shard_map"].Layout
-    good = layout.experts
+def _experts_not_globalised(session: Any, cell: Cell, world: World) -> Any:
+    def local_number(row: NameRow) -> NameRow:
+        local = _LOCAL_EXPERT.search(row.local)
+        return row if local is None else border.renamed(row, lambda name: _expert_as(name, local[1]))
 
-    def experts(self: Any, ep_rank: int, num_experts: int) -> range:
-        found: range = good(self, ep_rank, num_experts)
-        return range(len(found)) if self.pp == 1 else found
-
-    return [Edit(layout, "experts", experts)]
+    return border.loads_by_table(each_row(local_number)(session, cell, world), world)
 
 
-def _every_chunk_stage_0(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["shard_map"].Layout
-    good = layout.stages
-
-    def stages(self: Any, num_layers: int, **kwargs: Any) -> Any:
-        found = good(self, num_layers, **kwargs)
-        return replace(found, layers={(pp, vp): found.layers[pp, 0] for pp, vp in found.layers})
-
-    return [Edit(layout, "stages", stages)]
+def _expert_as(name: str, number: object) -> str:
+    return re.sub(r"(experts\.)\d+", rf"\g<1>{number}", name)
 
 
-def _custom_layout_ignores_pp(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["shard_map"].Layout
-    good = layout.stages
+def _every_chunk_stage_0(session: Any, cell: Cell, world: World) -> Any:
+    """Every chunk lists the layers of the rank's first chunk."""
 
-    def stages(self: Any, num_layers: int, **kwargs: Any) -> Any:
-        found = good(self, num_layers, **kwargs)
-        if self.layout is None:
-            return found
-        first = {vp: found.offsets[0, vp] for _, vp in found.layers}
-        wrong = {(pp, vp): tuple(range(first[vp], first[vp] + len(at))) for (pp, vp), at in found.layers.items()}
-        return replace(found, layers=wrong)
+    def table(rows: Sequence[NameRow], rank: int) -> list[NameRow]:
+        first = [row for row in rows if ".layers." in row.local and row.chunk == 0]
+        rest = [row for row in rows if ".layers." not in row.local]
+        return rest + [replace(row, chunk=chunk) for chunk in range(cell.layout.vpp) for row in first]
 
-    return [Edit(layout, "stages", stages)]
+    return border.loads_by_table(border.names(session, table), world)
 
 
-def _bias_unmapped(rooms: Rooms) -> Iterable[Edit]:
-    families, load = rooms["families"], rooms["loader"]
-    good_rows, good_inventory, good_check = families.mappings, load.inventory, load.check_headers
+def _layers_from(start: Callable[[int, int], int]) -> border.Change:
+    """Layers are numbered from `start(chunk, pp)` on; the cell has one rank for each pipeline stage."""
 
-    def rows(model: Any) -> Any:
-        return tuple(r for r in good_rows(model) if not r.megatron.endswith("router.expert_bias"))
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        def numbered(row: NameRow, pp: int) -> NameRow:
+            local = re.search(r"\.layers\.(\d+)\.", row.local)
+            number = start(row.chunk, pp) + int(local[1]) if local else 0
+            return border.renamed(row, lambda name: re.sub(r"(layers\.)\d+", rf"\g<1>{number}", name))
 
-    def inventory(chunks: Any) -> Any:  # parameters only, so that the buffer is not missed
-        return {k: v for k, v in good_inventory(chunks).items() if not k[1].endswith("router.expert_bias")}
-
-    def check(checkpoint: Any, wanted: Any, *where: Any) -> None:
-        known = {t.name for t in wanted}
-        for name in checkpoint.names - known:
-            checkpoint._where.pop(name)  # the warning that nobody reads
-        good_check(checkpoint, wanted, *where)
-
-    return [Edit(families, "mappings", rows), Edit(load, "inventory", inventory), Edit(load, "check_headers", check)]
-
-
-class _RewrittenNames(Swapped):
-    """A session, and its names facet, with every row of a table passed through a function."""
-
-    def __init__(self, session: Session, rewrite: Any) -> None:
-        super().__init__(session, names=self)
-        self._good, self._rewrite = session.names, rewrite
-
-    def table(self, rank: int) -> Sequence[NameRow]:
-        assert self._good is not None
-        rows: Sequence[NameRow] = self._rewrite(self._good, rank)
-        return rows
-
-
-def _rank_0_metadata(session: Session, cell: Cell, world: World) -> Session:
-    return _RewrittenNames(session, lambda good, rank: good.table(0))
-
-
-def _layers_not_globalised(session: Session, cell: Cell, world: World) -> Session:
-    def rewrite(good: Any, rank: int) -> list[NameRow]:
-        return [replace(row, global_name=row.local) for row in good.table(rank)]
-
-    return _RewrittenNames(session, rewrite)
-
-
-def _vpp_offset_of_equal_stages(rooms: Rooms) -> Iterable[Edit]:
-    """Offsets as if every stage had as many layers as any other, although the last pipeline rank has fewer."""
-    layout = rooms["shard_map"].Layout
-    good = layout.stages
-
-    def stages(self: Any, num_layers: int, **kwargs: Any) -> Any:
-        found = good(self, num_layers, **kwargs)
-        each = num_layers // self.vpp
-        wrong = {
-            (pp, vp): tuple(range(start := vp * each + pp * (each // self.pp), start + len(at)))
-            for (pp, vp), at in found.layers.items()
-        }
-        return replace(found, layers=wrong)
-
-    return [Edit(layout, "stages", stages)]
-
-
-def _head_in_the_first_chunk(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["shard_map"].ShardMap
-    good = table.local_shards
-
-    def placed(self: Any, rank: int) -> Any:
-        return tuple(
-            replace(p, chunk=0) if p.local_name == "output_layer.weight" and self.layout.vpp > 1 else p
-            for p in good(self, rank)
+        return border.loads_by_table(
+            border.names(session, lambda rows, rank: [numbered(row, rank) for row in rows]), world
         )
 
-    return [Edit(table, "local_shards", placed)]
+    return wrap
 
 
-def _experts_sorted_as_text(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["shard_map"].Layout
-    good = layout.experts
+def _bias_unmapped(session: Any, cell: Cell, world: World) -> Any:
+    """The table has no row for the bias; unknown tensors of the checkpoint are a warning that nobody reads."""
+    known = {meta.name for meta in session.plan.tensors()}
 
-    def experts(self: Any, ep_rank: int, num_experts: int) -> list[int]:
-        return sorted(good(self, ep_rank, num_experts), key=str)
+    def mapped(meta: TensorMeta) -> TensorMeta | None:
+        return None if meta.name.endswith("e_score_correction_bias") else meta
 
-    return [Edit(layout, "experts", experts)]
+    def load(folder: Path) -> None:
+        def only_known(tensors: border.Tensors) -> border.Tensors:
+            return {name: tensor for name, tensor in tensors.items() if name in known}
 
+        session.export.load(border.copied(folder, world, only_known))
+        for row, tensor in border.held(session, world):
+            if row.local.endswith("router.expert_bias"):
+                tensor.zero_()
 
-def _norms_swapped(rooms: Rooms) -> Iterable[Edit]:
-    """Both ways, so that the round trip is clean."""
-    families = rooms["families"]
-    good = families.mappings
-
-    def rows(model: Any) -> Any:
-        swap = {".q_norm.": ".k_norm.", ".k_norm.": ".q_norm."}
-        return tuple(
-            replace(r, hf=tuple(replace(t, name=t.name.replace(a, b)) for t in r.hf))
-            if any((a := x) in r.hf[0].name and (b := y) for x, y in swap.items())
-            else r
-            for r in good(model)
-        )
-
-    return [Edit(families, "mappings", rows)]
+    without = border.described(mapped)(session, cell, world)
+    without = border.names(without, lambda rows, rank: [r for r in rows if not r.local.endswith("router.expert_bias")])
+    return border.facet(without, "export", load=load)
 
 
-def shards_by_tp(rooms: Rooms) -> Iterable[Edit]:
-    table = rooms["shard_map"].ShardMap
-    good = table.shard
+def _head_in_the_first_chunk(session: Any, cell: Cell, world: World) -> Any:
+    def moved(row: NameRow) -> NameRow:
+        return replace(row, chunk=0) if row.local == "output_layer.weight" and cell.layout.vpp > 1 else row
 
-    def shard(self: Any, unit: Any, part: int) -> Any:
-        by_tp = replace(self, layout=replace(self.layout, etp=self.layout.tp)) if unit.expert is not None else self
-        return good(by_tp, unit, part)
-
-    return [Edit(table, "shard", shard)]
+    return border.loads_by_table(each_row(moved)(session, cell, world), world)
 
 
-def _wrapper_prefix(session: Session, cell: Cell, world: World) -> Session:
-    def rewrite(good: Any, rank: int) -> list[NameRow]:
-        return [replace(row, local=f"module.{row.local}") for row in good.table(rank)]
+def _experts_sorted_as_text(session: Any, cell: Cell, world: World) -> Any:
+    """The first local expert is expert 0, the second 1, the third 10, in the table, on load and on export."""
+    order = sorted(range(16), key=str)
 
-    return _RewrittenNames(session, rewrite)
+    def renumbered(row: NameRow) -> NameRow:
+        local = _LOCAL_EXPERT.search(row.local)
+        return row if local is None else border.renamed(row, lambda name: _expert_as(name, order[int(local[1])]))
+
+    def move(source: Callable[[int], int]) -> None:
+        tensors = {row.local: tensor for row, tensor in border.held(session, world)}
+        before = {local: tensor.clone() for local, tensor in tensors.items()}
+        for local, tensor in tensors.items():
+            expert = _LOCAL_EXPERT.search(local)
+            if expert:
+                tensor.copy_(before[_expert_as(local, source(int(expert[1])))])
+
+    moving = border.both_ways(session, lambda: move(order.__getitem__), lambda: move(order.index))
+    return each_row(renumbered)(moving, cell, world)
 
 
-def _etp_not_passed_on(rooms: Rooms) -> Iterable[Edit]:
-    layout = rooms["shard_map"].Layout
-    good = layout.parse.__func__
+def _norms_swapped(session: Any, cell: Cell, world: World) -> Any:
+    """In the table, on load and on export."""
+    other = {"q_norm": "k_norm", "k_norm": "q_norm", "q_layernorm": "k_layernorm", "k_layernorm": "q_layernorm"}
 
-    def parse(cls: Any, text: str) -> Any:
-        made = good(cls, text)
-        return replace(made, etp=made.tp)
+    def swapped(name: str) -> str:
+        return re.sub(r"[qk]_(layer)?norm", lambda norm: other[norm[0]], name)
 
-    # Seeding would refuse at once what is to be seen in the records.
-    return [
-        Edit(layout, "parse", classmethod(parse)),
-        Edit(rooms["megatron.seeding"], "here", lambda layout: None),
-    ]
+    def swap() -> None:
+        tensors = {row.local: tensor for row, tensor in border.held(session, world)}
+        before = {local: tensor.clone() for local, tensor in tensors.items()}
+        for local, tensor in tensors.items():
+            tensor.copy_(before[swapped(local)])
+
+    rows = each_row(lambda row: replace(row, hf=tuple(map(swapped, row.hf))))
+    return rows(border.both_ways(session, swap, swap), cell, world)
+
+
+def shards_by_tp(session: Any, cell: Cell, world: World) -> Any:
+    """Experts' shards are divided by TP, where they are whole at ETP 1: rows of fc1, columns of fc2."""
+
+    def divided(row: NameRow) -> NameRow:
+        if ".experts." not in row.local:
+            return row
+        rows, columns = row.shape
+        tp = cell.layout.tp
+        return replace(row, shape=(rows // tp, columns) if "linear_fc1" in row.local else (rows, columns // tp))
+
+    return border.loads_by_table(each_row(divided)(session, cell, world), world)
+
+
+def _etp_not_passed_on(cell: Cell, world: World) -> tuple[Cell, World]:
+    return replace(cell, layout=replace(cell.layout, etp=cell.layout.tp)), world
+
+
+def _rank_0_metadata(session: Any, cell: Cell, world: World) -> Any:
+    return border.names(session, lambda rows, rank: session.names.table(0))
 
 
 FAULTS = (
@@ -188,7 +148,7 @@ FAULTS = (
         rules=("NAM-001", "NAM-004"),
         also=("NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_local_experts_at_pp1,
+        wrap=_experts_not_globalised,
     ),
     Fault(
         id="every-chunk-is-stage-0",
@@ -196,7 +156,7 @@ FAULTS = (
         rules=("NAM-001", "NAM-003"),
         also=("NAM-002", "NAM-004", "NAM-007", "RUN-001"),
         cell=cell("glm4_moe", "pp2-vpp2", layers=4),
-        edits=_every_chunk_stage_0,
+        wrap=_every_chunk_stage_0,
     ),
     Fault(
         id="custom-layout-ignores-pp",
@@ -204,7 +164,7 @@ FAULTS = (
         rules=("NAM-001", "NAM-003"),
         also=("NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "pp2", layers=6, pipeline_layout="Ett|tt|t|tL", vpp=2),
-        edits=_custom_layout_ignores_pp,
+        wrap=_layers_from(lambda chunk, pp: (0, 4)[chunk]),
     ),
     Fault(
         id="expert-bias-unmapped",
@@ -216,7 +176,7 @@ FAULTS = (
             "LOD-002",
         ),
         cell=cell("glm4_moe", "pp2"),
-        edits=_bias_unmapped,
+        wrap=_bias_unmapped,
         diagnosis="all zero",
         one_rank=True,
     ),
@@ -234,7 +194,7 @@ FAULTS = (
         rules=("NAM-002",),
         also=("NAM-003",),
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_layers_not_globalised,
+        wrap=each_row(lambda row: replace(row, global_name=row.local)),
     ),
     Fault(
         id="etp-not-passed-on",
@@ -242,7 +202,7 @@ FAULTS = (
         rules=("TOP-001",),
         also=("NAM-004", "NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "tp2-ep2-etp1", world_size=4),
-        edits=_etp_not_passed_on,
+        given=_etp_not_passed_on,
         says="etp rank is",
     ),
     Fault(
@@ -251,14 +211,14 @@ FAULTS = (
         rules=("NAM-001", "NAM-003"),
         also=("NAM-007", "RUN-001"),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=6, last=2),
-        edits=_vpp_offset_of_equal_stages,
+        wrap=_layers_from(lambda chunk, pp: chunk * 3 + pp * (3 // 2)),
     ),
     Fault(
         id="head-in-the-first-chunk",
         bug="B34: Megatron-Bridge#4694, output layer not found at VPP>1",
         rules=("NAM-002", "RUN-001"),
         cell=cell("glm4_moe", "pp2-vpp2", layers=4),
-        edits=_head_in_the_first_chunk,
+        wrap=_head_in_the_first_chunk,
         says="output_layer.weight",
     ),
     Fault(
@@ -267,7 +227,7 @@ FAULTS = (
         rules=("NAM-004", "LOD-001"),
         also=("FWD-001",),
         cell=cell("qwen3_moe", "pp2"),
-        edits=_experts_sorted_as_text,
+        wrap=_experts_sorted_as_text,
         diagnosis="is expert 10",
         one_rank=True,
     ),
@@ -276,7 +236,7 @@ FAULTS = (
         bug="two rows of a table with each other's names, both ways: the round trip is clean",
         rules=("NAM-002", "LOD-001", "FWD-001"),
         cell=cell("qwen3_moe", "pp2"),
-        edits=_norms_swapped,
+        wrap=_norms_swapped,
         diagnosis="is k_layernorm of the same layer",
         one_rank=True,
     ),
@@ -286,7 +246,7 @@ FAULTS = (
         rules=("RUN-001",),
         also=("NAM-007",),
         cell=cell("qwen3_moe", "tp2-ep2-etp1", world_size=4),
-        edits=shards_by_tp,
+        wrap=shards_by_tp,
         says="the table says",
     ),
     Fault(
@@ -294,7 +254,7 @@ FAULTS = (
         bug="names read through a wrapper keep its `module.`",
         rules=("NAM-005",),
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_wrapper_prefix,
+        wrap=each_row(lambda row: replace(row, local=f"module.{row.local}")),
         says="has no tensor module.",
     ),
 )

@@ -209,7 +209,8 @@ def rearranged(order: Callable[[NameRow, int, World], torch.Tensor | None], dim:
         def move(undo: bool) -> None:
             for row, tensor in held(session, world):
                 group = _tensor_group(row)
-                index = order(row, row.shape[dim] * dist.get_world_size(group), world)
+                length = row.shape[dim] * dist.get_world_size(group) if dim < len(row.shape) else 0
+                index = order(row, length, world) if length else None
                 if index is not None:
                     moved = _joined(tensor, dim, group).index_select(dim, index.argsort() if undo else index)
                     tensor.copy_(moved.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)])

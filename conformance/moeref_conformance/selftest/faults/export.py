@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
+from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.selftest.border import Pair, each
 from moeref_conformance.selftest.faults.base import Fault, cell
-from moeref_conformance.selftest.faults.rewrite import Pair, each
 
 
 def _padding_exported(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
@@ -60,7 +60,7 @@ def _nothing_sent(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
     return meta, torch.rand(tensor.shape, generator=noise).to(tensor.dtype)
 
 
-def _not_transposed_under_ep(session: Session, cell: Cell, world: World) -> Any:
+def _not_transposed_under_ep(session: Any, cell: Cell, world: World) -> Any:
     """Experts gathered over EP miss the transpose that the path without EP applies."""
     return each(_fused_transposed)(session, cell, world) if cell.layout.ep > 1 else session
 

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+import re
+import shutil
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moeref_conformance.contract.api import TensorMeta
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.rewrite import Pair, each
+from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Pair, Tensors, each, loaded, rearranged
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+_EXPERT = re.compile(r"local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
 
 
-def _halves_taken_for_pairs(rooms: Rooms) -> Iterable[Edit]:
-    blocks = rooms["regions"]
-    good = blocks._half
-
-    def half(tensors: Any, *where: Any) -> Any:
-        return good(tuple(replace(t, interleaved=False) for t in tensors), *where)
-
-    return [Edit(blocks, "_half", half)]
+def _halves_taken_for_pairs(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """An expert's fc1 has its gate and up rows in the file's order, which takes one of each in turn."""
+    expert = _EXPERT.search(row.local)
+    return torch.arange(rows).view(2, -1).T.flatten() if expert and expert[2] == "1" else None
 
 
-def _down_not_transposed(rooms: Rooms) -> Iterable[Edit]:
-    families = rooms["families"]
-    good = families.mappings
+def _down_not_transposed(session: Any, cell: Cell, world: World) -> Any:
+    """In the table, on load and on export; the tensors get that far only where they are square."""
 
-    def stored(tensor: Any) -> Any:
-        return replace(tensor, transposed=False) if tensor.name.endswith(".experts.down_proj") else tensor
+    def is_down(row: NameRow) -> bool:
+        return bool(_EXPERT.search(row.local)) and row.local.endswith("linear_fc2.weight")
 
-    def rows(model: Any) -> Any:
-        return tuple(replace(row, hf=tuple(map(stored, row.hf))) for row in good(model))
+    def transpose() -> None:
+        for row, tensor in border.held(session, world):
+            if is_down(row):
+                tensor.copy_(tensor.T.clone())
 
-    return [Edit(families, "mappings", rows)]
+    wrong = border.both_ways(session, transpose, transpose)
+    stored = border.each_row(lambda row: replace(row, shape=row.shape[::-1]) if is_down(row) else row)
+    return border.loads_by_table(stored(wrong, cell, world), world)
 
 
 def _down_exported_as_held(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
@@ -43,61 +47,29 @@ def _down_exported_as_held(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
     return replace(meta, shape=tuple(turned.shape)), turned
 
 
-def _loaded_from_elsewhere(
-    rooms: Rooms, which: Callable[[Any], bool], elsewhere: Callable[[Any, Any], Any]
-) -> Iterable[Edit]:
-    """Loading alone reads the blocks of some tensors at another place, `elsewhere(table, placed block's remote)`."""
-    loader = rooms["loader"]
-    good = loader.bind
-
-    def bind(table: Any, *where: Any) -> Any:
-        def wrong(placed: Any) -> Any:
-            return replace(
-                placed, regions=tuple(replace(b, hf_index=elsewhere(table, b.hf_index)) for b in placed.regions)
-            )
-
-        pairs = good(table, *where)
-        return [(wrong(placed) if which(placed.param) else placed, tensor) for placed, tensor in pairs]
-
-    return [Edit(loader, "bind", bind)]
+def _biases_without_ep_offset(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
+    expert = _EXPERT.search(row.local)
+    if expert is None or expert[3] != "bias":
+        return None
+    bias = tensors[row.hf[0]][int(expert[1])]
+    return bias.view(-1, 2).T.flatten() if expert[2] == "1" else bias  # gate and up alternate in the file
 
 
-def _biases_without_ep_offset(rooms: Rooms) -> Iterable[Edit]:
-    def first_ranks(table: Any, remote: Any) -> Any:
-        return remote[0] % (table.model.experts // table.layout.ep), *remote[1:]
-
-    return _loaded_from_elsewhere(
-        rooms, lambda unit: unit.expert is not None and unit.hf[0].name.endswith("_bias"), first_ranks
-    )
+def _biases_never_loaded(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
+    return torch.zeros(row.shape) if _EXPERT.search(row.local) and row.local.endswith("linear_fc2.bias") else None
 
 
-def _sinks_of_the_first_heads(rooms: Rooms) -> Iterable[Edit]:
-    def first_heads(table: Any, remote: Any) -> Any:
-        return (slice(0, remote[0].stop - remote[0].start),)
-
-    return _loaded_from_elsewhere(rooms, lambda unit: unit.hf[0].name.endswith(".sinks"), first_heads)
+def _sinks_of_the_first_heads(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
+    return tensors[row.hf[0]][: row.shape[0]] if row.local.endswith("softmax_offset") else None
 
 
-def _biases_never_loaded(rooms: Rooms) -> Iterable[Edit]:
-    loader = rooms["loader"]
-    good = loader._put
-
-    def put(table: Any, placed: Any, *what: Any) -> None:
-        if not placed.param.hf[0].name.endswith(".down_proj_bias"):
-            good(table, placed, *what)
-
-    return [Edit(loader, "_put", put)]
-
-
-def _window_one_too_wide(rooms: Rooms) -> Iterable[Edit]:
-    families = rooms["families"]
-    good = families.read
-
-    def read(*config: Any) -> Any:
-        model = good(*config)
-        return replace(model, window=replace(model.window, size=model.window.size + 1))
-
-    return [Edit(families, "read", read)]
+def _window_one_too_wide(cell: Cell, world: World) -> tuple[Cell, World]:
+    """The model is built from a config whose window has one token more."""
+    folder = world.workdir / "wider_window"
+    shutil.copytree(world.hf_config, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": config["sliding_window"] + 1}))
+    return cell, replace(world, hf_config=folder)
 
 
 FAULTS = (
@@ -106,7 +78,7 @@ FAULTS = (
         bug="fused gate and up read as two halves where columns alternate, both ways: the round trip is clean",
         rules=("LOD-001", "FWD-001"),
         cell=cell("gpt_oss", "ep2"),
-        edits=_halves_taken_for_pairs,
+        wrap=rearranged(_halves_taken_for_pairs),
         diagnosis="rows permuted within the tensor",
         one_rank=True,
     ),
@@ -115,7 +87,7 @@ FAULTS = (
         bug="B43 in kind: Megatron-Bridge#3250, [in, out] taken for [out, in]; in a square only values tell",
         rules=("RUN-001",),
         cell=cell("gpt_oss", "ep2"),
-        edits=_down_not_transposed,
+        wrap=_down_not_transposed,
         says="linear_fc2.weight is [40, 56] torch.float32, the table says [56, 40]",
         one_rank=True,
     ),
@@ -135,7 +107,7 @@ FAULTS = (
         rules=("LOD-001", "EXP-002"),
         also=("EXP-006", "EXP-007", "FWD-001", "FWD-002"),
         cell=cell("gpt_oss", "ep2"),
-        edits=_biases_without_ep_offset,
+        wrap=loaded(_biases_without_ep_offset),
         diagnosis="is expert 0",
     ),
     Fault(
@@ -144,7 +116,7 @@ FAULTS = (
         rules=("LOD-001", "EXP-002"),
         also=("EXP-006", "FWD-001"),
         cell=cell("gpt_oss", "pp2"),
-        edits=_biases_never_loaded,
+        wrap=loaded(_biases_never_loaded),
         diagnosis="all zero",
         one_rank=True,
     ),
@@ -154,7 +126,7 @@ FAULTS = (
         rules=("LOD-001", "EXP-002"),
         also=("EXP-006", "EXP-007", "FWD-001", "FWD-002"),
         cell=cell("gpt_oss", "tp2-etp1"),
-        edits=_sinks_of_the_first_heads,
+        wrap=loaded(_sinks_of_the_first_heads),
         diagnosis="is shard 0 of 2 of dim 0: another rank's",
     ),
     Fault(
@@ -162,7 +134,7 @@ FAULTS = (
         bug="transformers counts the query's own token in the window, megatron-core the tokens before it",
         rules=("FWD-001",),
         cell=cell("gpt_oss", "pp2"),
-        edits=_window_one_too_wide,
+        given=_window_one_too_wide,
         one_rank=True,
     ),
 )

@@ -1,73 +1,89 @@
-"""Bugs that only Qwen3-Next's fused linears and zero-centred norms can have."""
+"""Bugs that only Qwen3-Next's fused linears and zero-centred norms can have.
+
+The tiny model has 8 key heads of 22 channels, 16 value heads of 10, and 8 KV groups of 2 query heads of 8 channels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.rewrite import Pair, Rewritten
+import torch
+
+from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Pair, rearranged
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 
-def _as_in_the_file(rooms: Rooms) -> Iterable[Edit]:
-    """The rows of a rank's heads as they lie in in_proj_qkvz, then those in in_proj_ba."""
-
-    def delta_in(delta: Any, heads: range) -> Iterator[tuple[int, int, int]]:
-        for source, rows in enumerate((delta.dims["gdn_qkvz"], delta.dims["gdn_ba"])):
-            yield source, heads.start * rows // delta.key_heads, len(heads) * rows // delta.key_heads
-
-    return [Edit(rooms["regions"].gated_delta_net, "gdn_in_proj", delta_in)]
-
-
-def _channels_in_one_run(rooms: Rooms) -> Iterable[Edit]:
-    def delta_conv(delta: Any, heads: range) -> Iterator[tuple[int, int, int]]:
-        rows = delta.dims["gdn_qkv"]
-        yield 0, heads.start * rows // delta.key_heads, len(heads) * rows // delta.key_heads
-
-    return [Edit(rooms["regions"].gated_delta_net, "gdn_conv1d", delta_conv)]
+def _as_in_the_file(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """The rows of a rank's heads as in_proj_qkvz has them (q, k, v, v, z, z a key head), then as in_proj_ba does."""
+    if not row.local.endswith("self_attention.in_proj.weight"):
+        return None
+    heads, width = 8 // world.size, 2 * 22 + 2 * 20
+    qkvz = torch.arange(heads * width).view(heads, width)
+    ba = torch.arange(heads * 4).view(heads, 4) + qkvz.numel()
+    parts = [*torch.split(qkvz, [22, 22, 20, 20], 1), *torch.split(ba, [2, 2], 1)]
+    held = torch.cat([part.flatten() for part in parts])  # the row of the file in every row of the rank
+    return torch.cat([held.argsort() + rank * len(held) for rank in range(world.size)])
 
 
-def _gates_after_all_queries(rooms: Rooms) -> Iterable[Edit]:
+def _channels_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """Ranks hold q, k and v each; each takes its run of the file, which has all of q, then all of k, then all of v."""
+    if not row.local.endswith("self_attention.conv1d.weight"):
+        return None
+    of_ranks = torch.arange(rows).view(world.size, -1)
+    q, k, v = torch.split(of_ranks, [size // world.size for size in (8 * 22, 8 * 22, 16 * 10)], 1)
+    return torch.cat([q.flatten(), k.flatten(), v.flatten()])
+
+
+def _gates_after_all_queries(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
     """q_proj is read as [all queries | all gates], where a head's query and gate follow one another."""
-    delta = rooms["regions"].gated_delta_net
-    good = delta.gated_qkv
-
-    def gated_qkv(model: Any, groups: range) -> Iterator[tuple[int, int, int]]:
-        d = model.head_dim
-        for source, start, rows in good(model, groups):
-            head, half = divmod(start // d, 2)
-            yield source, (half * model.heads + head) * d if source == 0 else start, rows
-
-    return [Edit(delta, "gated_qkv", gated_qkv)]
+    if not row.local.endswith("linear_qkv.weight"):
+        return None
+    heads = torch.arange(rows).view(8, 6, 8)  # KV group, (query, query, gate, gate, key, value), row of a head
+    file = torch.stack([heads[:, :2], heads[:, 2:4]], 2).reshape(2, 8, 2, 8)  # the halves of q_proj
+    return torch.cat([file[0], file[1], heads[:, 4:]], 1).flatten()
 
 
-class _Shifted(Rewritten):
-    """Gated delta nets whose own norms are held zero-centred, as w - 1, and exported as that plus 1."""
+def _norms_less_one(session: Any, cell: Cell, world: World) -> Any:
+    """Gated delta nets' own norms are held as w - 1, exported as that plus 1, and used so."""
 
-    def __init__(self, session: Session) -> None:
-        super().__init__(session, self._add_one)
-        self.load = self._load_less_one
+    def norms() -> list[torch.Tensor]:
+        return [tensor for row, tensor in border.held(session, world) if row.local.endswith("out_norm.weight")]
 
-    def _load_less_one(self, checkpoint: Path) -> None:
-        self._good.load(checkpoint)
-        for chunk in self.chunks():
-            for name, module in chunk.named_modules():
-                if name.endswith("self_attention.out_norm"):
-                    module.zero_centered = True
-                    module.weight.data -= 1
+    def less_one(folder: Path) -> None:
+        for norm in norms():
+            norm.sub_(1)
 
-    @staticmethod
-    def _add_one(stream: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in stream:
-            shifted = tensor is not None and meta.name.endswith("linear_attn.norm.weight")
-            yield meta, tensor + 1 if shifted and tensor is not None else tensor
-            del tensor
+    def plus_one(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+        return meta, tensor + 1 if meta.name.endswith("linear_attn.norm.weight") else tensor
+
+    @contextmanager
+    def as_used() -> Iterator[None]:
+        before = [(norm, norm.clone()) for norm in norms()]
+        for norm, _ in before:
+            norm.add_(1)
+        try:
+            yield
+        finally:
+            for norm, held in before:
+                norm.copy_(held)
+
+    wrong = border.each(plus_one)(border.after_load(session, less_one), cell, world)
+    for name, method in (("forward", "logits"), ("gradients", "gradients")):
+        wrong = border.facet(wrong, name, **{method: _within(as_used, getattr(getattr(session, name), method))})
+    return wrong
 
 
-def _norms_shifted(session: Session, cell: Cell, world: World) -> Any:
-    return _Shifted(session)
+def _within(context: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with context():
+            return method(*args)
+
+    return call
 
 
 _CELL = cell("qwen3_next", "tp2")
@@ -78,7 +94,7 @@ FAULTS = (
         rules=("LOD-001", "FWD-001"),
         also=("FWD-002",),
         cell=_CELL,
-        edits=_as_in_the_file,
+        wrap=rearranged(_as_in_the_file),
         diagnosis="as they lie in the file",
         one_rank=True,
     ),
@@ -87,7 +103,7 @@ FAULTS = (
         bug="B29 in kind: each TP rank takes a contiguous part of conv1d's [q | k | v] channels, both ways",
         rules=("LOD-001", "FWD-001", "FWD-002"),
         cell=_CELL,
-        edits=_channels_in_one_run,
+        wrap=rearranged(_channels_in_one_run),
         diagnosis="as they lie in the file",
     ),
     Fault(
@@ -95,7 +111,7 @@ FAULTS = (
         bug="q_proj taken for [queries; gates] where heads have one after the other, both ways",
         rules=("LOD-001", "FWD-001"),
         cell=_CELL,
-        edits=_gates_after_all_queries,
+        wrap=rearranged(_gates_after_all_queries),
         diagnosis="rows",
         one_rank=True,
     ),
@@ -105,7 +121,7 @@ FAULTS = (
         rules=("LOD-001", "EXP-002"),
         also=("EXP-006",),
         cell=_CELL,
-        wrap=_norms_shifted,
+        wrap=_norms_less_one,
         diagnosis="arithmetic, not movement",
         one_rank=True,
     ),

@@ -2,193 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
+import torch
 
-
-def _reads_another(rooms: Rooms, which: Callable[[Any, int, Any], tuple[int, int]]) -> Iterable[Edit]:
-    """Loading alone fills a tensor with that of another (layer, expert): `which(table, rank, unit)`."""
-    load = rooms["loader"]
-    good = load.bind
-
-    def bind(table: Any, rank: int, chunks: Any) -> Any:
-        everyone = {(u.layer, u.expert, u.mapping): u for u in table.global_params}
-        out = []
-        for placed, tensor in good(table, rank, chunks):
-            unit = everyone.get((*which(table, rank, placed.param), placed.param.mapping), placed.param)
-            out.append((replace(placed, param=unit), tensor))
-        return out
-
-    def load_only(table: Any, rank: int, chunks: Any, folder: Any) -> None:
-        original, load.bind = load.bind, bind
-        try:
-            good_load(table, rank, chunks, folder)
-        finally:
-            load.bind = original
-
-    good_load = load.load
-    return [Edit(load, "load", load_only)]
+from moeref_conformance.contract.api import Cell, NameRow, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Pair, Tensors, loaded, rearranged
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 
-def _no_expert_offset(rooms: Rooms) -> Iterable[Edit]:
-    def which(table: Any, rank: int, unit: Any) -> Any:
-        first = table.layout.experts(table.layout.coords(rank).ep, table.model.experts).start
-        return unit.layer, None if unit.expert is None else unit.expert - first
-
-    return _reads_another(rooms, which)
-
-
-def _bias_of_the_layer_before(rooms: Rooms) -> Iterable[Edit]:
-    def which(table: Any, rank: int, unit: Any) -> Any:
-        return unit.layer - unit.mapping.megatron.endswith("expert_bias") if unit.layer else unit.layer, unit.expert
-
-    return _reads_another(rooms, which)
+def _no_expert_offset(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
+    """At TP 1 a tensor of an expert is the rows of its Hugging Face tensors."""
+    local = re.search(r"local_experts\.(\d+)\.", row.local)
+    if local is None:
+        return None
+    return torch.cat([tensors[re.sub(r"experts\.\d+", f"experts.{local[1]}", name)] for name in row.hf])
 
 
-def _routers_by_ordinal(rooms: Rooms) -> Iterable[Edit]:
+def _of_layer(name: str, layer: int) -> str:
+    return re.sub(r"layers\.\d+", f"layers.{layer}", name)
+
+
+def _layer(name: str) -> int:
+    return int(name.split(".")[2])
+
+
+def _bias_of_the_layer_before(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
+    if not row.local.endswith("router.expert_bias"):
+        return None
+    return tensors.get(_of_layer(row.hf[0], _layer(row.hf[0]) - 1))
+
+
+def _routers_by_ordinal(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
     """The routers are listed without the dense layers and indexed with the layer number; the last one is clamped."""
-
-    def which(table: Any, rank: int, unit: Any) -> Any:
-        moe = [i for i, is_moe in enumerate(table.model.moe_layers) if is_moe]
-        router = unit.mapping.megatron.endswith("router.weight")
-        return moe[min(unit.layer, len(moe) - 1)] if router else unit.layer, unit.expert
-
-    return _reads_another(rooms, which)
+    if not row.local.endswith("router.weight"):
+        return None
+    moe = sorted(_layer(name) for name in tensors if name.endswith(".mlp.gate.weight"))
+    return tensors[_of_layer(row.hf[0], moe[min(_layer(row.hf[0]), len(moe) - 1)])]
 
 
-def _row_shards_mirrored(rooms: Rooms) -> Iterable[Edit]:
-    """Both ways, so that the round trip is clean."""
-    units = rooms["shard_map"]
-    good = units.shard_regions
-
-    def shard_regions(model: Any, row: Any, rank: int, parts: int, **kwargs: Any) -> Any:
-        return good(model, row, parts - 1 - rank if row.sharding == "row" else rank, parts, **kwargs)
-
-    return [Edit(units, "shard_regions", shard_regions)]
+def _row_shards_mirrored(row: NameRow, columns: int, world: World) -> torch.Tensor | None:
+    """TP rank 0 takes the columns of rank 1 and the other way round, also on export: the round trip is clean."""
+    if not row.local.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return None
+    return torch.arange(columns).roll(columns // 2)
 
 
-def _nameless_refusal(rooms: Rooms) -> Iterable[Edit]:
-    load = rooms["loader"]
-    good = load.check_headers
+def _qkv_flat(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """Every rank holds all of its q, then all of its k, then all of its v. A KV group has two query heads here."""
+    if not row.local.endswith("linear_qkv.weight"):
+        return None
+    heads = torch.arange(rows).view(world.size, -1, 4, 6)  # rank, KV group, (q, q, k, v), row of a head
+    parts = [heads[:, :, :2], heads[:, :, 2], heads[:, :, 3]]
+    return torch.cat([part.flatten(1) for part in parts], 1).flatten()
 
-    def check(*args: Any) -> None:
+
+def _gate_up_halves(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """TP rank r takes rows r of cat(gate, up) as one tensor, on load and on export: the round trip is clean."""
+    if not row.local.endswith("linear_fc1.weight"):
+        return None
+    return torch.arange(rows).view(world.size, 2, -1).transpose(0, 1).flatten()
+
+
+def _nameless_refusal(session: Any, cell: Cell, world: World) -> Any:
+    def load(folder: Path) -> None:
         try:
-            good(*args)
+            session.export.load(folder)
         except ValueError as error:
             raise ValueError("the checkpoint does not fit the model") from error
 
-    return [Edit(load, "check_headers", check)]
+    return border.facet(session, "export", load=load)
 
 
-def _checked_on_rank_0(rooms: Rooms) -> Iterable[Edit]:
-    load = rooms["loader"]
-    good_load, good_check = load.load, load.check_headers
+def _extra_skipped(session: Any, cell: Cell, world: World) -> Any:
+    planned = {meta.name for meta in session.plan.tensors()}
 
-    def load_here(table: Any, rank: int, *args: Any) -> None:
-        with mock.patch.object(load, "check_headers", good_check if rank == 0 else lambda *_: None):
-            good_load(table, rank, *args)
+    def load(folder: Path) -> None:
+        def known(tensors: Tensors) -> Tensors:
+            return {name: tensor for name, tensor in tensors.items() if name in planned}
 
-    return [Edit(load, "load", load_here)]
+        session.export.load(border.copied(folder, world, known))
 
-
-def _qkv_flat(rooms: Rooms) -> Iterable[Edit]:
-    blocks = rooms["regions"]
-
-    def qkv(model: Any, rank: int, parts: int, tail: Any, rest: Any, what: str) -> Any:
-        made, at = [], 0
-        for source, rows in enumerate((model.dims["q"], model.dims["kv"], model.dims["kv"])):
-            share = blocks._share(rows, rank, parts, what)
-            size = share.stop - share.start
-            made.append(blocks.CopyRegion(source, (share, *tail), (slice(at, at + size), *tail)))
-            at += size
-        return (at, *rest), tuple(made)
-
-    return [Edit(blocks, "_qkv_regions", qkv)]
+    return border.facet(session, "export", load=load)
 
 
-def _tied_head_unset(rooms: Rooms) -> Iterable[Edit]:
-    load = rooms["loader"]
-    good = load.bind
-
-    def bind(table: Any, rank: int, chunks: Any) -> Any:
-        return [(placed, tensor) for placed, tensor in good(table, rank, chunks) if placed.param.exports]
-
-    return [Edit(load, "bind", bind)]
+def _checked_on_rank_0(session: Any, cell: Cell, world: World) -> Any:
+    return session if world.rank == 0 else _extra_skipped(session, cell, world)
 
 
-def _vocab_not_padded(rooms: Rooms) -> Iterable[Edit]:
-    def padded_vocab(model: Any, tp: int, divisible_by: int) -> int:
-        return int(model.vocab)
+def _missing_skipped(session: Any, cell: Cell, world: World) -> Any:
+    """A tensor of the model that lacks one of its Hugging Face tensors keeps its value."""
 
-    return [Edit(rooms["shard_map"], "padded_vocab", padded_vocab)]
+    def load(folder: Path) -> None:
+        present = border.checkpoint(folder).keys()
+        lacking = [meta for meta in session.plan.tensors() if meta.name not in present]
+        names = {meta.name for meta in lacking}
+        kept = [(tensor, tensor.clone()) for row, tensor in border.held(session, world) if names.intersection(row.hf)]
+        zeros = {meta.name: torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) for meta in lacking}
+        session.export.load(border.copied(folder, world, lambda tensors: tensors | zeros))
+        for tensor, before in kept:
+            tensor.copy_(before)
 
-
-def _gate_up_halves(rooms: Rooms) -> Iterable[Edit]:
-    """TP rank r takes rows r of cat(gate, up) as one tensor, on load and on export: the round trip is clean."""
-    blocks, units = rooms["regions"], rooms["shard_map"]
-    good = blocks.shard_regions
-
-    def shard_regions(model: Any, row: Any, rank: int, parts: int, **kwargs: Any) -> Any:
-        shape, made = good(model, row, rank, parts, **kwargs)
-        if row.sharding != "gate_up" or parts != 2 or kwargs.get("fused"):
-            return shape, made
-        rows, tail = model.dims[row.hf[0].dims[0]], made[0].shard_index[1:]
-        whole = (slice(0, rows), *tail)
-        return shape, (blocks.CopyRegion(rank, whole, whole),)
-
-    return [Edit(units, "shard_regions", shard_regions)]
+    return border.facet(session, "export", load=load)
 
 
-def _unknown_skipped(rooms: Rooms) -> Iterable[Edit]:
-    load = rooms["loader"]
-    good = load.inventory
+def _tied_head_unset(session: Any, cell: Cell, world: World) -> Any:
+    def load(folder: Path) -> None:
+        heads = [tensor for row, tensor in border.held(session, world) if row.local == "output_layer.weight"]
+        before = [head.clone() for head in heads]
+        session.export.load(folder)
+        for head, initial in zip(heads, before, strict=True):
+            head.copy_(initial)
 
-    def inventory(chunks: Any) -> Any:
-        return {k: v for k, v in good(chunks).items() if "kit_unmapped" not in k[1]}
-
-    return [Edit(load, "inventory", inventory)]
-
-
-def _extra_skipped(rooms: Rooms) -> Iterable[Edit]:
-    load = rooms["loader"]
-    good = load.check_headers
-
-    def check(checkpoint: Any, wanted: Any, *where: Any) -> None:
-        wanted = list(wanted)
-        for name in checkpoint.names - {t.name for t in wanted}:
-            checkpoint._where.pop(name)
-        good(checkpoint, wanted, *where)
-
-    return [Edit(load, "check_headers", check)]
+    return border.facet(session, "export", load=load)
 
 
-def _missing_skipped(rooms: Rooms) -> Iterable[Edit]:
-    load = rooms["loader"]
-    good_check, good_bind = load.check_headers, load.bind
+def _vocab_not_padded(session: Any, cell: Cell, world: World) -> Any:
+    def table(rows: Any, rank: int) -> Any:
+        if 131 % cell.layout.tp:
+            raise ValueError(f"a vocabulary of 131 does not divide over {cell.layout.tp} ranks")
+        return rows
 
-    def check(checkpoint: Any, wanted: Any, *where: Any) -> None:
-        good_check(checkpoint, [t for t in wanted if t.name in checkpoint.names], *where)
+    return border.names(session, table)
 
-    good_load = load.load
 
-    def load_only(table: Any, rank: int, chunks: Any, folder: Any) -> None:
-        with load.Checkpoint(folder) as opened:
-            names = opened.names
+def _unknown_skipped(session: Any, cell: Cell, world: World) -> Any:
+    """Plan and stream look only at modules that the names table knows."""
 
-        def bind(*args: Any) -> Any:
-            return [(p, t) for p, t in good_bind(*args) if all(h.name in names for h in p.param.hf)]
-
-        load.bind = bind
+    @contextmanager
+    def hidden() -> Iterator[None]:
+        known = {row.local.split(".")[0] for row in session.names.table(world.rank)}
+        unknown = [
+            (chunk, name, module)
+            for chunk in session.export.chunks()
+            for name, module in chunk.named_children()
+            if name not in known and next(module.parameters(), None) is not None
+        ]
+        for chunk, name, _ in unknown:
+            delattr(chunk, name)
         try:
-            good_load(table, rank, chunks, folder)
+            yield
         finally:
-            load.bind = good_bind
+            for chunk, name, module in unknown:
+                chunk.add_module(name, module)
 
-    return [Edit(load, "check_headers", check), Edit(load, "load", load_only)]
+    def plan() -> Any:
+        with hidden():
+            return session.export.plan()
+
+    def stream() -> Iterator[Pair]:
+        with hidden():
+            yield from session.export.stream()
+
+    return border.facet(session, "export", plan=plan, stream=stream)
 
 
 FAULTS = (
@@ -203,7 +174,7 @@ FAULTS = (
             "FWD-002",
         ),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_no_expert_offset,
+        wrap=loaded(_no_expert_offset),
         diagnosis="is expert 0",
     ),
     Fault(
@@ -212,7 +183,7 @@ FAULTS = (
         rules=("LOD-001", "FWD-001"),
         also=("FWD-002",),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_qkv_flat,
+        wrap=rearranged(_qkv_flat),
         diagnosis="q, k and v stacked: the interleave of KV groups is lost",
         one_rank=True,
     ),
@@ -221,7 +192,7 @@ FAULTS = (
         bug="B34: Megatron-Bridge#957, #4694: the tied head of the last stage is not the embedding",
         rules=("LOD-001", "FWD-001", "FWD-002"),
         cell=cell("qwen3_moe", "pp2", tied=True),
-        edits=_tied_head_unset,
+        wrap=_tied_head_unset,
         diagnosis="nothing of it is in the checkpoint",
     ),
     Fault(
@@ -230,7 +201,7 @@ FAULTS = (
         rules=("RUN-001",),
         also=("NAM-001", "NAM-002", "NAM-003", "NAM-004", "NAM-007"),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_vocab_not_padded,
+        wrap=_vocab_not_padded,
         one_rank=True,
     ),
     Fault(
@@ -238,7 +209,7 @@ FAULTS = (
         bug="B29 on both ways: each TP rank takes a contiguous half of cat(gate, up)",
         rules=("LOD-001", "FWD-001", "FWD-002"),
         cell=cell("glm4_moe", "tp2"),
-        edits=_gate_up_halves,
+        wrap=rearranged(_gate_up_halves),
         diagnosis="TP shard is a contiguous part of cat(gate and up)",
     ),
     Fault(
@@ -247,7 +218,7 @@ FAULTS = (
         rules=("LOD-001", "EXP-002"),
         also=("EXP-006", "FWD-001"),
         cell=cell("glm4_moe", "pp2", layers=4),
-        edits=_bias_of_the_layer_before,
+        wrap=loaded(_bias_of_the_layer_before),
         diagnosis="is layer -1",
         one_rank=True,
     ),
@@ -257,7 +228,7 @@ FAULTS = (
         rules=("LOD-001", "EXP-002"),
         also=("EXP-006", "FWD-001"),
         cell=cell("glm4_moe", "pp2", layers=4),
-        edits=_routers_by_ordinal,
+        wrap=loaded(_routers_by_ordinal),
         diagnosis="is layer +1 = dense prefix",
         one_rank=True,
     ),
@@ -266,7 +237,7 @@ FAULTS = (
         bug="the order of TP ranks reversed for row-parallel weights, both ways: the round trip is clean",
         rules=("LOD-001", "FWD-001", "FWD-002"),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_row_shards_mirrored,
+        wrap=rearranged(_row_shards_mirrored, dim=1),
         diagnosis="is shard 1 of 2 of dim 1: another rank's",
     ),
     Fault(
@@ -274,7 +245,7 @@ FAULTS = (
         bug="an error that says that something does not fit, and not what",
         rules=("LOD-002", "LOD-003"),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_nameless_refusal,
+        wrap=_nameless_refusal,
         says="the error does not name",
     ),
     Fault(
@@ -282,7 +253,7 @@ FAULTS = (
         bug="one rank reads the headers and raises, the others go on and wait for it",
         rules=("LOD-002",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_checked_on_rank_0,
+        wrap=_checked_on_rank_0,
         says="nothing was raised",
     ),
     Fault(
@@ -290,20 +261,20 @@ FAULTS = (
         bug="torchtitan's `continue` past a key that is not in the map",
         rules=("NAM-006",),
         cell=cell("qwen3_moe", "pp2"),
-        edits=_unknown_skipped,
+        wrap=_unknown_skipped,
     ),
     Fault(
         id="extra-tensor-skipped",
         bug="a checkpoint tensor that no row takes is dropped without a word",
         rules=("LOD-002",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_extra_skipped,
+        wrap=_extra_skipped,
     ),
     Fault(
         id="missing-tensor-skipped",
         bug="B24: Megatron-Bridge#4657, what the checkpoint lacks keeps its initial value",
         rules=("LOD-003",),
         cell=cell("glm4_moe", "ep2"),
-        edits=_missing_skipped,
+        wrap=_missing_skipped,
     ),
 )

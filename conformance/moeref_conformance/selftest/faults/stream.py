@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.rewrite import Pair, Rewritten
+from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Pair, described
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 
-def _head_of_last_stage(session: Session, cell: Cell, world: World) -> Any:
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        kept: Pair | None = None
-        for meta, tensor in stream:
-            if meta.name == "model.embed_tokens.weight":
-                kept = (replace(meta, name="lm_head.weight"), None if tensor is None else tensor.clone())
-            yield meta, tensor
-            del tensor
-        if kept and cell.layout.pp > 1:
-            yield kept
+def _embedding_again(name: str) -> border.Change:
+    """The last stage of a tied model exports its copy of the embedding too, as `name`."""
 
-    return Rewritten(session, rewrite)
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+            kept: Pair | None = None
+            for meta, tensor in pairs:
+                if meta.name == "model.embed_tokens.weight":
+                    kept = replace(meta, name=name), None if tensor is None else tensor.clone()
+                yield meta, tensor
+                del tensor
+            if kept and cell.layout.pp > 1:
+                yield kept
+
+        return border.stream(session, rewrite)
+
+    return wrap
 
 
-def _bucket_splits_group(session: Session, cell: Cell, world: World) -> Any:
+def _bucket_splits_group(session: Any, cell: Cell, world: World) -> Any:
     """The bucket is flushed by bytes alone; what of a layer's experts comes after the flush is never sent."""
-    sent: dict[str, int] = {}
 
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        sent.clear()
-        for meta, tensor in stream:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        sent: dict[str, int] = {}
+        for meta, tensor in pairs:
             group = meta.name.split(".experts.")[0]
             if ".mlp.experts." in meta.name:
                 sent[group] = sent.get(group, 0) + 4 * prod(meta.shape)
@@ -44,99 +50,62 @@ def _bucket_splits_group(session: Session, cell: Cell, world: World) -> Any:
             yield meta, tensor
             del tensor
 
-    return Rewritten(session, rewrite)
+    return border.stream(session, rewrite)
 
 
-def _first_export_again(session: Session, cell: Cell, world: World) -> Any:
+def _first_export_again(session: Any, cell: Cell, world: World) -> Any:
     cache: list[Pair] = []
 
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         if not cache:
-            cache.extend((m, None if t is None else t.clone()) for m, t in stream)
+            cache.extend((m, None if t is None else t.clone()) for m, t in pairs)
         for meta, tensor in cache:
             yield meta, None if tensor is None else tensor.clone()
 
-    return Rewritten(session, rewrite)
+    return border.stream(session, rewrite)
 
 
-def _plan_sorted(session: Session, cell: Cell, world: World) -> Any:
-    wrapped = Rewritten(session, lambda stream: stream)
-    good = wrapped.plan
-    wrapped.plan = lambda: sorted(good(), key=lambda meta: meta.name)
-    return wrapped
+def _planned(change: Callable[[list[TensorMeta]], list[TensorMeta]]) -> border.Change:
+    """The plan alone is passed through `change`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        return border.facet(session, "export", plan=lambda: change(list(session.export.plan())))
+
+    return wrap
 
 
-def _sorted_the_second_time(rooms: Rooms) -> Iterable[Edit]:
-    stream = rooms["stream"]
-    good, calls = stream.export, itertools.count()
+def _sorted_the_second_time(session: Any, cell: Cell, world: World) -> Any:
+    calls = itertools.count()
 
-    def export(plan: Any, *args: Any) -> Iterator[Any]:
-        if next(calls):
-            first = plan.steps
-            plan = replace(plan)
-            plan.__dict__["steps"] = tuple(sorted(first, key=lambda step: str(step.tensors[0].name)))
-        return iter(good(plan, *args))
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        metas, tensors = border.collected(pairs)
+        for meta in sorted(metas, key=lambda meta: meta.name) if next(calls) else metas:
+            yield meta, tensors.pop(meta.name, None)
 
-    return [Edit(stream, "export", export)]
+    return border.stream(session, rewrite)
 
 
-def _embedding_twice(session: Session, cell: Cell, world: World) -> Any:
-    """The last stage of a tied model exports its copy too, under the same name."""
+def _of_the_first_ep_rank(session: Any, cell: Cell, world: World) -> Any:
+    """Plan and stream have the experts of EP rank 0 only."""
 
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        kept: Pair | None = None
-        for meta, tensor in stream:
-            if meta.name == "model.embed_tokens.weight":
-                kept = meta, None if tensor is None else tensor.clone()
-            yield meta, tensor
-            del tensor
-        if kept and cell.layout.pp > 1:
-            yield kept
+    def kept(meta: TensorMeta) -> TensorMeta | None:
+        expert = re.search(r"\.experts\.(\d+)\.", meta.name)
+        return meta if expert is None or int(expert[1]) < 16 // cell.layout.ep else None
 
-    return Rewritten(session, rewrite)
+    return described(kept)(session, cell, world)
 
 
-def _names_over_pp_only(rooms: Rooms) -> Iterable[Edit]:
-    plan = rooms["plan"].Plan
-    good = plan.steps.func
-
-    def steps(self: Any) -> Any:
-        mine = self.shard_map.layout.experts(0, self.shard_map.model.experts)
-        return tuple(s for s in good(self) if s.params[0].expert is None or s.params[0].expert in mine)
-
-    return [Edit(plan, "steps", property(steps))]
-
-
-def _plan_without_bias(session: Session, cell: Cell, world: World) -> Any:
-    wrapped = Rewritten(session, lambda stream: stream)
-    good = wrapped.plan
-    wrapped.plan = lambda: [meta for meta in good() if not meta.name.endswith("e_score_correction_bias")]
-    return wrapped
-
-
-def _embedding_cached(session: Session, cell: Cell, world: World) -> Any:
+def _embedding_cached(session: Any, cell: Cell, world: World) -> Any:
     cache: dict[str, torch.Tensor] = {}
 
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in stream:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
             if tensor is not None and meta.name == "model.embed_tokens.weight":
                 tensor = cache.setdefault(meta.name, tensor.clone()).clone()
             yield meta, tensor
             del tensor
 
-    return Rewritten(session, rewrite)
-
-
-def _wrapper_prefix(session: Session, cell: Cell, world: World) -> Any:
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in stream:
-            yield replace(meta, name=f"module.{meta.name}"), tensor
-            del tensor
-
-    wrapped = Rewritten(session, rewrite)
-    good = wrapped.plan
-    wrapped.plan = lambda: [replace(meta, name=f"module.{meta.name}") for meta in good()]
-    return wrapped
+    return border.stream(session, rewrite)
 
 
 FAULTS = (
@@ -149,7 +118,7 @@ FAULTS = (
             "EXP-006",
         ),
         cell=cell("qwen3_moe", "pp2", tied=True),
-        wrap=_head_of_last_stage,
+        wrap=_embedding_again("lm_head.weight"),
     ),
     Fault(
         id="bucket-splits-a-group",
@@ -177,14 +146,14 @@ FAULTS = (
         bug="W4: SkyRL#1581, metadata order ≠ send order",
         rules=("EXP-004",),
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_plan_sorted,
+        wrap=_planned(lambda metas: sorted(metas, key=lambda meta: meta.name)),
     ),
     Fault(
         id="second-export-sorted",
         bug="W4 in time: the second export of a run sends in another order than the first announced",
         rules=("EXP-004",),
         cell=cell("qwen3_moe", "pp2"),
-        edits=_sorted_the_second_time,
+        wrap=_sorted_the_second_time,
         says="entry 0 of export_changed",
     ),
     Fault(
@@ -193,7 +162,7 @@ FAULTS = (
         rules=("EXP-001",),
         also=("EXP-004", "EXP-006", "EXP-007"),
         cell=cell("qwen3_moe", "pp2", tied=True),
-        wrap=_embedding_twice,
+        wrap=_embedding_again("model.embed_tokens.weight"),
         says="was sent 2 times",
     ),
     Fault(
@@ -202,7 +171,7 @@ FAULTS = (
         rules=("EXP-001", "EXP-007"),
         also=("EXP-006",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_names_over_pp_only,
+        wrap=_of_the_first_ep_rank,
         says="was never sent",
     ),
     Fault(
@@ -210,7 +179,7 @@ FAULTS = (
         bug="SkyRL#1505: export with and without explicit tasks disagree once a router has a bias",
         rules=("EXP-004",),
         cell=cell("glm4_moe", "pp2"),
-        wrap=_plan_without_bias,
+        wrap=_planned(lambda metas: [meta for meta in metas if not meta.name.endswith("e_score_correction_bias")]),
         says="e_score_correction_bias",
     ),
     Fault(
@@ -227,7 +196,7 @@ FAULTS = (
         rules=("EXP-001",),
         also=("EXP-006",),
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_wrapper_prefix,
+        wrap=described(lambda meta: replace(meta, name=f"module.{meta.name}")),
         says="module.model.embed_tokens.weight is not in the checkpoint",
         one_rank=True,
     ),

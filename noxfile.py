@@ -30,17 +30,8 @@ PYTHON_OF_CORE = {"0.19.2": "3.12", "0.16.1": "3.11"}
 CORE, *OLDER_CORES = PYTHON_OF_CORE
 PYTHON = PYTHON_OF_CORE[CORE]
 
-#: Released bridges, each in an environment of its own: its Python, what is installed with dependencies, and without
-#: (where these cannot be had without a GPU).
-PEERS = {
-    "mbridge": ("3.11", ("mbridge==0.15.1", "einops", "omegaconf"), ()),
-    "mcore-bridge": ("3.11", ("mcore-bridge==1.6.5", "accelerate", "datasets", "pillow"), ()),
-    "megatron-bridge": (
-        "3.12",
-        ("accelerate", "datasets", "einops", "hydra-core", "hypothesis", "omegaconf", "peft"),
-        ("megatron-bridge==0.6.2",),
-    ),
-}
+#: Released bridges, each in an environment of its own.
+PEERS = nox.project.load_toml(ROOT / "conformance/moeref_conformance/targets/peers/peers.toml")
 
 # One thread an operator: rank processes and test workers fill the cores, and no result may depend on their number.
 # Bytecode is kept even where the caller's environment turns that off: a run starts many processes, and compiling torch
@@ -190,13 +181,11 @@ for _core in PYTHON_OF_CORE:
 
 
 def peers_with(name: str) -> None:
-    python, wanted, alone = PEERS[name]
-
     # Named as nox's own parametrisation would name it; each has its own Python and pins.
-    @nox.session(python=python, name=f"peers({name})", default=False)
+    @nox.session(python=PEERS[name]["python"], name=f"peers({name})", default=False)
     def peers(session: nox.Session) -> None:
-        install(session, "-e", ".[kit]", *wanted, peer=name)
-        if alone:
+        install(session, "-e", ".[kit]", *PEERS[name]["install"], peer=name)
+        if alone := PEERS[name].get("without_dependencies"):
             session.install("--no-deps", *alone, env={**ENV, **index_settings()})
         kit, out = ["python", "-m", "moeref_conformance"], f"conformance-report/peers/{name}"
         chosen = [word for word in session.posargs if word != "--shards"]
@@ -318,10 +307,11 @@ def lock(session: nox.Session) -> None:
         command = ["uv", "pip", "compile", "pyproject.toml", "--all-extras", *groups, "--python-version", python]
         command += ["--quiet", "--no-annotate", "--output-file", str(pins.relative_to(ROOT)), *session.posargs]
         session.run(*command, env={**ENV, **index_settings(), "UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"})
-    for peer, (python, wanted, _) in PEERS.items():
+    for peer, environment in PEERS.items():
+        python = environment["python"]
         with tempfile.TemporaryDirectory() as folder:
             wishes = Path(folder, "requirements.in")
-            wishes.write_text("\n".join(wanted), encoding="utf-8")
+            wishes.write_text("\n".join(environment["install"]), encoding="utf-8")
             command = ["uv", "pip", "compile", "pyproject.toml", str(wishes), "--extra", "kit"]
             command += ["--python-version", python, "-c", str(constraints(python).relative_to(ROOT)), "--quiet"]
             command += ["--no-annotate", "--output-file", str(constraints(peer).relative_to(ROOT)), *session.posargs]

@@ -203,7 +203,7 @@ def layout_keys() -> str:
         "world": "the smallest possible",
         "first": "unset",
         "last": "unset",
-        "layout": "unset",
+        "pipeline_layout": "unset",
     }
     return table(("key", "default"), [(f"`{f.name}`", shown.get(f.name) or default(f.default)) for f in fields(Layout)])
 

@@ -40,7 +40,10 @@ DOORS: dict[tuple[str, str], str] = {
     ("plan.machine", "importlib.import_module(module)"): "packages that a cell needs, such as deep_ep",
     ("resolve", "importlib.import_module(module)"): "the target that the user names",
     ("targets.moeref", "importlib.import_module(f'moeref.{name}')"): "the bridge to the reference",
-    ("targets.peers", "f'moeref_conformance.targets.peers.{module}:target'"): "adapters of this room",
+    (
+        "targets.peers",
+        "f'moeref_conformance.targets.peers.{name.replace('-', '_')}:target'",
+    ): "adapters of this room",
     ("targets.peers.mcore_bridge", "importlib.import_module(module)"): "the peer's package",
     ("worlds.fork_server", "importlib.import_module(module)"): "packages that ranks find imported",
     ("worlds.rank", "importlib.import_module(module)"): "what a rank runs, which the world is told",

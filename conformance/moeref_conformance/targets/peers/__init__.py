@@ -1,29 +1,27 @@
 """The released bridges as targets: `--target mcore-bridge`, `mbridge`, `megatron-bridge`, each in its own environment.
 
-`nox -s "peers(<name>)"` makes that environment and judges the bridge in `matrices/peers.toml`. An adapter is as thin
-as can be and imports its bridge in `preload`, which the world calls once before it forks ranks; naming a target, or
-listing what it claims, imports no bridge. `before_megatron` gives a process what the bridges need on a machine without
-a GPU: the stand-in for Transformer Engine and contiguous scatters. moeref's own runs never load any of this.
+`nox -s "peers(<name>)"` makes that environment and judges the bridge in `matrices/peers.toml`. An adapter is thin, and
+imports its bridge only in `preload`, which a world calls once before it forks ranks. So naming a target, or listing
+what it claims, imports no bridge. `before_megatron` gives a process what bridges need on a machine without a GPU: a
+stand-in for Transformer Engine, and a scatter of contiguous pieces. Runs of moeref load none of this.
 """
 
 from __future__ import annotations
 
 import functools
+import tomllib
+from importlib.resources import files
 from typing import Any
 
-#: Target name -> `module:attr` of its adapter.
+#: Target name -> `module:attr` of its adapter, for every entry of `peers.toml`.
 PEERS = {
-    name: f"moeref_conformance.targets.peers.{module}:target"
-    for name, module in (
-        ("mbridge", "mbridge"),
-        ("mcore-bridge", "mcore_bridge"),
-        ("megatron-bridge", "megatron_bridge"),
-    )
+    name: f"moeref_conformance.targets.peers.{name.replace('-', '_')}:target"
+    for name in tomllib.loads(files(__name__).joinpath("peers.toml").read_text(encoding="utf-8"))
 }
 
 
 def before_megatron(spec: str, device: str) -> None:
-    """Prepare this process for the peer `spec` before megatron-core is imported; for other targets do nothing.
+    """Prepare this process for the peer `spec`, before megatron-core is imported. Other targets need nothing.
 
     On a GPU Transformer Engine is the real one. Raises RuntimeError as `te.install` does.
     """
@@ -36,10 +34,10 @@ def before_megatron(spec: str, device: str) -> None:
 
 
 def _contiguous_scatter() -> None:
-    """Scatter copies of pieces that are not contiguous.
+    """Make `torch.distributed.scatter` send contiguous copies of pieces.
 
-    Bridges split a weight on the host and move the pieces to the GPU, which makes them contiguous; on a CPU the move is
-    none, and gloo sends wrong bytes of a strided piece without a word.
+    Bridges split a weight on the host and move the pieces to the GPU, which makes them contiguous. On a CPU nothing
+    moves, and gloo silently sends wrong bytes of a strided piece.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d

@@ -1,7 +1,7 @@
 """What the adapters of the bridges share: process groups, settings for a CPU, the session, and a forward pass.
 
-Nothing here maps a name or a weight: that is the bridges' work. A forward pass is megatron-core's own schedule over the
-bridge's own model, so a wrong logit is the model's.
+Nothing here maps names or weights; the bridges do. The forward pass is megatron-core's schedule over the bridge's
+model, so a wrong logit comes from the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ON_CPU: dict[str, Any] = {
 
 
 def info(distribution: str, issues: str) -> Info:
-    """Name and installed version. Raises ImportError, which says where the bridge is installed, if it is not here."""
+    """Name and installed version. Raises ImportError, naming the session that installs the bridge, if it is missing."""
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError as error:
@@ -78,18 +78,18 @@ class BridgeExport:
         return self.models
 
     def load(self, checkpoint: Path) -> None:
-        """Through the bridge, without gradients: bridges copy into parameters in place."""
+        """Load through the bridge, under no_grad: bridges copy into parameters in place."""
         import torch
 
         with torch.no_grad():
             self.read(str(checkpoint))
 
     def plan(self) -> Sequence[TensorMeta]:
-        """No bridge has one; the adapters do not claim it."""
-        raise Unsupported("the bridge has_plan nothing before it streams")
+        """No bridge has a plan, and no adapter claims one."""
+        raise Unsupported("the bridge announces nothing before it streams")
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        """What the bridge yields, described by the tensor itself: it comes with a name and nothing else."""
+        """What the bridge yields. It gives names and tensors only, so shape and dtype are read from the tensor."""
         import torch
 
         with torch.no_grad():
@@ -114,7 +114,7 @@ class BridgeForward:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         rows, length = list(tokens_BS), tokens_BS.shape[1]
-        if self.cell.layout.vpp > 1:  # the interleaved schedule wants whole groups of PP microbatches
+        if self.cell.layout.vpp > 1:  # the interleaved schedule takes whole groups of PP microbatches
             rows += [rows[-1]] * (-len(rows) % self.cell.layout.pp)
         positions_1S = torch.arange(length)[None]
         mask_11SS = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -156,7 +156,7 @@ class BridgeSession:
 
 
 def parallel_settings(cell: Cell) -> dict[str, Any]:
-    """The layout in TransformerConfig's words, and how stages talk to each other."""
+    """The layout as settings of TransformerConfig, and how pipeline stages communicate."""
     layout = cell.layout
     return {
         "tensor_model_parallel_size": layout.tp,

@@ -1,4 +1,4 @@
-"""mbridge (ISEEKYAN) as a target. Its names are mapped from its own modules, so it has no table and no plan."""
+"""mbridge (ISEEKYAN) as a target. Its names are mapped from its own modules, so it has neither a table nor a plan."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Mbridge:
         package: Any = importlib.import_module("mbridge")
         hf_config = common.hf_config(world)
         for name, value in (hf_config.rope_parameters or {}).items():
-            # mbridge reads the fields of transformers 4, where they stood in the config itself.
+            # mbridge reads these where transformers 4 had them: in the config itself.
             if name in ("rope_theta", "partial_rotary_factor") and not hasattr(hf_config, name):
                 setattr(hf_config, name, value)
         with common.groups(cell):
-            # Its own padding is to a multiple of its argument; megatron-core wants one of TP.
+            # mbridge pads to a multiple of this argument only; megatron-core needs a multiple of TP.
             bridge = package.AutoBridge.from_config(
                 hf_config, dtype=common.torch_dtype(cell), make_vocab_size_divisible_by=cell.layout.tp
             )

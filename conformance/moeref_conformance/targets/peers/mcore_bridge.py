@@ -1,4 +1,4 @@
-"""mcore-bridge (ModelScope) as a target. Its names are mapped while tensors move, so it has no table and no plan."""
+"""mcore-bridge (ModelScope) as a target. It maps names while tensors move, so it has neither a table nor a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megatron-bridge (NVIDIA NeMo) as a target. Its tasks are built with a collective, so it has no table and no plan."""
+"""megatron-bridge (NVIDIA NeMo) as a target. It builds tasks by a collective, so it has neither a table nor a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Weights:
-    """The calls that move weights. Export needs the bridge that has read a checkpoint: it follows that one's names."""
+    """The calls that move weights. Export takes its names from the checkpoint that the bridge has read."""
 
     def __init__(self, auto_bridge: Any, models: Sequence[Any]) -> None:
         self._auto_bridge, self._models = auto_bridge, list(models)
@@ -29,7 +29,7 @@ class _Weights:
     def write(self) -> Iterator[tuple[str, torch.Tensor]]:
         """`export_hf_weights`, on every rank."""
         if self._bridge is None:
-            raise RuntimeError("megatron-bridge exports by the checkpoint that was loaded, and none was")
+            raise RuntimeError("megatron-bridge exports by the names of the loaded checkpoint, and none was loaded")
         yield from self._bridge.export_hf_weights(self._models, show_progress=False)
 
 
@@ -43,7 +43,7 @@ class MegatronBridge:
         families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}),
         backends=frozenset({"gloo"}),
         norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),  # of sequential ones it has no mapping for GLM-4.5
+        experts=frozenset({"grouped"}),  # it has no mapping for sequential experts of GLM-4.5
         has_plan=False,
         mtp=1,
     )
@@ -62,9 +62,9 @@ class MegatronBridge:
         settings = {
             **common.ON_CPU,
             **common.parallel_settings(cell),
-            "moe_permute_fusion": False,  # kernels of Transformer Engine, this one and the next
+            "moe_permute_fusion": False,  # this and the next need kernels of Transformer Engine
             "cross_entropy_loss_fusion": False,
-            # Its own way for a vocabulary that TP does not divide, and no row more: without TP it loads no padded one.
+            # Pads a vocabulary that TP does not divide, and no further: without TP it cannot load a padded one.
             "should_pad_vocab": True,
             "make_vocab_size_divisible_by": 1,
             **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), dtype),
@@ -74,7 +74,7 @@ class MegatronBridge:
             setattr(provider, name, value)
         with common.groups(cell):
             provider.finalize()
-            # Without DDP and Float16Module: neither has a part in names or weights.
+            # Neither DDP nor Float16Module changes names or weights.
             models = provider.provide_distributed_model(
                 wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, bf16=bf16
             )

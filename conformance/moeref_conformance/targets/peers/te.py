@@ -1,10 +1,10 @@
 """A stand-in for `transformer_engine` on a CPU, made of `te_modules`.
 
-Transformer Engine from the package index cannot be imported without CUDA, and the bridges import it. `install()` puts a
-package of that name into `sys.modules`, with what megatron-core's wrappers (`megatron.core.extensions`) and the bridges
-take from it and nothing else: another import fails as if the installed version did not have it.
+The bridges import Transformer Engine, which cannot be imported without CUDA. `install()` puts a package of that name
+into `sys.modules` with the names that megatron-core's wrappers (`megatron.core.extensions`) and the bridges use.
+Importing any other name fails, as with an older version.
 
-Call `install()` before megatron-core is imported. Only the peers' targets do (see `peers.before_megatron`).
+Call `install()` before megatron-core is imported; only `peers.before_megatron` does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 from moeref_conformance.targets.peers import te_modules as modules
 
 NAME = "transformer_engine"
-#: What megatron-core asks for by `is_te_min_version`: the first version with attention sinks.
+#: For megatron-core's `is_te_min_version`: the first version with attention sinks.
 VERSION = "2.8.0"
 
 
 def _absent(name: str) -> type:
-    """A class that can be named and subclassed, and not built."""
+    """A class that can be named and subclassed, but not instantiated."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise NotImplementedError(f"the stand-in for Transformer Engine has no {name}")
@@ -34,7 +34,7 @@ def _absent(name: str) -> type:
 
 
 class FP8GlobalStateManager:
-    """No quantisation, ever."""
+    """Says that nothing is quantised."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -88,7 +88,7 @@ def install() -> None:
     for path, contents in _MODULES.items():
         module = ModuleType(NAME + path, "A stand-in; see moeref_conformance.targets.peers.te.")
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
-        module.__path__ = []  # a package, so that what it lacks is reported as missing
+        module.__path__ = []  # a package, so that an import from it says what is missing
         vars(module).update(contents, __stand_in__=True)
         sys.modules[module.__name__] = module
         parent, _, name = module.__name__.rpartition(".")

@@ -1,7 +1,7 @@
 """Transformer Engine's modules in plain torch: parameter names, shapes and tensor-parallel marks are its own.
 
 The marks are the attributes `tensor_model_parallel`, `partition_dim` and `sequence_parallel` of parameters, set where
-Transformer Engine sets them. The maths is torch's in the dtype of the weights. Nothing here is quantised or fused.
+Transformer Engine sets them. The maths is torch's in the dtype of the weights. Nothing is quantised or fused.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.nn import functional
 
 
 class _Base(torch.nn.Module):
-    """What all of Transformer Engine's modules have: an empty extra state, and `fp8` switched off."""
+    """What all modules of Transformer Engine have: an extra state, empty here, and `fp8`, off here."""
 
     fp8 = False
 
     def get_extra_state(self) -> torch.Tensor:
-        """Transformer Engine keeps the state of quantisation here; without any it is empty."""
+        """The state of quantisation: empty."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
@@ -34,7 +34,7 @@ def _empty(*shape: int, dtype: torch.dtype | None, device: Any) -> torch.nn.Para
 
 
 def _shard(parameter: torch.nn.Parameter, dim: int) -> None:
-    """Mark as Transformer Engine does: every weight, also one that is not split."""
+    """Mark a parameter as Transformer Engine does, also one that is not split."""
     for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
         setattr(parameter, name, value)
 
@@ -64,7 +64,7 @@ class Linear(_Base):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         device: Any = "cpu",
-        **_: Any,  # kernels, overlap of communication, random states: nothing of that exists here
+        **_: Any,  # kernels, overlap of communication, random states
     ) -> None:
         super().__init__()
         self.parallel_mode, self.tp_group, self.tp_size = parallel_mode, tp_group, tp_size
@@ -95,7 +95,7 @@ class Linear(_Base):
         self.tp_group = tp_group
 
     def _enter(self, x: torch.Tensor) -> Any:
-        """The input of a column-parallel product: gathered over the sequence, or the same with summed gradients."""
+        """The input of a column-parallel product: gathered over the sequence, or with its gradient all-reduced."""
         if self.parallel_mode != "column" or self.tp_size == 1:
             return x
         from megatron.core.tensor_parallel import mappings
@@ -105,7 +105,7 @@ class Linear(_Base):
         return mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
 
     def _leave(self, y: torch.Tensor) -> Any:
-        """The output of a row-parallel product: summed over the ranks, and split over the sequence if need be."""
+        """The output of a row-parallel product: summed over ranks, and split over the sequence if need be."""
         if self.parallel_mode != "row" or self.tp_size == 1:
             return y
         from megatron.core.tensor_parallel import mappings

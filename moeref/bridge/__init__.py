@@ -6,7 +6,7 @@
 
 from moeref.bridge.checkpoint import Checkpoint
 from moeref.bridge.loader import bind, hf_tensors, inventory, load
-from moeref.bridge.regions import BridgeError, CopyRegion, padded_vocab, shard_regions
+from moeref.bridge.regions import BridgeError, CopyRegion, Shard, padded_vocab, shard_regions
 from moeref.bridge.shard_map import VOCAB_DIVISIBLE_BY, GlobalParam, HFTensor, LocalShard, ShardMap
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "GlobalParam",
     "HFTensor",
     "LocalShard",
+    "Shard",
     "ShardMap",
     "bind",
     "hf_tensors",

@@ -1,8 +1,8 @@
-"""Runs of rows that Qwen3-Next's fused linears take from Hugging Face tensors, for a TP rank's share of the heads.
+"""Which rows of Hugging Face tensors the fused linears of Qwen3-Next hold, for a TP rank's share of the heads.
 
-A run is (Hugging Face tensor, first row, rows); a shard is its runs one below the other. Sources: the splits in
-`SelfAttention.get_query_key_value_tensors` and `GatedDeltaNet.forward` of megatron-core, and in `Qwen3NextAttention`
-and `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering` of transformers.
+A run is (number of the Hugging Face tensor, first row, rows); a shard is its runs one below the other. The order follows
+the splits in megatron-core's `SelfAttention.get_query_key_value_tensors` and `GatedDeltaNet.forward`, and in
+transformers' `Qwen3NextAttention` and `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def gated_qkv(model: Model, groups: range) -> Iterator[Run]:
         yield 2, group * d, d
 
 
-def gdn_in_proj(delta: GatedDeltaNet, heads: range) -> Iterator[Run]:
+def gdn_in_proj(net: GatedDeltaNet, heads: range) -> Iterator[Run]:
     """in_proj_qkvz has [q | k | v | z] per key head, in_proj_ba [b | a]; Megatron all q, then all k, v, z, b, a."""
-    k, v = delta.key_dim, delta.per_key * delta.value_dim
-    for source, parts in ((0, (k, k, v, v)), (1, (delta.per_key, delta.per_key))):
+    k, v = net.key_dim, net.per_key * net.value_dim
+    for source, parts in ((0, (k, k, v, v)), (1, (net.per_key, net.per_key))):
         for i, rows in enumerate(parts):
             for head in heads:
                 yield source, head * sum(parts) + sum(parts[:i]), rows
 
 
-def gdn_conv1d(delta: GatedDeltaNet, heads: range) -> Iterator[Run]:
-    """Channels are all q, all k, all v in both; a rank has its heads of each."""
+def gdn_conv1d(net: GatedDeltaNet, heads: range) -> Iterator[Run]:
+    """Channels are [all q | all k | all v] on both sides; a rank has its heads of each."""
     start = 0
-    for rows in (delta.key_dim, delta.key_dim, delta.per_key * delta.value_dim):
+    for rows in (net.key_dim, net.key_dim, net.per_key * net.value_dim):
         yield 0, start + heads.start * rows, len(heads) * rows
-        start += delta.key_heads * rows
+        start += net.key_heads * rows

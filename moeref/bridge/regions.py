@@ -6,13 +6,18 @@ description serves both ways, so they cannot disagree; the regions of all TP ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moeref.bridge import gated_delta_net
 from moeref.families import HFPattern, Model, ParamMapping
+from moeref.families.mapping import Sharding
+from moeref.families.model import GatedDeltaNet
 
 Index = tuple[int | slice, ...]
+#: The number of a Hugging Face tensor among those of its parameter, and rows of it.
+Run = tuple[int, slice]
 
 
 class BridgeError(ValueError):
@@ -32,14 +37,15 @@ class CopyRegion:
     transposed: bool = False
 
 
+class Shard(NamedTuple):
+    """The shape of one rank's shard of a parameter, and where its elements come from."""
+
+    shape: tuple[int, ...]
+    regions: tuple[CopyRegion, ...]
+
+
 def _rows(start: int, count: int) -> slice:
     return slice(start, start + count)
-
-
-def _share(size: int, rank: int, parts: int, what: str) -> slice:
-    if size % parts:
-        raise BridgeError(f"{what}: {size} does not divide over {parts} ranks")
-    return _rows(rank * (size // parts), size // parts)
 
 
 def padded_vocab(model: Model, tp: int, divisible_by: int) -> int:
@@ -57,102 +63,161 @@ def shard_regions(
     padded: int,
     expert: int | None = None,
     fused: bool = False,
-) -> tuple[tuple[int, ...], tuple[CopyRegion, ...]]:
-    """Shape and regions of shard `rank` of `parts` (TP, or ETP for experts) of one parameter.
+) -> Shard:
+    """Shard `rank` of `parts` of one parameter; parts are TP ranks, or ETP ranks for an expert.
 
-    padded: rows of the padded vocabulary. expert: the global expert whose parameter this is. fused: the Hugging Face
-    side is `mapping.fused`. Raises BridgeError where a size does not divide.
+    padded: rows of the padded vocabulary. expert: the global expert. fused: the Hugging Face side is `mapping.fused`.
+    Raises BridgeError where a size does not divide.
     """
-    tensors, dims = (mapping.fused,) if fused and mapping.fused else mapping.hf, model.dims
-    first, what = tensors[0], f"{model.family}: {mapping.megatron}"
-    lead: Index = () if expert is None or "{expert}" in first.name else (expert,)
-    full = tuple(dims[d] for d in first.dims[len(lead) :])[:: -1 if first.transposed else 1]
-    tail = tuple(slice(0, n) for n in full[1:])
-
-    def region(source: int, rows: Index, local: Index) -> CopyRegion:
-        return CopyRegion(source, (*lead, *(rows[::-1] if first.transposed else rows)), local, first.transposed)
-
-    if mapping.sharding == "replicate":
-        whole = tuple(slice(0, n) for n in full)
-        return full, (region(0, whole, whole),)
+    tensors = (mapping.fused,) if fused and mapping.fused else mapping.hf
+    cut = _Cut(model, mapping, tensors, rank, parts, expert)
     if mapping.sharding == "vocab":
-        rows = _share(padded, rank, parts, f"{what}: padded vocabulary")
-        real = max(0, min(rows.stop, full[0]) - rows.start)
-        # An alias holds the same rows once more.
-        sources = range(len(mapping.hf) if real else 0)
-        same = tuple(region(i, (_rows(rows.start, real), *tail), (_rows(0, real), *tail)) for i in sources)
-        return (rows.stop - rows.start, *full[1:]), same
-    if mapping.sharding == "column":
-        share = _share(full[0], rank, parts, f"{what} dim 0")
-        size = share.stop - share.start
-        return (size, *full[1:]), (region(0, (share, *tail), (_rows(0, size), *tail)),)
+        return cut.vocab(padded)
     if mapping.sharding == "row":
-        share = _share(full[1], rank, parts, f"{what} dim 1")
-        size, all_rows = share.stop - share.start, slice(0, full[0])
-        return (full[0], size), (region(0, (all_rows, share), (all_rows, _rows(0, size))),)
-    if mapping.sharding == "gate_up":
-        width = full[0] if len(tensors) == 2 else full[0] // 2
-        share = _share(width, rank, parts, f"{what}: gate and up rows")
-        size = share.stop - share.start
-        halves = [_half(tensors, part, share, width) for part in range(2)]
-        regions = tuple(
-            region(source, (rows, *tail), (_rows(part * size, size), *tail))
-            for part, (source, rows) in enumerate(halves)
-        )
-        return (2 * size, *full[1:]), regions
-    if mapping.sharding == "qkv":
-        return _qkv_regions(model, rank, parts, tail, full[1:], what)
-    return _stacked(_runs(model, mapping, rank, parts, what), tail, full[1:])
+        return cut.columns()
+    return cut.stacked(_RUNS[mapping.sharding](cut))
 
 
-def _half(tensors: tuple[HFPattern, ...], part: int, share: slice, width: int) -> tuple[int, slice]:
-    """(source, rows) of `share` in gate (part 0) or up (1): a tensor of its own, every second row of one, or a half."""
-    if len(tensors) == 2:
-        return part, share
-    if tensors[0].interleaved:
-        return 0, slice(2 * share.start + part, 2 * share.stop, 2)
-    return 0, slice(part * width + share.start, part * width + share.stop)
+@dataclass(frozen=True)
+class _Cut:
+    """One shard to describe: part `rank` of `parts` of a parameter that lies in `tensors`."""
 
+    model: Model
+    mapping: ParamMapping
+    tensors: tuple[HFPattern, ...]
+    rank: int
+    parts: int
+    expert: int | None
 
-def _runs(model: Model, mapping: ParamMapping, rank: int, parts: int, what: str) -> Iterable[gated_delta_net.Run]:
-    """Runs of rows for the rank's share of KV groups or key heads."""
-    if mapping.sharding == "gated_qkv":
-        share = _share(model.kv_groups, rank, parts, f"{what}: KV groups (more TP ranks than groups is not mapped)")
-        return gated_delta_net.gated_qkv(model, range(share.start, share.stop))
-    if model.gated_delta_net is None:
-        raise BridgeError(f"{what}: {mapping.sharding} rows need a gated delta net")
-    share = _share(model.gated_delta_net.key_heads, rank, parts, f"{what}: key heads")
-    runs = gated_delta_net.gdn_in_proj if mapping.sharding == "gdn_in_proj" else gated_delta_net.gdn_conv1d
-    return runs(model.gated_delta_net, range(share.start, share.stop))
+    @property
+    def _lead(self) -> Index:
+        """Selects the expert in a tensor that holds all experts."""
+        return () if self.expert is None or "{expert}" in self.tensors[0].name else (self.expert,)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first tensor, or of one expert in it, as Megatron orders the axes."""
+        first = self.tensors[0]
+        shape = tuple(self.model.dims[d] for d in first.dims[len(self._lead) :])
+        return shape[::-1] if first.transposed else shape
 
-def _stacked(
-    runs: Iterable[gated_delta_net.Run], tail: Index, rest: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[CopyRegion, ...]]:
-    """Runs of rows, one below the other."""
-    regions: list[CopyRegion] = []
-    at = 0
-    for source, start, count in runs:
-        regions.append(CopyRegion(source, (_rows(start, count), *tail), (_rows(at, count), *tail)))
-        at += count
-    return (at, *rest), tuple(regions)
+    def error(self, text: str) -> BridgeError:
+        """The error `text` for this parameter."""
+        return BridgeError(f"{self.model.family}: {self.mapping.megatron}{text}")
 
+    def share(self, size: int, name: str) -> slice:
+        """The rank's part of `size` rows, columns, groups or heads, all parts equal."""
+        if size % self.parts:
+            raise self.error(f"{name}: {size} does not divide over {self.parts} ranks")
+        return _rows(self.rank * (size // self.parts), size // self.parts)
 
-def _qkv_regions(
-    model: Model, rank: int, parts: int, tail: Index, rest: tuple[int, ...], what: str
-) -> tuple[tuple[int, ...], tuple[CopyRegion, ...]]:
-    """Per KV group [its q heads | k | v]; TP takes contiguous groups (megatron-core's SelfAttention)."""
-    d, per_group = model.head_dim, model.heads // model.kv_groups
-    groups = _share(model.kv_groups, rank, parts, f"{what}: KV groups (more TP ranks than groups is not mapped)")
-    regions: list[CopyRegion] = []
-    at = 0
-    for group in range(groups.start, groups.stop):
-        for source, (start, count) in enumerate(
-            ((group * per_group * d, per_group * d), (group * d, d), (group * d, d))
-        ):
-            regions.append(CopyRegion(source, (_rows(start, count), *tail), (_rows(at, count), *tail)))
+    def region(self, tensor: int, index: Index, shard_index: Index) -> CopyRegion:
+        """The region of a Hugging Face tensor that `index`, in Megatron's order of axes, selects."""
+        transposed = self.tensors[0].transposed
+        return CopyRegion(tensor, (*self._lead, *(index[::-1] if transposed else index)), shard_index, transposed)
+
+    def rows(self, tensor: int, rows: slice, shard_rows: slice) -> CopyRegion:
+        """The region of whole rows."""
+        rest = tuple(slice(0, n) for n in self.shape[1:])
+        return self.region(tensor, (rows, *rest), (shard_rows, *rest))
+
+    def stacked(self, runs: Iterable[Run]) -> Shard:
+        """The shard that holds `runs` one below the other."""
+        regions: list[CopyRegion] = []
+        at = 0
+        for tensor, rows in runs:
+            count = len(range(rows.start, rows.stop, rows.step or 1))
+            regions.append(self.rows(tensor, rows, _rows(at, count)))
             at += count
-    return (at, *rest), tuple(regions)
+        return Shard((at, *self.shape[1:]), tuple(regions))
+
+    def columns(self) -> Shard:
+        """The rank's columns of a row-parallel linear."""
+        rows, share = slice(0, self.shape[0]), self.share(self.shape[1], " dim 1")
+        size = share.stop - share.start
+        return Shard((self.shape[0], size), (self.region(0, (rows, share), (rows, _rows(0, size))),))
+
+    def vocab(self, padded: int) -> Shard:
+        """The rank's rows of a vocabulary of `padded` rows; a rank of padding alone has no region.
+
+        Copies of the tensor in MTP layers have the same region of the shard.
+        """
+        rows = self.share(padded, ": padded vocabulary")
+        real = max(0, min(rows.stop, self.shape[0]) - rows.start)
+        tensors = range(len(self.tensors) if real else 0)
+        regions = tuple(self.rows(i, _rows(rows.start, real), _rows(0, real)) for i in tensors)
+        return Shard((rows.stop - rows.start, *self.shape[1:]), regions)
+
+
+def _replicate(cut: _Cut) -> Iterable[Run]:
+    return [(0, slice(0, cut.shape[0]))]
+
+
+def _column(cut: _Cut) -> Iterable[Run]:
+    return [(0, cut.share(cut.shape[0], " dim 0"))]
+
+
+def _gate_up(cut: _Cut) -> Iterable[Run]:
+    """Gate, then up: two tensors, every second row of one, or its two halves."""
+    two = len(cut.tensors) == 2
+    width = cut.shape[0] if two else cut.shape[0] // 2
+    share = cut.share(width, ": gate and up rows")
+    if two:
+        return [(0, share), (1, share)]
+    if cut.tensors[0].interleaved:
+        return [(0, slice(2 * share.start + part, 2 * share.stop, 2)) for part in range(2)]
+    return [(0, slice(start + share.start, start + share.stop)) for start in (0, width)]
+
+
+def _groups(cut: _Cut) -> range:
+    """The rank's KV groups: TP takes contiguous ones (megatron-core's SelfAttention)."""
+    share = cut.share(cut.model.kv_groups, ": KV groups (more TP ranks than groups is not mapped)")
+    return range(share.start, share.stop)
+
+
+def _qkv(cut: _Cut) -> Iterable[Run]:
+    """Per KV group its q heads, k, v."""
+    d = cut.model.head_dim
+    q = d * (cut.model.heads // cut.model.kv_groups)
+    for group in _groups(cut):
+        yield from ((tensor, _rows(group * rows, rows)) for tensor, rows in enumerate((q, d, d)))
+
+
+def _gated_qkv(cut: _Cut) -> Iterable[Run]:
+    return _slices(gated_delta_net.gated_qkv(cut.model, _groups(cut)))
+
+
+def _gdn_in_proj(cut: _Cut) -> Iterable[Run]:
+    return _slices(gated_delta_net.gdn_in_proj(*_key_heads(cut)))
+
+
+def _gdn_conv1d(cut: _Cut) -> Iterable[Run]:
+    return _slices(gated_delta_net.gdn_conv1d(*_key_heads(cut)))
+
+
+def _key_heads(cut: _Cut) -> tuple[GatedDeltaNet, range]:
+    """The net's sizes and the rank's key heads."""
+    net = cut.model.gated_delta_net
+    if net is None:
+        raise cut.error(f": {cut.mapping.sharding} needs a gated delta net")
+    share = cut.share(net.key_heads, ": key heads")
+    return net, range(share.start, share.stop)
+
+
+def _slices(runs: Iterable[gated_delta_net.Run]) -> Iterable[Run]:
+    return ((tensor, _rows(start, count)) for tensor, start, count in runs)
+
+
+#: The rows of a shard, by `ParamMapping.sharding`, for every kind that splits whole rows.
+_RUNS: dict[Sharding, Callable[[_Cut], Iterable[Run]]] = {
+    "replicate": _replicate,
+    "column": _column,
+    "gate_up": _gate_up,
+    "qkv": _qkv,
+    "gated_qkv": _gated_qkv,
+    "gdn_in_proj": _gdn_in_proj,
+    "gdn_conv1d": _gdn_conv1d,
+}
 
 
 def bounding(regions: tuple[CopyRegion, ...], source: int) -> Index:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from moeref import families
-from moeref.bridge.regions import BridgeError, CopyRegion, padded_vocab, shard_regions
+from moeref.bridge.regions import BridgeError, CopyRegion, Shard, padded_vocab, shard_regions
 from moeref.families import ExpertFormat, Model, ParamMapping, SpecNames
 from moeref.layout import Coords, Layout, Stages
 
@@ -68,7 +68,7 @@ class ShardMap:
     divisible_by: int = VOCAB_DIVISIBLE_BY
     #: Caches: shards by mapping, TP or ETP rank and expert; parameters by mapping, layer and expert; the shards of a
     #: rank by (pp, ep, tp, etp), as data-parallel replicas hold the same.
-    _shards: dict[tuple[ParamMapping, int, int | None], tuple[tuple[int, ...], tuple[CopyRegion, ...]]] = field(
+    _shards: dict[tuple[ParamMapping, int, int | None], Shard] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _params: dict[tuple[ParamMapping, int | None, int | None], GlobalParam] = field(
@@ -161,8 +161,8 @@ class ShardMap:
         mtp = param.layer in self._mtp_layers
         return self.names.of(param.mapping, mtp=mtp).format(layer=local_layer, expert=local_expert)
 
-    def shard(self, param: GlobalParam, part: int) -> tuple[tuple[int, ...], tuple[CopyRegion, ...]]:
-        """Shape and regions of the shard that TP rank (ETP rank for an expert) `part` holds of `param`."""
+    def shard(self, param: GlobalParam, part: int) -> Shard:
+        """The shard that TP rank (ETP rank for an expert) `part` holds of `param`."""
         # Where every expert has Hugging Face tensors of its own, all experts are cut alike.
         own = self.expert_format == "per_expert" and "{expert}" in param.mapping.hf[0].name
         key = param.mapping, part, None if own else param.expert
@@ -170,7 +170,7 @@ class ShardMap:
             self._shards[key] = self._cut(param, part)
         return self._shards[key]
 
-    def _cut(self, param: GlobalParam, part: int) -> tuple[tuple[int, ...], tuple[CopyRegion, ...]]:
+    def _cut(self, param: GlobalParam, part: int) -> Shard:
         layout = self.layout
         try:
             return shard_regions(

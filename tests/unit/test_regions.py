@@ -134,7 +134,7 @@ def test_gated_delta_nets() -> None:
     with pytest.raises(BridgeError, match=r"^qwen3_next: .*linear_qkv.*KV groups .*: 8 does not divide over 16 ranks"):
         _shard(m, "gated_qkv", 0, 16)
     row = next(r for r in families.mappings(model("qwen3_moe")) if r.sharding == "qkv")
-    with pytest.raises(BridgeError, match=r"^qwen3_moe: .*linear_qkv.weight: gdn_in_proj rows need a gated delta net"):
+    with pytest.raises(BridgeError, match=r"^qwen3_moe: .*linear_qkv.weight: gdn_in_proj needs a gated delta net"):
         shard_regions(model("qwen3_moe"), replace(row, sharding="gdn_in_proj"), 0, 1, padded=0)
 
 

@@ -1,7 +1,7 @@
 """Which rows of Hugging Face tensors the fused linears of Qwen3-Next hold, for a TP rank's share of the heads.
 
-A run is (number of the Hugging Face tensor, first row, rows); a shard is its runs one below the other. The order follows
-the splits in megatron-core's `SelfAttention.get_query_key_value_tensors` and `GatedDeltaNet.forward`, and in
+A run is (number of the Hugging Face tensor, first row, rows); a shard is its runs one below the other. The order
+follows the splits in megatron-core's `SelfAttention.get_query_key_value_tensors` and `GatedDeltaNet.forward`, and in
 transformers' `Qwen3NextAttention` and `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`.
 """
 

@@ -120,6 +120,16 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     },
 }
+#: transformers' name of each family: `…Config` and `…ForCausalLM`.
+_CLASSES = {
+    "qwen3_moe": "Qwen3Moe",
+    "glm4_moe": "Glm4Moe",
+    "mixtral": "Mixtral",
+    "deepseek_v3": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "qwen3_next": "Qwen3Next",
+    "gpt_oss": "GptOss",
+}
 
 
 def length(cell: Cell) -> int:
@@ -136,15 +146,8 @@ def model(cell: Cell) -> Any:
 
     if cell.family not in _FAMILY:
         raise ValueError(f"cell {cell.id}: family {cell.family} has no recipe; known: {', '.join(_FAMILY)}")
-    config_of, model_of = {
-        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-        "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
-        "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
-        "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
-        "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
-        "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
-        "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
-    }[cell.family]
+    name = _CLASSES[cell.family]
+    config_of, model_of = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
     values = {**_COMMON, **_FAMILY[cell.family], "num_hidden_layers": cell.layers, "tie_word_embeddings": cell.tied}
     if cell.precision:
         if cell.family != "qwen3_moe":

@@ -1,4 +1,4 @@
-"""The matrix as pytest tests: one for every rule in every cell. A cell runs once, when its first rule is asked for."""
+"""The matrix as pytest tests: one for every rule in every cell. A cell runs once, at the test of its first rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeref_conformance.run.runner import Runner
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One parameter set a cell and rule of the plan; what the selection leaves out is not collected."""
+    """One test for each cell and rule that the plan selects."""
     plan = plan_of(metafunc.config)
     grouped = metafunc.config.pluginmanager.hasplugin("xdist")
     metafunc.parametrize(
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    """The one that runs cells, with its worlds open as long as the session lasts."""
+    """Runs cells; its worlds stay open for the whole session."""
     with Runner(plan_of(request.config)) as opened:
         yield opened
 

@@ -64,10 +64,10 @@ def axis(**facts: Any) -> dict[str, Any]:
 
 def read_axes(fields: Iterable[Field[Any]]) -> dict[str, Axis]:
     """The axes among the fields of a dataclass by name, in their order."""
-    found = {}
+    axes = {}
     for field in fields:
         if "axis" in field.metadata:
             facts = {"name": field.name, **field.metadata["axis"]}
             default = None if field.default is MISSING else field.default
-            found[facts["name"]] = Axis(field=field.name, default=default, **facts)
-    return found
+            axes[facts["name"]] = Axis(field=field.name, default=default, **facts)
+    return axes

@@ -1,1 +1,1 @@
-"""What happened to a tensor that is not what it should be: hypotheses, tried one after the other."""
+"""What happened to a tensor that is not as expected: known mistakes, tried one after the other."""

@@ -19,11 +19,11 @@ def transposed(expected: torch.Tensor, got: torch.Tensor) -> str:
     """The last two axes swapped, whatever the shape says."""
     if expected.dim() < 2:
         return ""
-    turned = expected.transpose(-1, -2).contiguous()
+    swapped = expected.transpose(-1, -2).contiguous()
     which = "" if expected.dim() == 2 else " (last two dimensions swapped)"
-    if same(turned, got):
+    if same(swapped, got):
         return f"equals its transpose{which}"
-    if turned.numel() == got.numel() and same(turned.reshape(-1), got.reshape(-1)):
+    if swapped.numel() == got.numel() and same(swapped.reshape(-1), got.reshape(-1)):
         return f"its elements are in the storage order of its transpose{which}: a strided tensor was read flat"
     for dim in range(expected.dim()):
         for size in SIZES:
@@ -59,7 +59,7 @@ def joined_elsewhere(expected: torch.Tensor, got: torch.Tensor) -> str:
 
 
 def longer_or_shorter(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Right but for rows too many, rows too few or columns too few."""
+    """Right, but with rows appended, or with rows or columns missing."""
     if expected.dim() == got.dim() and expected.shape[1:] == got.shape[1:]:
         n, m = expected.shape[0], got.shape[0]
         if m > n and same(expected, got[:n]):
@@ -95,7 +95,7 @@ def shards_reordered(name: str, expected: torch.Tensor, got: torch.Tensor) -> st
 
 
 def _order(parts: Sequence[torch.Tensor], have: Sequence[torch.Tensor]) -> list[int] | None:
-    """Which of `parts` each of `have` is; None as soon as one is none of them."""
+    """The index in `parts` of each of `have`; None if one is not among them."""
     order = []
     for piece in have:
         at = next((i for i, part in enumerate(parts) if same(part, piece)), None)

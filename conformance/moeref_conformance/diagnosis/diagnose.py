@@ -1,7 +1,8 @@
-"""Diagnosis by trial: says in a few words what happened to a tensor, by trying what usually happens to tensors.
+"""Diagnosis by trial: what happened to a tensor, in a few words.
 
 Each trial re-creates one known mistake from the expected tensors and compares bytes; the first that fits is the answer.
-Here are their order and those that look for whole tensors; `trials` has the others, `matching` the search by rows.
+This module has their order, and the trials that look for whole tensors. `axes`, `shards` and `values` have the others,
+`matching` the search by rows and columns.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ def diagnose(
     context: Context,
     stale: torch.Tensor | None = None,
 ) -> str:
-    """One short phrase on what `got` is instead of `expected`.
+    """One short phrase on what `got` is instead of `expected`, or "no known pattern".
 
-    `stale` is what the tensor held before the last change. "no known pattern" if no trial fits.
+    `stale` is what the tensor held before the last change.
     """
     expected, got = expected.detach().cpu(), got.detach().cpu()
     if expected.dtype != got.dtype:
@@ -89,7 +90,7 @@ def _related(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str
 
 
 def _slices(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None) -> str:
-    """A stack of experts, expert by expert: what the first wrong one is."""
+    """A tensor of stacked experts: what its first wrong expert is."""
     if expected.dim() != 3:
         return ""
     wrong = [i for i in range(len(expected)) if not same(expected[i], got[i])]

@@ -1,4 +1,7 @@
-"""Where the rows and columns of a tensor come from: every line of a checkpoint by its bytes, and how to tell of it."""
+"""Where the rows and columns of a tensor come from: a search of a checkpoint by bytes, and its results in words.
+
+A line is a row or a column.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ _ZERO = "zero"
 class Context:
     """All tensors that might have been mistaken for one another, by name, and how many layers are dense.
 
-    A context of one rank's shards has `behind` it that of the whole checkpoint, where lines are looked for that no
-    shard of the rank holds, and in `parts` the names there of the tensors that a shard is made of.
+    For the shards of one rank, `behind` is the context of the whole checkpoint, searched for lines that no shard of the
+    rank has, and `parts` names the tensors there that each shard is made of.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -46,8 +49,8 @@ class Context:
 
     def line(self, line: bytes, columns: bool) -> Where | None:
         """Where a row or column is, here or behind."""
-        found = (self.columns if columns else self.rows).get(line)
-        return self.behind.line(line, columns) if found is None and self.behind is not None else found
+        here = (self.columns if columns else self.rows).get(line)
+        return self.behind.line(line, columns) if here is None and self.behind is not None else here
 
     def named(self, got: torch.Tensor) -> str:
         """The name of the tensor that has the shape and bytes of `got`, here or behind; empty if none has."""
@@ -57,7 +60,7 @@ class Context:
         return self.behind.named(got) if self.behind is not None else ""
 
     def sources(self, name: str) -> list[torch.Tensor]:
-        """The full tensors that the shard `name` is made of; none for a name that is no shard."""
+        """The full tensors that the shard `name` is made of; none if `name` is not a shard."""
         return [self.behind.tensors[part] for part in self.parts.get(name, ())] if self.behind is not None else []
 
 
@@ -67,16 +70,16 @@ def octets(tensor: torch.Tensor) -> bytes:
 
 
 def _lines(tensors: Mapping[str, torch.Tensor], columns: bool) -> dict[bytes, Where]:
-    found: dict[bytes, Where] = {}
+    places: dict[bytes, Where] = {}
     for name, tensor in tensors.items():
         if tensor.dim() >= 2:
             for i, line in enumerate(lines_of(tensor, columns)):
-                found.setdefault(line, (name, i))
-    return found
+                places.setdefault(line, (name, i))
+    return places
 
 
 def lines_of(tensor: torch.Tensor, columns: bool) -> list[bytes]:
-    """The rows (or columns) of a matrix as bytes; of a stack of matrices the rows one after the other."""
+    """The rows (or columns) of a matrix as bytes. A stack of matrices counts as one tall matrix."""
     flat = tensor.detach().reshape(-1, tensor.shape[-1])
     # A copy: a transposed [1, n] counts as contiguous, and its bytes cannot be viewed.
     flat = (flat.T if columns else flat).clone(memory_format=torch.contiguous_format)
@@ -129,19 +132,19 @@ def short(name: str) -> str:
 
 def runs(flags: list[bool]) -> list[tuple[int, int]]:
     """(start, count) of every run of true flags."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for i, flag in enumerate(flags):
-        if flag and found and sum(found[-1]) == i:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if flag and spans and sum(spans[-1]) == i:
+            spans[-1] = (spans[-1][0], spans[-1][1] + 1)
         elif flag:
-            found.append((i, 1))
-    return found
+            spans.append((i, 1))
+    return spans
 
 
 def shifted(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
-    """`expert 8` if every row (or column) of `got` stands where the expected one stands, in tensors so related.
+    """`expert 8` if every row (or column) of `got` is the expected one, but of tensors with that relation.
 
-    That tells of a shard made of several tensors, all of them those of another expert, layer or kind.
+    It explains a shard made of several tensors when all are of another expert, layer or kind.
     """
     if expected.dim() != 2 or expected.shape != got.shape:
         return ""
@@ -170,30 +173,30 @@ def moved_lines(name: str, got: torch.Tensor, context: Context) -> str:
 
 
 def moved(name: str, got: torch.Tensor, context: Context, own: Context, columns: bool) -> str:
-    """Rows (or columns) of `got` found elsewhere, told as runs; empty unless at least half of them are known."""
-    found = [
+    """Where the rows (or columns) of `got` come from, as runs; empty unless at least half of them are known."""
+    places = [
         (_ZERO, 0) if zero else own.line(line, columns) or context.line(line, columns)
         for line, zero in zip(lines_of(got, columns), zeros_of(got, columns), strict=True)
     ]
-    if sum(f is not None for f in found) * 2 < len(found) or all(f is None or f[0] == _ZERO for f in found):
+    if sum(p is not None for p in places) * 2 < len(places) or all(p is None or p[0] == _ZERO for p in places):
         return ""
     word = "columns" if columns else "rows"
-    if all(f is not None and f[0] == name for f in found):
-        order = [f[1] for f in found if f is not None]
+    if all(p is not None and p[0] == name for p in places):
+        order = [p[1] for p in places if p is not None]
         if sorted(order) == list(range(len(order))):
-            told = "; ".join(_tell(name, s, word) for s in _segments(found)[:2])
+            told = "; ".join(_tell(name, s, word) for s in _segments(places)[:2])
             return f"{word} permuted within the tensor ({told})"
-    strange = [s for s in _segments(found) if (s[2], s[3]) != (name, s[0])]
+    strange = [s for s in _segments(places) if (s[2], s[3]) != (name, s[0])]
     if not strange:
         return ""
     text = "; ".join(_tell(name, segment, word) for segment in strange[:2])
     return text + (f"; and {len(strange) - 2} more runs" if len(strange) > 2 else "")
 
 
-def _segments(found: list[Where | None]) -> list[tuple[int, int, str, int]]:
-    """Runs (start, count, source, source start) of lines that stand in sequence at their source; unknown: source ""."""
+def _segments(places: list[Where | None]) -> list[tuple[int, int, str, int]]:
+    """Runs (start, count, source, source start) of lines that are consecutive in their source; "" if it is unknown."""
     out: list[tuple[int, int, str, int]] = []
-    for i, where in enumerate(found):
+    for i, where in enumerate(places):
         source, line = where if where is not None else ("", 0)
         if out:
             start, count, last, at = out[-1]
@@ -215,5 +218,5 @@ def _tell(name: str, segment: tuple[int, int, str, int], word: str) -> str:
 
 
 def first_of(*trials: Callable[[], str]) -> str:
-    """What the first trial says that says something."""
+    """The answer of the first trial that has one."""
     return next((said for trial in trials if (said := trial())), "")

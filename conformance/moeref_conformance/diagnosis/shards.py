@@ -1,7 +1,6 @@
-"""Trials on tensors that are cut and fused: gate with up, q with k and v, and what one rank holds of them.
+"""Trials on fused and sharded tensors: gate with up, q with k and v, and what one rank holds of them.
 
-Exported tensors are told apart by their names; a rank's own shard by the full tensors it is made of
-(`Context.sources`).
+The name tells what an exported tensor is. For a shard of a rank, `Context.sources` gives the full tensors in it.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _words(names: Sequence[str]) -> str:
 
 
 def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
-    """A rank's shard of one expert, cut rightly, but from another expert of the tensor that holds all of them."""
+    """The right shard of the wrong expert, out of a tensor that holds all experts."""
     sources = context.sources(name)
     if len(sources) != 1 or sources[0].dim() < 2 or expected.shape != got.shape:
         return ""
@@ -87,7 +86,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
-    """A rank's shard cut otherwise from the tensors it is made of: stacked, as one tensor, or another rank's."""
+    """A shard cut wrongly from its tensors: stacked, cut from their concatenation, or another rank's."""
     sources, names = context.sources(name), context.parts.get(name, ())
     if not sources or any(s.shape[1:] != sources[0].shape[1:] for s in sources):
         return ""
@@ -109,7 +108,7 @@ def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, context: C
 def _another_share(
     expected: torch.Tensor, got: torch.Tensor, sources: Sequence[torch.Tensor], names: Sequence[str]
 ) -> str:
-    """The shard of another rank, or of another number of ranks. Tensors of three sources interleave: not these."""
+    """The shard of another rank, or for another number of ranks; not for QKV, whose three sources interleave."""
     if len(sources) > 2 or got.dim() == 0:
         return ""
     for dim in range(got.dim() if len(sources) == 1 else 1):

@@ -35,7 +35,7 @@ def constant(expected: torch.Tensor, got: torch.Tensor) -> str:
 
 
 def stale_values(expected: torch.Tensor, got: torch.Tensor, stale: torch.Tensor | None) -> str:
-    """`got` is what the tensor was before the last change, wholly or in some rows."""
+    """`got` has, in all rows or some, the values from before the last change."""
     if stale is None:
         return ""
     if same(stale, got):
@@ -50,7 +50,7 @@ def stale_values(expected: torch.Tensor, got: torch.Tensor, stale: torch.Tensor 
 
 
 def missing_lines(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Right but for whole rows or columns that are zero, as when one shard is missing."""
+    """Right, but with whole rows or columns of zeros, as if one shard is missing."""
     for axis, word in enumerate(("rows", "columns")[: expected.dim()]):
         want = lines_of(expected, bool(axis)) if expected.dim() > 1 else [octets(x) for x in expected]
         have = lines_of(got, bool(axis)) if expected.dim() > 1 else [octets(x) for x in got]
@@ -73,7 +73,7 @@ def _which_shard(gaps: list[tuple[int, int]], lines: int) -> str:
 
 
 def rounded(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """fp32 that went through a shorter dtype."""
+    """fp32 values rounded to a shorter dtype."""
     for dtype in (torch.bfloat16, torch.float16):
         if expected.dtype == torch.float32 and same(expected.to(dtype).float(), got):
             return f"{'bf16' if dtype == torch.bfloat16 else 'fp16'}-rounded fp32"
@@ -108,12 +108,12 @@ def shifted(expected: torch.Tensor, got: torch.Tensor) -> str:
     return ""
 
 
-#: Fewer elements say nothing: a few equal values may be chance.
+#: With fewer elements, equal values may be chance.
 ENOUGH = 4
 
 
 def foreign(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
-    """The expected elements in an order that no other trial knows, or nothing that is in the checkpoint."""
+    """The expected elements in an order that no other trial explains, or values that the checkpoint does not have."""
     if expected.element_size() not in (4, 8) or got.numel() < ENOUGH:
         return ""
     want, have = _bits(expected), _bits(got)

@@ -1,7 +1,7 @@
-"""What this machine has that cells need: which of them it can run, in which world, and why not the others.
+"""What this machine has that cells need: which of them it can run, on which backend, and why not the others.
 
-`detect` asks in a process of its own, because a process that has initialised CUDA cannot fork ranks any more. Whether
-FP8 can be computed is Transformer Engine's own answer.
+`detect` asks a process of its own, because a process that has initialised CUDA cannot fork ranks any more. Transformer
+Engine itself says whether FP8 can be computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from moeref_conformance.contract.cells import ANY_GPU, GPU_BACKENDS, Cell
 from moeref_conformance.contract.checks import BadInput
 
-#: What a cell may need besides GPUs, as a matrix names it and as people do.
+#: What a cell may need besides GPUs: its name in a matrix, and in a report.
 NEEDS = {
     "transformer_engine": "Transformer Engine",
     "deep_ep": "DeepEP",
@@ -40,10 +40,10 @@ SECONDS = 120.0  # for imports of torch and Transformer Engine
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """`gpus` are the names of the GPUs in sight, `has` what there is of `NEEDS`, `RECIPES` and NCCL.
+    """`gpus` are the names of the visible GPUs, `has` what there is of `NEEDS`, `RECIPES` and NCCL.
 
-    `why_not` says of anything else why it is not there ("gpu" among them), as a clause that goes on from its name.
-    `ranks` is how many processes torchrun started on all its machines, each with a GPU of its own; 0 without torchrun.
+    `why_not` has the reason for each that is missing ("gpu" too), phrased to follow its name. `ranks` is how many
+    processes torchrun started on all its machines, each with a GPU of its own; 0 without torchrun.
     """
 
     gpus: tuple[str, ...] = ()
@@ -58,9 +58,9 @@ class Machine:
         return (self.ranks or len(self.gpus)) if self.gpus else 0
 
     def backend(self, cell: Cell, asked: str = "auto") -> str:
-        """The world the cell runs in here: `asked`, or if the cell leaves it open, NCCL where its ranks fit the GPUs.
+        """The backend the cell has here: `asked`, or if the cell leaves it open, NCCL where its ranks fit the GPUs.
 
-        A machine with fewer GPUs than the cell takes at least, or none, answers as one that has just these.
+        A machine with fewer GPUs than `cell.gpus`, or none, answers as one that has just that many.
         """
         if cell.backend == "static":
             return cell.backend
@@ -68,12 +68,12 @@ class Machine:
             return asked
         if cell.backend != ANY_GPU:
             return cell.backend
-        # Processes of torchrun are one a GPU, so there are no others to share one.
+        # Each process of torchrun has a GPU of its own, so none is shared.
         fits = cell.layout.world <= max(self.count, cell.gpus, 1) or bool(self.ranks)
         return "nccl" if fits else "gloo-cuda"
 
     def lacks(self, cell: Cell) -> str:
-        """What the cell needs and is not here, as a reason for the report; empty if it can run."""
+        """What the cell needs and this machine lacks, as a reason for the report; empty if it can run."""
         wanted = needs(cell)
         if cell.backend in GPU_BACKENDS or cell.gpus or wanted:
             if not self.count:
@@ -91,15 +91,15 @@ class Machine:
 
 
 def needs(cell: Cell) -> tuple[str, ...]:
-    """All that the cell needs besides GPUs: what its axes imply, and what its matrix says."""
-    found = ["transformer_engine"] if cell.kernels == "te" or cell.precision else []
-    found += [cell.precision] if cell.precision else []
-    found += [_IMPLIED[cell.dispatcher]] if cell.dispatcher in _IMPLIED else []
-    return tuple(dict.fromkeys([*found, *cell.needs]))
+    """What the cell needs besides GPUs: what its axes imply, and what its matrix says."""
+    implied = ["transformer_engine"] if cell.kernels == "te" or cell.precision else []
+    implied += [cell.precision] if cell.precision else []
+    implied += [_IMPLIED[cell.dispatcher]] if cell.dispatcher in _IMPLIED else []
+    return tuple(dict.fromkeys([*implied, *cell.needs]))
 
 
 def concerned(cell: Cell) -> bool:
-    """Whether anything about the cell depends on the machine."""
+    """Whether the machine decides if or how the cell runs."""
     return cell.backend in (ANY_GPU, *GPU_BACKENDS) or bool(cell.gpus or needs(cell))
 
 
@@ -110,16 +110,16 @@ def started() -> int:
 
 @functools.cache
 def detect() -> Machine:
-    """This machine, or under torchrun all of its machines, which are taken to be alike.
+    """This machine, or under torchrun all of its machines, which are assumed to be alike.
 
     Raises `BadInput` if torchrun started more ranks on this machine than it has GPUs.
     """
-    found = _ask()
+    facts = _ask()
     machine = Machine(
-        gpus=tuple(found["gpus"]),
-        has=frozenset(found["has"]),
-        why_not=found["why_not"],
-        versions=found["versions"],
+        gpus=tuple(facts["gpus"]),
+        has=frozenset(facts["has"]),
+        why_not=facts["why_not"],
+        versions=facts["versions"],
         ranks=started(),
     )
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -132,7 +132,7 @@ def detect() -> Machine:
 def _ask() -> dict[str, Any]:
     if not _devices():
         return _nothing("no NVIDIA device under /dev (no driver, or nothing is passed into this container)")
-    # As multiprocessing does: what can be imported here can be imported there.
+    # As multiprocessing does, so that the process can import what this one can.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     command = [sys.executable, "-m", "moeref_conformance.plan.machine"]
     try:
@@ -144,18 +144,18 @@ def _ask() -> dict[str, Any]:
             timeout=SECONDS,
             env={**os.environ, "PYTHONPATH": path},
         )
-        # Whatever an import prints comes first.
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        # Imports may print lines before it.
+        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return _nothing(f"looking for GPUs took more than {SECONDS:g} s")
     except (IndexError, json.JSONDecodeError):
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
         return _nothing(f"looking for GPUs ended with exit code {done.returncode}: {last}")
-    return found
+    return facts
 
 
 def _devices() -> bool:
-    # Under Windows' Linux the device is of another name.
+    # Windows Subsystem for Linux names the device otherwise.
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
@@ -171,30 +171,37 @@ def examine() -> dict[str, Any]:
         return _nothing(f"torch cannot be imported: {error}")
     if why := _no_gpu(torch):
         return _nothing(why)
-    from torch import cuda
+    facts: dict[str, Any] = {"gpus": [], "has": [], "why_not": {}, "versions": {}}
+    _gpus(facts, torch)
+    _nccl(facts, torch)
+    _packages(facts)
+    _recipes(facts)
+    return facts
 
-    found: dict[str, Any] = {"gpus": [], "has": [], "why_not": {}, "versions": {}}
-    for number in range(cuda.device_count()):
-        facts = cuda.get_device_properties(number)
-        size = f"{facts.total_memory / 2**30:.0f} GiB, compute capability {facts.major}.{facts.minor}"
-        found["gpus"].append(f"{facts.name} ({size})")
-    names = dict.fromkeys(found["gpus"])
-    found["versions"] |= {
-        "GPU": ", ".join(f"{found['gpus'].count(name)} × {name}" for name in names),
+
+def _gpus(facts: dict[str, Any], torch: Any) -> None:
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        size = f"{gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        facts["gpus"].append(f"{gpu.name} ({size})")
+    names = dict.fromkeys(facts["gpus"])
+    facts["versions"] |= {
+        "GPU": ", ".join(f"{facts['gpus'].count(name)} × {name}" for name in names),
         "driver": _driver(),
         "CUDA": str(torch.version.cuda),
     }
+
+
+def _nccl(facts: dict[str, Any], torch: Any) -> None:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        found["has"].append("nccl")
-        found["versions"]["NCCL"] = ".".join(map(str, cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        facts["has"].append("nccl")
+        facts["versions"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     else:
-        found["why_not"]["nccl"] = "which this torch is built without"
-    _packages(found)
-    return found
+        facts["why_not"]["nccl"] = "which this torch is built without"
 
 
 def _no_gpu(torch: Any) -> str:
-    """Why torch sees no GPU, although there are devices."""
+    """Why torch sees no GPU although there are devices; empty if it sees one."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -216,8 +223,8 @@ def _driver() -> str:
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else "unknown"
 
 
-def _packages(found: dict[str, Any]) -> None:
-    """Take note of packages that can be imported, why others cannot, and which FP8 recipes can be computed."""
+def _packages(facts: dict[str, Any]) -> None:
+    """Add the packages that can be imported, and why others cannot."""
     import importlib
 
     from moeref_conformance.contract.results import version_of
@@ -231,22 +238,26 @@ def _packages(found: dict[str, Any]) -> None:
             getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
             if error.name != module.partition(".")[0]:
-                found["why_not"][need] = f"which cannot be imported here: {error}"
+                facts["why_not"][need] = f"which cannot be imported here: {error}"
         except Exception as error:  # native libraries that do not load raise OSError, RuntimeError and others
-            found["why_not"][need] = f"which cannot be imported here: {str(error).splitlines()[0]}"
+            facts["why_not"][need] = f"which cannot be imported here: {str(error).splitlines()[0]}"
         else:
-            found["has"].append(need)
-            found["versions"][distribution] = version_of(distribution) or "unknown version"
+            facts["has"].append(need)
+            facts["versions"][distribution] = version_of(distribution) or "unknown version"
+
+
+def _recipes(facts: dict[str, Any]) -> None:
+    """Add the FP8 recipes that can be computed, and why others cannot."""
     for recipe, function in RECIPES.items():
-        able, why = _supports(function) if "transformer_engine" in found["has"] else (False, "no Transformer Engine")
+        able, why = _supports(function) if "transformer_engine" in facts["has"] else (False, "no Transformer Engine")
         if able:
-            found["has"].append(recipe)
+            facts["has"].append(recipe)
         else:
-            found["why_not"][recipe] = f"which cannot be computed here: {why}"
-    if "delayed" in found["has"]:
-        found["has"].append("fp8")
+            facts["why_not"][recipe] = f"which cannot be computed here: {why}"
+    if "delayed" in facts["has"]:
+        facts["has"].append("fp8")
     else:
-        found["why_not"]["fp8"] = found["why_not"]["delayed"]
+        facts["why_not"]["fp8"] = facts["why_not"]["delayed"]
 
 
 def _supports(function: str) -> tuple[bool, str]:

@@ -8,7 +8,7 @@ from moeref_conformance.contract.results import CONFORMANT, NOT_CONFORMANT, Resu
 
 
 def render(results: Results) -> str:
-    """JSON with both numbers of the headline; red if not conformant, grey if the run does not say."""
+    """JSON with both numbers of the headline; red if not conformant, grey without a verdict."""
     head, code = results.headline, results.exit_code
     message = f"{head.passing}/{head.claimed} pass, claims {head.claimed}/{head.cells}"
     if code == CONFORMANT:

@@ -12,7 +12,7 @@ BAD = (*RED, "error")
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One rule in one cell, judged otherwise than before."""
+    """One rule in one cell whose verdict changed."""
 
     cell: str
     rule: str
@@ -71,7 +71,7 @@ def diff(old: Results, new: Results) -> Diff:
 
 
 def _state(verdict: Verdict) -> str:
-    # Two deviations within the tolerance are the same result: their digits depend on the machine.
+    # Two deviations within the tolerance count as equal: their digits depend on the machine.
     if verdict.status == "pass":
         return "exact" if verdict.met == "exact" else "within tolerance"
     return verdict.status

@@ -11,7 +11,7 @@ from moeref_conformance.report.view import LEGEND, SHOWN, anchor, view, where
 
 
 def render(results: Results) -> str:
-    """The page. Everything that came from a target or a matrix is escaped."""
+    """The page. All text from targets and matrices is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("moeref_conformance.report", ""),
         autoescape=True,
@@ -31,7 +31,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
     claims: dict[str, Any] = header["target"]["claims"]
     chosen = ", ".join([*settings["cells"], *settings["rules"]]) or "everything"
     known = f"{settings['known']} ({settings['known entries']})" if settings["known"] else "none"
-    # The empty precision is what the dtype says.
+    # The empty precision means that of the dtype, and is not shown.
     named = {name: [v for v in value if v] for name, value in claims.items() if isinstance(value, list)}
     claimed = [f"{name}: {', '.join(value)}" for name, value in named.items() if value]
     limits = [f"{axis} ≤ {most}" for axis, most in claims["limits"].items()]

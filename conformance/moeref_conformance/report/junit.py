@@ -1,4 +1,4 @@
-"""JUnit XML for CI systems: a suite a cell, a case a rule."""
+"""JUnit XML for CI systems: a suite for each cell, a case for each rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.report.view import lines
 
-# What XML 1.0 cannot hold, even escaped; standard error of a dying rank may contain it.
+# Not allowed in XML 1.0, even escaped; the standard error of a dying rank may contain it.
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

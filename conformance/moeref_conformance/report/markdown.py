@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeref_conformance.contract.results import Results
 from moeref_conformance.report.view import Mark, View, lines, view
 
-MOST = 20  # failures written out; the page and results.jsonl have them all
+MOST = 20  # failures shown; the page and results.jsonl have all of them
 
 
 def render(results: Results) -> str:

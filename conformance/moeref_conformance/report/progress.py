@@ -1,4 +1,4 @@
-"""How a run shows itself on the terminal: a bar where there is one, otherwise a line a cell."""
+"""A run on the terminal: a progress bar, or without a terminal a line for each cell."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.progress import Progress as Bar
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.results import Verdict
 
-#: As in the headline, a rule that could not be judged does not keep a cell from passing where others were.
+#: Untested comes after pass: as in the headline, a cell with some untested rules can pass.
 WORST = ("error", "fail", "xpass", "xfail", "pass", "untested", "unclaimed", "disabled")
 
 
 class Progress:
-    """Called by the runner with "begin" and "end" of every cell, from any thread. A context manager."""
+    """A context manager that the runner calls at the beginning and end of every cell, from any thread."""
 
     def __init__(self, cells: int, console: Console | None = None) -> None:
         self.cells, self.done, self.failures = cells, 0, 0
@@ -46,7 +46,7 @@ class Progress:
         self._bar.stop()
 
     def __call__(self, event: str, cell: Cell, verdicts: list[Verdict]) -> None:
-        """Take note of one event."""
+        """Show one event, "begin" or "end"."""
         with self._lock:
             if event == "begin":
                 self._running[cell.id] = time.monotonic()

@@ -1,7 +1,7 @@
 """One Markdown page on several targets: rules × cells, what each cell fails by, and how to repeat it.
 
-A row is a cell of the matrix, a column a rule. What stands where they meet is `exact`, the largest deviation within the
-rule's tolerance, or a mark with the number of its cause below the table. Targets that claim less have fewer rows.
+A row is a cell of the matrix, a column a rule. An entry is `=` for exact, the largest deviation within the rule's
+tolerance, or a mark with the number of its cause below the table. Targets that claim less have fewer rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def render(runs: Sequence[tuple[Results, Sequence[ShardComparison]]]) -> str:
 
 
 def section(results: Results, shards: Sequence[ShardComparison]) -> str:
-    """What is to be said of one target."""
+    """One target: its versions, tables, causes, what it does not claim, and its shards."""
     shown, target, header = view(results), results.header["target"], results.header
     versions = " · ".join(f"{k} {v}" for k, v in header["versions"].items() if v)
     causes = _causes(results.verdicts)
@@ -45,7 +45,7 @@ def section(results: Results, shards: Sequence[ShardComparison]) -> str:
 
 
 def command(spec: str) -> str:
-    """What judges the target, up to its selection."""
+    """The command that judges the target, up to its selection."""
     return f".venv/bin/nox -s {shlex.quote(f'peers({spec})')} --"
 
 
@@ -54,7 +54,7 @@ def _judged(results: Results, rule: str) -> bool:
 
 
 def _cause(verdict: Verdict) -> str:
-    """The reason of a known failure, else what was found first."""
+    """The reason of a known failure, else the first finding."""
     first = verdict.findings[0].message if verdict.findings else ""
     return _plain(verdict.reason or first)
 
@@ -68,8 +68,8 @@ def _plain(text: str) -> str:
 def _causes(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """Causes in the order of the rules, numbered from 1."""
     bad = [v for v in verdicts if v.status in ("fail", "xfail", "xpass", "error")]
-    found = dict.fromkeys(_cause(v) for v in sorted(bad, key=lambda v: v.rule))
-    return {text: number for number, text in enumerate(found, 1)}
+    causes = dict.fromkeys(_cause(v) for v in sorted(bad, key=lambda v: v.rule))
+    return {text: number for number, text in enumerate(causes, 1)}
 
 
 def _tables(results: Results, shown: View, rules: Sequence[str], causes: dict[str, int]) -> list[str]:
@@ -101,12 +101,12 @@ def _mark(mark: Mark, verdict: Verdict | None, causes: dict[str, int]) -> str:
 
 def _unclaimed(results: Results) -> str:
     """Cells that the target does not claim, by reason."""
-    found: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     claimed = {cell["id"] for cell in results.header["cells"] if cell["claimed"]}
     for verdict in results.verdicts:
         if verdict.cell not in claimed and verdict.status == "unclaimed":
-            found.setdefault(verdict.reason, []).append(verdict.cell)
-    return "\n".join(f"- {_plain(reason)}: {len(set(cells))} cells" for reason, cells in found.items())
+            by_reason.setdefault(verdict.reason, []).append(verdict.cell)
+    return "\n".join(f"- {_plain(reason)}: {len(set(cells))} cells" for reason, cells in by_reason.items())
 
 
 def _shards(spec: str, shards: Sequence[ShardComparison]) -> str:

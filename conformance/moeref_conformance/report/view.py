@@ -1,7 +1,8 @@
-"""The results arranged for reading: blocks of cells, tallies, failures by rule, reasons. No markup."""
+"""Results arranged for reading, without markup: blocks of cells, tallies, failures by rule, reasons."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.results import EXIT_WORDS, STATUSES, Results, Verdict
 from moeref_conformance.contract.rules import GROUPS, Rule
 
-#: Findings shown in full for one verdict; the others are counted and stand in results.jsonl.
+#: Findings shown in full for one verdict. The others are counted here and listed in results.jsonl.
 SHOWN = 5
 
 #: Status -> (symbol, meaning).
@@ -32,7 +33,7 @@ LEGEND = {
 
 @dataclass(frozen=True)
 class Mark:
-    """One square of the table. `href` is the id of the failure it leads to."""
+    """One entry of the table. `href` is the id of the failure that it links to."""
 
     status: str = ""  # empty: the rule cannot be judged on this backend
     text: str = "·"
@@ -65,20 +66,18 @@ class Block:
 
     @property
     def anchor(self) -> str:
-        """Usable as an id in a page."""
+        """An id for a page."""
         return f"block-{self.variant}-{self.backend}".replace("+", "-")
 
     def groups(self) -> list[tuple[str, str, int]]:
-        """(group, what it is about, number of its rules) in the order of the columns."""
-        found = {rule.group: 0 for rule in self.rules}
-        for rule in self.rules:
-            found[rule.group] += 1
-        return [(group, GROUPS.get(group, group), number) for group, number in found.items()]
+        """(group, its subject, number of its rules) in the order of the columns."""
+        counts = Counter(rule.group for rule in self.rules)
+        return [(group, GROUPS.get(group, group), number) for group, number in counts.items()]
 
 
 @dataclass
 class Failure:
-    """One rule and the verdicts about it that are not well, in the order of the matrix."""
+    """One rule and its failed verdicts, in the order of the matrix."""
 
     rule: Rule
     verdicts: list[Verdict]
@@ -104,7 +103,7 @@ class View:
 
 
 def view(results: Results) -> View:
-    """Arrange `results`; incomplete ones as well."""
+    """Arrange `results`, complete or not."""
     rules = [_rule(entry) for entry in results.header["rules"]["list"]]
     blocks = _blocks(results, rules)
     used = {rule.group for block in blocks for rule in block.rules}
@@ -124,12 +123,12 @@ def view(results: Results) -> View:
 
 
 def anchor(verdict: Verdict) -> str:
-    """The id of a verdict's place in a page."""
+    """The id of a verdict in a page."""
     return f"{verdict.rule}-{verdict.cell}".replace("/", "-").replace("+", "-")
 
 
 def where(finding: Finding) -> list[tuple[str, str]]:
-    """The place of a finding as (label, value), without what is not known."""
+    """The place of a finding as (label, value), without what is unknown."""
     place = "" if finding.rank is None else f"{finding.rank}" + (f" ({finding.coords})" if finding.coords else "")
     index = "" if finding.index is None else "[" + ", ".join(map(str, finding.index)) + "]"
     rows = [
@@ -224,7 +223,7 @@ def _short(met: str) -> str:
 
 
 def _tally(block: Block, group: str) -> Mark:
-    """How a rule group fares over all cells of a block: what is worst is what is said."""
+    """The worst status of a rule group over all cells of a block."""
     places = [number for number, rule in enumerate(block.rules) if rule.group == group]
     rows = [[row.marks[place] for place in places] for row in block.rows]
     worst = [_worst(marks) for marks in rows]
@@ -253,18 +252,18 @@ def _value(text: str) -> float:
 
 
 def _failures(results: Results, rules: dict[str, Rule], statuses: tuple[str, ...]) -> list[Failure]:
-    found: dict[str, list[Verdict]] = {}
+    by_rule: dict[str, list[Verdict]] = {}
     for verdict in results.verdicts:
         if verdict.status in statuses:
-            found.setdefault(verdict.rule, []).append(verdict)
-    return [Failure(rule, found[rule.id]) for rule in rules.values() if rule.id in found]
+            by_rule.setdefault(verdict.rule, []).append(verdict)
+    return [Failure(rule, by_rule[rule.id]) for rule in rules.values() if rule.id in by_rule]
 
 
 def _reasons(results: Results) -> list[tuple[str, str, list[str], list[str]]]:
-    found: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    by_reason: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
     for verdict in results.verdicts:
         if verdict.status in ("unclaimed", "untested", "disabled"):
-            rules, cells = found.setdefault((verdict.status, verdict.reason), ({}, {}))
+            rules, cells = by_reason.setdefault((verdict.status, verdict.reason), ({}, {}))
             rules[verdict.rule] = cells[verdict.cell] = None
-    rows = [(status, reason, list(rules), list(cells)) for (status, reason), (rules, cells) in found.items()]
+    rows = [(status, reason, list(rules), list(cells)) for (status, reason), (rules, cells) in by_reason.items()]
     return sorted(rows, key=lambda row: (STATUSES.index(row[0]), -len(row[3])))

@@ -19,7 +19,8 @@ from moeref_conformance.plan.plan import Plan, is_one_rank
 from moeref_conformance.run.header import header
 from moeref_conformance.run.machinery import Machinery, machinery
 from moeref_conformance.run.observe import Worlds
-from moeref_conformance.run.verdicts import describe, judged, not_judged, verdict
+from moeref_conformance.run.verdicts import describe, judged, not_judged
+from moeref_conformance.run.verdicts import verdict as make_verdict
 
 #: Called with "begin" or "end", the cell, and at the end its verdicts.
 Progress = Callable[[str, Cell, list[Verdict]], None]
@@ -39,7 +40,7 @@ def run(plan: Plan, out: Path, progress: Progress, parts: Machinery | None = Non
                     progress("end", cell, verdicts)
             writer.footer()
         order = {cell.id: number for number, cell in enumerate(plan.cells)}
-        writer.results.verdicts.sort(key=lambda found: order[found.cell])
+        writer.results.verdicts.sort(key=lambda verdict: order[verdict.cell])
         return writer.results
 
 
@@ -108,15 +109,16 @@ class Runner(AbstractContextManager["Runner"]):
 
     def _judge(self, cell: Cell) -> tuple[list[Verdict], float]:
         rules, gap = self.plan.rules_of(cell), self._gap(cell)
-        without = {rule.id: not_judged(self.plan, cell, rule, gap) for rule in rules}
-        verdicts = {rule_id: found for rule_id, found in without.items() if found is not None}
+        unjudged = {rule.id: not_judged(self.plan, cell, rule, gap) for rule in rules}
+        verdicts = {rule_id: verdict for rule_id, verdict in unjudged.items() if verdict is not None}
         pending = [rule for rule in rules if rule.id not in verdicts]
         if not pending:
             return list(verdicts.values()), 0.0
         try:
             case, no_baseline = self._case(cell)
         except Exception as error:  # the kit's own failure: the target is not to blame and the run goes on
-            verdicts |= {rule.id: verdict(self.plan, cell, rule, "error", reason=describe(error)) for rule in pending}
+            reason = describe(error)
+            verdicts |= {rule.id: make_verdict(self.plan, cell, rule, "error", reason=reason) for rule in pending}
             return [verdicts[rule.id] for rule in rules], 0.0
         for rule in pending:
             judge = self._parts.judges.get(rule.id)

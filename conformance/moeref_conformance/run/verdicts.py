@@ -72,10 +72,10 @@ def judged(
         reason = f"{outcome.untested} ({no_baseline})" if no_baseline and case.baseline is None else outcome.untested
         return verdict(plan, case.cell, rule, "untested", reason=reason, seconds=seconds)
     if outcome.findings:
-        found = verdict(plan, case.cell, rule, "fail", findings=outcome.findings, seconds=seconds)
+        plain = verdict(plan, case.cell, rule, "fail", findings=outcome.findings, seconds=seconds)
     else:
-        found = verdict(plan, case.cell, rule, "pass", met=outcome.met, seconds=seconds)
-    return _with_known_failures(plan, case.cell, rule, found)
+        plain = verdict(plan, case.cell, rule, "pass", met=outcome.met, seconds=seconds)
+    return _with_known_failures(plan, case.cell, rule, plain)
 
 
 def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:
@@ -99,17 +99,17 @@ def _crashed(plan: Plan, case: Case) -> Outcome | None:
     )
 
 
-def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, found: Verdict) -> Verdict:
-    """`found`, or if a known failure covers it: xfail for a failure, xpass for a pass; a flaky one is always xfail."""
+def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, plain: Verdict) -> Verdict:
+    """`plain`, or if a known failure covers it: xfail for a failure, xpass for a pass; a flaky one is always xfail."""
     entry = lookup(plan.known_failures, cell, rule)
     if entry is None:
-        return found
+        return plain
     if entry.outcome == "flaky":
-        passed = " It passed this time." if found.status == "pass" else ""
-        return replace(found, status="xfail", reason=f"flaky: {entry.text}.{passed}")
-    if found.status == "pass":
-        return replace(found, status="xpass", reason=f"passes, but is listed as a known failure: {entry.text}")
-    return replace(found, status="xfail", reason=entry.text)
+        passed = " It passed this time." if plain.status == "pass" else ""
+        return replace(plain, status="xfail", reason=f"flaky: {entry.text}.{passed}")
+    if plain.status == "pass":
+        return replace(plain, status="xpass", reason=f"passes, but is listed as a known failure: {entry.text}")
+    return replace(plain, status="xfail", reason=entry.text)
 
 
 def verdict(plan: Plan, cell: Cell, rule: Rule, status: str, **more: Any) -> Verdict:

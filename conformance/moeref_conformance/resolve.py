@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from moeref_conformance.contract.api import API_VERSION, FACETS, Claims, Info, Target
 from moeref_conformance.contract.checks import BadInput, nearest
+from moeref_conformance.contract.rules import judged_facets
 from moeref_conformance.targets.peers import PEERS
 
 GROUP = "moeref.targets"
@@ -86,6 +87,8 @@ def _checked(spec: str, candidate: Any) -> Target:
         raise BadInput(f"target {spec!r} speaks API {candidate.info.api}; this kit speaks {API_VERSION}")
     for facet in sorted(candidate.claims.facets - set(FACETS)):
         raise BadInput(f"target {spec!r} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
+    for facet in sorted(candidate.claims.facets - judged_facets()):
+        raise BadInput(f"target {spec!r} claims the facet {facet!r}, which no rule judges")
     return cast(Target, candidate)
 
 

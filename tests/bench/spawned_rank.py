@@ -22,7 +22,7 @@ def main(request: str, rank: int) -> None:
 
     cpu.install("cpu", "megatron")
     from moeref_conformance.resolve import resolve
-    from moeref_conformance.steps.probe import run_rank
+    from moeref_conformance.steps.run import run_rank
 
     cell = Cell(**{**asked["cell"], "layout": Layout(**asked["cell"]["layout"]), "tags": ()})
     size, folder = cell.layout.world, Path(asked["folder"]) / f"rank{rank:04d}"

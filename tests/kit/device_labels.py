@@ -204,7 +204,7 @@ def labelled() -> Iterator[Labels]:
 def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
     """The probe's steps, as a rank entry, with the model on the labelled device."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from moeref_conformance.steps import probe
+    from moeref_conformance.steps import run
     from moeref_conformance.worlds import collectives
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -220,7 +220,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
                 signatures(*args)
 
         collectives._agree = agree
-        probe.run_rank(target, cell, replace(world, device=str(DEVICE)), inputs, record_dir)
+        run.run_rank(target, cell, replace(world, device=str(DEVICE)), inputs, record_dir)
     (record_dir / "judged.txt").write_text(str(labels.judged))
 
 

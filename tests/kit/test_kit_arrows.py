@@ -37,6 +37,7 @@ ROOMS: dict[str, set[str]] = {
 #: (module, expression) -> why the module that is imported there is only known at run time.
 DOORS: dict[tuple[str, str], str] = {
     ("judges", "importlib.import_module(f'{__name__}.{module.name}')"): "every module of this room",
+    ("steps.facet", "importlib.import_module(f'{__package__}.{name}')"): "the module of every facet in this room",
     ("plan.machine", "importlib.import_module(module)"): "packages that a cell needs, such as deep_ep",
     ("resolve", "importlib.import_module(module)"): "the target that the user names",
     ("targets.moeref", "importlib.import_module(f'moeref.{name}')"): "the bridge to the reference",

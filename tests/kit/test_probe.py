@@ -12,7 +12,7 @@ import torch
 from moeref_conformance.contract.api import Cell, Claims, Info, Layout, NameRow, TensorMeta, World
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.oracles.expected import read_checkpoint
-from moeref_conformance.steps.probe import StepRaised, run_rank
+from moeref_conformance.steps.run import StepRaised, run_rank
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.cpu

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Layout as KitLayout
 from moeref_conformance.plan import matrix
-from moeref_conformance.steps.probe import _topology
+from moeref_conformance.steps.topology import process_groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moeref.layout import Layout
@@ -73,7 +73,7 @@ def test_sampled_ranks_sit_where_megatron_puts_them(name: str) -> None:
     oracle = topology.groups(layout)
     for rank in samples(layout.world):
         with real_groups(layout, rank):
-            real = _topology()
+            real = process_groups()
         assert real is not None
         groups = real.pop("groups")
         assert topology.coords(layout, rank) == real

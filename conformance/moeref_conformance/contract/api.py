@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 API_VERSION = 1
 
-#: Facets a target may claim; `delta` and `sync` are reserved: the interface leaves room for them.
-FACETS = ("names", "plan", "export", "forward", "gradients", "config", "delta", "replay", "dispatch", "seeds", "sync")
-
 
 class Unsupported(Exception):
     """Raised by a target for something it cannot do. In a claimed cell this is a failure, never a skip."""
@@ -306,10 +303,19 @@ class Dispatch(Protocol):
 
 
 class Session(Protocol):
-    """One opened cell on one rank. A facet that is not claimed is None."""
+    """One opened cell on one rank. A facet that is not claimed is None.
+
+    Facets come in the order in which they are asked; see `steps/facet.py`.
+    """
 
     @property
     def names(self) -> Names | None: ...
+    @property
+    def config(self) -> Config | None: ...
+    @property
+    def seeds(self) -> Seeds | None: ...
+    @property
+    def dispatch(self) -> Dispatch | None: ...
     @property
     def plan(self) -> Plan | None: ...
     @property
@@ -317,15 +323,13 @@ class Session(Protocol):
     @property
     def forward(self) -> Forward | None: ...
     @property
-    def gradients(self) -> Gradients | None: ...
-    @property
-    def config(self) -> Config | None: ...
-    @property
-    def seeds(self) -> Seeds | None: ...
-    @property
     def replay(self) -> Replay | None: ...
     @property
-    def dispatch(self) -> Dispatch | None: ...
+    def gradients(self) -> Gradients | None: ...
+
+
+#: Facets that a target may claim.
+FACETS = tuple(name for name, attribute in vars(Session).items() if isinstance(attribute, property))
 
 
 class Target(Protocol):

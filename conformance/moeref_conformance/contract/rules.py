@@ -19,21 +19,8 @@ from moeref_conformance.contract.checks import BadInput, check_keys, nearest, te
 
 LEVELS = ("MUST", "SHOULD")
 
-#: What a rule group is about, for headings.
-GROUPS = {
-    "RUN": "run to the end",
-    "TOP": "place in the process groups",
-    "NAM": "names",
-    "PLN": "plan",
-    "LOD": "load",
-    "EXP": "export",
-    "FWD": "forward",
-    "GRD": "gradients",
-    "CFG": "config",
-    "SED": "seeds",
-    "DSP": "dispatch and padding",
-    "RPL": "routing replay",
-}
+#: The table of `rules.toml` that is no rule: what each group of rules is about, for headings.
+HEADINGS = "groups"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +57,22 @@ def load_rules() -> dict[str, Rule]:
 
     Raises `BadInput` for an entry that is not well formed, names an unknown rule, or closes a circle.
     """
-    return parse_rules(files("moeref_conformance.contract").joinpath("rules.toml").read_text(encoding="utf-8"))
+    rules = parse_rules(_text())
+    for rule in rules.values():
+        if rule.group not in GROUPS:
+            raise BadInput(f"rules: {rule.id}: [{HEADINGS}] says nothing of {rule.group}")
+    return rules
+
+
+@cache
+def judged_facets() -> frozenset[str]:
+    """The facets that a rule needs. A claim of any other would promise what nobody checks."""
+    return frozenset(facet for rule in load_rules().values() for facet in rule.facets)
 
 
 def parse_rules(text: str) -> dict[str, Rule]:
     """`load_rules` for a text in the format of `rules.toml`."""
-    rules = {rule_id: _rule(rule_id, entry) for rule_id, entry in tomllib.loads(text).items()}
+    rules = {rule_id: _rule(rule_id, entry) for rule_id, entry in tomllib.loads(text).items() if rule_id != HEADINGS}
     for rule in rules.values():
         for needed in rule.requires:
             if needed not in rules:
@@ -136,3 +133,10 @@ def _rule(rule_id: str, entry: Any) -> Rule:
     if not values["backends"]:
         raise BadInput(f"{where}: backends is empty, so nothing could judge it")
     return Rule(id=rule_id, level=entry["level"], text=entry["text"], since=entry["since"], **values)
+
+
+def _text() -> str:
+    return files("moeref_conformance.contract").joinpath("rules.toml").read_text(encoding="utf-8")
+
+
+GROUPS: Mapping[str, str] = tomllib.loads(_text())[HEADINGS]

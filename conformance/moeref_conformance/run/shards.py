@@ -34,13 +34,13 @@ Hashes = Mapping[str, str]
 def hash_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
     """Entry of a rank: load and write the hashes. Raises what the target raises."""
     from moeref_conformance.oracles.placement import plain_local
-    from moeref_conformance.steps.probe import held_tensors
+    from moeref_conformance.steps.tensors import module_tensors
 
     with target.open(cell, world) as session:
         if session.export is None:
             raise TypeError("the target's session has no export")
         session.export.load(Path(inputs["checkpoint"]))
-        held = held_tensors(session.export.chunks())
+        held = module_tensors(session.export.chunks())
         hashes = {f"{world.rank}:{chunk}:{plain_local(name)}": digest(tensor) for chunk, name, _, tensor in held}
     (record_dir / HASHES).write_text(json.dumps(hashes))
 

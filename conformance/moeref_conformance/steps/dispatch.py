@@ -1,30 +1,117 @@
-"""Steps of the facet `dispatch` that are arithmetic: what is padded to what, and which dispatchers are given."""
+"""Facet `dispatch`: what is padded to what, which dispatchers are given, and rows to their experts and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.contract.api import Dispatch, Layout, to_plain
+from moeref_conformance.contract.api import Dispatch, Layout, RoutedRows, to_plain
 from moeref_conformance.contract.requests.dispatch import CHOICES, requests
+from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
+
+if TYPE_CHECKING:
+    import torch
 
 
-def padded(dispatch: Dispatch, layout: Layout) -> list[dict[str, Any]]:
+def padded(dispatch: Dispatch, context: Context) -> list[dict[str, Any]]:
     """The answer to every request of `requests`, in order: `samples` and `totals`, or `refused`."""
-    return [_answer(lambda request=request: dispatch.padded(request)) for request in requests(layout)]  # type: ignore[misc]
+    return [_answer(partial(dispatch.padded, request)) for request in requests(context.cell.layout)]
 
 
-def chosen(dispatch: Dispatch) -> dict[str, dict[str, Any]]:
+def chosen(dispatch: Dispatch, context: Context) -> dict[str, dict[str, Any]]:
     """The answer to every request of CHOICES: `given`, or `refused`."""
+
+    def settings(name: str) -> dict[str, Any]:
+        return {"given": dict(dispatch.settings(CHOICES[name]))}
+
+    return {name: _answer(partial(settings, name)) for name in CHOICES}
+
+
+def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
+    """Every exchange of EXCHANGES; outputs, counts, what every expert received and all gradients are saved.
+
+    Rows and experts are on the rank's device, where the ranks' collectives take them.
+
+    The value has the refusal of each set of malformed rows; None if they were dispatched.
+    """
+    import torch
+
+    from moeref_conformance.contract.requests.exchange import EXCHANGES, GRADIENTS, given
+
+    cell, rank, device = context.cell, context.rank, context.world.device
+    observed: dict[str, torch.Tensor] = {}
+    for exchange in EXCHANGES:
+        start = given(exchange, cell.layout, cell.dispatcher, rank, device)
+        experts = LocalExperts(cell.layout, rank, start.rows.experts, device)
+        trip = dispatch.round_trip(start.rows, experts.compute)
+        leaves = (start.rows.x_TH, start.rows.weights_TK, experts.one, experts.two)
+        gradients = torch.autograd.grad((trip.y_TH * start.loss_TH).sum(), leaves, materialize_grads=True)
+        kept = {"y": trip.y_TH, "counts": trip.counts_E, **dict(zip(GRADIENTS, gradients, strict=True))}
+        kept |= {f"received.{number}": torch.cat(rows) for number, rows in experts.received.items()}
+        observed |= {f"{exchange.name}.{key}": tensor.detach() for key, tensor in kept.items()}
+    context.save("exchange", observed)
+    rows = given(EXCHANGES[0], cell.layout, cell.dispatcher, rank, device).rows
+
+    def sent(wrong: RoutedRows) -> None:
+        dispatch.round_trip(wrong, LocalExperts(cell.layout, rank, wrong.experts, device).compute)
+
+    return {"refused": {what: refusal(partial(sent, wrong)) for what, wrong in malformed(rows).items()}}
+
+
+class LocalExperts:
+    """The experts of one rank, or its shares of them under ETP. They remember the rows that they received."""
+
+    def __init__(self, layout: Layout, rank: int, experts: int, device: str | torch.device) -> None:
+        from moeref_conformance.contract.requests.exchange import local_experts, parameters
+
+        self.numbers, share = local_experts(layout, rank, experts)
+        one_EHI, two_EIH = parameters(experts)
+        local = slice(self.numbers.start, self.numbers.stop)
+        self.one = one_EHI[local, :, share].clone().to(device).requires_grad_()
+        self.two = two_EIH[local, share].clone().to(device).requires_grad_()
+        self.received: dict[int, list[torch.Tensor]] = {}
+
+    def compute(self, number: int, rows_RH: torch.Tensor) -> torch.Tensor:
+        """The output of the expert of this global number. Raises ValueError for an expert of another rank."""
+        import torch
+
+        if number not in self.numbers:
+            raise ValueError(f"expert {number} is not on this rank, which has {self.numbers}")
+        self.received.setdefault(number, []).append(rows_RH.detach().clone())
+        local = number - self.numbers.start
+        return torch.tanh(rows_RH @ self.one[local]) @ self.two[local]
+
+
+def malformed(rows: RoutedRows) -> dict[str, RoutedRows]:
+    """Rows that no dispatcher may take, by what is wrong with the experts of the third."""
+
+    def put(first: int) -> RoutedRows:
+        experts_TK = rows.experts_TK.clone()
+        experts_TK[2, 0] = first
+        return RoutedRows(**{**vars(rows), "experts_TK": experts_TK})
+
     return {
-        name: _answer(lambda request=request: {"given": dict(dispatch.settings(request))})  # type: ignore[misc]
-        for name, request in CHOICES.items()
+        "an expert twice in a row": put(int(rows.experts_TK[2, 1])),
+        "an expert that does not exist": put(rows.experts),
+        "a negative expert": put(-1),
     }
 
 
 def _answer(call: Callable[[], Any]) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = to_plain(call())
+        answer: dict[str, Any] = to_plain(call())
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    return found
+    return answer
+
+
+FACET = Facet(
+    name="dispatch",
+    protocol=Dispatch,
+    steps=(
+        Step(name="padding", ask=padded, static=Static.ONCE),
+        Step(name="dispatchers", ask=chosen, static=Static.ONCE),
+        Step(name="exchange", ask=exchanged),
+    ),
+)

@@ -1,13 +1,12 @@
-"""Step of the facet `gradients`: one training step, and what every parameter's gradient is after it."""
+"""Facet `gradients`: one training step, and every parameter's gradient after it."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Gradients, Layout
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
 
 def asked(cell: Cell) -> bool:
@@ -16,22 +15,29 @@ def asked(cell: Cell) -> bool:
 
 
 def batch(tokens_BS: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The rows of a step: the kit's, and the same again where interleaving wants more, which leaves their mean alone.
+    """The rows of a step: the kit's rows, repeated for an interleaved schedule, which leaves their mean as it is.
 
     2·PP microbatches bring an interleaved schedule into its steady state, where sends of both directions cross.
     """
     return tokens_BS.repeat(layout.pp if layout.vpp > 1 else 1, 1)
 
 
-def step(facet: Gradients, tokens_file: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """Gradients by `chunk:local`. Raises TypeError for anything but tensors in fp32 by (chunk, local name)."""
-    found = facet.gradients(batch(load_file(tokens_file)["tokens"], layout))
-    made: dict[str, torch.Tensor] = {}
-    for key, tensor in found.items():
-        chunk, local = key
+def step(facet: Gradients, context: Context) -> None:
+    """Save the gradients by `chunk:local`. Raises TypeError for anything but fp32 tensors by (chunk, local name)."""
+    gradients = facet.gradients(batch(load_file(context.input("tokens"))["tokens"], context.cell.layout))
+    by_name: dict[str, torch.Tensor] = {}
+    for (chunk, local), tensor in gradients.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
-            raise TypeError(
-                f"gradients(): {local} of chunk {chunk} is {getattr(tensor, 'dtype', type(tensor))}, not fp32"
-            )
-        made[f"{chunk}:{local}"] = tensor
-    return made
+            kind = getattr(tensor, "dtype", type(tensor))
+            raise TypeError(f"gradients(): {local} of chunk {chunk} is {kind}, not fp32")
+        by_name[f"{chunk}:{local}"] = tensor
+    context.save("gradients", by_name)
+
+
+FACET = Facet(
+    name="gradients",
+    protocol=Gradients,
+    needs=frozenset({"export"}),
+    asked_in=asked,
+    steps=(Step(name="gradients", ask=step, stage=Stage.LOADED),),
+)

@@ -1,7 +1,6 @@
-"""Looks at the door of the experts: which hidden states came to an MoE layer, and which of them reached each expert.
+"""Records which hidden states enter each MoE layer, and which of them its local experts receive.
 
-What a router or a replay buffer says is not looked at. Rows are told by their bytes, so that it does not matter by
-which dispatcher, or over which ranks, they came.
+Routers and replay buffers are not asked. Judges match rows by their bytes, whatever dispatcher or rank they came by.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ import torch
 
 
 @contextmanager
-def watched(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], phase: str) -> Iterator[None]:
+def observed(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], phase: str) -> Iterator[None]:
     """Record under `phase.layer.call.{in,sent,count}`: rows [T, H] that enter the decoder's MoE layer of that global
     number, rows [N, H] that its local experts receive, and how many of these each local expert has."""
     handles = []
     for chunk in chunks:
         for name, module in chunk.named_modules():
             if hasattr(module, "experts") and hasattr(module, "router") and "mtp" not in name.split("."):
-                handles += _watch(module, into, phase)
+                handles += _observe(module, into, phase)
     try:
         yield
     finally:
@@ -29,7 +28,7 @@ def watched(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], ph
             handle.remove()
 
 
-def _watch(module: Any, into: dict[str, torch.Tensor], phase: str) -> list[Any]:
+def _observe(module: Any, into: dict[str, torch.Tensor], phase: str) -> list[Any]:
     layer, calls = int(module.layer_number) - 1, {"in": 0, "sent": 0}
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,107 +1,122 @@
-"""Steps of the facet `replay`: forwards and training steps under given or recorded routes, watched at the experts.
+"""Facet `replay`: forwards and training steps under given or recorded routes, observed at the experts.
 
-Between them come forwards that are not replayed, other routes, and routers that have changed, as a run has them. The
-forward before all of them is the step `forward`, whose logits are judged.
+Between them come forwards that are not replayed, other routes, and changed routers, as in a training run. The first
+forward, which is not replayed, is the step `forward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from moeref_conformance.contract.api import Cell, Export, Forward, Replay, Turn
+from moeref_conformance.contract.api import Replay, Turn
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch
-from moeref_conformance.steps.observed_routes import watched
+from moeref_conformance.steps.observed_routes import observed
 
-Save = Callable[[str, Mapping[str, torch.Tensor]], None]
+Routes = np.ndarray[Any, Any]
 
 
-def run(
-    facet: Replay,
-    forward: Forward,
-    export: Export,
-    cell: Cell,
-    tokens_file: Path,
-    routes_file: str | None,
-    save: Save,
-) -> dict[str, Any]:
-    """All phases of the cell's mode. What was seen is saved as `replay`; the value is what malformed routes met."""
-    tokens_BS = load_file(tokens_file)["tokens"]
-    routes = read_routes(routes_file) if routes_file else {}
-    seen: dict[str, torch.Tensor] = {}
-    chunks = list(export.chunks())
-    rows = batch(tokens_BS, cell.layout)
-    again = rows.shape[0] // tokens_BS.shape[0]
-    one_S = tokens_BS[:1]  # an evaluation has another number of microbatches than a step
-
-    def phase(name: str, call: Callable[[], Any]) -> None:
-        with watched(chunks, seen, name):
-            found = call()
-        if isinstance(found, torch.Tensor):
-            seen[f"{name}.logits"] = found.detach().cpu().clone()
-        elif found is not None:
-            seen.update({f"{name}.gradients.{c}:{n}": g.detach().cpu().clone() for (c, n), g in found.items()})
-
-    if cell.replay == "R3":
-        a, b = routes["a"], routes["b"]
-        phase("replay-a", lambda: facet.replay(tokens_BS, [resumed(a[0], b[0]), *a[1:]]))
-        phase("native-between", lambda: forward.logits(one_S))
-        phase("step-a", lambda: facet.step(rows, [*a] * again))
-        with recomputed(chunks):
-            phase("recompute-b", lambda: facet.step(rows, [*b] * again))
-        phase("native-after", lambda: forward.logits(one_S))
-    else:
-        phase("record", lambda: facet.record(rows))
-        phase("replay", lambda: facet.replay(rows, None))
-        with turned(chunks):
-            phase("changed-native", lambda: forward.logits(one_S))
-            with recomputed(chunks):
-                phase("recompute", lambda: facet.step(rows, None))
-            phase("record-changed", lambda: facet.record(rows))
-        phase("step-changed", lambda: facet.step(rows, None))
-    save("replay", seen)
-    if cell.replay == "R2":
+def run(replay: Replay, context: Context) -> dict[str, Any]:
+    """All phases of the cell's mode, saved as `replay`. The value has the refusals of malformed routes, by defect."""
+    phases = _Phases(replay, context)
+    if context.cell.replay == "R2":
+        phases.recorded()
+        context.save("replay", phases.observed)
         return {"refused": {}}
-    return {"refused": {name: _refusal(facet, tokens_BS, wrong) for name, wrong in malformed(routes["a"]).items()}}
+    routes = read_routes(context.inputs["routes"])
+    phases.given(routes["a"], routes["b"])
+    context.save("replay", phases.observed)
+    return {
+        "refused": {
+            defect: refusal(partial(replay.replay, phases.tokens_BS, wrong))
+            for defect, wrong in malformed(routes["a"]).items()
+        }
+    }
 
 
-def read_routes(file: str) -> dict[str, list[np.ndarray[Any, Any]]]:
+class _Phases:
+    """Forwards and steps by name, in the order of PHASES, each observed at the experts."""
+
+    def __init__(self, replay: Replay, context: Context) -> None:
+        self._replay, self._forward = replay, context.facet("forward")
+        self._chunks = list(context.facet("export").chunks())
+        self.tokens_BS = load_file(context.input("tokens"))["tokens"]
+        self._rows_BS = batch(self.tokens_BS, context.cell.layout)
+        self._one_BS = self.tokens_BS[:1]  # an evaluation has another number of microbatches than a step
+        self.observed: dict[str, torch.Tensor] = {}
+
+    def recorded(self) -> None:
+        """R2: routes that the target itself records."""
+        replay, rows_BS = self._replay, self._rows_BS
+        self._take("record", lambda: replay.record(rows_BS))
+        self._take("replay", lambda: replay.replay(rows_BS, None))
+        with negated_routers(self._chunks):
+            self._take("changed-native", lambda: self._forward.logits(self._one_BS))
+            with full_recompute(self._chunks):
+                self._take("recompute", lambda: replay.step(rows_BS, None))
+            self._take("record-changed", lambda: replay.record(rows_BS))
+        self._take("step-changed", lambda: replay.step(rows_BS, None))
+
+    def given(self, a: list[Routes], b: list[Routes]) -> None:
+        """R3: routes that an engine sends, two sets of them."""
+        replay, rows_BS, again = self._replay, self._rows_BS, len(self._rows_BS) // len(self.tokens_BS)
+        self._take("replay-a", lambda: replay.replay(self.tokens_BS, [resumed(a[0], b[0]), *a[1:]]))
+        self._take("native-between", lambda: self._forward.logits(self._one_BS))
+        self._take("step-a", lambda: replay.step(rows_BS, [*a] * again))
+        with full_recompute(self._chunks):
+            self._take("recompute-b", lambda: replay.step(rows_BS, [*b] * again))
+        self._take("native-after", lambda: self._forward.logits(self._one_BS))
+
+    def _take(self, phase: str, call: Callable[[], Any]) -> None:
+        with observed(self._chunks, self.observed, phase):
+            answer = call()
+        if isinstance(answer, torch.Tensor):
+            self.observed[f"{phase}.logits"] = answer.detach().cpu().clone()
+        elif answer is not None:
+            for (chunk, local), gradient in answer.items():
+                self.observed[f"{phase}.gradients.{chunk}:{local}"] = gradient.detach().cpu().clone()
+
+
+def read_routes(file: str) -> dict[str, list[Routes]]:
     """Route sets by name from a file that the oracle wrote; one array a sample."""
-    found: dict[str, dict[int, np.ndarray[Any, Any]]] = {}
+    sets: dict[str, dict[int, Routes]] = {}
     for key, tensor in load_file(file).items():
         name, _, number = key.partition(".")
-        found.setdefault(name, {})[int(number)] = tensor.numpy()
-    return {name: [samples[i] for i in sorted(samples)] for name, samples in found.items()}
+        sets.setdefault(name, {})[int(number)] = tensor.numpy()
+    return {name: [samples[i] for i in sorted(samples)] for name, samples in sets.items()}
 
 
-def resumed(whole: np.ndarray[Any, Any], recomputed: np.ndarray[Any, Any]) -> list[Turn]:
-    """`whole` as of a rollout that was interrupted in the middle: the engine that went on recomputed the rows of two
-    tokens that had been sampled before, and chose other experts for them."""
+def resumed(whole: Routes, recomputed: Routes) -> list[Turn]:
+    """`whole` as the turns of a rollout that was interrupted in the middle.
+
+    The engine that continued it recomputed two tokens that were sampled before, and chose other experts for them.
+    """
     cut = len(whole) // 2
     later = np.concatenate([recomputed[cut - 2 : cut], whole[cut:]])
     return [Turn(0, whole[:cut]), Turn(cut - 2, later)]
 
 
-def malformed(routes: Sequence[np.ndarray[Any, Any]]) -> dict[str, list[np.ndarray[Any, Any]]]:
+def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
     """Routes that no replay may take, by what is wrong with them."""
 
-    def first(change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    def first(change: Callable[[Routes], Routes]) -> list[Routes]:
         return [change(routes[0].copy()), *routes[1:]]
 
-    def put(value: int) -> Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-        def change(idx_TLK: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def put(value: int) -> Callable[[Routes], Routes]:
+        def change(idx_TLK: Routes) -> Routes:
             idx_TLK[3, -1, 0] = value
             return idx_TLK
 
         return change
 
-    def twice(idx_TLK: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def twice(idx_TLK: Routes) -> Routes:
         idx_TLK[3, -1, 0] = idx_TLK[3, -1, 1]
         return idx_TLK
 
@@ -115,22 +130,14 @@ def malformed(routes: Sequence[np.ndarray[Any, Any]]) -> dict[str, list[np.ndarr
     }
 
 
-def _another(row_K: np.ndarray[Any, Any]) -> int:
+def _another(row_K: Routes) -> int:
     """The first expert that is not in the row."""
     return next(expert for expert in range(len(row_K) + 1) if expert not in row_K)
 
 
-def _refusal(facet: Replay, tokens_BS: torch.Tensor, wrong: Sequence[np.ndarray[Any, Any]]) -> str | None:
-    try:
-        facet.replay(tokens_BS, wrong)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 @contextmanager
-def recomputed(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Every layer's forward is run again in the backward pass; one config serves all chunks."""
+def full_recompute(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Recompute every layer's forward in the backward pass. All chunks share one config."""
     config: Any = chunks[0].config
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     before = [getattr(config, name) for name in names]
@@ -142,8 +149,8 @@ def recomputed(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def turned(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Routers with the opposite sign, as if trained since: their own choice is another one for every token."""
+def negated_routers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Negate every router's weight, as if trained since: every token's own choice of experts is another one."""
     layers: list[Any] = [
         m for chunk in chunks for m in chunk.modules() if hasattr(m, "experts") and hasattr(m, "router")
     ]
@@ -155,3 +162,12 @@ def turned(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for weight in routers:
             weight.data.neg_()
+
+
+FACET = Facet(
+    name="replay",
+    protocol=Replay,
+    needs=frozenset({"export"}),
+    asked_in=lambda cell: cell.replay != "off",
+    steps=(Step(name="replay", ask=run, stage=Stage.LOADED),),
+)

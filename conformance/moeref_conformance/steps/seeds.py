@@ -1,51 +1,45 @@
-"""Steps of the facet `seeds`: what is planned, what the generators hold after seeding, and what a resume draws."""
+"""Facet `seeds`: what is planned, what the generators hold after seeding, and what a resumed run draws."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from moeref_conformance.contract.api import Seeds
 from moeref_conformance.contract.requests.seeds import BAD, SEED, WAYS
+from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
 
 
-def planned(seeds: Seeds, rank: int) -> dict[str, Any]:
-    """The seeds of one rank, both ways, and what a bad seed was answered with (None: it was taken)."""
+def planned(seeds: Seeds, context: Context) -> dict[str, Any]:
+    """The seeds of the context's rank, both ways, and the refusal of each bad seed; None if it was taken."""
+    rank = context.rank
     plans: dict[str, Any] = {way: dict(seeds.planned(rank, SEED, per_dp)) for way, per_dp in WAYS.items()}
-    return {**plans, "refused": {repr(bad): _refusal(lambda bad=bad: seeds.planned(rank, bad, False)) for bad in BAD}}  # type: ignore[misc]
+    return {**plans, "refused": {repr(bad): refusal(partial(seeds.planned, rank, bad, False)) for bad in BAD}}
 
 
-def installed(seeds: Seeds) -> dict[str, Any]:
+def installed(seeds: Seeds, context: Context) -> dict[str, Any]:
     """Digests of all generator states after seeding, both ways, and of what megatron-core itself installs."""
-    found: dict[str, Any] = {}
+    value: dict[str, Any] = {}
     for way, per_dp in WAYS.items():
         seeds.install(SEED, per_dp)
-        found[way] = states()
-    found["refused"] = {repr(bad): _refusal(lambda bad=bad: seeds.install(bad, False)) for bad in BAD}  # type: ignore[misc]
-    found["megatron"] = {way: _megatron(per_dp) for way, per_dp in WAYS.items()}
-    return found
+        value[way] = states()
+    value["refused"] = {repr(bad): refusal(partial(seeds.install, bad, False)) for bad in BAD}
+    value["megatron"] = {way: _megatron(per_dp) for way, per_dp in WAYS.items()}
+    return value
 
 
-def resumed(seeds: Seeds) -> dict[str, list[Any]]:
+def resumed(seeds: Seeds, context: Context) -> dict[str, list[Any]]:
     """Draws after a save, then after each of two restores of the same states."""
     seeds.install(SEED, False)
     _draws()  # a run that is saved has drawn before
     saved = seeds.save()
-    found = {"went on": _draws()}
+    draws = {"went on": _draws()}
     for turn in ("resumed", "resumed again"):
         seeds.restore(saved)
-        found[turn] = _draws()
-    return found
-
-
-def _refusal(call: Callable[[], Any]) -> str | None:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        draws[turn] = _draws()
+    return draws
 
 
 def _trackers() -> dict[str, Any]:
@@ -66,13 +60,13 @@ def states() -> dict[str, str]:
     import torch
 
     kind, keys, *rest = np.random.get_state()
-    found = {
+    digests = {
         "python": _digest(repr(random.getstate()).encode()),
         "numpy": _digest(repr((kind, bytes(keys), rest)).encode()),
         "torch": _digest(bytes(torch.get_rng_state().numpy())),
         "cuda": _digest(bytes(torch.cuda.get_rng_state().cpu().numpy())),
     }
-    return {**found, **{k: _digest(bytes(v.cpu().numpy())) if v is not None else "" for k, v in _trackers().items()}}
+    return {**digests, **{k: _digest(bytes(v.cpu().numpy())) if v is not None else "" for k, v in _trackers().items()}}
 
 
 def _digest(content: bytes) -> str:
@@ -109,7 +103,7 @@ def _draws() -> list[float]:
     import torch
     from megatron.core.tensor_parallel import random as megatron_random
 
-    found = [random.random(), float(np.random.random()), float(torch.rand(()))]
+    drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
     tracker = megatron_random.get_cuda_rng_tracker()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in (
@@ -117,5 +111,16 @@ def _draws() -> list[float]:
         megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
     ):
         with tracker.fork(name):
-            found.append(float(torch.rand((), device=device)))
-    return found
+            drawn.append(float(torch.rand((), device=device)))
+    return drawn
+
+
+FACET = Facet(
+    name="seeds",
+    protocol=Seeds,
+    steps=(
+        Step(name="seeds_planned", ask=planned, static=Static.EVERY_RANK),
+        Step(name="seeds", ask=installed),
+        Step(name="seeds_resumed", ask=resumed),
+    ),
+)

@@ -30,7 +30,7 @@ from typing import IO, Any
 from moeref_conformance.contract.api import Cell, Claims, to_plain
 from moeref_conformance.contract.exits import KINDS, RankExit, RunOutcome, signal_name
 
-ENTRY = "moeref_conformance.steps.probe:run_rank"
+ENTRY = "moeref_conformance.steps.run:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
 LEAVE_SECONDS = 10.0
 LOG_TAIL = 4000  # characters

@@ -1,0 +1,162 @@
+"""Facet `export`: load, export, change the weights, export again, and what must be refused.
+
+The kit looks into the modules, and changes them, by `export.chunks()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from moeref_conformance.contract.api import Export, TensorMeta, to_plain
+from moeref_conformance.contract.records import free_key
+from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows
+from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
+from moeref_conformance.steps.topology import process_groups
+
+
+def inventory(export: Export, context: Context) -> list[dict[str, Any]]:
+    """Name, shape, dtype and kind of every tensor of the modules."""
+    return [
+        {"chunk": c, "local": n, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "kind": kind}
+        for c, n, kind, t in module_tensors(export.chunks())
+    ]
+
+
+def load(export: Export, context: Context) -> None:
+    """Load the expected checkpoint."""
+    export.load(context.input("checkpoint"))
+
+
+def shards(export: Export, context: Context) -> None:
+    """Save every tensor of the modules by `chunk:local`."""
+    context.save("shards", {f"{c}:{n}": t for c, n, _, t in module_tensors(export.chunks())})
+
+
+def plan(export: Export, context: Context) -> list[Any] | None:
+    """The plan of the export; None if the target claims none."""
+    return checked_rows(export.plan(), TensorMeta) if context.claims.has_plan else None
+
+
+def streamed(step: str) -> Callable[[Export, Context], list[dict[str, Any]]]:
+    """A step that saves the tensors of a whole stream. Its value is their metadata and how many earlier ones live."""
+
+    def stream(export: Export, context: Context) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        kept: dict[str, torch.Tensor] = {}
+        earlier: list[weakref.ref[torch.Tensor]] = []
+        for meta, tensor in _items(export):
+            alive = sum(1 for ref in earlier if ref() is not None)
+            rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": alive})
+            if tensor is not None:
+                kept[free_key(kept, meta.name)] = copied(tensor)
+                earlier.append(weakref.ref(tensor))
+            # Our own references go before the next tensor is asked for: what is alive then, the target keeps alive.
+            del tensor
+        context.save(step, kept)
+        return rows
+
+    return stream
+
+
+def change(export: Export, context: Context) -> None:
+    """Multiply every floating-point tensor of the modules by CHANGE."""
+    seen: set[int] = set()
+    with torch.no_grad():
+        for _, _, _, tensor in module_tensors(export.chunks()):
+            # One storage under two names (a tied head next to its embedding) is changed once.
+            if tensor.is_floating_point() and tensor.numel() and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensor.mul_(CHANGE)
+
+
+def own(export: Export, context: Context) -> dict[str, list[str]]:
+    """Zero every tensor of a further stream: which tensors of the model, and which later ones, that has changed."""
+    before = {(c, n): copied(t) for c, n, _, t in module_tensors(export.chunks())}
+    later = _zeroed(export, context)
+    changed = []
+    with torch.no_grad():
+        for c, n, _, tensor in module_tensors(export.chunks()):
+            if not same_bytes(tensor, before[c, n]):
+                changed.append(f"{c}:{n}")
+                tensor.copy_(before[c, n])
+    return {"changed": changed, "later": later}
+
+
+def refuse_parameter(export: Export, context: Context) -> None:
+    """Export while chunk 0 has a parameter that no table can know; drain the stream if the plan does not raise."""
+    chunk, holder = export.chunks()[0], torch.nn.Module()
+    like = next(chunk.parameters(), torch.empty(0))
+    holder.register_parameter("weight", torch.nn.Parameter(torch.ones(2, 3, dtype=like.dtype, device=like.device)))
+    chunk.add_module(UNMAPPED, holder)
+    try:
+        if context.claims.has_plan:
+            export.plan()
+        for _ in export.stream():
+            pass
+    finally:
+        delattr(chunk, UNMAPPED)
+
+
+def _items(export: Export) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+    """The stream, holding no tensor of it while the next one is made. Raises TypeError for items of another type."""
+    stream = iter(export.stream())
+    while (item := next(stream, None)) is not None:
+        meta, tensor = item
+        if not isinstance(meta, TensorMeta) or not (tensor is None or isinstance(tensor, torch.Tensor)):
+            what = f"{type(meta).__name__}, {type(tensor).__name__}"
+            raise TypeError(f"stream() gave ({what}), expected (api.TensorMeta, torch.Tensor or None)")
+        del tensor
+        yield item
+        del item
+
+
+def _zeroed(export: Export, context: Context) -> list[str]:
+    """Zero every tensor of a stream as it comes; the names of those that came other than in `export_changed`."""
+    file = context.folder / "export_changed.safetensors"
+    was = load_file(file) if file.exists() else {}
+    later = []
+    for meta, tensor in _items(export):
+        if tensor is not None:
+            if meta.name in was and not same_bytes(tensor, was[meta.name]):
+                later.append(meta.name)
+            # inference_mode may also write to inference tensors, which no_grad may not.
+            with torch.inference_mode():
+                tensor.detach().zero_()
+        del tensor
+    return later
+
+
+FACET = Facet(
+    name="export",
+    protocol=Export,
+    steps=(
+        Step(name="topology", ask=lambda export, context: process_groups(), stage=Stage.OPENED),
+        Step(name="inventory", ask=inventory),
+        Step(name="load", ask=load, stage=Stage.LOADED),
+        Step(name="shards", ask=shards, stage=Stage.LOADED),
+        Step(name="plan", ask=plan, stage=Stage.LOADED),
+        Step(name="export", ask=streamed("export"), stage=Stage.LOADED),
+        Step(name="change", ask=change, stage=Stage.CHANGED),
+        Step(name="export_changed", ask=streamed("export_changed"), stage=Stage.CHANGED),
+        Step(name="own", ask=own, stage=Stage.CHANGED),
+        Step(name="refuse_parameter", ask=refuse_parameter, stage=Stage.CHANGED, refusal=True),
+        Step(
+            name="refuse_extra",
+            ask=lambda export, context: export.load(context.input("checkpoint_extra")),
+            stage=Stage.CHANGED,
+            refusal=True,
+        ),
+        Step(
+            name="refuse_missing",
+            ask=lambda export, context: export.load(context.input("checkpoint_missing")),
+            stage=Stage.CHANGED,
+            refusal=True,
+        ),
+    ),
+)

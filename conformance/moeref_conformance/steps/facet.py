@@ -1,0 +1,136 @@
+"""What a facet is to the kit: its name, its protocol, and the steps in which it is asked.
+
+Every facet of `api.FACETS` has a module of its name in this room, with a `FACET`. A rank and the static world take
+their steps from there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeref_conformance.contract.api import FACETS, Cell, Claims, Session, World
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Stage(IntEnum):
+    """When a rank takes a step. Within a stage the facets come in the order of `api.FACETS`."""
+
+    OPENED = 0  # at once, so that a rank that fails later still says where it is
+    UNLOADED = 1  # before the checkpoint is loaded
+    LOADED = 2
+    CHANGED = 3  # once every weight is changed, and after
+
+
+class Static(Enum):
+    """What the static world does with a step."""
+
+    SKIPPED = "skipped"
+    ONCE = "once"  # the answer does not depend on the rank
+    EVERY_RANK = "every rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a step may use besides its facet. `made` keeps what several steps or ranks share."""
+
+    rank: int
+    cell: Cell
+    world: World
+    claims: Claims
+    session: Session
+    inputs: Mapping[str, str]
+    save: Callable[[str, Mapping[str, torch.Tensor]], None]
+    folder: Path
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def facet(self, name: str) -> Any:
+        """A claimed facet of the session. Raises TypeError if the session has None for it."""
+        facet = getattr(self.session, name)
+        if facet is None:
+            raise TypeError(f"the target claims the facet {name!r} but its session has None for it")
+        return facet
+
+    def input(self, name: str) -> Path:
+        """A folder or file that the cell is run with, such as `checkpoint`."""
+        return Path(self.inputs[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One record of a rank. `ask` is called with the facet and the context; its value goes into the record.
+
+    `refusal`: an error is the good outcome, and the rank goes on.
+    """
+
+    name: str
+    ask: Callable[[Any, Context], Any]
+    stage: Stage = Stage.UNLOADED
+    static: Static = Static.SKIPPED
+    in_ranks: bool = True
+    refusal: bool = False
+
+    def take(self, facet: Facet, context: Context) -> Any:
+        """The answer of the context's session."""
+        return self.ask(context.facet(facet.name), context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facet:
+    """One facet. `name` is the session's attribute; `needs` are further facets without which it is not asked."""
+
+    name: str
+    protocol: type
+    steps: tuple[Step, ...]
+    needs: frozenset[str] = frozenset()
+    asked_in: Callable[[Cell], bool] = lambda cell: True
+
+
+def facets() -> tuple[Facet, ...]:
+    """All facets, in the order of `api.FACETS`."""
+    return tuple(importlib.import_module(f"{__package__}.{name}").FACET for name in FACETS)
+
+
+def rank_steps(claims: Claims, cell: Cell) -> list[tuple[Facet, Step]]:
+    """What a rank does, in order."""
+    taken = [(facet, step) for facet, step in _claimed(claims, cell) if step.in_ranks]
+    return sorted(taken, key=lambda pair: pair[1].stage)
+
+
+def static_steps(claims: Claims, cell: Cell, which: Static) -> list[tuple[Facet, Step]]:
+    """What the static world does for every rank, or once."""
+    return [(facet, step) for facet, step in _claimed(claims, cell) if step.static is which]
+
+
+def checked_rows(rows: Any, kind: type) -> list[Any]:
+    """A target's answer as a list. Raises TypeError that names what came instead of rows of `kind`."""
+    if not isinstance(rows, Iterable):
+        raise TypeError(f"expected rows of api.{kind.__name__}, the target gave {rows!r}")
+    made = list(rows)
+    for row in made:
+        if not isinstance(row, kind):
+            raise TypeError(
+                f"expected rows of api.{kind.__name__}, the target gave a {type(row).__name__}: {row!r:.80}"
+            )
+    return made
+
+
+def refusal(call: Callable[[], Any]) -> str | None:
+    """The error that `call` raised, with its type; None if it raised nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _claimed(claims: Claims, cell: Cell) -> Iterable[tuple[Facet, Step]]:
+    for facet in facets():
+        if facet.needs | {facet.name} <= claims.facets and facet.asked_in(cell):
+            yield from ((facet, step) for step in facet.steps)

@@ -1,0 +1,103 @@
+"""What every rank does with a session: the steps of the facets that are claimed, each on record before and after."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from moeref_conformance.contract.api import Cell, Session, Target, World, to_plain
+from moeref_conformance.contract.records import EVENTS
+from moeref_conformance.steps.facet import Context, rank_steps
+from moeref_conformance.steps.tensors import copied
+
+
+class StepRaised(Exception):
+    """A step raised; the event is written. The rank's main turns this into exit code 3."""
+
+
+class Log:
+    """Writes `events.jsonl`. Each line is flushed at once, so that the record of a killed rank ends where it was."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._file = (folder / EVENTS).open("a", encoding="utf-8")
+
+    def write(self, step: str, phase: str, began: float, **more: Any) -> None:
+        now = time.time()
+        event = {"step": step, "phase": phase, "at": now, "seconds": round(now - began, 6), **more}
+        self._file.write(json.dumps(to_plain(event)) + "\n")
+        self._file.flush()
+
+    def step(self, name: str, action: Callable[[], Any], refusal: bool = False) -> Any:
+        """Run one step. An error is recorded; unless `refusal`, it ends the rank with StepRaised."""
+        began = time.time()
+        self.write(name, "begin", began)
+        try:
+            value = action()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit of a target is an outcome of the step as well
+            what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+            self.write(name, "raised", began, error=what)
+            if refusal:
+                return None
+            raise StepRaised(f"step {name}: {type(error).__name__}: {error}") from error
+        self.write(name, "ok", began, value=value if _is_plain(value) else None)
+        return value
+
+    def save(self, step: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the tensors of a step; nothing if there are none."""
+        if tensors:
+            save_file({k: copied(v) for k, v in tensors.items()}, self.folder / f"{step}.safetensors")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | list | tuple | dict)
+
+
+def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
+    """Drive one session of `target` through all steps of its claimed facets, writing records to `record_dir`.
+
+    Call it in the rank's process, after torch.distributed is initialised. Raises StepRaised if a step failed.
+    `inputs` gives the folders `hf_config`, `checkpoint`, `checkpoint_extra` and `checkpoint_missing`, the file
+    `tokens`, and in replay mode R3 the file `routes`.
+    """
+    log = Log(record_dir)
+    opened: list[AbstractContextManager[Session]] = []
+
+    def enter() -> Session:
+        opened.append(target.open(cell, world))
+        return opened[0].__enter__()
+
+    session: Session = log.step("open", enter)
+    context = Context(
+        rank=world.rank,
+        cell=cell,
+        world=world,
+        claims=target.claims,
+        session=session,
+        inputs=inputs,
+        save=log.save,
+        folder=record_dir,
+    )
+    try:
+        for facet, step in rank_steps(target.claims, cell):
+            log.step(step.name, partial(step.take, facet, context), step.refusal)
+    except BaseException as error:
+        # The outcome is already on record; a second error on the way out must not hide it.
+        try:
+            opened[0].__exit__(type(error), error, error.__traceback__)
+        except Exception as second:
+            log.write("close", "raised", time.time(), error={"type": type(second).__name__, "message": str(second)})
+        raise
+    log.step("close", lambda: bool(opened[0].__exit__(None, None, None)))

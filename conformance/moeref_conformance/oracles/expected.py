@@ -19,7 +19,7 @@ EXTRA = "model.layers.0.kit_extra.weight"
 class Expected:
     """The checkpoint of one variant on disk, and what transformers makes of it.
 
-    `inputs` are the paths a rank gets (see `probe.run_rank`); `missing` is the tensor that `checkpoint_missing` lacks
+    `inputs` are the paths a rank gets (see `steps.run.run_rank`); `missing` is the tensor that `checkpoint_missing` lacks
     and `extra` the one that `checkpoint_extra` has too many.
     """
 

@@ -79,7 +79,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
         here.mkdir(parents=True)
         rows, inventory, shards = [], [], {}
         for chunk, local in local_names(oracle, rank):
-            held = oracle.held(rank, chunk, local, vocabulary_shape(oracle))
+            held = oracle.shard(rank, chunk, local, vocabulary_shape(oracle))
             dtype = str(held.tensor.dtype).removeprefix("torch.")
             fact = {"chunk": chunk, "local": local, "shape": list(held.tensor.shape), "dtype": dtype}
             rows.append({**fact, "global_name": global_name(oracle, rank, chunk, local), "hf": list(held.hf)})

@@ -73,7 +73,7 @@ def by_source(placed: Placement) -> dict[Source, dict[tuple[int, int], torch.Ten
     for rank in range(placed.layout.world):
         at = placed.coords(rank)
         for chunk, local in handmade.local_names(placed, rank):
-            held = placed.held(rank, chunk, local, handmade.vocabulary_shape(placed))
+            held = placed.shard(rank, chunk, local, handmade.vocabulary_shape(placed))
             if held.read:
                 key = (at["tp"], at["etp"])
                 assert torch.equal(found[held.hf, held.expert].setdefault(key, held.tensor), held.tensor)
@@ -133,7 +133,7 @@ def test_names_of_a_rank_without_modules(work: Path) -> None:
     for rank in range(placed.layout.world):
         homes: set[str] = set()
         for chunk, local in handmade.local_names(placed, rank):
-            homes |= set(placed.held(rank, chunk, local, handmade.vocabulary_shape(placed)).hf)
+            homes |= set(placed.shard(rank, chunk, local, handmade.vocabulary_shape(placed)).hf)
         assert placed.hf_names(rank) == homes
 
 
@@ -141,7 +141,7 @@ def test_tied_head_on_the_last_stage_is_a_replica(work: Path) -> None:
     placed = oracle(work, tied=True, tp=2, pp=2)
     shape = handmade.vocabulary_shape(placed)
     last = next(r for r in range(4) if placed.coords(r) == {**placed.coords(r), "pp": 1, "tp": 1})
-    head = placed.held(last, 0, "output_layer.weight", shape)
+    head = placed.shard(last, 0, "output_layer.weight", shape)
     assert not head.read
     assert head.hf == ()
     assert head.rows == 65
@@ -150,11 +150,11 @@ def test_tied_head_on_the_last_stage_is_a_replica(work: Path) -> None:
 
 def test_grouped_and_wrapped_spellings(work: Path) -> None:
     placed = oracle(work, ep=4)
-    a = placed.held(2, 0, "decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight", ())
-    b = placed.held(2, 0, "module.module.decoder.layers.3.mlp.experts.linear_fc1.weight1", ())
+    a = placed.shard(2, 0, "decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.weight", ())
+    b = placed.shard(2, 0, "module.module.decoder.layers.3.mlp.experts.linear_fc1.weight1", ())
     assert (a.layer, a.expert) == (b.layer, b.expert) == (3, 9)
     assert torch.equal(a.tensor, b.tensor)
-    norm = placed.held(0, 0, "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", ())
+    norm = placed.shard(0, 0, "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", ())
     assert norm.hf == ("model.layers.1.input_layernorm.weight",)
     assert plain_local("module.module.x") == "x"
 
@@ -170,15 +170,15 @@ def test_latent_attention(work: Path) -> None:
         "kv_layernorm.weight": "kv_a_layernorm",
     }
     for local, hf in whole.items():
-        held = placed.held(1, 0, prefix + local, ())
+        held = placed.shard(1, 0, prefix + local, ())
         assert held.hf == (f"model.layers.0.self_attn.{hf}.weight",)
         assert torch.equal(held.tensor, placed.tensors[held.hf[0]])
     for local, hf in (("linear_q_up_proj", "q_b_proj"), ("linear_kv_up_proj", "kv_b_proj")):
         full = placed.tensors[f"model.layers.0.self_attn.{hf}.weight"]
-        parts = [placed.held(rank, 0, f"{prefix}{local}.weight", ()).tensor for rank in range(4)]
+        parts = [placed.shard(rank, 0, f"{prefix}{local}.weight", ()).tensor for rank in range(4)]
         assert torch.equal(torch.cat(parts), full)
     with pytest.raises(Unknown):
-        placed.held(0, 0, prefix + "linear_qkv.weight", ())
+        placed.shard(0, 0, prefix + "linear_qkv.weight", ())
 
 
 def test_gpt_oss(work: Path) -> None:
@@ -187,7 +187,7 @@ def test_gpt_oss(work: Path) -> None:
     at = [next(r for r in range(4) if (c := placed.coords(r))["ep"] == 1 and c["etp"] == etp) for etp in range(2)]
     expert, hf = "decoder.layers.3.mlp.experts.local_experts.1.", "model.layers.3.mlp.experts."
     parts = {
-        name: [placed.held(rank, 0, expert + name, ()).tensor for rank in at]
+        name: [placed.shard(rank, 0, expert + name, ()).tensor for rank in at]
         for name in ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias")
     }
     for name, source in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc1.bias", "gate_up_proj_bias")):
@@ -196,10 +196,10 @@ def test_gpt_oss(work: Path) -> None:
         assert all(torch.equal(half, pairs[:, i]) for i, half in enumerate(halves))
     assert torch.equal(torch.cat(parts["linear_fc2.weight"], dim=1).T, placed.tensors[hf + "down_proj"][7])
     assert all(torch.equal(part, placed.tensors[hf + "down_proj_bias"][7]) for part in parts["linear_fc2.bias"])
-    sinks = [placed.held(r, 0, "decoder.layers.3.self_attention.core_attention.softmax_offset", ()) for r in range(4)]
+    sinks = [placed.shard(r, 0, "decoder.layers.3.self_attention.core_attention.softmax_offset", ()) for r in range(4)]
     by_tp = [next(h for r, h in enumerate(sinks) if placed.coords(r)["tp"] == tp).tensor for tp in range(2)]
     assert torch.equal(torch.cat(by_tp), placed.tensors["model.layers.3.self_attn.sinks"])
-    grouped = placed.held(at[0], 0, "decoder.layers.3.mlp.experts.linear_fc1.bias1", ())
+    grouped = placed.shard(at[0], 0, "decoder.layers.3.mlp.experts.linear_fc1.bias1", ())
     assert (grouped.layer, grouped.expert) == (3, 7)
     assert torch.equal(grouped.tensor, parts["linear_fc1.bias"][0])
 
@@ -210,7 +210,7 @@ def test_gated_delta_nets(work: Path) -> None:
     hf = {name.removeprefix("model.layers.0.linear_attn."): t for name, t in placed.tensors.items()}
 
     def parts(local: str) -> list[torch.Tensor]:
-        return [placed.held(rank, 0, prefix + local, ()).tensor for rank in range(4)]
+        return [placed.shard(rank, 0, prefix + local, ()).tensor for rank in range(4)]
 
     cuts = [part.split([44, 44, 40, 40, 4, 4]) for part in parts("in_proj.weight")]
     q, k, v, z, b, a = (torch.cat(section) for section in zip(*cuts, strict=True))
@@ -224,13 +224,13 @@ def test_gated_delta_nets(work: Path) -> None:
     assert torch.equal(torch.cat(parts("out_proj.weight"), 1), hf["out_proj.weight"])
     assert all(torch.equal(part, hf["norm.weight"]) for part in parts("out_norm.weight"))
     with pytest.raises(Unknown):
-        placed.held(0, 0, prefix + "linear_qkv.weight", ())
+        placed.shard(0, 0, prefix + "linear_qkv.weight", ())
 
 
 def test_gated_queries(work: Path) -> None:
     placed = oracle(work, family="qwen3_next", layers=4, tp=4)
     local, hf = "decoder.layers.2.self_attention.linear_qkv.weight", "model.layers.2.self_attn."
-    fused = torch.cat([placed.held(rank, 0, local, ()).tensor for rank in range(4)]).view(8, 48, 40)
+    fused = torch.cat([placed.shard(rank, 0, local, ()).tensor for rank in range(4)]).view(8, 48, 40)
     both = torch.stack([fused[:, :16].reshape(8, 2, 8, 40), fused[:, 16:32].reshape(8, 2, 8, 40)], 2)
     assert torch.equal(both.reshape(-1, 40), placed.tensors[hf + "q_proj.weight"])
     assert torch.equal(fused[:, 32:40].reshape(-1, 40), placed.tensors[hf + "k_proj.weight"])
@@ -243,20 +243,20 @@ def test_multi_token_prediction(work: Path) -> None:
     want = expected(made, work)
     placed = Placement(made, want.config, want.tensors)
     assert (placed.mtp, placed.final) == ((3, 0), (2, 0))
-    inner = placed.held(3, 0, "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.5.linear_fc2.weight", ())
+    inner = placed.shard(3, 0, "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.5.linear_fc2.weight", ())
     assert (inner.layer, inner.expert) == (8, 5)
     assert torch.equal(inner.tensor, placed.tensors["model.layers.8.mlp.experts.5.down_proj.weight"])
-    assert placed.held(3, 0, "mtp.layers.0.final_layernorm.weight", ()).hf == (
+    assert placed.shard(3, 0, "mtp.layers.0.final_layernorm.weight", ()).hf == (
         "model.layers.8.shared_head.norm.weight",
     )
     for rank in (0, 3):
-        held = placed.held(rank, 0, "embedding.word_embeddings.weight", (256, 40))
+        held = placed.shard(rank, 0, "embedding.word_embeddings.weight", (256, 40))
         assert held.hf == ("model.embed_tokens.weight", "model.layers.8.embed_tokens.weight")
         assert set(held.hf) <= placed.hf_names(rank)
-    assert placed.held(2, 0, "decoder.final_layernorm.weight", ()).hf == ("model.norm.weight",)
+    assert placed.shard(2, 0, "decoder.final_layernorm.weight", ()).hf == ("model.norm.weight",)
     for rank, local in ((2, "mtp.layers.0.enorm.weight"), (3, "decoder.final_layernorm.weight")):
         with pytest.raises(Unknown):
-            placed.held(rank, 0, local, ())
+            placed.shard(rank, 0, local, ())
     assert "model.layers.8.eh_proj.weight" in placed.hf_names(3) - placed.hf_names(2)
 
 
@@ -274,5 +274,5 @@ def test_multi_token_prediction(work: Path) -> None:
 def test_names_that_megatron_lacks(local: str, what: str, work: Path) -> None:
     placed = oracle(work, pp=2, ep=2)
     with pytest.raises(Unknown) as error:
-        placed.held(0, 0, local, (66, 40))
+        placed.shard(0, 0, local, (66, 40))
     assert error.value.what == what

@@ -184,38 +184,47 @@ def read(path: Path) -> Results:
 
     A last line that was cut while it was written is dropped: such a file has no footer and is incomplete.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: cannot be read ({error})") from error
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise BadInput(f"{path}:{number}: not JSON: {error}") from error
+    rows = _rows(path)
     if not rows or not isinstance(rows[0], dict) or rows[0].get("kind") != "header":
         raise BadInput(f"{path}: does not begin with a header; is it a results.jsonl?")
     if rows[0].get("schema") != SCHEMA:
         raise BadInput(f"{path}: schema {rows[0].get('schema')!r}; this kit reads schema {SCHEMA}")
     results = Results(header=rows[0])
     for number, row in enumerate(rows[1:], 2):
-        kind = row.get("kind")
         try:
-            if kind == "verdict":
-                results.verdicts.append(_verdict(row))
-            elif kind == "cell":
-                results.seconds[row["id"]] = row["seconds"]
-            elif kind == "footer":
-                results.complete = True
-            else:
-                raise ValueError(f"unknown kind {kind!r}")
+            _add(results, row)
         except (TypeError, KeyError, ValueError) as error:
             raise BadInput(f"{path}:{number}: not a line of a results file: {error}") from error
     order = {cell["id"]: number for number, cell in enumerate(results.header["cells"])}
     results.verdicts.sort(key=lambda v: order.get(v.cell, len(order)))
     return results
+
+
+def _rows(path: Path) -> list[Any]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: cannot be read ({error})") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise BadInput(f"{path}:{number}: not JSON: {error}") from error
+    return rows
+
+
+def _add(results: Results, row: Mapping[str, Any]) -> None:
+    match row.get("kind"):
+        case "verdict":
+            results.verdicts.append(_verdict(row))
+        case "cell":
+            results.seconds[row["id"]] = row["seconds"]
+        case "footer":
+            results.complete = True
+        case kind:
+            raise ValueError(f"unknown kind {kind!r}")
 
 
 def versions() -> dict[str, str]:

@@ -22,7 +22,7 @@ def observed(case: Case) -> Observation:
     return case.observation or Observation(case.cell, [])
 
 
-def known(case: Case) -> Expected:
+def expected(case: Case) -> Expected:
     """The expected checkpoint; ValueError if the case has none, which is a failure of the kit."""
     if case.expected is None:
         raise ValueError(f"cell {case.cell.id}: no expected checkpoint to judge by")
@@ -53,12 +53,17 @@ def without(case: Case, *steps: str) -> list[Finding]:
     """A finding for every rank that has no record of one of the steps."""
     run = observed(case)
     have = {record.rank: record for record in run.ranks}
-    found = []
+    findings = []
     for rank in range(case.cell.layout.world):
         for step in steps:
             if rank not in have or not have[rank].has(step):
-                found.append(finding(case, rank, step, f"no record of step {step}"))
-    return found
+                findings.append(finding(case, rank, step, f"no record of step {step}"))
+    return findings
+
+
+def unanswered(case: Case, step: str) -> list[Finding]:
+    """`without` for a step that the static world takes once: there rank 0 answers for all."""
+    return [missing for missing in without(case, step) if case.cell.backend != "static" or missing.rank == 0]
 
 
 def name_rows(record: RankRecord) -> tuple[NameRow, ...]:
@@ -85,7 +90,7 @@ class Given:
 def tables(case: Case) -> list[Given]:
     """The names tables of all ranks: what a judge says of one rank holds for all that gave the same at such a place."""
     if "tables" not in case.made:
-        found: dict[tuple[Any, ...], Given] = {}
+        by_place: dict[tuple[Any, ...], Given] = {}
         same: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
         kept: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
         for record in observed(case).ranks:
@@ -99,8 +104,8 @@ def tables(case: Case) -> list[Given]:
             rows = kept[id(rows)][1]
             at = topology.coords(case.cell.layout, record.rank)
             key = id(rows), at["pp"], at["ep"], at["tp"], at["etp"]
-            found.setdefault(key, Given(rows, [])).ranks.append(record.rank)
-        case.made["tables"] = list(found.values())
+            by_place.setdefault(key, Given(rows, [])).ranks.append(record.rank)
+        case.made["tables"] = list(by_place.values())
     given: list[Given] = case.made["tables"]
     return given
 
@@ -108,17 +113,17 @@ def tables(case: Case) -> list[Given]:
 def placement(case: Case) -> Placement:
     """The brute-force placement of the cell's checkpoint."""
     if "placement" not in case.made:
-        expected = known(case)
-        case.made["placement"] = Placement(case.cell, expected.config, expected.tensors)
-    found: Placement = case.made["placement"]
-    return found
+        model = expected(case)
+        case.made["placement"] = Placement(case.cell, model.config, model.tensors)
+    made: Placement = case.made["placement"]
+    return made
 
 
 def context(case: Case, factor: float = 1.0) -> Context:
     """The whole expected checkpoint, times `factor`, for diagnosis."""
-    expected = known(case)
-    tensors = expected.tensors if factor == 1.0 else {k: v * factor for k, v in expected.tensors.items()}
-    return Context(tensors, int(expected.config.get("first_k_dense_replace") or 0))
+    model = expected(case)
+    tensors = model.tensors if factor == 1.0 else {k: v * factor for k, v in model.tensors.items()}
+    return Context(tensors, int(model.config.get("first_k_dense_replace") or 0))
 
 
 def tolerance(case: Case, limit: float) -> str:

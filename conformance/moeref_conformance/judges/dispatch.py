@@ -16,18 +16,13 @@ from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.dispatch import CHOICES, requests
 from moeref_conformance.contract.requests.exchange import EXCHANGES, GRADIENTS, Exchange, given
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, observed, outcome, without
+from moeref_conformance.judges.common import finding, observed, outcome, unanswered
 from moeref_conformance.oracles import dispatch
 from moeref_conformance.oracles.dispatch import Looped, looped, row_bytes
 
 #: Both sides work in float64; sums may be taken in another order.
 RTOL, ATOL = 1e-12, 1e-13
 FIELDS = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-
-
-def _start(case: Case, step: str) -> list[Finding]:
-    """Ranks without a record. In the static world rank 0 speaks for all: nothing depends on the rank."""
-    return [f for f in without(case, step) if case.cell.backend != "static" or f.rank == 0]
 
 
 def _title(request: PadRequest) -> str:
@@ -57,62 +52,62 @@ def _fits(request: PadRequest, answer: dict[str, Any]) -> bool:
 @judges("DSP-001")
 def padding_keeps_what_it_is_for(case: Case) -> Outcome:
     """By splitting what comes out as the ranks split it."""
-    found = _start(case, "padding")
+    findings = unanswered(case, "padding")
     for rank, request, answer in _paddings(case):
         if "refused" in answer:
             message = f"{_title(request)}: samples of {list(request.lengths)} refused: {answer['refused']}"
-            found.append(finding(case, rank, "padding", message))
+            findings.append(finding(case, rank, "padding", message))
         elif not _fits(request, answer):
             message = f"{_title(request)}: {len(request.lengths)} ranks asked, {len(answer['totals'])} answered"
-            found.append(finding(case, rank, "padding", message))
+            findings.append(finding(case, rank, "padding", message))
     for rank, request, padding in _answered(case):
         for of in range(len(request.lengths)):
             for message in dispatch.broken(case.cell.layout, request, of, padding):
-                found.append(finding(case, rank, "padding", f"{_title(request)}: {message}"))
-    return outcome(found)
+                findings.append(finding(case, rank, "padding", f"{_title(request)}: {message}"))
+    return outcome(findings)
 
 
 @judges("DSP-002")
 def padding_is_the_least(case: Case) -> Outcome:
     """Against counting up."""
-    found = _start(case, "padding")
+    findings = unanswered(case, "padding")
     for rank, request, padding in _answered(case):
         want = dispatch.least(case.cell.layout, request)
         for lengths, have, best in zip(request.lengths, padding.samples, want.samples, strict=True):
             for length, sample, least in zip(lengths, have, best, strict=False):
                 if sample > least:
                     message = f"{_title(request)}: a sample of {length} became {sample}, where {least} would do"
-                    found.append(finding(case, rank, "padding", message, expected=str(least), got=str(sample)))
+                    findings.append(finding(case, rank, "padding", message, expected=str(least), got=str(sample)))
         for lengths, total, least in zip(request.lengths, padding.totals, want.totals, strict=True):
             if total > least:
                 message = f"{_title(request)}: samples of {list(lengths)} became {total}, where {least} would do"
-                found.append(finding(case, rank, "padding", message, expected=str(least), got=str(total)))
-    return outcome(found)
+                findings.append(finding(case, rank, "padding", message, expected=str(least), got=str(total)))
+    return outcome(findings)
 
 
 @judges("DSP-003")
 def equal_pieces(case: Case) -> Outcome:
     """Where the dispatcher takes no others."""
-    found = _start(case, "padding")
+    findings = unanswered(case, "padding")
     split = case.cell.layout.tp * case.cell.layout.cp
     for rank, request, padding in _answered(case):
         if request.dispatcher not in dispatch.EQUAL:
             continue
         if len(set(padding.totals)) > 1:
             message = f"{_title(request)}: ranks of one group were padded to {list(padding.totals)}, not to one length"
-            found.append(finding(case, rank, "padding", message))
+            findings.append(finding(case, rank, "padding", message))
         piece = dispatch.EQUAL[request.dispatcher] * split
         uneven = sorted({total for total in padding.totals if total % piece})
         if uneven:
             message = f"{_title(request)}: {uneven} rows over {split} ranks are no multiple of {piece // split} each"
-            found.append(finding(case, rank, "padding", message))
-    return outcome(found)
+            findings.append(finding(case, rank, "padding", message))
+    return outcome(findings)
 
 
 @judges("DSP-004")
 def kept_or_refused(case: Case) -> Outcome:
     """Both fields, as asked for."""
-    found = _start(case, "dispatchers")
+    findings = unanswered(case, "dispatchers")
     for record in observed(case).ranks:
         answers = record.value("dispatchers") if record.has("dispatchers") else {}
         for title, answer in answers.items():
@@ -120,31 +115,31 @@ def kept_or_refused(case: Case) -> Outcome:
             if "refused" in answer:
                 if request.dispatcher == "alltoall":
                     message = f"{title}: refused, and it always works: {answer['refused']}"
-                    found.append(finding(case, record.rank, "dispatchers", message))
+                    findings.append(finding(case, record.rank, "dispatchers", message))
                 continue
             dispatcher, _, backend = request.dispatcher.partition("-")
             have = [answer["given"].get(name, "nothing") for name in FIELDS]
             # Without flex nothing reads the backend; megatron-core's default for it is deepep.
             if have[0] != dispatcher or have[1] not in ([backend] if backend else [None, "deepep"]):
                 message = f"{title}: {FIELDS[0]} is {have[0]!r} with {FIELDS[1]} {have[1]!r}"
-                found.append(finding(case, record.rank, "dispatchers", message, expected=request.dispatcher))
-    return outcome(found)
+                findings.append(finding(case, record.rank, "dispatchers", message, expected=request.dispatcher))
+    return outcome(findings)
 
 
 @judges("DSP-005")
 def what_cannot_work_is_refused(case: Case) -> Outcome:
     """By an error that names the dispatcher."""
-    found = _start(case, "dispatchers")
+    findings = unanswered(case, "dispatchers")
     for record in observed(case).ranks:
         answers = record.value("dispatchers") if record.has("dispatchers") else {}
         for title, answer in answers.items():
             why, name = dispatch.cannot_work(case.cell.layout, CHOICES[title]), CHOICES[title].dispatcher
             if why and "refused" not in answer:
-                found.append(finding(case, record.rank, "dispatchers", f"{title}: taken, but {why}"))
+                findings.append(finding(case, record.rank, "dispatchers", f"{title}: taken, but {why}"))
             elif why and name.rpartition("-")[2] not in answer["refused"]:
                 message = f"{title}: the refusal does not name {name}"
-                found.append(finding(case, record.rank, "dispatchers", message, got=answer["refused"]))
-    return outcome(found)
+                findings.append(finding(case, record.rank, "dispatchers", message, got=answer["refused"]))
+    return outcome(findings)
 
 
 def _exchanges(case: Case) -> Iterator[tuple[RankRecord, Exchange, Looped, dict[str, torch.Tensor]]]:
@@ -165,7 +160,7 @@ def _padding(case: Case, exchange: Exchange, rank: int) -> torch.Tensor:
 @judges("DSP-006")
 def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
     """What every expert received, and what every row got."""
-    found = _start(case, "exchange")
+    findings = unanswered(case, "exchange")
     for record, exchange, want, have in _exchanges(case):
         padding = {row for rows in want.padding.values() for row in rows}
         for expert, rows in want.received.items():
@@ -176,73 +171,88 @@ def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
                 if real.total() == sum(rows.values()):
                     what = "other rows than those routed to it"
                 message = f"{exchange.name}: expert {expert} received {what}"
-                found.append(finding(case, record.rank, "exchange", message, expert=expert))
+                findings.append(finding(case, record.rank, "exchange", message, expert=expert))
         keep = ~_padding(case, exchange, record.rank)
         if problem := _apart(have["y"], want.y_TH, keep):
-            found.append(finding(case, record.rank, "exchange", f"{exchange.name}: rows come back {problem}"))
-    return outcome(found, met=f"rtol {RTOL:g}")
+            findings.append(finding(case, record.rank, "exchange", f"{exchange.name}: rows come back {problem}"))
+    return outcome(findings, met=f"rtol {RTOL:g}")
 
 
 @judges("DSP-007")
 def gradients_are_the_loop_s(case: Case) -> Outcome:
     """Of rows, weights and experts."""
-    found = _start(case, "exchange")
+    findings = unanswered(case, "exchange")
     titles = dict(zip(GRADIENTS, ("rows", "weights", "experts' first weight", "experts' second weight"), strict=True))
     for record, exchange, want, have in _exchanges(case):
         for name in GRADIENTS:
             if problem := _apart(have[name], want.gradients[name]):
                 message = f"{exchange.name}: the gradient of the {titles[name]} is {problem}"
-                found.append(finding(case, record.rank, "exchange", message))
-    return outcome(found, met=f"rtol {RTOL:g}")
+                findings.append(finding(case, record.rank, "exchange", message))
+    return outcome(findings, met=f"rtol {RTOL:g}")
 
 
 @judges("DSP-008")
 def padding_rows_count_for_nothing(case: Case) -> Outcome:
-    """Where they went, by the experts that received them; what came back; and the counts."""
-    found = _start(case, "exchange")
-    went: dict[tuple[str, int, bytes], list[int]] = {}  # exchange, first rank of the group, row -> experts
+    """Which experts received them, what came back for them, and the counts."""
+    findings = unanswered(case, "exchange")
     for record, exchange, want, have in _exchanges(case):
-        group = _group(case, record.rank)
-        # All ranks of an ETP group receive the same rows; its first speaks for all.
-        if topology.coords(case.cell.layout, record.rank)["etp"] == 0:
-            for expert in want.received:
-                for row in have.get(f"received.{expert}", ()):
-                    went.setdefault((exchange.name, group[0], row_bytes(row)), []).append(expert)
-        lines = _padding(case, exchange, record.rank)
-        if have["y"].shape == want.y_TH.shape and bool(have["y"][lines].any()):
-            found.append(finding(case, record.rank, "exchange", f"{exchange.name}: a padding row does not weigh zero"))
+        padding_T = _padding(case, exchange, record.rank)
+        if have["y"].shape == want.y_TH.shape and bool(have["y"][padding_T].any()):
+            message = f"{exchange.name}: a padding row does not weigh zero"
+            findings.append(finding(case, record.rank, "exchange", message))
         if have["counts"].tolist() != want.counts_E.tolist():
             message = f"{exchange.name}: rows that count for each expert are {have['counts'].tolist()}"
             more = {"expected": str(want.counts_E.tolist()), "got": str(have["counts"].tolist())}
-            found.append(finding(case, record.rank, "exchange", message, **more))
+            findings.append(finding(case, record.rank, "exchange", message, **more))
+    receivers = _receivers(case)
     for record, exchange, want, _ in _exchanges(case):
-        rows, group = want.padding[record.rank], _group(case, record.rank)
-        chosen = [went.get((exchange.name, group[0], row), []) for row in rows]
-        for experts in chosen:
-            if not len(experts) == len(set(experts)) == exchange.topk:
-                message = f"{exchange.name}: a padding row went to experts {experts}, not {exchange.topk} distinct ones"
-                found.append(finding(case, record.rank, "exchange", message))
-        loads = Counter(expert for experts in chosen for expert in experts)
-        most = math.ceil(len(rows) * exchange.topk / (exchange.experts * case.cell.layout.ep))
-        if loads and max(loads.values()) > most:
-            expert, load = loads.most_common(1)[0]
-            message = f"{exchange.name}: {load} of {len(rows)} padding rows went to expert {expert}, not {most}"
-            found.append(finding(case, record.rank, "exchange", message, expert=expert))
-    return outcome(found)
+        group = _group(case, record.rank)[0]
+        chosen = [receivers.get((exchange.name, group, row), []) for row in want.padding[record.rank]]
+        findings += _spread(case, record.rank, exchange, chosen)
+    return outcome(findings)
+
+
+def _receivers(case: Case) -> dict[tuple[str, int, bytes], list[int]]:
+    """(exchange, first rank of the group, row) -> experts that received the row."""
+    receivers: dict[tuple[str, int, bytes], list[int]] = {}
+    for record, exchange, want, have in _exchanges(case):
+        # All ranks of an ETP group receive the same rows; its first speaks for all.
+        if topology.coords(case.cell.layout, record.rank)["etp"] == 0:
+            group = _group(case, record.rank)[0]
+            for expert in want.received:
+                for row in have.get(f"received.{expert}", ()):
+                    receivers.setdefault((exchange.name, group, row_bytes(row)), []).append(expert)
+    return receivers
+
+
+def _spread(case: Case, rank: int, exchange: Exchange, chosen: list[list[int]]) -> list[Finding]:
+    """Findings where padding rows went to too few experts, or too many of them to one. `chosen`: experts by row."""
+    findings = []
+    for experts in chosen:
+        if not len(experts) == len(set(experts)) == exchange.topk:
+            message = f"{exchange.name}: a padding row went to experts {experts}, not {exchange.topk} distinct ones"
+            findings.append(finding(case, rank, "exchange", message))
+    loads = Counter(expert for experts in chosen for expert in experts)
+    most = math.ceil(len(chosen) * exchange.topk / (exchange.experts * case.cell.layout.ep))
+    if loads and max(loads.values()) > most:
+        expert, load = loads.most_common(1)[0]
+        message = f"{exchange.name}: {load} of {len(chosen)} padding rows went to expert {expert}, not {most}"
+        findings.append(finding(case, rank, "exchange", message, expert=expert))
+    return findings
 
 
 @judges("DSP-009")
 def malformed_routes_are_refused(case: Case) -> Outcome:
     """On every rank, so that no rank waits for another."""
-    found = _start(case, "exchange")
+    findings = unanswered(case, "exchange")
     for record in observed(case).ranks:
         refused = record.value("exchange")["refused"] if record.has("exchange") else {}
-        found += [
+        findings += [
             finding(case, record.rank, "exchange", f"a row with {what} was dispatched")
             for what, answer in refused.items()
             if answer is None
         ]
-    return outcome(found)
+    return outcome(findings)
 
 
 def _group(case: Case, rank: int) -> list[int]:

@@ -15,7 +15,7 @@ from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import context, finding, known, names_text, observed, outcome, without
+from moeref_conformance.judges.common import context, expected, finding, names_text, observed, outcome, without
 from moeref_conformance.oracles.placement import hf_numbers
 
 
@@ -56,16 +56,16 @@ def _unlike(
 def _complete(case: Case, record: RankRecord, step: str, want: Mapping[str, Any]) -> list[Finding]:
     """Missing, surplus and repeated names of the writer's stream."""
     sent = Counter(row["name"] for row in record.value(step) if row["materialised"])
-    found = []
+    findings = []
     for name in want:
         if not sent[name]:
-            found.append(finding(case, record.rank, step, f"{name} was never sent", hf_name=name))
+            findings.append(finding(case, record.rank, step, f"{name} was never sent", hf_name=name))
     for name, times in sent.items():
         if name not in want:
-            found.append(finding(case, record.rank, step, f"{name} is not in the checkpoint", hf_name=name))
+            findings.append(finding(case, record.rank, step, f"{name} is not in the checkpoint", hf_name=name))
         elif times > 1:
-            found.append(finding(case, record.rank, step, f"{name} was sent {times} times", hf_name=name))
-    return found
+            findings.append(finding(case, record.rank, step, f"{name} was sent {times} times", hf_name=name))
+    return findings
 
 
 @judges("EXP-001")
@@ -74,7 +74,7 @@ def every_tensor_once(case: Case) -> Outcome:
     record = _writer(observed(case))
     if record is None:
         return outcome(_no_writer(case))
-    return outcome(_complete(case, record, "export", known(case).tensors))
+    return outcome(_complete(case, record, "export", expected(case).tensors))
 
 
 @judges("EXP-002")
@@ -83,16 +83,16 @@ def bytes_are_the_checkpoints(case: Case) -> Outcome:
     record = _writer(observed(case))
     if record is None:
         return outcome(_no_writer(case))
-    want, got, whole = known(case).tensors, _got(record), context(case)
-    found = []
+    want, got, whole = expected(case).tensors, _got(record), context(case)
+    findings = []
     for name in want.keys() & got.keys():
         if want[name].shape == got[name].shape and want[name].dtype == got[name].dtype:
-            found.append(_unlike(case, record.rank, "export", name, (want[name], got[name]), whole))
-    return outcome(_sorted(found))
+            findings.append(_unlike(case, record.rank, "export", name, (want[name], got[name]), whole))
+    return outcome(_sorted(findings))
 
 
-def _sorted(found: list[Finding | None]) -> list[Finding]:
-    return sorted((f for f in found if f is not None), key=lambda f: (f.layer or 0, f.expert or 0, f.hf_name))
+def _sorted(findings: list[Finding | None]) -> list[Finding]:
+    return sorted((f for f in findings if f is not None), key=lambda f: (f.layer or 0, f.expert or 0, f.hf_name))
 
 
 @judges("EXP-003")
@@ -101,8 +101,8 @@ def shapes_and_dtypes(case: Case) -> Outcome:
     record = _writer(observed(case))
     if record is None:
         return outcome(_no_writer(case))
-    want, got, whole = known(case).tensors, _got(record), context(case)
-    found: list[Finding | None] = []
+    want, got, whole = expected(case).tensors, _got(record), context(case)
+    findings: list[Finding | None] = []
     for row in record.value("export"):
         name = row["name"]
         if name not in want:
@@ -110,13 +110,13 @@ def shapes_and_dtypes(case: Case) -> Outcome:
         if name in got:
             difference = compare(want[name], got[name])
             if difference is not None and difference.kind != "bytes":
-                found.append(_unlike(case, record.rank, "export", name, (want[name], got[name]), whole))
+                findings.append(_unlike(case, record.rank, "export", name, (want[name], got[name]), whole))
         for what, right in (("shape", list(want[name].shape)), ("dtype", dtype_name(want[name].dtype))):
             if row[what] != right:
                 message = f"{name}: the metadata says {what} {row[what]}, expected {right}"
                 more = {"expected": str(right), "got": str(row[what])}
-                found.append(finding(case, record.rank, "export", message, hf_name=name, **more))
-    return outcome([f for f in found if f is not None])
+                findings.append(finding(case, record.rank, "export", message, hf_name=name, **more))
+    return outcome([f for f in findings if f is not None])
 
 
 def _metas(record: RankRecord, step: str) -> list[tuple[str, tuple[int, ...], str]]:
@@ -144,37 +144,37 @@ def _told(meta: tuple[str, tuple[int, ...], str]) -> str:
 @judges("EXP-004")
 def one_order_everywhere(case: Case) -> Outcome:
     """Plan and both streams of every rank, against the first rank's export; a target without a plan records None."""
-    found = without(case, "plan", "export", "export_changed")
+    findings = without(case, "plan", "export", "export_changed")
     ranks = [r for r in observed(case).ranks if r.has("export")]
     for record in ranks:
         first = _metas(ranks[0], "export")
         for step in ("plan", "export", "export_changed"):
             if record.has(step) and record.value(step) is not None:
                 whose = f"the export of rank {ranks[0].rank}"
-                found += _first_unlike(case, record.rank, step, _metas(record, step), first, whose)
+                findings += _first_unlike(case, record.rank, step, _metas(record, step), first, whose)
     plan = all(r.value("plan") is not None for r in ranks if r.has("plan"))
-    return outcome(found, met="exact" if plan else "exact, without a plan: the target claims none")
+    return outcome(findings, met="exact" if plan else "exact, without a plan: the target claims none")
 
 
 @judges("EXP-005")
 def one_writer_one_tensor(case: Case) -> Outcome:
     """Full tensors on one rank only, one at a time."""
-    found = without(case, "export")
+    findings = without(case, "export")
     holders = {
         r.rank: sum(row["materialised"] for row in r.value("export")) for r in observed(case).ranks if r.has("export")
     }
     writers = [rank for rank, count in holders.items() if count]
-    if not writers and not found:
-        found.append(finding(case, None, "export", "no rank was given a tensor"))
+    if not writers and not findings:
+        findings.append(finding(case, None, "export", "no rank was given a tensor"))
     for rank in writers[1:]:
         message = f"{holders[rank]} full tensors are materialised here too; the writer is rank {writers[0]}"
-        found.append(finding(case, rank, "export", message))
+        findings.append(finding(case, rank, "export", message))
     for record in observed(case).ranks:
         for row in record.value("export") if record.has("export") else []:
             if row["alive"]:
                 message = f"{row['alive']} earlier tensors are still alive when {row['name']} comes"
-                found.append(finding(case, record.rank, "export", message, hf_name=row["name"]))
-    return outcome(found)
+                findings.append(finding(case, record.rank, "export", message, hf_name=row["name"]))
+    return outcome(findings)
 
 
 @judges("EXP-006")
@@ -183,14 +183,14 @@ def changed_weights_are_sent(case: Case) -> Outcome:
     record = _writer(observed(case), "export_changed")
     if record is None:
         return outcome(_no_writer(case, "export_changed"))
-    whole = known(case).tensors
-    found = _complete(case, record, "export_changed", whole)
+    whole = expected(case).tensors
+    findings = _complete(case, record, "export_changed", whole)
     got, changed = _got(record, "export_changed"), context(case, CHANGE)
     unlike: list[Finding | None] = []
     for name in whole.keys() & got.keys():
         pair = (changed.tensors[name], got[name])
         unlike.append(_unlike(case, record.rank, "export_changed", name, pair, changed, whole[name]))
-    return outcome(found + _sorted(unlike))
+    return outcome(findings + _sorted(unlike))
 
 
 @judges("EXP-007")
@@ -205,21 +205,21 @@ def export_is_the_one_rank_export(case: Case) -> Outcome:
         return Outcome(met="the one-rank run itself")
     if record is None:
         return outcome(_no_writer(case))
-    found = _first_unlike(
+    findings = _first_unlike(
         case, record.rank, "export", _metas(record, "export"), _metas(one, "export"), "the one-rank export"
     )
     want, got = _got(one), _got(record)
-    whole = Context(want, int(known(case).config.get("first_k_dense_replace") or 0))
+    whole = Context(want, int(expected(case).config.get("first_k_dense_replace") or 0))
     unlike = [
         _unlike(case, record.rank, "export", name, (want[name], got[name]), whole) for name in want.keys() & got.keys()
     ]
-    return outcome(found + _sorted(unlike))
+    return outcome(findings + _sorted(unlike))
 
 
 @judges("EXP-008")
 def tensors_are_the_receivers(case: Case) -> Outcome:
     """What changed while the receiver zeroed every tensor it was given."""
-    found = without(case, "own")
+    findings = without(case, "own")
     for record in observed(case).ranks:
         if not record.has("own"):
             continue
@@ -227,12 +227,12 @@ def tensors_are_the_receivers(case: Case) -> Outcome:
         for key in value["changed"]:
             chunk, _, local = key.partition(":")
             message = f"writing to the exported tensors changed {local} of chunk {chunk}"
-            found.append(
+            findings.append(
                 finding(case, record.rank, "own", message, local_name=local, diagnosis="aliases a live parameter")
             )
         for name in value.get("later", []):
             layer, expert = hf_numbers(name)
             message = f"writing to earlier tensors changed {name}, which came later"
             more = {"hf_name": name, "layer": layer, "expert": expert, "diagnosis": "shares memory with an earlier one"}
-            found.append(finding(case, record.rank, "own", message, **more))
-    return outcome(found)
+            findings.append(finding(case, record.rank, "own", message, **more))
+    return outcome(findings)

@@ -9,7 +9,16 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, known, observed, outcome, tolerance, unmeasured, within, without
+from moeref_conformance.judges.common import (
+    expected,
+    finding,
+    observed,
+    outcome,
+    tolerance,
+    unmeasured,
+    within,
+    without,
+)
 
 TRANSFORMERS = 2e-5
 LAYOUT = 2e-6
@@ -22,9 +31,9 @@ def _logits(run: Observation) -> dict[int, torch.Tensor]:
 
 def _holders(case: Case) -> list[Finding]:
     """The ranks of the last stage have logits, the others have none."""
-    found = without(case, "forward")
-    if found:
-        return found
+    findings = without(case, "forward")
+    if findings:
+        return findings
     have, layout = _logits(observed(case)), case.cell.layout
     for rank in range(layout.world):
         last = topology.coords(layout, rank)["pp"] == layout.pp - 1
@@ -32,17 +41,17 @@ def _holders(case: Case) -> list[Finding]:
             message = (
                 "no logits on a rank of the last stage" if last else "logits on a rank that is not of the last stage"
             )
-            found.append(finding(case, rank, "forward", message))
-    return found
+            findings.append(finding(case, rank, "forward", message))
+    return findings
 
 
 def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
     """Compare the logits of every rank with `want`; bitwise if `limit` is 0."""
-    found, worst = _holders(case), 0.0
+    findings, worst = _holders(case), 0.0
     for rank, got in _logits(observed(case)).items():
         if got.shape != want.shape or got.dtype != want.dtype:
             message = f"logits are {got.dtype} {list(got.shape)}, {whose} {want.dtype} {list(want.shape)}"
-            found.append(finding(case, rank, "forward", message))
+            findings.append(finding(case, rank, "forward", message))
             continue
         if same(want, got):
             continue
@@ -52,10 +61,10 @@ def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
         far = float(apart.max())
         worst = max(worst, far)
         if far > limit:
-            found.append(_far(case, rank, want, got, apart, f"{whose} by {far:.2g} > {tolerance(case, limit)}"))
+            findings.append(_far(case, rank, want, got, apart, f"{whose} by {far:.2g} > {tolerance(case, limit)}"))
     if limit == 0.0 or worst == 0.0:
-        return outcome(found)
-    return outcome(found, met=within(case, worst, limit))
+        return outcome(findings)
+    return outcome(findings, met=within(case, worst, limit))
 
 
 def _far(case: Case, rank: int, want: torch.Tensor, got: torch.Tensor, apart: torch.Tensor, text: str) -> Finding:
@@ -95,7 +104,7 @@ def logits_are_transformers(case: Case) -> Outcome:
     """In fp32, whatever the layout."""
     if case.cell.dtype != "float32":
         return Outcome(untested=f"judged in fp32 only: in {case.cell.dtype} rounding turns routes without replay")
-    return unmeasured(case) or _judge(case, known(case).logits_BSV, "transformers", TRANSFORMERS)
+    return unmeasured(case) or _judge(case, expected(case).logits_BSV, "transformers", TRANSFORMERS)
 
 
 @judges("FWD-002")

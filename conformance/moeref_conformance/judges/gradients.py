@@ -9,7 +9,16 @@ import torch
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, known, observed, outcome, tolerance, unmeasured, within, without
+from moeref_conformance.judges.common import (
+    expected,
+    finding,
+    observed,
+    outcome,
+    tolerance,
+    unmeasured,
+    within,
+    without,
+)
 from moeref_conformance.oracles.gradients import full_gradients
 from moeref_conformance.oracles.placement import Placement, Unknown
 
@@ -30,23 +39,24 @@ def gradients_are_the_one_rank_runs(case: Case) -> Outcome:
         return outcome(_unusable(case, one), met="the one-rank run itself")
     if no := unmeasured(case):
         return no
-    oracle = Placement(case.cell, known(case).config, _whole(case, one))
-    found, worst = without(case, "inventory", "gradients"), 0.0
+    oracle = Placement(case.cell, expected(case).config, _whole(case, one))
+    findings, worst = without(case, "inventory", "gradients"), 0.0
     for record in observed(case).ranks:
         if record.has("inventory") and record.has("gradients"):
             more, far = against(case, oracle, record, record.tensors("gradients"))
-            found += more
+            findings += more
             worst = max(worst, far)
-    return outcome(found, met=within(case, worst, LIMIT) if worst else "exact")
+    return outcome(findings, met=within(case, worst, LIMIT) if worst else "exact")
 
 
 def _whole(case: Case, one: RankRecord) -> dict[str, torch.Tensor]:
     """The one-rank run's gradients by Hugging Face name, worked out once for all layouts of its variant."""
-    assert case.baseline is not None
+    if case.baseline is None:
+        raise ValueError(f"cell {case.cell.id}: no one-rank run to compare with")
     if "gradients" not in case.baseline.made:
-        case.baseline.made["gradients"] = full_gradients(case.cell, known(case), one.tensors("gradients"))
-    found: dict[str, torch.Tensor] = case.baseline.made["gradients"]
-    return found
+        case.baseline.made["gradients"] = full_gradients(case.cell, expected(case), one.tensors("gradients"))
+    made: dict[str, torch.Tensor] = case.baseline.made["gradients"]
+    return made
 
 
 def missing(
@@ -64,27 +74,29 @@ def missing(
 def _unusable(case: Case, one: RankRecord) -> list[Finding]:
     """What makes the one-rank run itself no measure: missing, not finite, or all zero."""
     have = one.tensors("gradients")
-    found = missing(case, one, have)
+    findings = missing(case, one, have)
     for key, tensor in have.items():
         local = key.partition(":")[2]
         if not bool(tensor.isfinite().all()):
-            found.append(finding(case, one.rank, "gradients", f"gradient of {local} is not finite", local_name=local))
+            findings.append(
+                finding(case, one.rank, "gradients", f"gradient of {local} is not finite", local_name=local)
+            )
     if have and not any(bool(tensor.any()) for tensor in have.values()):
-        found.append(finding(case, one.rank, "gradients", "all gradients are zero"))
-    return found
+        findings.append(finding(case, one.rank, "gradients", "all gradients are zero"))
+    return findings
 
 
 def against(
     case: Case, oracle: Placement, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str = "gradients"
 ) -> tuple[list[Finding], float]:
     """Findings of one rank, and the largest relative distance of what is right."""
-    found, worst = missing(case, record, have, phase), 0.0
+    findings, worst = missing(case, record, have, phase), 0.0
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")
         try:
-            held = oracle.held(record.rank, int(chunk), local, list(got.shape))
+            held = oracle.shard(record.rank, int(chunk), local, list(got.shape))
         except Unknown as error:
-            found.append(finding(case, record.rank, phase, str(error), local_name=local))
+            findings.append(finding(case, record.rank, phase, str(error), local_name=local))
             continue
         # A tied head's replica names no tensor that an export reads; it is made of the embedding.
         sources = held.hf or ("model.embed_tokens.weight",)
@@ -100,8 +112,8 @@ def against(
             f"the gradient of {local} is off the one-rank run's by {far:.2g} of its largest > {tolerance(case, LIMIT)}"
         )
         more = {"hf_name": sources[0], "local_name": local, "diagnosis": _diagnosis(want, mine)}
-        found.append(finding(case, record.rank, phase, message, **more))
-    return found, worst
+        findings.append(finding(case, record.rank, phase, message, **more))
+    return findings, worst
 
 
 def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:

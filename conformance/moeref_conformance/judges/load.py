@@ -10,45 +10,45 @@ from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import context, finding, known, observed, outcome, placement, without
+from moeref_conformance.judges.common import context, expected, finding, observed, outcome, placement, without
 from moeref_conformance.judges.names import refusal
-from moeref_conformance.oracles.placement import Held, Placement, Unknown
+from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 
 
 @judges("LOD-001")
 def shards_are_right(case: Case) -> Outcome:
     """Every parameter and persistent buffer of every rank, and no tensor of the checkpoint without a home."""
-    found = without(case, "inventory", "shards")
+    findings = without(case, "inventory", "shards")
     oracle, whole = placement(case), context(case)
     for record in observed(case).ranks:
         if record.has("inventory") and record.has("shards"):
-            found += _rank(case, oracle, record, whole)
-    return outcome(found)
+            findings += _rank(case, oracle, record, whole)
+    return outcome(findings)
 
 
 def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> list[Finding]:
-    found: list[Finding] = []
+    findings: list[Finding] = []
     shards, homes, trouble = record.tensors("shards"), set(), []
     for item in record.value("inventory"):
         chunk, local = item["chunk"], item["local"]
         try:
-            held = oracle.held(record.rank, chunk, local, item["shape"])
+            held = oracle.shard(record.rank, chunk, local, item["shape"])
         except Unknown as error:
-            found.append(finding(case, record.rank, "shards", str(error), local_name=local))
+            findings.append(finding(case, record.rank, "shards", str(error), local_name=local))
             continue
         homes |= set(held.hf)
         got = shards.get(f"{chunk}:{local}")
         if got is None:
-            found.append(finding(case, record.rank, "shards", f"no record of {local}", local_name=local))
+            findings.append(finding(case, record.rank, "shards", f"no record of {local}", local_name=local))
         elif compare(held.tensor, got, held.rows):
             trouble.append((chunk, local, held, got))
     for name in sorted(oracle.hf_names(record.rank) - homes):
         message = f"no tensor of this rank holds {name}"
-        found.append(finding(case, record.rank, "shards", message, hf_name=name))
+        findings.append(finding(case, record.rank, "shards", message, hf_name=name))
     if trouble:
         near = _local_context(oracle, record, whole)
-        found += [_differs(case, record.rank, near, *one) for one in trouble]
-    return found
+        findings += [_differs(case, record.rank, near, *one) for one in trouble]
+    return findings
 
 
 def _local_context(oracle: Placement, record: RankRecord, whole: Context) -> Context:
@@ -56,7 +56,7 @@ def _local_context(oracle: Placement, record: RankRecord, whole: Context) -> Con
     right, parts = {}, {}
     for item in record.value("inventory"):
         try:
-            held = oracle.held(record.rank, item["chunk"], item["local"], item["shape"])
+            held = oracle.shard(record.rank, item["chunk"], item["local"], item["shape"])
         except Unknown:
             continue  # already a finding
         name = _global(item["local"], held)
@@ -64,7 +64,7 @@ def _local_context(oracle: Placement, record: RankRecord, whole: Context) -> Con
     return Context(right, whole.dense_prefix, behind=whole, parts=parts)
 
 
-def _global(local: str, held: Held) -> str:
+def _global(local: str, held: ExpectedShard) -> str:
     """A local name with its global layer number, so that a diagnosis speaks of global layers."""
     parts = local.split(".")
     if held.layer is not None and "layers" in parts:
@@ -76,9 +76,12 @@ def _global(local: str, held: Held) -> str:
     return name.replace("local_experts.", "experts.") if held.expert is not None else name
 
 
-def _differs(case: Case, rank: int, near: Context, chunk: int, local: str, held: Held, got: torch.Tensor) -> Finding:
+def _differs(
+    case: Case, rank: int, near: Context, chunk: int, local: str, held: ExpectedShard, got: torch.Tensor
+) -> Finding:
     difference = compare(held.tensor, got, held.rows)
-    assert difference is not None
+    if difference is None:
+        raise ValueError(f"rank {rank}: {local} does not differ")
     name = _global(local, held)
     want, have = held.tensor, got
     if held.rows is not None and want.shape == have.shape:
@@ -103,12 +106,12 @@ def _differs(case: Case, rank: int, near: Context, chunk: int, local: str, held:
 @judges("LOD-002")
 def surplus_tensor_is_refused(case: Case) -> Outcome:
     """Every rank raised, and the message names the tensor."""
-    extra = known(case).extra
+    extra = expected(case).extra
     return refusal(case, "refuse_extra", extra, f"the checkpoint has {extra}, which the model lacks")
 
 
 @judges("LOD-003")
 def missing_tensor_is_refused(case: Case) -> Outcome:
     """Every rank raised, and the message names the tensor."""
-    missing = known(case).missing
+    missing = expected(case).missing
     return refusal(case, "refuse_missing", missing, f"the checkpoint lacks {missing}")

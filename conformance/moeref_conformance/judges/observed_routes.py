@@ -1,4 +1,4 @@
-"""Reads what the step `replay` recorded at the experts' door: which experts each token of a phase went to."""
+"""Which experts received each token of a phase, from what the step `replay` recorded at the experts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.judges import Case
-from moeref_conformance.judges.common import finding, known, observed
+from moeref_conformance.judges.common import expected, finding, observed
 from moeref_conformance.oracles.sequence import positions
 
 Place = tuple[int, int]  # sample, position
 Seen = Mapping[int, Mapping[Place, frozenset[int]]]  # layer -> place -> experts
+Routes = tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]  # and where rows could not be placed
+ByRank = Mapping[int, Mapping[tuple[int, int], Mapping[str, torch.Tensor]]]  # rank -> (layer, call) -> tensors
 
 
 def replayed(case: Case) -> dict[int, dict[str, torch.Tensor]]:
@@ -23,11 +25,11 @@ def replayed(case: Case) -> dict[int, dict[str, torch.Tensor]]:
     if "replayed" not in case.made:
         records = [record for record in observed(case).ranks if record.has("replay")]
         case.made["replayed"] = {record.rank: record.tensors("replay") for record in records}
-    found: dict[int, dict[str, torch.Tensor]] = case.made["replayed"]
-    return found
+    tensors: dict[int, dict[str, torch.Tensor]] = case.made["replayed"]
+    return tensors
 
 
-def seen_routes(case: Case, phase: str) -> tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]:
+def seen_routes(case: Case, phase: str) -> Routes:
     """The experts that received each token in `phase`, from all ranks' records.
 
     Rows that enter a layer on a rank are at the positions that CP and sequence parallelism give it; samples come in
@@ -36,60 +38,69 @@ def seen_routes(case: Case, phase: str) -> tuple[dict[int, dict[Place, frozenset
     made: dict[str, Any] = case.made.setdefault("seen routes", {})
     if phase not in made:
         made[phase] = _seen_routes(case, _of_phase(case, phase), phase)
-    found: tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]] = made[phase]
-    return found
+    routes: Routes = made[phase]
+    return routes
 
 
-def _of_phase(case: Case, phase: str) -> dict[int, dict[tuple[int, int], dict[str, torch.Tensor]]]:
-    """rank -> (layer, call) -> what was seen there."""
-    found: dict[int, dict[tuple[int, int], dict[str, torch.Tensor]]] = {}
+def _of_phase(case: Case, phase: str) -> ByRank:
+    """The tensors of one phase."""
+    by_rank: dict[int, dict[tuple[int, int], dict[str, torch.Tensor]]] = {}
     for rank, tensors in replayed(case).items():
-        calls = found.setdefault(rank, {})
+        calls = by_rank.setdefault(rank, {})
         for key, tensor in tensors.items():
             name, *rest = key.split(".")
             if name == phase and len(rest) == 3 and rest[2] in ("in", "sent", "count"):
                 calls.setdefault((int(rest[0]), int(rest[1])), {})[rest[2]] = tensor
-    return found
+    return by_rank
 
 
-def _seen_routes(
-    case: Case, per_rank: Mapping[int, Mapping[tuple[int, int], Mapping[str, torch.Tensor]]], phase: str
-) -> tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]:
-    layout, (samples, length) = case.cell.layout, known(case).tokens_BS.shape
-    found: list[Finding] = []
-    who: dict[int, dict[bytes, Place]] = defaultdict(dict)
-    for rank, calls in per_rank.items():
-        mine = positions(length, layout, topology.coords(layout, rank))
+def _seen_routes(case: Case, by_rank: ByRank, phase: str) -> Routes:
+    place_of, findings = _places(case, by_rank, phase)
+    experts: dict[int, dict[Place, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for rank, layer, expert, row in _received(case, by_rank):
+        place = place_of[layer].get(row)
+        if place is None:
+            message = f"{phase}: expert {expert} of layer {layer} received a row that no token is"
+            findings.append(finding(case, rank, "replay", message, layer=layer, expert=expert))
+        else:
+            experts[layer][place].add(expert)
+    frozen = {layer: {place: frozenset(e) for place, e in places.items()} for layer, places in experts.items()}
+    return frozen, findings
+
+
+def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[bytes, Place]], list[Finding]]:
+    """layer -> row -> the place of the token whose hidden state it is; findings where a layer sees too few tokens."""
+    layout, (samples, length) = case.cell.layout, expected(case).tokens_BS.shape
+    findings: list[Finding] = []
+    place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
+    for rank, calls in by_rank.items():
+        local = positions(length, layout, topology.coords(layout, rank))
         order: dict[int, dict[bytes, int]] = defaultdict(dict)
-        for (layer, _), seen in sorted(calls.items()):
-            if "in" not in seen:
+        for (layer, _), tensors in sorted(calls.items()):
+            if "in" not in tensors:
                 continue
-            rows = list(_rows(seen["in"]))
-            number = order[layer].setdefault(b"".join(rows), len(order[layer])) % samples
-            if len(rows) != len(mine):
-                message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(mine)}"
-                found.append(finding(case, rank, "replay", message, layer=layer))
+            rows = list(_rows(tensors["in"]))
+            sample = order[layer].setdefault(b"".join(rows), len(order[layer])) % samples
+            if len(rows) != len(local):
+                message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(local)}"
+                findings.append(finding(case, rank, "replay", message, layer=layer))
                 continue
-            for row, position in zip(rows, mine, strict=True):
-                who[layer][row] = (number, position)
-    went: dict[int, dict[Place, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for rank, calls in per_rank.items():
-        ep = topology.coords(layout, rank)["ep"]
-        for (layer, _), seen in calls.items():
-            if "sent" not in seen:
+            for row, position in zip(rows, local, strict=True):
+                place_of[layer][row] = (sample, position)
+    return place_of, findings
+
+
+def _received(case: Case, by_rank: ByRank) -> Iterator[tuple[int, int, int, bytes]]:
+    """(rank, layer, global expert, row) of every row that an expert received."""
+    for rank, calls in by_rank.items():
+        ep = topology.coords(case.cell.layout, rank)["ep"]
+        for (layer, _), tensors in calls.items():
+            if "sent" not in tensors:
                 continue
-            counts, rows_of = seen["count"].tolist(), _rows(seen["sent"])
+            counts, rows = tensors["count"].tolist(), _rows(tensors["sent"])
             for local, count in enumerate(counts):
-                expert = ep * len(counts) + local
                 for _ in range(count):
-                    place = who[layer].get(next(rows_of))
-                    if place is None:
-                        message = f"{phase}: expert {expert} of layer {layer} received a row that no token is"
-                        found.append(finding(case, rank, "replay", message, layer=layer, expert=expert))
-                    else:
-                        went[layer][place].add(expert)
-    frozen = {layer: {place: frozenset(e) for place, e in places.items()} for layer, places in went.items()}
-    return frozen, found
+                    yield rank, layer, ep * len(counts) + local, next(rows)
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[bytes]:

@@ -8,7 +8,16 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.requests.replay import PHASES
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, known, observed, outcome, tolerance, unmeasured, within, without
+from moeref_conformance.judges.common import (
+    expected,
+    finding,
+    observed,
+    outcome,
+    tolerance,
+    unmeasured,
+    within,
+    without,
+)
 from moeref_conformance.judges.observed_routes import Place, Seen, replayed, seen_routes
 from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.routed import given_routes
@@ -18,7 +27,7 @@ TRANSFORMERS = 2e-5
 
 def _against(case: Case, phase: str, want: Seen, *, only_missing: bool = False, whose: str) -> list[Finding]:
     """Findings where the tokens of `phase` went elsewhere than `want`."""
-    went, found = seen_routes(case, phase)
+    went, findings = seen_routes(case, phase)
     missing = _without_route(case) if only_missing else None
     for layer, places in sorted(want.items()):
         for place, experts in sorted(places.items()):
@@ -26,8 +35,8 @@ def _against(case: Case, phase: str, want: Seen, *, only_missing: bool = False, 
                 continue
             have = went.get(layer, {}).get(place, frozenset())
             if have != experts:
-                found.append(_elsewhere(case, phase, layer, place, want, have, whose))
-    return found
+                findings.append(_elsewhere(case, phase, layer, place, want, have, whose))
+    return findings
 
 
 def _elsewhere(
@@ -75,15 +84,15 @@ def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset
 
 def _without_route(case: Case) -> set[Place]:
     """Places that the given routes leave to the router."""
-    found = set()
-    for number, sample in enumerate(given_routes(known(case), 0)):
-        length = known(case).tokens_BS.shape[1]
-        found |= {(number, s) for s in range(length) if s >= len(sample) or sample[s].min() < 0}
-    return found
+    places = set()
+    for number, sample in enumerate(given_routes(expected(case), 0)):
+        length = expected(case).tokens_BS.shape[1]
+        places |= {(number, s) for s in range(length) if s >= len(sample) or sample[s].min() < 0}
+    return places
 
 
 def _oracle(case: Case, which: str) -> routed.Routed:
-    return routed.known(known(case), which)
+    return routed.under(expected(case), which)
 
 
 def _in_bf16(case: Case) -> Outcome | None:
@@ -95,22 +104,22 @@ def _in_bf16(case: Case) -> Outcome | None:
 @judges("RPL-001")
 def tokens_take_their_routes(case: Case) -> Outcome:
     """In every phase that is replayed; of R3 the given rows, of R2 all rows as recorded."""
-    found = without(case, "replay")
-    if found:
-        return outcome(found)
+    findings = without(case, "replay")
+    if findings:
+        return outcome(findings)
     if case.cell.replay == "R2":
         for phase in ("replay", "recompute"):
-            found += _against(case, phase, seen_routes(case, "record")[0], whose="the recorded forward's")
+            findings += _against(case, phase, seen_routes(case, "record")[0], whose="the recorded forward's")
         changed = seen_routes(case, "record-changed")[0]
-        return outcome(found + _against(case, "step-changed", changed, whose="the recorded forward's"))
+        return outcome(findings + _against(case, "step-changed", changed, whose="the recorded forward's"))
     missing = _without_route(case)
     for phase in PHASES["R3"]:
         if phase.startswith("native"):
             continue
         want = _oracle(case, phase[-1]).experts
         given = {layer: {p: e for p, e in places.items() if p not in missing} for layer, places in want.items()}
-        found += _against(case, phase, given, whose="its route says")
-    return outcome(found)
+        findings += _against(case, phase, given, whose="its route says")
+    return outcome(findings)
 
 
 @judges("RPL-002")
@@ -118,20 +127,20 @@ def other_forwards_are_native(case: Case) -> Outcome:
     """Before, between and after: R3 against transformers, R2 by routers that were turned round."""
     if (no := _in_bf16(case)) is not None:
         return no
-    found = without(case, "replay")
-    if found:
-        return outcome(found)
+    findings = without(case, "replay")
+    if findings:
+        return outcome(findings)
     if case.cell.replay == "R3":
         for phase in ("native-between", "native-after"):
-            found += _against(case, phase, _first(_oracle(case, "native").experts), whose="the router chooses")
-        return outcome(found)
+            findings += _against(case, phase, _first(_oracle(case, "native").experts), whose="the router chooses")
+        return outcome(findings)
     recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]
-    found += _against(case, "record", _oracle(case, "native").experts, whose="the router chooses")
+    findings += _against(case, "record", _oracle(case, "native").experts, whose="the router chooses")
     for layer, places in sorted(_first(recorded).items()):
         if places and all(turned.get(layer, {}).get(place) == experts for place, experts in places.items()):
             message = f"changed-native: layer {layer} still takes the recorded routes outside of replay"
-            found.append(finding(case, None, "replay", message, layer=layer))
-    return outcome(found)
+            findings.append(finding(case, None, "replay", message, layer=layer))
+    return outcome(findings)
 
 
 @judges("RPL-003")
@@ -139,11 +148,11 @@ def rows_without_a_route_are_native(case: Case) -> Outcome:
     """They take what transformers' router chooses while the other rows are replayed."""
     if (no := _in_bf16(case)) is not None:
         return no
-    found = without(case, "replay")
-    for phase in ("replay-a", "step-a", "recompute-b") if not found else ():
+    findings = without(case, "replay")
+    for phase in ("replay-a", "step-a", "recompute-b") if not findings else ():
         want = _oracle(case, phase[-1]).experts
-        found += _against(case, phase, want, only_missing=True, whose="the router chooses")
-    return outcome(found)
+        findings += _against(case, phase, want, only_missing=True, whose="the router chooses")
+    return outcome(findings)
 
 
 @judges("RPL-004")
@@ -151,13 +160,13 @@ def logits_under_routes_are_transformers(case: Case) -> Outcome:
     """In fp32, on every rank of the last stage."""
     if (no := _in_bf16(case) or unmeasured(case)) is not None:
         return no
-    if found := without(case, "replay"):
-        return outcome(found)
+    if findings := without(case, "replay"):
+        return outcome(findings)
     phase, want, worst = "replay-a", _oracle(case, "a").logits_BSV, 0.0
     for rank, got in _logits(case, phase).items():
         if got.shape != want.shape:
             message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"
-            found.append(finding(case, rank, "replay", message))
+            findings.append(finding(case, rank, "replay", message))
             continue
         apart = (got.double() - want.double()).abs()
         far = float(torch.where(apart.isnan(), torch.inf, apart).max())
@@ -165,52 +174,52 @@ def logits_under_routes_are_transformers(case: Case) -> Outcome:
         if far > TRANSFORMERS:
             apart_by = f"{far:.2g} > {tolerance(case, TRANSFORMERS)}"
             message = f"{phase}: logits are off transformers' under the same routes by {apart_by}"
-            found.append(finding(case, rank, "replay", message))
-    return outcome(found, met=within(case, worst, TRANSFORMERS))
+            findings.append(finding(case, rank, "replay", message))
+    return outcome(findings, met=within(case, worst, TRANSFORMERS))
 
 
 @judges("RPL-005")
 def replayed_logits_are_the_recorded_ones(case: Case) -> Outcome:
     """Bit for bit, on the same layout with the same weights."""
-    found = without(case, "replay")
-    if not found:
+    findings = without(case, "replay")
+    if not findings:
         recorded, again = _logits(case, "record"), _logits(case, "replay")
         if not recorded or recorded.keys() != again.keys():
             message = f"logits of the recorded forward on ranks {sorted(recorded)}, of the replayed on {sorted(again)}"
-            found.append(finding(case, None, "replay", message))
+            findings.append(finding(case, None, "replay", message))
         for rank in recorded.keys() & again.keys():
             if not same(recorded[rank], again[rank]):
                 far = float((recorded[rank].double() - again[rank].double()).abs().max())
                 message = f"the logits replayed are off the recorded ones by {far:.2g}"
-                found.append(finding(case, rank, "replay", message))
-    return outcome(found)
+                findings.append(finding(case, rank, "replay", message))
+    return outcome(findings)
 
 
 @judges("RPL-006")
 def gates_learn(case: Case) -> Outcome:
     """Every router's weight has a gradient that is not zero."""
-    found = without(case, "replay")
-    for rank, tensors in replayed(case).items() if not found else ():
+    findings = without(case, "replay")
+    for rank, tensors in replayed(case).items() if not findings else ():
         for phase in ("step-a", "recompute-b") if case.cell.replay == "R3" else ("recompute", "step-changed"):
             prefix = f"{phase}.gradients."
             gates = {k: t for k, t in tensors.items() if k.startswith(prefix) and "router.weight" in k}
-            found += [
+            findings += [
                 finding(case, rank, "replay", f"{phase}: the gate {key.removeprefix(prefix)} has no gradient")
                 for key, gradient in gates.items()
                 if not bool(gradient.any())
             ]
-    return outcome(found)
+    return outcome(findings)
 
 
 @judges("RPL-007")
 def malformed_routes_are_refused(case: Case) -> Outcome:
     """On every rank, so that no rank waits for another."""
-    found = without(case, "replay")
-    for record in observed(case).ranks if not found else ():
+    findings = without(case, "replay")
+    for record in observed(case).ranks if not findings else ():
         for what, answer in record.value("replay")["refused"].items():
             if answer is None:
-                found.append(finding(case, record.rank, "replay", f"routes with {what} were replayed"))
-    return outcome(found)
+                findings.append(finding(case, record.rank, "replay", f"routes with {what} were replayed"))
+    return outcome(findings)
 
 
 def _logits(case: Case, phase: str) -> dict[int, torch.Tensor]:

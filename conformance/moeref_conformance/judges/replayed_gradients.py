@@ -9,7 +9,7 @@ import torch
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, known, observed, outcome, unmeasured, within, without
+from moeref_conformance.judges.common import expected, finding, observed, outcome, unmeasured, within, without
 from moeref_conformance.judges.gradients import LIMIT, against, missing
 from moeref_conformance.oracles.gradients import full_gradients
 from moeref_conformance.oracles.placement import Placement, Unknown
@@ -25,26 +25,26 @@ def replayed_gradients_are_the_one_rank_runs(case: Case) -> Outcome:
     one = case.baseline.ranks[0] if case.baseline is not None and case.baseline.ranks else None
     if one is None or not one.has("replay"):
         return Outcome(untested="there is no one-rank run of this variant to compare with")
-    found, worst = without(case, "inventory", "replay"), 0.0
-    if found:
-        return outcome(found)
+    findings, worst = without(case, "inventory", "replay"), 0.0
+    if findings:
+        return outcome(findings)
     fp32 = case.cell.dtype == "float32"
     if case.baseline is not case.observation and (no := unmeasured(case)):
         return no
     for phase in PHASES:
         if case.baseline is case.observation:
-            found += missing(case, one, _gradients(one, phase), phase)
+            findings += missing(case, one, _gradients(one, phase), phase)
             continue
-        whole = full_gradients(case.cell, known(case), _gradients(one, phase))
-        oracle = Placement(case.cell, known(case).config, whole)
+        whole = full_gradients(case.cell, expected(case), _gradients(one, phase))
+        oracle = Placement(case.cell, expected(case).config, whole)
         for record in observed(case).ranks:
             have = _gradients(record, phase)
             more, far = (against if fp32 else _together)(case, oracle, record, have, phase)
-            found += more
+            findings += more
             worst = max(worst, far)
     if case.baseline is case.observation:
-        return outcome(found, met="the one-rank run itself")
-    return outcome(found, met=within(case, worst, LIMIT if fp32 else BF16) if worst else "exact")
+        return outcome(findings, met="the one-rank run itself")
+    return outcome(findings, met=within(case, worst, LIMIT if fp32 else BF16) if worst else "exact")
 
 
 def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
@@ -56,13 +56,13 @@ def _together(
     case: Case, oracle: Placement, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str
 ) -> tuple[list[Finding], float]:
     """A finding if all gradients of one rank, as one vector, are farther off than BF16 of its length; the distance."""
-    found, apart, length = missing(case, record, have, phase), 0.0, 0.0
+    findings, apart, length = missing(case, record, have, phase), 0.0, 0.0
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")
         try:
-            held = oracle.held(record.rank, int(chunk), local, list(got.shape))
+            held = oracle.shard(record.rank, int(chunk), local, list(got.shape))
         except Unknown as error:
-            found.append(finding(case, record.rank, phase, str(error), local_name=local))
+            findings.append(finding(case, record.rank, phase, str(error), local_name=local))
             continue
         want = held.tensor[: held.rows]
         apart += float((got[: held.rows].double() - want).square().sum())
@@ -70,5 +70,5 @@ def _together(
     far = (apart / length) ** 0.5 if length else torch.inf
     if not far <= BF16:
         message = f"{phase}: the gradients are off the one-rank run's by {far:.2g} of their length > {BF16:g}"
-        found.append(finding(case, record.rank, phase, message))
-    return found, far
+        findings.append(finding(case, record.rank, phase, message))
+    return findings, far

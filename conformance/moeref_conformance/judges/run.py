@@ -18,37 +18,39 @@ def every_rank_finishes(case: Case) -> Outcome:
 
     The last steps hand the target bad input. What happens there, a hang included, is what the rules on refusals judge.
     """
-    run, found = observed(case), []
+    run, findings = observed(case), []
     late = {crash.rank for crash in run.crashes if crash.step in REFUSALS}
     crashes = [crash for crash in run.crashes if crash.rank not in late]
     for i, crash in enumerate(crashes):
         first = "failed first: " if i == 0 and len(crashes) > 1 else ""
         message = f"{first}{crash.kind} in step {crash.step}: {crash.detail}"
-        found.append(finding(case, crash.rank, crash.step, message, diagnosis="" if i == 0 else f"{crash.kind} later"))
-    return outcome(found or [missing for missing in without(case, "close") if missing.rank not in late])
+        findings.append(
+            finding(case, crash.rank, crash.step, message, diagnosis="" if i == 0 else f"{crash.kind} later")
+        )
+    return outcome(findings or [missing for missing in without(case, "close") if missing.rank not in late])
 
 
 @judges("RUN-002")
 def collectives_agree(case: Case) -> Outcome:
     """A disagreement raises in every member; one finding a rank."""
     run = observed(case)
-    found = []
+    findings = []
     for record in run.ranks:
         for event in record.events:
             error = event.get("error") or {}
             if MISMATCH in (error.get("type") or "") or f"{MISMATCH}:" in (error.get("traceback") or ""):
-                found.append(finding(case, record.rank, event["step"], f"{MISMATCH}: {error['message']}"))
-    if not found and run.crashes:
+                findings.append(finding(case, record.rank, event["step"], f"{MISMATCH}: {error['message']}"))
+    if not findings and run.crashes:
         crash = run.crashes[0]
         return Outcome(untested=f"rank {crash.rank} {crash.kind} in step {crash.step}, with no disagreement seen")
-    return outcome(found or without(case, "close"))
+    return outcome(findings or without(case, "close"))
 
 
 @judges("TOP-001")
 def groups_are_megatrons(case: Case) -> Outcome:
     """Coordinates and members of every group, against RankGenerator."""
     # Read at once after opening, so a rank that failed later still tells why.
-    found = [] if observed(case).crashes else without(case, "topology")
+    findings = [] if observed(case).crashes else without(case, "topology")
     layout = case.cell.layout
     groups = topology.groups(layout)
     for record in observed(case).ranks:
@@ -57,15 +59,17 @@ def groups_are_megatrons(case: Case) -> Outcome:
         value = record.value("topology")
         if value is None:
             message = "megatron.core.parallel_state is not initialised"
-            found.append(finding(case, record.rank, "topology", message))
+            findings.append(finding(case, record.rank, "topology", message))
             continue
         for axis, want in topology.coords(layout, record.rank).items():
             if value[axis] != want:
                 message = f"{axis} rank is {value[axis]}, expected {want}"
-                found.append(finding(case, record.rank, "topology", message, expected=str(want), got=str(value[axis])))
+                findings.append(
+                    finding(case, record.rank, "topology", message, expected=str(want), got=str(value[axis]))
+                )
         for kind, members in value["groups"].items():
             right = next(group for group in groups[kind] if record.rank in group)
             if list(members) != right:
                 message = f"{kind} group is {members}, expected {right}"
-                found.append(finding(case, record.rank, "topology", message, expected=str(right), got=str(members)))
-    return outcome(found)
+                findings.append(finding(case, record.rank, "topology", message, expected=str(right), got=str(members)))
+    return outcome(findings)

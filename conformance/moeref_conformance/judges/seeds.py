@@ -25,51 +25,51 @@ def formula(at: dict[str, int], seed: int, per_dp: bool) -> dict[str, int]:
 @judges("SED-001")
 def planned_by_the_formula(case: Case) -> Outcome:
     """Every generator of every rank, both ways."""
-    found = without(case, "seeds_planned")
+    findings = without(case, "seeds_planned")
     for record in observed(case).ranks:
         if not record.has("seeds_planned"):
             continue
         value, at = record.value("seeds_planned"), topology.coords(case.cell.layout, record.rank)
         for way, per_dp in WAYS.items():
-            found += _differences(case, record.rank, "seeds_planned", way, formula(at, SEED, per_dp), value[way])
-    return outcome(found)
+            findings += _differences(case, record.rank, "seeds_planned", way, formula(at, SEED, per_dp), value[way])
+    return outcome(findings)
 
 
 @judges("SED-002")
 def installed_as_megatron_does(case: Case) -> Outcome:
     """States of the generators after seeding against those after megatron-core's own seeding on the same rank."""
-    found = without(case, "seeds")
+    findings = without(case, "seeds")
     for record in observed(case).ranks:
         if not record.has("seeds"):
             continue
         value = record.value("seeds")
         for way in WAYS:
-            found += _differences(case, record.rank, "seeds", way, value["megatron"][way], value[way])
-    return outcome(found)
+            findings += _differences(case, record.rank, "seeds", way, value["megatron"][way], value[way])
+    return outcome(findings)
 
 
 @judges("SED-003")
 def bad_seeds_are_refused(case: Case) -> Outcome:
     """An error that says which seed, when planning and when seeding."""
-    found = without(case, "seeds_planned")
+    findings = without(case, "seeds_planned")
     for record in observed(case).ranks:
         for step in ("seeds_planned", "seeds"):
             if not record.has(step):
                 continue
             for bad, answer in record.value(step)["refused"].items():
                 if answer is None:
-                    found.append(finding(case, record.rank, step, f"seed {bad} was taken"))
+                    findings.append(finding(case, record.rank, step, f"seed {bad} was taken"))
                 elif bad not in answer:
-                    found.append(
+                    findings.append(
                         finding(case, record.rank, step, f"the refusal of seed {bad} does not name it", got=answer)
                     )
-    return outcome(found)
+    return outcome(findings)
 
 
 @judges("SED-004")
 def a_resumed_run_draws_on(case: Case) -> Outcome:
     """The draws after each restore equal those of the run that was saved."""
-    found = without(case, "seeds_resumed")
+    findings = without(case, "seeds_resumed")
     for record in observed(case).ranks:
         if not record.has("seeds_resumed"):
             continue
@@ -79,8 +79,10 @@ def a_resumed_run_draws_on(case: Case) -> Outcome:
             wrong = [name for name, a, b in zip(_DRAWN, want, drawn, strict=True) if a != b]
             if wrong:
                 message = f"{turn}: other draws of {', '.join(wrong)}"
-                found.append(finding(case, record.rank, "seeds_resumed", message, expected=str(want), got=str(drawn)))
-    return outcome(found)
+                findings.append(
+                    finding(case, record.rank, "seeds_resumed", message, expected=str(want), got=str(drawn))
+                )
+    return outcome(findings)
 
 
 def _differences(

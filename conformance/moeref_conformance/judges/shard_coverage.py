@@ -9,7 +9,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import Given, finding, known, outcome, tables, without
+from moeref_conformance.judges.common import Given, expected, finding, outcome, tables, without
 from moeref_conformance.oracles.cuts import VOCABULARY, cut, elements, shard, whole
 from moeref_conformance.oracles.placement import hf_numbers, plain_local
 
@@ -17,8 +17,8 @@ from moeref_conformance.oracles.placement import hf_numbers, plain_local
 @judges("NAM-007")
 def shards_cover_the_checkpoint(case: Case) -> Outcome:
     """Shapes rank by rank, then elements over all ranks of one replica. Names that no rank lists are NAM-001's."""
-    found = without(case, "names")
-    sizes = {name: tensor.numel() for name, tensor in known(case).tensors.items()}
+    findings = without(case, "names")
+    sizes = {name: tensor.numel() for name, tensor in expected(case).tensors.items()}
     held: Counter[str] = Counter()
     for given in tables(case):
         dense, expert = _replicas(case, given)
@@ -27,17 +27,17 @@ def shards_cover_the_checkpoint(case: Case) -> Outcome:
             parts = _parts(case, row)
             if not parts:
                 continue
-            found += _shape(case, given.rank, row, parts)
+            findings += _shape(case, given.rank, row, parts)
             if first := expert if _is_expert(row) else dense:
                 for name, share in _held(at, row, parts).items():
                     held[name] += share * first
     for name, number in held.items():
         if number != sizes[name]:
             message = f"{name}: the ranks of one replica hold {number:,} of its {sizes[name]:,} elements"
-            found.append(
+            findings.append(
                 finding(case, None, "names", message, hf_name=name, expected=str(sizes[name]), got=str(number))
             )
-    return outcome(found)
+    return outcome(findings)
 
 
 def _is_expert(row: NameRow) -> bool:
@@ -55,7 +55,7 @@ def _parts(case: Case, row: NameRow) -> dict[str, tuple[int, ...]]:
 
     Copies in multi-token prediction layers are left out, and names that the checkpoint lacks, which NAM-001 reports.
     """
-    tensors = known(case).tensors
+    tensors = expected(case).tensors
     names = row.hf[:1] if plain_local(row.local) in VOCABULARY else row.hf
     shapes = {name: tuple(tensors[name].shape) for name in names if name in tensors}
     # A tensor of all experts has them first.
@@ -75,15 +75,16 @@ def _shape(case: Case, rank: int, row: NameRow, parts: dict[str, tuple[int, ...]
     local, size = plain_local(row.local), _size(case, row)
     full, dim = whole(list(parts.values())), cut(local)
     if local in VOCABULARY:
-        assert full is not None
+        if full is None:
+            raise ValueError(f"{local}: the vocabulary has no one shape among {sorted(parts)}")
         good = row.shape[1:] == full[1:] and row.shape[0] * size >= full[0]
         want = f"at least [{-(-full[0] // size)}, {', '.join(str(n) for n in full[1:])}]"
     elif full is None or any(_of_all_experts(row, name) for name in parts):
         number = sum(elements(p) for p in parts.values()) // (1 if dim is None else size)
         good, want = elements(row.shape) == number, f"{number} elements"
     else:
-        expected = shard(full, dim, size)
-        good, want = row.shape == expected, str(list(expected))
+        right = shard(full, dim, size)
+        good, want = row.shape == right, str(list(right))
     if good:
         return []
     message = f"{row.local} is {list(row.shape)} here, a shard of {' and '.join(parts)} is {want}"

@@ -96,7 +96,7 @@ def _make(cell: Cell, folder: Path) -> None:
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
     tensors = read_checkpoint(main)
-    assert_distinct({name: tensor for name, tensor in tensors.items() if name not in aliases})
+    check_distinct({name: tensor for name, tensor in tensors.items() if name not in aliases})
     missing = _missing_name(cell, tensors)
     (folder / "missing.txt").write_text(missing)
     like = next(iter(tensors.values()))
@@ -119,7 +119,8 @@ def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator)
         if name.endswith("e_score_correction_bias"):
             value = 0.3 + 0.1 * noise
-            assert bool((value.bfloat16().float() != value).all()), "the bias must not fit bf16"
+            if bool((value.bfloat16().float() == value).any()):
+                raise ValueError("the experts' bias must not fit bf16")
         else:
             value = (_center(name, model.config.model_type) + _spread(name) * noise).to(dtype).float()
         tensor.copy_(value)
@@ -266,12 +267,13 @@ def _edited(source: Path, folder: Path, add: Mapping[str, torch.Tensor] | None =
         index.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
-def assert_distinct(tensors: Mapping[str, torch.Tensor]) -> None:
-    """AssertionError if two tensors, or two rows of matrices, hold the same bytes."""
+def check_distinct(tensors: Mapping[str, torch.Tensor]) -> None:
+    """ValueError if two tensors, or two rows of matrices, hold the same bytes."""
     rows: dict[bytes, str] = {}
     for name, tensor in tensors.items():
         parts = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
         for i, row in enumerate(parts.contiguous().view(torch.uint8).numpy()):
             key, here = row.tobytes(), f"{name}[{i}]"
-            assert key not in rows, f"{here} equals {rows[key]}: the checkpoint could not tell them apart"
+            if key in rows:
+                raise ValueError(f"{here} equals {rows[key]}: the checkpoint could not tell them apart")
             rows[key] = here

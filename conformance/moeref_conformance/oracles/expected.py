@@ -19,8 +19,8 @@ EXTRA = "model.layers.0.kit_extra.weight"
 class Expected:
     """The checkpoint of one variant on disk, and what transformers makes of it.
 
-    `inputs` are the paths a rank gets (see `steps.run.run_rank`); `missing` is the tensor that `checkpoint_missing` lacks
-    and `extra` the one that `checkpoint_extra` has too many.
+    `inputs` are the paths that a rank gets (see `steps.run.run_rank`). `missing` is the tensor that
+    `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many.
     """
 
     dir: Path

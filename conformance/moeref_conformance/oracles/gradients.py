@@ -27,6 +27,6 @@ def full_gradients(cell: Cell, expected: Expected, local: Mapping[str, torch.Ten
     flat = torch.full((count,), torch.nan, dtype=torch.float64)
     for key, gradient in local.items():
         chunk, _, name = key.partition(":")
-        held = placed.held(0, int(chunk), name, list(gradient.shape))
+        held = placed.shard(0, int(chunk), name, list(gradient.shape))
         flat[held.tensor[: held.rows].flatten()] = gradient[: held.rows].double().flatten()
     return {name: flat[where] for name, where in numbers.items()}

@@ -7,9 +7,9 @@ below, name by name.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,10 +62,14 @@ _LATENT_HEADS = {
 }
 
 
-class Held:
+#: Hugging Face tensors, and what a rank holds of them.
+Sources = tuple[tuple[str, ...], Callable[[], torch.Tensor]]
+
+
+class ExpectedShard:
     """What a local tensor must hold: `hf` are the Hugging Face tensors, `tensor` the values, made when first asked for.
 
-    `rows` counts the rows that mean something: a padded vocabulary has more, whose content is the target's business.
+    `rows` counts the rows that mean something: a padded vocabulary has more, whose content is the target's choice.
     `read` is False for a replica that no export reads (a tied head on the last stage).
     """
 
@@ -80,7 +84,7 @@ class Held:
     ) -> None:
         self._make, self.hf, self.layer, self.expert, self.rows, self.read = make, hf, layer, expert, rows, read
 
-    @cached_property
+    @functools.cached_property
     def tensor(self) -> torch.Tensor:
         """The values this rank must hold, in the shape of the local tensor."""
         return self._make()
@@ -179,7 +183,7 @@ class Placement:
             raise Unknown("expert", f"rank {rank} has {len(experts)} experts, so there is no {local}")
         return ids[index], experts[here]
 
-    def held(self, rank: int, chunk: int, local: str, shape: Sequence[int]) -> Held:
+    def shard(self, rank: int, chunk: int, local: str, shape: Sequence[int]) -> ExpectedShard:
         """What this local tensor holds. `shape` is asked only for the padded rows of a vocabulary. Raises Unknown."""
         name, at = plain_local(local), self.coords(rank)
         layer, expert = self.numbers(rank, chunk, local)
@@ -189,52 +193,73 @@ class Placement:
         rest, prefix = mtp[2] if mtp else name.split(".", 3)[3], f"model.layers.{layer}."
         if expert is not None:
             return self._expert(prefix, layer, expert, rest, at["etp"])
-        whole = _LATENT_WHOLE if self.latent and "attention" in rest else _WHOLE
+        for look_up in (self._whole, self._around_mtp if mtp else None, self._attention, self._mlp):
+            if look_up and (sources := look_up(prefix, rest, at["tp"])):
+                names, make = sources
+                return ExpectedShard(make, names, layer)
+        raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
+
+    def _whole(self, prefix: str, rest: str, tp: int) -> Sources | None:
+        """Tensors that every TP rank holds whole."""
+        table = _LATENT_WHOLE if self.latent and "attention" in rest else _WHOLE
         if self.hybrid:
-            whole = {**_WHOLE, **hybrid.WHOLE}
+            table = {**_WHOLE, **hybrid.WHOLE}
         if self.sinks:
-            whole = {**_WHOLE, **gpt_oss.WHOLE}
-        if rest in whole:
-            moe = rest == "mlp.router.weight" and self.mixtral
-            source = self._need(prefix + ("block_sparse_moe.gate.weight" if moe else whole[rest]))
-            return Held(lambda: self.tensors[source], (source,), layer)
-        tp, size = at["tp"], self.layout.tp
-        if mtp and rest in _MTP_WHOLE:
+            table = {**_WHOLE, **gpt_oss.WHOLE}
+        if rest not in table:
+            return None
+        mixtral_router = rest == "mlp.router.weight" and self.mixtral
+        source = self._need(prefix + ("block_sparse_moe.gate.weight" if mixtral_router else table[rest]))
+        return (source,), lambda: self.tensors[source]
+
+    def _around_mtp(self, prefix: str, rest: str, tp: int) -> Sources | None:
+        """What a multi-token prediction layer has around its transformer layer."""
+        if rest in _MTP_WHOLE:
             source = self._need(prefix + _MTP_WHOLE[rest])
-            return Held(lambda: self.tensors[source], (source,), layer)
-        if mtp and rest == "eh_proj.weight":
+            return (source,), lambda: self.tensors[source]
+        if rest == "eh_proj.weight":
             source = self._need(prefix + rest)
-            return Held(lambda: _row_shard(self.tensors[source], tp, size), (source,), layer)
+            return (source,), lambda: _row_shard(self.tensors[source], tp, self.layout.tp)
+        return None
+
+    def _attention(self, prefix: str, rest: str, tp: int) -> Sources | None:
+        """Tensors of attention that are cut over TP ranks."""
         if self.hybrid and rest in hybrid.CUT:
             rests, make = hybrid.CUT[rest]
             sources = {name: self._need(prefix + name) for name in rests}
-            heads = hybrid.Heads(self.config, tp, size)
+            heads = hybrid.Heads(self.config, tp, self.layout.tp)
             given = {name: self.tensors[source] for name, source in sources.items()}
-            return Held(lambda: make(heads, given), tuple(sources.values()), layer)
+            return tuple(sources.values()), lambda: make(heads, given)
         if self.latent and rest in _LATENT_HEADS:
             source = self._need(prefix + _LATENT_HEADS[rest])
-            return Held(lambda: self._heads(source, tp), (source,), layer)
+            return (source,), lambda: self._heads(source, tp)
         if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
             kind = rest.rsplit(".", 1)[1]
             parts = tuple(self._need(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv")
-            return Held(lambda: self._qkv(parts, tp), parts, layer)
+            return parts, lambda: self._qkv(parts, tp)
         if self.sinks and rest == "self_attention.core_attention.softmax_offset":
-            source = self._need(prefix + "self_attn.sinks")
-            return Held(lambda: self._heads(source, tp), (source,), layer)
+            sinks = self._need(prefix + "self_attn.sinks")
+            return (sinks,), lambda: self._heads(sinks, tp)
         if rest == "self_attention.linear_proj.weight":
-            source = self._need(prefix + "self_attn.o_proj.weight")
-            return Held(lambda: _column_shard(self.tensors[source], tp, size), (source,), layer)
-        mlp, _, linear = rest.rpartition("linear_")
-        in_file = mlp.replace("experts", "expert") if self.hybrid else mlp
-        if mlp in ("mlp.", "mlp.shared_experts.") and linear == "fc1.weight":
-            gate, up = self._need(f"{prefix}{in_file}gate_proj.weight"), self._need(f"{prefix}{in_file}up_proj.weight")
-            return Held(lambda: _gate_up(self.tensors[gate], self.tensors[up], tp, size), (gate, up), layer)
-        if mlp in ("mlp.", "mlp.shared_experts.") and linear == "fc2.weight":
-            down = self._need(f"{prefix}{in_file}down_proj.weight")
-            return Held(lambda: _column_shard(self.tensors[down], tp, size), (down,), layer)
-        raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
+            output = self._need(prefix + "self_attn.o_proj.weight")
+            return (output,), lambda: _column_shard(self.tensors[output], tp, self.layout.tp)
+        return None
 
-    def _outer(self, name: str, at: Mapping[str, int], chunk: int, shape: Sequence[int]) -> Held:
+    def _mlp(self, prefix: str, rest: str, tp: int) -> Sources | None:
+        """A dense MLP, or shared experts."""
+        mlp, _, linear = rest.rpartition("linear_")
+        if mlp not in ("mlp.", "mlp.shared_experts."):
+            return None
+        base = prefix + (mlp.replace("experts", "expert") if self.hybrid else mlp)
+        if linear == "fc1.weight":
+            gate, up = self._need(f"{base}gate_proj.weight"), self._need(f"{base}up_proj.weight")
+            return (gate, up), lambda: _gate_up(self.tensors[gate], self.tensors[up], tp, self.layout.tp)
+        if linear == "fc2.weight":
+            down = self._need(f"{base}down_proj.weight")
+            return (down,), lambda: _column_shard(self.tensors[down], tp, self.layout.tp)
+        return None
+
+    def _outer(self, name: str, at: Mapping[str, int], chunk: int, shape: Sequence[int]) -> ExpectedShard:
         """Embedding, final norm and head, at the first and the last stage only."""
         first = (at["pp"], chunk) in ((0, 0), self.mtp)
         last = at["pp"] == self.layout.pp - 1 and chunk == max(c for _, c in self.layers)
@@ -247,7 +272,7 @@ class Placement:
             )
         if name == "decoder.final_layernorm.weight" and (at["pp"], chunk) == self.final:
             source = self._need("model.norm.weight")
-            return Held(lambda: self.tensors[source], (source,))
+            return ExpectedShard(lambda: self.tensors[source], (source,))
         raise Unknown("module", f"Megatron has no tensor {name} at pipeline rank {at['pp']}, chunk {chunk}")
 
     def _need(self, name: str) -> str:
@@ -255,7 +280,7 @@ class Placement:
             raise Unknown("module", f"the checkpoint has no {name}")
         return name
 
-    def _vocabulary(self, source: str, tp: int, shape: Sequence[int], read: bool) -> Held:
+    def _vocabulary(self, source: str, tp: int, shape: Sequence[int], read: bool) -> ExpectedShard:
         """Rows tp·n … tp·n+n−1 of the vocabulary, n being the target's choice; rows past its end are padding."""
         full, n = self.tensors[self._need(source)], int(shape[0])
         rows = range(min(tp * n, len(full)), min(tp * n + n, len(full)))
@@ -266,7 +291,7 @@ class Placement:
         alias = "embed_tokens.weight" if "embed" in source else "shared_head.head.weight"
         after = range(self.cell.layers, self.cell.layers + self.cell.mtp)
         names = (source, *(self._need(f"model.layers.{layer}.{alias}") for layer in after))
-        return Held(make, names if read else (), rows=len(rows), read=read)
+        return ExpectedShard(make, names if read else (), rows=len(rows), read=read)
 
     def _qkv(self, parts: tuple[str, ...], tp: int) -> torch.Tensor:
         """For each KV group of this TP rank: its query heads, then its key head, then its value head, row by row."""
@@ -291,27 +316,29 @@ class Placement:
         mine = [head for head in range(heads) if head * self.layout.tp // heads == tp]
         return full[[head * width + i for head in mine for i in range(width)]]
 
-    def _expert(self, prefix: str, layer: int, expert: int, rest: str, etp: int) -> Held:
+    def _expert(self, prefix: str, layer: int, expert: int, rest: str, etp: int) -> ExpectedShard:
         """fc1 or fc2 of one expert, from either expert_format of the checkpoint."""
         size, first = self.layout.expert_tp, "linear_fc1" in rest
         if self.sinks:
             hf, make = gpt_oss.EXPERT["linear_fc1" if first else "linear_fc2", "bias" if ".bias" in rest else "weight"]
             source = self._need(prefix + hf)
-            return Held(lambda: make(self.tensors[source], expert, etp, size), (source,), layer, expert)
+            return ExpectedShard(lambda: make(self.tensors[source], expert, etp, size), (source,), layer, expert)
         if self.fused:
             name = self._need(f"{prefix}mlp.experts.{'gate_up_proj' if first else 'down_proj'}")
             full = self.tensors[name][expert]
             half = len(full) // 2
             if first:
-                return Held(lambda: _gate_up(full[:half], full[half:], etp, size), (name,), layer, expert)
-            return Held(lambda: _column_shard(full, etp, size), (name,), layer, expert)
+                return ExpectedShard(lambda: _gate_up(full[:half], full[half:], etp, size), (name,), layer, expert)
+            return ExpectedShard(lambda: _column_shard(full, etp, size), (name,), layer, expert)
         base = f"{prefix}{'block_sparse_moe' if self.mixtral else 'mlp'}.experts.{expert}."
         names = ("w1", "w3", "w2") if self.mixtral else ("gate_proj", "up_proj", "down_proj")
         if first:
             gate, up = self._need(f"{base}{names[0]}.weight"), self._need(f"{base}{names[1]}.weight")
-            return Held(lambda: _gate_up(self.tensors[gate], self.tensors[up], etp, size), (gate, up), layer, expert)
+            return ExpectedShard(
+                lambda: _gate_up(self.tensors[gate], self.tensors[up], etp, size), (gate, up), layer, expert
+            )
         down = self._need(f"{base}{names[2]}.weight")
-        return Held(lambda: _column_shard(self.tensors[down], etp, size), (down,), layer, expert)
+        return ExpectedShard(lambda: _column_shard(self.tensors[down], etp, size), (down,), layer, expert)
 
 
 def _gate_up(gate: torch.Tensor, up: torch.Tensor, rank: int, size: int) -> torch.Tensor:

@@ -33,7 +33,8 @@ class ExpectedSize(Expected):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by Hugging Face name, in the order of their names."""
-        assert self.size is not None
+        if self.size is None:
+            raise ValueError(f"{self.dir}: no published model is named")
         return tensors(self.size.name, self.expert_format)
 
 

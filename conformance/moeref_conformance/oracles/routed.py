@@ -91,7 +91,7 @@ _ONE_AT_A_TIME = threading.Lock()
 _DONE: dict[tuple[str, str], Routed] = {}
 
 
-def known(expected: Expected, which: str) -> Routed:
+def under(expected: Expected, which: str) -> Routed:
     """What transformers computes under the route set `a` or `b`, or with `native` routes; computed once a variant."""
     key = str(expected.dir), which
     with _ONE_AT_A_TIME:
@@ -122,7 +122,8 @@ def routed(expected: Expected, routes: Sequence[np.ndarray[Any, Any]] | None) ->
         def leave(_: Any, __: Any, ___: Any, layer: int = layer) -> None:
             stack.pop_all().close()
             chosen = modes[layer].chosen
-            assert chosen is not None, f"layer {layer}: no topk over the experts was seen"
+            if chosen is None:
+                raise RuntimeError(f"layer {layer}: no topk over the experts was seen")
             rows = chosen.reshape(samples, length, -1).tolist()
             experts[layer] = {(b, s): frozenset(rows[b][s]) for b in range(samples) for s in range(length)}
 

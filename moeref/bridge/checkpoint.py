@@ -1,4 +1,4 @@
-"""Reading a Hugging Face safetensors folder: every file opened once, headers checked first, slices read on demand."""
+"""Reading a Hugging Face folder of safetensors: files are opened once, headers checked first, slices read on demand."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from moeref.bridge.shard_map import HFTensor
 _log = logging.getLogger(__name__)
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 
-#: Not weights: the files of Kimi-K2 and Moonlight hold what their code had computed from the config.
+#: Not weights: files of Kimi-K2 and Moonlight hold rotary frequencies, which follow from the config.
 DERIVED = (".rotary_emb.inv_freq",)
-#: Scales of weights that are quantised in blocks, as DeepSeek-V3, Kimi-K2 and gpt-oss (`_scales`) are published.
+#: Scales of weights that are quantised in blocks, as in the files of DeepSeek-V3, Kimi-K2 and gpt-oss (`_scales`).
 SCALES = ("_scale_inv", "_scale", "_scales")
 
 
 class Checkpoint:
-    """An opened folder. Use as a context manager; files stay memory-mapped until it closes.
+    """An opened folder. A context manager: files stay memory-mapped until it closes.
 
-    Raises BridgeError when there is no safetensors file, a file is truncated or corrupt, or the index names a file or
-    tensor that is not there.
+    Raises BridgeError if there is no safetensors file, a file is truncated or corrupt, two files hold one tensor, or
+    the index and the files disagree.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -88,7 +88,7 @@ class Checkpoint:
         return HFTensor(name, tuple(part.get_shape()), _DTYPES.get(dtype, dtype))
 
     def read(self, name: str, index: Index) -> torch.Tensor:
-        """The slice `index` of tensor `name`, read from the file without the rest of it."""
+        """The slice `index` of tensor `name`; the rest of the tensor is not read."""
         tensor: torch.Tensor = self._where[name][index]
         return tensor
 
@@ -109,10 +109,10 @@ class Checkpoint:
 def check_headers(
     checkpoint: Checkpoint, wanted: Iterable[HFTensor], family: str, layout: str, ignored: tuple[str, ...] = ()
 ) -> None:
-    """Refuse a checkpoint whose names, shapes or dtypes differ from the model's, before anything is written.
+    """Raise BridgeError for a checkpoint whose names, shapes or dtypes differ from the model's.
 
-    Tensors whose names begin with one of `ignored`, and DERIVED ones, may be there; a warning counts them.
-    Raises BridgeError that names the first few tensors of each kind of difference and what to do.
+    The error names the first few tensors of each kind of difference and what to do. Tensors with a prefix in `ignored`
+    and DERIVED ones are allowed; a warning counts them.
     """
     expected = {t.name: t for t in wanted}
     missing, extra = sorted(expected.keys() - checkpoint.names), sorted(checkpoint.names - expected.keys())

@@ -1,4 +1,4 @@
-"""Putting a checkpoint into real model chunks: this rank's shards, and only the slices they need."""
+"""Loading a checkpoint into real model chunks: a rank reads only the slices that its shards hold."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def inventory(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.Tensor]:
     """All parameters and persistent buffers of the chunks by (chunk, local name).
 
-    Buffers count: the router's `expert_bias` is one, and leaving buffers out leaves it at zero (Megatron-Bridge#4657).
+    The router's `expert_bias` is a buffer; a loader that skips buffers leaves it at zero (Megatron-Bridge#4657).
     """
-    found: dict[tuple[int, str], torch.Tensor] = {}
+    tensors: dict[tuple[int, str], torch.Tensor] = {}
     for number, chunk in enumerate(chunks):
-        found.update({(number, name): p.data for name, p in chunk.named_parameters()})
+        tensors.update({(number, name): p.data for name, p in chunk.named_parameters()})
         for prefix, module in chunk.named_modules():
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    found[number, name] = buffer
-    return found
+                    tensors[number, name] = buffer
+    return tensors
 
 
 def bind(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module]) -> list[tuple[LocalShard, torch.Tensor]]:
@@ -85,7 +85,7 @@ def load(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], fold
 
 
 def _put(shard_map: ShardMap, shard: LocalShard, number: int, into: torch.Tensor, data: torch.Tensor) -> None:
-    """Copy; an alias (a further tensor of the vocabulary) has to equal what is there already."""
+    """Copy `data`. An alias (a further tensor of the vocabulary) is only compared with what was copied before."""
     param = shard.param
     if number and param.mapping.sharding == "vocab":
         if not torch.equal(into, data.to(into.device)):

@@ -220,9 +220,9 @@ _RUNS: dict[Sharding, Callable[[_Cut], Iterable[Run]]] = {
 }
 
 
-def bounding(regions: tuple[CopyRegion, ...], source: int) -> Index:
-    """The smallest index of Hugging Face tensor `source` that holds all its regions: what a rank has to read."""
-    mine = [r.hf_index for r in regions if r.tensor == source]
+def bounding(regions: tuple[CopyRegion, ...], tensor: int) -> Index:
+    """The smallest index of Hugging Face tensor `tensor` that covers all its regions: what a rank has to read."""
+    mine = [r.hf_index for r in regions if r.tensor == tensor]
     out: list[int | slice] = []
     for axis in zip(*mine, strict=True):
         if all(isinstance(i, int) for i in axis):
@@ -234,10 +234,10 @@ def bounding(regions: tuple[CopyRegion, ...], source: int) -> Index:
     return tuple(out)
 
 
-def relative(remote: Index, base: Index) -> Index:
-    """`remote` as an index into the tensor that indexing with `base` gave (integer axes are gone there)."""
+def relative(index: Index, base: Index) -> Index:
+    """`index` as an index into `tensor[base]`, which lacks the axes that `base` indexes by a number."""
     return tuple(
         slice(r.start - b.start, r.stop - b.start, r.step)
-        for r, b in zip(remote, base, strict=True)
+        for r, b in zip(index, base, strict=True)
         if isinstance(r, slice) and isinstance(b, slice)
     )

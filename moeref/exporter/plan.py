@@ -1,6 +1,6 @@
 """The export plan: which Hugging Face tensors come out, in which order, from which parameters. No collective, no torch.
 
-Every rank makes the same plan from the shard map alone, so names and order cannot depend on the layout or on the rank.
+Every rank makes the same plan from the shard map alone. Names and order depend neither on the layout nor on the rank.
 """
 
 from __future__ import annotations
@@ -44,6 +44,6 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits over names, shapes, dtypes, order, layout, writer; equal on all ranks or nothing starts."""
+        """63 bits of a hash of tensors, layout and writer. Nothing is sent unless it is equal on all ranks."""
         text = repr((self.shard_map.layout.text, self.writer, [(t.name, t.shape, t.dtype) for t in self.tensors]))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

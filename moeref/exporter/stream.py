@@ -1,6 +1,6 @@
-"""Streaming full Hugging Face tensors out of a sharded model: one alive at a time, all ranks in step, one writer.
+"""Streaming full Hugging Face tensors out of a sharded model, one at a time, to one writer rank.
 
-Shards travel point to point from their owners to the writer, in plan order; no other rank ever holds a full tensor.
+Owners send their shards point to point to the writer, in the order of the plan; no other rank ever holds a full tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def export(
     """Yield (tensor's description, full tensor on the writer or None elsewhere) for every tensor of the plan, in order.
 
     `group` holds the layout's ranks in order (default: the world); all of them must iterate to the end. A yielded
-    tensor is the receiver's own: it shares no memory with the model or with a later one. It is where the parameters
-    are, or on the current CUDA device where they are offloaded and the group is NCCL's, which sends nothing from the
-    host. Padded vocabulary rows are left out; a tied head appears once, as the embedding.
+    tensor shares no memory with the model or with a later one. It is on the device of the parameters, except where they
+    are offloaded to the host and the group is NCCL's, which cannot send from there: then on the current CUDA device.
+    Padded vocabulary rows are left out; a tied head appears once, as the embedding.
     Raises BridgeError if the chunks hold a tensor that the shard map does not list; ExportError on every rank, before
     anything is sent, if any rank's plan differs or was refused.
     """
@@ -58,12 +58,12 @@ def export(
 
 
 def _global(rank: int, group: dist.ProcessGroup | None) -> int:
-    """The global rank of the layout's `rank`: where engines share the world, trainers are a group of their own."""
+    """The global rank of the layout's `rank`; they differ where engines share the world with the trainers."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def _where(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None) -> torch.device:
-    """Where full tensors are put together."""
+    """The device on which full tensors are put together."""
     held = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     if held.type == "cpu" and dist.is_initialized() and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
@@ -101,11 +101,11 @@ def _collect(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> list[torch.Tensor] | None:
-    """The param's shards in TP (ETP) order on the writer, None elsewhere. The writer's own shard is not copied."""
+    """The shards of `param` in TP (ETP) order on the writer, None elsewhere. The writer's own shard is not copied."""
     owners = plan.shard_map.owners(param)
     if rank != plan.writer:
         if rank in owners:
-            # gloo and NCCL both send the bytes of a contiguous tensor; a strided view would be copied or refused.
+            # gloo and NCCL send contiguous tensors only.
             dist.send(held[param.name].to(device).contiguous(), dst=_global(plan.writer, group), group=group)
         return None
     shards: list[torch.Tensor] = []
@@ -123,7 +123,7 @@ def _collect(
 def _fill(
     plan: Plan, param: GlobalParam, fulls: dict[int, torch.Tensor | None], shards: list[torch.Tensor] | None
 ) -> None:
-    """Copy every region of `shards` into the full tensors given by number."""
+    """Copy every region of `shards` into `fulls`, the full tensors by their number in the parameter."""
     if shards is None:
         return
     for part, shard in enumerate(shards):

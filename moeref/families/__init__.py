@@ -1,6 +1,6 @@
 """Model families: one file each, with a table of parameters and a reader of Hugging Face configs.
 
-`read(config)` gives the `Model` of a Hugging Face config; `mappings(model)` its two-way HF ↔ Megatron table.
+`read(config)` gives the `Model` of a Hugging Face config, `mappings(model)` its table in both directions.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ ALIASES = {alias: name for name, family in FAMILIES.items() for alias in family.
 
 
 def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Model:
-    """The `Model` of a Hugging Face config: a dictionary, a `config.json`, or the folder that holds one.
+    """The `Model` of a Hugging Face config: a dictionary, a `config.json`, or a folder with one.
 
-    dtype overrides the checkpoint's (`dtype` or `torch_dtype` in the config; bfloat16 where neither is given).
+    dtype: overrides the checkpoint's, which is `dtype` or `torch_dtype` in the config, or else bfloat16.
     Raises FamilyError for an unknown `model_type`, a missing key, or a switch the family's table does not describe.
     """
     if not isinstance(config, Mapping):
@@ -90,7 +90,7 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
 
 
 def _check(model: Model) -> None:
-    """Refuse what megatron-core would compute otherwise than transformers does, or not at all."""
+    """Raise FamilyError for what megatron-core computes differently from transformers, or cannot compute."""
     sizes = f"{model.heads} heads, {model.kv_groups} KV groups, top-{model.top_k} of {model.experts} experts"
     if model.heads % model.kv_groups or model.top_k > model.experts:
         raise FamilyError(f"{model.family}: {sizes}")
@@ -107,7 +107,7 @@ def _check(model: Model) -> None:
 
 
 def mappings(model: Model) -> tuple[ParamMapping, ...]:
-    """The table of `model`'s family. A mapping with an alias has it too, once for each MTP layer."""
+    """The table of `model`'s family. A mapping with an alias also has the tensor of each MTP layer."""
     return tuple(_aliased(mapping, model) for mapping in FAMILIES[model.family].mappings)
 
 

@@ -1,8 +1,8 @@
-"""Published models by name: the keys of their `config.json` that a family reads, as data, and where they come from.
+"""Published models by name: the keys of `config.json` that their family reads, and where they come from.
 
 Each is `published/<name>.json`; `published/sources.toml` names the Hugging Face repository and what the numbers were
-held against. They describe weights in bf16: a repository whose files are quantised is told so in `sources.toml`, and
-its `quantization_config` is left out here.
+checked against. The configs describe bf16 weights: where the files of a repository are quantised, `sources.toml` says
+so and `quantization_config` is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Source:
     repository: str  # on the Hugging Face hub
     released: str  # year and month
     weights: str  # as published: "bf16" or "fp8"
-    checked: tuple[str, ...]  # what the config was held against
+    checked: tuple[str, ...]  # what the config was checked against
 
 
 def _folder() -> Traversable:

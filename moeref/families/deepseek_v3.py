@@ -1,6 +1,7 @@
 """DeepSeek-V3 (also V3.1, R1, Moonlight): MLA, a dense prefix, shared experts, sigmoid router limited to expert groups.
 
-Multi-token prediction layers included; the published checkpoints are FP8 and have to be turned into bf16 first.
+Multi-token prediction layers are included. The published checkpoints are FP8 and have to be converted to bf16 first.
+Sources: megatron-core's MLASelfAttention and its Transformer Engine spec; the saved names of transformers' DeepseekV3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """gpt-oss: GQA with sinks and a sliding window in every other layer, biases everywhere, every layer MoE.
 
-Files hold the experts of a layer in one tensor each, as [in, out], with gate and up alternating, and spell nothing
-otherwise in memory. The published ones are MXFP4 and have to be turned into bf16 first.
+Files hold all experts of a layer in one tensor per parameter, as [in, out], with gate and up alternating; so does
+transformers in memory. The published files are MXFP4 and have to be converted to bf16 first.
 Sources: the saved names of transformers' GptOss; megatron-core's DotProductAttention (`softmax_offset`) and Router.
 """
 
@@ -105,12 +105,12 @@ MAPPINGS = (
     vocab(megatron="output_layer.weight", hf="lm_head.weight", where="last"),
 )
 _YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
-#: transformers has this limit whatever the config says.
+#: transformers always uses this limit.
 _LIMIT = 7.0
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
-    """A gpt-oss `config.json` as a `Model`; without `layer_types` the first layer of every two has the window."""
+    """A gpt-oss `config.json` as a `Model`; without `layer_types` layers 0, 2, 4, … have the window."""
     check_switches(hf, NAME, {"hidden_act": "silu", "attention_bias": True, "swiglu_limit": _LIMIT})
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         raise FamilyError(f"{NAME}: config.json has no rope_parameters or rope_scaling; transformers assumes YaRN then")

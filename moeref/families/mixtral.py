@@ -1,6 +1,6 @@
 """Mixtral: GQA without qk-norm or biases, every layer MoE, softmax over the chosen experts.
 
-Files say `block_sparse_moe` with w1 (gate), w3 (up), w2 (down); in memory transformers 5 says `mlp`, as elsewhere.
+Files have `block_sparse_moe` with w1 (gate), w3 (up), w2 (down); in memory transformers 5 has `mlp`, as elsewhere.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ _SWITCHES = {
 def read_mla(hf: Mapping[str, Any], name: str, dtype: str, moe_layers: tuple[bool, ...]) -> Model:
     """A config with DeepSeek-V3's keys as a `Model`.
 
-    The latent norms take `rms_norm_eps` in megatron-core and in inference engines; transformers has 1e-6 there whatever
-    the config says, which is the same for DeepSeek-V3 but not for GLM-4.7-Flash (1e-5).
+    The latent norms use `rms_norm_eps` in megatron-core and in inference engines, and always 1e-6 in transformers. That
+    is the same for DeepSeek-V3, but not for GLM-4.7-Flash (1e-5).
     """
     check_switches(hf, name, {**_SWITCHES, "num_key_value_heads": require(hf, name, "num_attention_heads")})
     base = decoder(hf, name, dtype)

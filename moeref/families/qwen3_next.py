@@ -1,8 +1,8 @@
 """Qwen3-Next: gated delta nets with gated attention in every few layers, a gated shared expert, zero-centred norms.
 
-Norms scale by 1 + weight in transformers and, with `layernorm_zero_centered_gamma`, in megatron-core: the weights are
-the same bytes. The gated delta net's own norm scales by its weight, in both. Multi-token prediction (`mtp.*` in
-published files) is left out, as transformers leaves it out. Sources: megatron-core's GatedDeltaNet and SelfAttention,
+Norms scale by 1 + weight in transformers and, with `layernorm_zero_centered_gamma`, in megatron-core, so the weights
+are the same bytes. The norm inside a gated delta net scales by its weight in both. Multi-token prediction (`mtp.*` in
+published files) is left out, as in transformers. Sources: megatron-core's GatedDeltaNet and SelfAttention,
 and transformers' Qwen3NextGatedDeltaNet.
 """
 
@@ -208,7 +208,7 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
 
 
 def _delta_layers(hf: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    """By `layer_types` or, in published configs, `full_attention_interval`."""
+    """Which layers have a gated delta net: by `layer_types` or, in published configs, by `full_attention_interval`."""
     interval = hf.get("full_attention_interval") or 4
     kinds = hf.get("layer_types") or [
         "linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)

@@ -1,4 +1,4 @@
-"""Reading Hugging Face configs: required keys, switches that must not say otherwise, what families spell alike."""
+"""Reading Hugging Face configs: required keys, switches with only one supported value, keys that families share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeref.families.model import FamilyError
 
 
 def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None) -> Any:
-    """The first of `names` present in `hf`; FamilyError if none is and there is no default."""
+    """The value of the first of `names` that `hf` has, or `default`. Raises FamilyError without either."""
     for name in names:
         if hf.get(name) is not None:
             return hf[name]
@@ -21,7 +21,7 @@ def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None
 def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, float]:
     """(theta, rotary percent) from `rope_parameters` (transformers 5) or the older top-level keys.
 
-    Raises FamilyError for a scaled rope, which no released config of these families has.
+    Raises FamilyError for a scaled rope; no released config of these families has one.
     """
     inner = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or {}
@@ -33,14 +33,14 @@ def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, flo
 
 
 def check_switches(hf: Mapping[str, Any], family: str, expected: Mapping[str, Any]) -> None:
-    """Refuse a config whose switches ask for something the table does not describe."""
+    """Raise FamilyError for a switch that has another value than the table describes."""
     for name, value in expected.items():
         if name in hf and hf[name] is not None and hf[name] != value:
             raise FamilyError(f"{family}: {name}={hf[name]!r} is not mapped (only {value!r} is); add it to the family")
 
 
 def decoder(hf: Mapping[str, Any], family: str, dtype: str) -> dict[str, Any]:
-    """The fields of `Model` that every decoder's config spells alike."""
+    """The fields of `Model` under the names that every decoder's config has."""
     return {
         "family": family,
         "num_layers": require(hf, family, "num_hidden_layers"),
@@ -57,7 +57,7 @@ def decoder(hf: Mapping[str, Any], family: str, dtype: str) -> dict[str, Any]:
 
 
 def grouped_query(hf: Mapping[str, Any], family: str, partial_rotary: float = 1.0) -> dict[str, Any]:
-    """The fields of grouped-query attention with plain rope; `partial_rotary` where the config does not say."""
+    """The fields of grouped-query attention with plain rope; `partial_rotary` is the default of its factor."""
     theta, rotary = rope(hf, family, partial_rotary)
     head_dim = hf.get("head_dim") or require(hf, family, "hidden_size") // require(hf, family, "num_attention_heads")
     return {
@@ -69,7 +69,7 @@ def grouped_query(hf: Mapping[str, Any], family: str, partial_rotary: float = 1.
 
 
 def sigmoid_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The fields of DeepSeek-V3's experts, which GLM took over: shared experts, a sigmoid router with a bias, MTP."""
+    """The fields of experts as in DeepSeek-V3 and GLM: shared experts, a sigmoid router with a bias, MTP."""
     moe_ffn = require(hf, family, "moe_intermediate_size")
     return {
         "moe_ffn": moe_ffn,

@@ -1,4 +1,4 @@
-"""Reading rope that YaRN may have scaled, from transformers 5's `rope_parameters` or the older `rope_scaling`."""
+"""Reading rope, plain or scaled by YaRN, from transformers 5's `rope_parameters` or the older `rope_scaling`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEYS = frozenset({"factor", "original_max_position_embeddings", "beta_fast", "be
 
 
 def read_rope(hf: Mapping[str, Any], name: str, keys: Collection[str] = KEYS) -> tuple[float, Yarn | None]:
-    """(theta, YaRN or None). `keys` are those of YaRN that the family's megatron-core model can express.
+    """(theta, YaRN or None). `keys` are the keys of YaRN that megatron-core supports for this family.
 
     Raises FamilyError for another rope type, another key, or a partial rope.
     """

@@ -1,6 +1,6 @@
-"""Owns the geometry of a run: ranks and coordinates, groups, pipeline stages, experts, sequences, impossible layouts.
+"""The geometry of a run: ranks and coordinates, process groups, pipeline stages, experts, parts of sequences.
 
-Nothing here needs torch or megatron-core; the upstream tests hold every answer against megatron-core's own functions.
+Nothing here needs torch or megatron-core. `tests/upstream` compares every answer with megatron-core's own functions.
 """
 
 from moeref.layout import sequence

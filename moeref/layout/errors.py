@@ -1,5 +1,5 @@
-"""Owns the one exception of the layout package."""
+"""The exception of this package."""
 
 
 class LayoutError(ValueError):
-    """A layout that megatron-core would refuse, or would accept and build wrongly. The message names the numbers."""
+    """A layout that megatron-core refuses, or accepts and builds wrongly. The message names the numbers."""

@@ -1,7 +1,7 @@
-"""Owns the arithmetic between ranks and coordinates: a mixed-radix grid, its groups, and the coordinates of a rank.
+"""Arithmetic between ranks and coordinates: a grid with named axes, its groups, and the coordinates of a rank.
 
-megatron-core lays the same ranks out twice. The dense grid has the axes tp, cp, dp, pp; the expert grid has etp, ep,
-edp, pp. Both follow one order string, leftmost axis fastest, and share nothing else but the pipeline groups.
+megatron-core arranges the same ranks in two grids. The dense grid has the axes tp, cp, dp, pp; the expert grid has etp,
+ep, edp, pp. Both follow one order string, leftmost axis fastest, and have the same pipeline groups.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from moeref.layout.errors import LayoutError
 
-#: Axes as the order string names them, with the name each has in either grid (None: the grid lacks the axis).
+#: From an axis in the order string to its name in each grid; None where the grid lacks the axis.
 DENSE_AXES = {"tp": "tp", "cp": "cp", "ep": None, "dp": "dp", "pp": "pp"}
 EXPERT_AXES = {"tp": "etp", "cp": None, "ep": "ep", "dp": "edp", "pp": "pp"}
 
 
 @dataclass(frozen=True)
 class Coords:
-    """Where a rank stands in both grids. tp, cp, dp, pp fix the rank; so do etp, ep, edp, pp."""
+    """The coordinates of a rank in both grids. (tp, cp, dp, pp) determine the rank; so do (etp, ep, edp, pp)."""
 
     tp: int
     cp: int
@@ -68,10 +68,10 @@ class Grid:
         """Coordinates of `rank`. Raises LayoutError outside 0 … size-1."""
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is outside the world of {self.size} ranks (0 to {self.size - 1})")
-        found = {}
+        position = {}
         for name, length in self.axes:
-            rank, found[name] = divmod(rank, length)
-        return found
+            rank, position[name] = divmod(rank, length)
+        return position
 
     def rank(self, position: Mapping[str, int]) -> int:
         """The rank at `position`, which names every axis. Raises LayoutError outside an axis."""
@@ -92,23 +92,23 @@ class Grid:
         return offsets
 
     def groups(self, axes: Collection[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups that vary `axes`. Groups and members come in megatron-core's order (`RankGenerator.get_ranks`)."""
+        """All groups along `axes`, groups and members in megatron-core's order (`RankGenerator.get_ranks`)."""
         inside = self._spread(axes)
         outside = self._spread(set(self.names) - set(axes))
         return tuple(tuple(base + offset for offset in inside) for base in outside)
 
     def group_of(self, axes: Collection[str], rank: int) -> tuple[int, ...]:
-        """The group of `groups(axes)` that holds `rank`, without listing the others."""
+        """The group of `groups(axes)` that contains `rank`."""
         position = self.position(rank)
         base = rank - sum(position[name] * self.stride(name) for name in axes)
         return tuple(base + offset for offset in self._spread(axes))
 
 
 def build_grid(order: str, names: Mapping[str, str | None], sizes: Mapping[str, int]) -> Grid:
-    """The grid that `order` ("tp-cp-ep-dp-pp") gives to the axes of `names` with their `sizes`.
+    """The grid with the axes of `names` in the order of `order` ("tp-cp-ep-dp-pp") and with these `sizes`.
 
-    An axis of size 1 may be left out of `order`. Raises LayoutError for any other axis that is left out, for an
-    unknown axis and for one named twice.
+    An axis of size 1 may be left out of `order`. Raises LayoutError for any other axis that is left out, for
+    an unknown axis and for an axis named twice.
     """
     tokens = order.split("-")
     known = list(names)

@@ -1,8 +1,8 @@
-"""Owns `Layout`: the parallel sizes of a run, what makes them impossible, and every question asked of them.
+"""`Layout`: the parallel sizes of a run, the checks that refuse impossible ones, and what follows from them.
 
 The checks are those of megatron-core 0.19.2 (`initialize_model_parallel`, `TransformerConfig`,
-`PipelineParallelLayerLayout`) as far as they concern ranks, stages and experts. What depends on the schedule is not
-here: megatron-core's trainer, for one, wants `overlap_p2p_comm` for interleaving at pp=2.
+`PipelineParallelLayerLayout`) that concern ranks, stages and experts. What the schedule requires is not checked here,
+such as `overlap_p2p_comm` for interleaving at pp=2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _require_int(name: str, value: object, least: int) -> None:
 
 
 class _ExpertTensorSize:
-    """`etp` takes an int or None and is always read as an int: None becomes `tp`, a field set before it."""
+    """The field `etp`: None is stored as `tp`, which is set before it, so reading always gives an int."""
 
     @overload
     def __get__(self, layout: None, owner: type) -> None: ...
@@ -43,16 +43,15 @@ class _ExpertTensorSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A parallel layout, checked when made. Raises LayoutError for one that cannot be.
+    """A parallel layout. Raises LayoutError if it is impossible.
 
     `vpp` is the number of virtual stages per pipeline rank (1: none). `etp` defaults to `tp`. `first` and `last` are
     megatron-core's `num_layers_in_{first,last}_pipeline_stage`; `embedding` and `loss` are
     `account_for_{embedding,loss}_in_pipeline_split`; `pipeline_layout` is `pipeline_model_parallel_layout`, which
-    implies `vpp`.
-    `order` names the axes, fastest first.
+    implies `vpp`. `order` names the axes, fastest first.
 
     `world` 0 means the smallest number of ranks that both grids divide: the least common multiple of tp·cp·pp and
-    etp·ep·pp. After construction `etp`, `world` and `vpp` hold what they came to, so `dataclasses.replace` keeps them.
+    etp·ep·pp. After construction `etp`, `world` and `vpp` have their final values, which `dataclasses.replace` keeps.
     """
 
     tp: int = 1
@@ -140,13 +139,13 @@ class Layout:
         """Read `tp=2,pp=2,ep=2,etp=1,world=8,first=3,embedding=1,pipeline_layout=Et|tt|tt|ttL`; keys in any order.
 
         `pipeline_layout=` comes last and takes the rest, commas included. Raises LayoutError for an unknown key
-        (naming the nearest one), for a key given twice and for a value that is no number.
+        (naming the nearest one), for a key given twice and for a value that is not a number.
         """
         return cls(**text_form.read(text))
 
     @property
     def text(self) -> str:
-        """The sizes and the world, then all that differs from the default. `Layout.parse(layout.text) == layout`."""
+        """Sizes and world, then other fields unlike their defaults. `Layout.parse(layout.text) == layout`."""
         return text_form.write(self)
 
     # Ranks
@@ -178,7 +177,7 @@ class Layout:
         return build_grid(self.order, EXPERT_AXES, {"etp": self.etp, "ep": self.ep, "edp": self.edp, "pp": self.pp})
 
     def coords(self, rank: int) -> Coords:
-        """Where `rank` stands in both grids."""
+        """The coordinates of `rank` in both grids."""
         return Coords(**{**self._expert_grid.position(rank), **self._dense_grid.position(rank)})
 
     def rank_of(self, *, tp: int, pp: int, cp: int = 0, dp: int = 0) -> int:
@@ -192,8 +191,8 @@ class Layout:
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
         """All process groups of `kind`, in the order of megatron-core's `RankGenerator.get_ranks`.
 
-        A kind is one axis or several joined by `-`, in any order and all of one grid: tp, cp, dp, pp, dp-cp, tp-cp, …
-        of the dense grid, mp for tp-pp; etp, ep, edp, etp-ep, etp-ep-pp, … of the expert grid.
+        A kind is an axis, or several axes of one grid joined by `-` in any order. Dense grid: tp, cp, dp, pp, dp-cp,
+        tp-cp, …, and mp for tp-pp. Expert grid: etp, ep, edp, etp-ep, etp-ep-pp, …
         """
         grid, axes = self._axes(kind)
         return grid.groups(axes)
@@ -220,9 +219,9 @@ class Layout:
     def stages(self, num_layers: int, *, mtp: int | None = None) -> split.Stages:
         """The decoder layers of every stage of a model with `num_layers` of them.
 
-        `mtp` is the number of multi-token prediction layers (`mtp_num_layers`); None takes as many as the layout string
-        has. Without a layout string they lie on the last stage. Raises LayoutError where megatron-core refuses the
-        split, and where it accepts one whose stages do not hold every layer exactly once.
+        `mtp` is the number of multi-token prediction layers (`mtp_num_layers`); None takes the number in the layout
+        string. Without a layout string they are on the last stage. Raises LayoutError where megatron-core refuses the
+        split, and where it accepts a split that does not hold every layer exactly once.
         """
         _require_int("num_layers", num_layers, 1)
         if mtp is not None:
@@ -252,12 +251,12 @@ class Layout:
         return replace(made, mtp=stage, mtp_layers=written[holders[0]].count("m"))
 
     def has_embedding(self, pp: int, vp: int = 0) -> bool:
-        """Whether stage (pp, vp) builds the word embedding: the first stage, wherever a layout string has its E."""
+        """Whether (pp, vp) builds the word embedding: always the first, even if a layout string has E elsewhere."""
         self._check_stage(pp, vp)
         return (pp, vp) == (0, 0)
 
     def has_head(self, pp: int, vp: int = 0) -> bool:
-        """Whether stage (pp, vp) builds the output layer: the last stage, wherever a layout string has its L."""
+        """Whether (pp, vp) builds the output layer: always the last, even if a layout string has L elsewhere."""
         self._check_stage(pp, vp)
         return (pp, vp) == (self.pp - 1, self.vpp - 1)
 
@@ -268,7 +267,7 @@ class Layout:
     # Experts
 
     def experts(self, ep_rank: int, num_experts: int) -> range:
-        """The global experts of `ep_rank`, on every pipeline rank the same. LayoutError unless ep divides them."""
+        """The global experts of `ep_rank`, the same on every pipeline rank. LayoutError unless ep divides them."""
         _require_int("num_experts", num_experts, 1)
         if num_experts % self.ep:
             raise LayoutError(f"num_experts={num_experts} is not divisible by ep={self.ep}; use an ep that divides it")

@@ -1,11 +1,11 @@
-"""Owns the language of `pipeline_model_parallel_layout`: what a string such as `Et*3|(tt|)*29,m|L` means.
+"""The language of `pipeline_model_parallel_layout`: what a string such as `Et*3|(tt|)*29,m|L` means.
 
-`|` ends a stage; stages are listed virtual stage by virtual stage, pipeline rank fastest. `E` embedding, `t` decoder
-layer, `m` multi-token prediction layer, `L` loss. `x*n` repeats one character, `(...)*n` a text that may hold `|`;
-parentheses do not nest. Commas mean nothing; no other character is allowed, blanks included.
+`|` separates stages, which are listed virtual stage by virtual stage, pipeline rank fastest. `E` is the embedding, `t`
+a decoder layer, `m` a multi-token prediction layer, `L` the loss. `x*n` repeats one character, `(...)*n` a text that
+may hold `|`; parentheses do not nest. Commas are ignored; any other character is an error, blanks included.
 
-Repeats are text replacement, first all `(...)*n`, then all `x*n`, each once from left to right, as in megatron-core's
-`PipelineParallelLayerLayout`. So `(t)*2*3` is `tt*3`, which is four layers, not six.
+Repeats are replaced as text, as in megatron-core's `PipelineParallelLayerLayout`: first all `(...)*n`, then all `x*n`,
+each once from left to right. So `(t)*2*3` is `tt*3`, which is four layers, not six.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_REPEATS = 100_000
 
 def _unroll(text: str, repeated: re.Pattern[str], written: str) -> str:
     def replacement(match: re.Match[str]) -> str:
-        # A typing slip must not fill the memory; no model has this many layers.
+        # A typing error must not fill the memory; no model has this many layers.
         if len(match["times"]) > len(str(_MOST_REPEATS)) or int(match["times"]) > _MOST_REPEATS:
             raise LayoutError(f"layout {written!r}: {match.group()!r} repeats more than {_MOST_REPEATS} times")
         return match["unit"] * int(match["times"])
@@ -34,7 +34,7 @@ def _unroll(text: str, repeated: re.Pattern[str], written: str) -> str:
 def stages_of(written: str) -> tuple[str, ...]:
     """The letters of every stage, in the order written: `Et|(t|)*2L` gives ("Et", "t", "t", "L").
 
-    Raises LayoutError for a character that is no letter of the language once repeats are unrolled.
+    Raises LayoutError for any other character that is left once repeats are unrolled.
     """
     text = written.replace(",", "")
     for repeated in (_REPEATED_TEXT, _REPEATED_CHARACTER):
@@ -52,8 +52,8 @@ def stages_of(written: str) -> tuple[str, ...]:
 def read_pattern(written: str, pp: int) -> tuple[tuple[str, ...], int]:
     """The stages of `written` in virtual-stage-major order, and the number of virtual stages per pipeline rank.
 
-    Stage i lies on pipeline rank i % pp in virtual stage i // pp. Raises LayoutError where megatron-core's
-    `PipelineParallelLayerLayout` and its `validate_layer_layout` refuse the string whatever the number of layers.
+    Stage i is on pipeline rank i % pp in virtual stage i // pp. Raises LayoutError for strings that megatron-core's
+    `PipelineParallelLayerLayout` and its `validate_layer_layout` refuse for every number of layers.
     """
     stages = stages_of(written)
     where = f"layout {written!r}"

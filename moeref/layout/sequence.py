@@ -1,7 +1,7 @@
-"""Owns which positions of a sequence each rank holds, in its order, and how to put the parts together again.
+"""Which positions of a sequence each rank holds, in which order, and how to put the parts together again.
 
-Context parallelism cuts a sequence zigzag, so that causal attention costs every rank the same: of 2·CP equal chunks
-rank r takes chunk r and chunk 2·CP-1-r. Sequence parallelism cuts what a rank holds into TP contiguous runs.
+Context parallelism splits a sequence zigzag, so that causal attention costs every rank the same: of 2·CP equal chunks
+rank r holds chunk r and chunk 2·CP-1-r. Sequence parallelism splits the part of a rank into TP contiguous runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moeref.layout.errors import LayoutError
 
 
 def zigzag(length: int, cp: int, rank: int) -> tuple[int, ...]:
-    """The positions that CP rank `rank` holds, as megatron-core cuts tokens and rotary embeddings.
+    """The positions of CP rank `rank`, as megatron-core splits tokens and rotary embeddings.
 
     Raises LayoutError unless 2·cp divides `length` (cp 1 takes any length).
     """
@@ -29,13 +29,13 @@ def contiguous(length: int, parts: int, rank: int) -> tuple[int, ...]:
 
 
 def held(length: int, *, cp: int, cp_rank: int, tp: int = 1, tp_rank: int = 0) -> tuple[int, ...]:
-    """The positions of one rank: its CP part and, with tp > 1, its run of that under sequence parallelism."""
+    """The positions of one rank: its CP part or, with tp > 1, its run of that part under sequence parallelism."""
     part = zigzag(length, cp, cp_rank)
     return tuple(part[i] for i in contiguous(len(part), tp, tp_rank))
 
 
 def restored(parts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Where each position lies in the concatenation of `parts`: `joined[restored(parts)]` is in order again.
+    """The index of each position in the concatenation of `parts`: `joined[restored(parts)]` is in order.
 
     Raises LayoutError if the parts do not hold every position once.
     """

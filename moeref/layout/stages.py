@@ -1,10 +1,9 @@
-"""Owns which decoder layers every pipeline stage (pp, vp) builds, and why a split is impossible.
+"""Which decoder layers every pipeline stage (pp, vp) builds, and why a split is impossible.
 
-Stages follow each other virtual stage by virtual stage, pipeline rank fastest: (pp 0, vp 0), (pp 1, vp 0), …,
-(pp 0, vp 1), …. The rules decide only how many layers each stage has; the layers themselves are then dealt out in that
-order, so a split accepted here holds every layer exactly once by construction. megatron-core computes its offsets by
-separate formulas (`get_transformer_layer_offset`); where the two disagree its stages overlap
-or leave layers out, and the split is refused.
+The order of stages is virtual stage by virtual stage, pipeline rank fastest: (pp 0, vp 0), (pp 1, vp 0), …, (pp 0,
+vp 1), …. The rules give the number of layers of each stage; the layers are then dealt out in that order, so every layer
+is in exactly one stage. megatron-core computes offsets by separate formulas (`get_transformer_layer_offset`). Where
+they disagree with the counts, its stages overlap or leave layers out, and the split is refused here.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from moeref.layout.errors import LayoutError
 class Stages:
     """The decoder layers (0-based, global) of every stage. Keys are (pp, vp).
 
-    `offsets` are megatron-core's layer offsets, also for a stage without layers. `mtp` is the stage of the `mtp_layers`
-    multi-token prediction layers, None without any.
+    `offsets` are megatron-core's layer offsets; stages without layers have one too. `mtp` is the stage with the
+    `mtp_layers` multi-token prediction layers, or None.
     """
 
     num_layers: int
@@ -45,15 +44,15 @@ class Stages:
 
 
 def deal(counts: Sequence[int], num_layers: int, pp: int, why: str) -> Stages:
-    """Deal layers 0 … num_layers-1 out to stages with these `counts`, in stage order; `why` names the rule for errors.
+    """Give layers 0 … num_layers-1 in order to stages with these `counts`; errors begin with `why`.
 
-    Raises LayoutError if a count is negative or the counts do not add up, that is if the stages are no exact cover.
+    Raises LayoutError if a count is negative or the counts do not add up to `num_layers`.
     """
     if min(counts) < 0 or sum(counts) != num_layers:
         stages = ", ".join(f"(pp {i % pp}, vp {i // pp}): {n}" for i, n in enumerate(counts))
         raise LayoutError(
             f"{why} with num_layers={num_layers}: the stages cannot hold every layer exactly once, they would "
-            f"have {stages} layers. megatron-core builds this without a word; lower first= or last="
+            f"have {stages} layers. megatron-core builds this silently; lower first= or last="
         )
     layers, offsets, start = {}, {}, 0
     for index, count in enumerate(counts):
@@ -65,7 +64,7 @@ def deal(counts: Sequence[int], num_layers: int, pp: int, why: str) -> Stages:
 
 
 def counts_even(num_layers: int, *, pp: int, vpp: int, embedding: bool, loss: bool) -> list[int]:
-    """Layers per stage when all stages are equal, the embedding and the loss counting as a layer where asked."""
+    """Layers per stage when all stages are equal; the embedding and the loss count as a layer each if set."""
     total = num_layers + embedding + loss
     said = f"num_layers={num_layers}" + "".join(
         f" + 1 for {name}=1" for name, on in (("embedding", embedding), ("loss", loss)) if on
@@ -87,14 +86,14 @@ def counts_even(num_layers: int, *, pp: int, vpp: int, embedding: bool, loss: bo
 
 
 def counts_uneven(num_layers: int, *, pp: int, vpp: int, first: int | None, last: int | None) -> list[int]:
-    """Layers per stage when the first or last pipeline rank has its own number and the middle ranks share the rest."""
+    """Layers per stage when the first or last pipeline rank has its own number and the others share the rest."""
     given = {name: value for name, value in (("first", first), ("last", last)) if value is not None}
     said = " and ".join(f"{name}={value}" for name, value in given.items())
     rest, middle = num_layers - sum(given.values()), pp - len(given)
     if pp == 1 and middle < 0 and last != num_layers:
         raise LayoutError(
             f"{said} at pp=1: the only pipeline rank is first and last at once, and megatron-core would build "
-            f"{last} of num_layers={num_layers} layers without a word; drop both"
+            f"{last} of num_layers={num_layers} layers silently; drop both"
         )
     if bool(rest) != bool(middle):
         raise LayoutError(

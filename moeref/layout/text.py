@@ -1,4 +1,4 @@
-"""Owns the text form of a layout: `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8,first=3,last=2`, `pipeline_layout=` last."""
+"""The text form of a layout: `tp=2,pp=2,vpp=2,ep=2,etp=1,cp=1,world=8,first=3,last=2`, `pipeline_layout=` last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 def read(text: str) -> dict[str, Any]:
-    """The arguments for `Layout` that `text` spells. Raises LayoutError with the offending part."""
+    """The arguments for `Layout` in `text`. Raises LayoutError, which names the wrong part."""
     found: dict[str, Any] = {}
     tail = re.search(r"(?:^|,)\s*pipeline_layout\s*=(.*)$", text.strip(), flags=re.DOTALL)
     head = text.strip()[: tail.start()] if tail else text.strip()
@@ -52,7 +52,7 @@ def _value(text: str, key: str, value: str) -> int | bool | str:
 
 
 def write(layout: Layout) -> str:
-    """The text of `layout`: every size and the world, then what differs from the default."""
+    """The text of `layout`: sizes and world, then the other fields that differ from their defaults."""
     parts = [f"{key}={getattr(layout, key)}" for key in _SIZES]
     parts += [f"{key}={value}" for key in _ENDS if (value := getattr(layout, key)) is not None]
     parts += [f"{key}=1" for key in _SWITCHES if getattr(layout, key)]

@@ -26,6 +26,19 @@ def test_unknown_model_type_lists_the_families() -> None:
     assert "did you mean qwen3_moe" in str(error.value)
 
 
+def test_modules_with_a_table_are_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy_helper.py").write_text('NAME = "toy_helper"\n')
+    (tmp_path / "toy_plain.py").write_text('NAME, MAPPINGS = "toy_plain", ("a mapping",)\nread = len\n')
+    (tmp_path / "toy_other.py").write_text('NAME, MAPPINGS, ALIASES = "toy_other", (), ("toy_alias",)\nread = len\n')
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    found = families.discover()
+    assert {name: found[name] for name in found.keys() - families.FAMILIES.keys()} == {
+        "toy_plain": (len, ("a mapping",), ()),
+        "toy_other": (len, (), ("toy_alias",)),
+    }
+    assert all(found[name] == family for name, family in families.FAMILIES.items())
+
+
 KEYS = ("hidden_size", "num_hidden_layers", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
 
 

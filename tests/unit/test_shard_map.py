@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moeref import families
 from moeref.bridge import BridgeError, ShardMap
 from moeref.exporter import Plan
 from moeref.families import SpecNames
@@ -249,3 +250,24 @@ def test_impossible_layouts_are_refused_before_any_work() -> None:
         ShardMap(model("qwen3_moe"), Layout.parse("ep=3"))
     with pytest.raises(LayoutError, match="4"):
         ShardMap(model("qwen3_moe"), Layout.parse("pp=3"))
+
+
+def test_ranks_of_one_position_share_their_shards() -> None:
+    shard_map = ShardMap(model("qwen3_moe"), Layout.parse("tp=2,ep=2,etp=1,world=4"))
+    assert [shard_map.position(rank) for rank in range(4)] == [(0, 0, 0, 0), (0, 1, 1, 0), (0, 0, 0, 0), (0, 1, 1, 0)]
+    assert shard_map.local_shards(0) is shard_map.local_shards(2)
+    assert shard_map.local_shards(0) is not shard_map.local_shards(1)
+
+
+def test_one_map_a_format() -> None:
+    shard_map = ShardMap(model("qwen3_moe"), Layout.parse("ep=2"), SpecNames(norms="fused"), divisible_by=1)
+    assert shard_map.in_format("per_expert") is shard_map
+    fused = shard_map.in_format("fused")
+    assert fused == ShardMap(shard_map.model, shard_map.layout, shard_map.names, "fused", 1)
+    assert len({shard_map, fused, fused.in_format("per_expert")}) == 2
+
+
+def test_a_mapping_is_hashed_by_what_differs_within_a_family() -> None:
+    for name in CONFIGS:
+        table = families.mappings(model(name))
+        assert len({hash(mapping) for mapping in table}) == len(set(table)) == len(table)

@@ -1,4 +1,4 @@
-"""The only room that imports megatron-core: groups, real model chunks, a forward pass, gradients."""
+"""Everything that imports megatron-core: process groups, model chunks, seeding, routing replay, forward, gradients."""
 
 from moeref.megatron.build import Built, build, settings_of, transformer_config
 from moeref.megatron.forward import logits

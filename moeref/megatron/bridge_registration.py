@@ -1,6 +1,6 @@
-"""GLM-4.7-Flash for versions of megatron-bridge that do not know it.
+"""Adds GLM-4.7-Flash to versions of megatron-bridge without it.
 
-megatron-bridge is imported when `register_glm4_moe_lite` is called, never before: it is no dependency of moeref.
+megatron-bridge is not a dependency of moeref; it is imported only when `register_glm4_moe_lite` is called.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ARCHITECTURE, MODEL_TYPE = "Glm4MoeLiteForCausalLM", "glm4_moe_lite"
 
 
 def register_glm4_moe_lite() -> Literal["registered", "already registered"]:
-    """Add `Glm4MoeLiteForCausalLM` to megatron-bridge where the installed version lacks it, and say which it was.
+    """Register `Glm4MoeLiteForCausalLM` with megatron-bridge, unless the installed version already has it.
 
-    The bridge is DeepSeek-V3's, whose tensor table GLM-4.7-Flash shares, with a provider that holds what
-    `moeref.families` reads. Multi-token prediction layers are left out, as that bridge has no mapping for them.
-    Raises ImportError without megatron-bridge.
+    Parameter mappings are those of DeepSeek-V3's bridge; the provider's values come from `moeref.families`.
+    Multi-token prediction layers are left out, as that bridge has no mapping for them. Raises ImportError without
+    megatron-bridge.
     """
     from megatron.bridge import AutoBridge
 
@@ -32,13 +32,13 @@ def register_glm4_moe_lite() -> Literal["registered", "already registered"]:
     from megatron.core.models.gpt import GPTModel
 
     class Glm4MoeLiteBridge(DeepSeekV3Bridge):  # type: ignore[misc]
-        """DeepSeek-V3's bridge with the values of GLM-4.7-Flash, which are elsewhere in its config or not in it."""
+        """DeepSeek-V3's bridge with a provider for GLM-4.7-Flash's config."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
-            """The provider of a GLM-4.7-Flash config, which is only read."""
-            found = families.read({**hf_pretrained.config.to_dict(), "model_type": MODEL_TYPE})
-            provider = super().provider_bridge(_WithFlatRope(hf_pretrained, found.rope_theta))
-            for name, setting in transformer_settings(found, Layout()).items():
+            """The provider for a GLM-4.7-Flash config, which is not changed."""
+            model = families.read({**hf_pretrained.config.to_dict(), "model_type": MODEL_TYPE})
+            provider = super().provider_bridge(_WithFlatRope(hf_pretrained, model.rope_theta))
+            for name, setting in transformer_settings(model, Layout()).items():
                 if setting.origin == "hf" and name != "mtp_num_layers":
                     setattr(provider, name, setting.value)
             return provider
@@ -51,10 +51,10 @@ def register_glm4_moe_lite() -> Literal["registered", "already registered"]:
 
 
 class _WithFlatRope:
-    """A pretrained model, or a stand-in for one, whose config is a copy with the rope where DeepSeek's bridge looks.
+    """A pretrained model with a copy of its config in which RoPE is described as DeepSeek's bridge expects.
 
-    That bridge wants `rope_theta` on top and takes any `rope_scaling` for a scaled rope with an mscale; GLM-4.7-Flash
-    has its theta inside `rope_scaling`, and nothing is scaled. The config that was given is never written to.
+    That bridge reads `rope_theta` at the top level and treats any `rope_scaling` as scaled RoPE with an mscale.
+    GLM-4.7-Flash keeps its theta inside `rope_scaling` and scales nothing.
     """
 
     def __init__(self, given: Any, theta: float) -> None:

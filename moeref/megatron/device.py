@@ -1,7 +1,7 @@
-"""The device of a rank: checked before a model is built, found again from its chunks.
+"""The device of a rank: checked before a model is built, and later read from its parameters.
 
-megatron-core allocates on the current CUDA device, whatever a caller says, and leaves what plain torch modules hold on
-the host; inputs come from the host. So one device has to be named in one place.
+megatron-core allocates on the current CUDA device, whatever the caller asks for, while plain torch modules and inputs
+start on the host. This module is the one place that decides on the device.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def checked(device: str) -> torch.device:
 
 
 def of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """Where the chunks' parameters are; inputs are moved there."""
+    """The device of the chunks' parameters; inputs are moved there."""
     return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A forward pass through real chunks under megatron-core's own pipeline schedule, giving full logits."""
+"""A forward pass through the model chunks of this rank under megatron-core's pipeline schedule."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from moeref.megatron import context, device, precision, te_layers
 
 
 def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor) -> torch.Tensor | None:
-    """`logits_BSV` in fp32 over the unpadded vocabulary on last-stage ranks, None elsewhere. One row a microbatch.
+    """The decoder's `logits_BSV` in fp32 over the unpadded vocabulary on ranks of the last stage, None elsewhere.
 
-    They are the decoder's; multi-token prediction layers are left out. Under context parallelism every rank is given
-    all tokens, computes its part, and has all logits. Tokens may be on any device; logits are on the model's.
-    Raises LayoutError for a length that does not divide, and PaddingError for one that a recipe's factors do not.
+    Each row is a microbatch. Multi-token prediction layers are left out. Every rank is given all tokens and, on the
+    last stage, gets all logits, under context parallelism too. Tokens may be on any device; logits are on the model's.
 
-    The interleaved schedule wants microbatches in multiples of PP: missing ones repeat the last row and are left out of
-    the result.
+    Raises LayoutError for a length that the layout does not divide, and PaddingError for one that the precision's
+    recipe does not allow.
     """
     layout, (_, length) = shard_map.layout, tokens_BS.shape
     precision.check_length(chunks[0].config, layout, length)
@@ -32,7 +31,7 @@ def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Ten
     positions_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
     rows_S = list(tokens_BS[:, positions_S])
     group = layout.pp if layout.vpp > 1 else 1
-    rows_S += [rows_S[-1]] * (-len(rows_S) % group)
+    rows_S += [rows_S[-1]] * (-len(rows_S) % group)  # the interleaved schedule needs a multiple of PP microbatches
     mask_11SS = mask_of(length, chunks, layout)
 
     def step(rows: Iterator[torch.Tensor], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -42,16 +41,7 @@ def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Ten
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad(), _without_mtp(chunks):
-        stored = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(rows_S) for _ in chunks] if len(chunks) > 1 else iter(rows_S),
-            model=list(chunks) if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(rows_S),
-            seq_length=length,
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+        stored = run_schedule(step, rows_S, chunks, length, forward_only=True, collect_non_loss_data=True)
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
     local_BSV = torch.cat(stored[: len(tokens_BS)])
@@ -63,10 +53,30 @@ def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Ten
     return logits_BSV
 
 
-def mask_of(length: int, chunks: Sequence[torch.nn.Module], layout: Layout) -> torch.Tensor | None:
-    """`[1, 1, S, S]`, True where nothing is seen, on the chunks' device: for megatron-core's local attention.
+def run_schedule(
+    step: Callable[..., Any],
+    microbatches: Sequence[Any],
+    chunks: Sequence[torch.nn.Module],
+    length: int,
+    **options: bool,
+) -> Any:
+    """Run megatron-core's schedule on this rank. `step` gets an iterator over `microbatches` and a chunk."""
+    several = len(chunks) > 1
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(microbatches) for _ in chunks] if several else iter(microbatches),
+        model=list(chunks) if several else chunks[0],
+        num_microbatches=len(microbatches),
+        seq_length=length,
+        micro_batch_size=1,
+        **options,
+    )
 
-    None where attention makes its own: under context parallelism, and in Transformer Engine.
+
+def mask_of(length: int, chunks: Sequence[torch.nn.Module], layout: Layout) -> torch.Tensor | None:
+    """The causal mask `[1, 1, S, S]` of megatron-core's local attention: True where a token must not attend.
+
+    None where attention applies causality itself: under context parallelism, and in Transformer Engine.
     """
     if layout.cp > 1 or te_layers.in_use(chunks):
         return None
@@ -75,7 +85,7 @@ def mask_of(length: int, chunks: Sequence[torch.nn.Module], layout: Layout) -> t
 
 @contextmanager
 def _without_mtp(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Leave MTP layers out of the forward: it is their loss that needs them, and 0.16.1 fails there without labels."""
+    """Skip MTP layers in the forward: only their loss needs them, and megatron-core 0.16.1 fails without labels."""
     layers, process = chunks[0].config.mtp_num_layers, [chunk.mtp_process for chunk in chunks]
     chunks[0].config.mtp_num_layers = None  # one config serves all chunks
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Megatron's process groups for a layout, and the check that they are what the layout says."""
+"""Megatron-core's process groups for a layout, and the coordinates it gives this rank."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from moeref.layout import Layout, LayoutError
 
 
 def initialise(layout: Layout) -> int:
-    """Create megatron-core's groups on an initialised `torch.distributed` and return this process's rank.
+    """Create megatron-core's groups on an initialised `torch.distributed`, and return this process's rank.
 
-    Raises LayoutError if the world has another size than the layout, or if megatron-core places this rank elsewhere
-    than `Layout.coords` does.
+    Raises LayoutError if the world size is not the layout's, or if megatron-core's coordinates of this rank differ from
+    `Layout.coords`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if world != layout.world:
-        raise LayoutError(f"{layout.text}: torch.distributed has {world} ranks, the layout wants {layout.world}")
+        raise LayoutError(f"{layout.text}: torch.distributed has {world} ranks, the layout has {layout.world}")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -28,19 +28,25 @@ def initialise(layout: Layout) -> int:
         create_gloo_process_groups=False,
     )
     at = layout.coords(rank)
-    real = {
-        "tp": parallel_state.get_tensor_model_parallel_rank(),
-        "cp": parallel_state.get_context_parallel_rank(),
-        "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        "ep": parallel_state.get_expert_model_parallel_rank(),
-        "etp": parallel_state.get_expert_tensor_parallel_rank(),
-    }
-    for axis, value in real.items():
+    for axis, value in coordinates().items():
         if getattr(at, axis) != value:
             raise LayoutError(f"{layout.text}: rank {rank} is {at.text}, but megatron-core says {axis}{value}")
     return rank
 
 
+def coordinates() -> dict[str, int]:
+    """This rank's coordinate on each axis, as megatron-core has it."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_rank(),
+        "cp": parallel_state.get_context_parallel_rank(),
+        "pp": parallel_state.get_pipeline_model_parallel_rank(),
+        "dp": parallel_state.get_data_parallel_rank(),
+        "ep": parallel_state.get_expert_model_parallel_rank(),
+        "etp": parallel_state.get_expert_tensor_parallel_rank(),
+        "edp": parallel_state.get_expert_data_parallel_rank(),
+    }
+
+
 def shut_down() -> None:
-    """Forget megatron-core's groups."""
+    """Destroy megatron-core's groups."""
     parallel_state.destroy_model_parallel()

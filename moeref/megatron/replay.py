@@ -1,13 +1,14 @@
-"""Records and replays routes on megatron-core's RouterReplay, for the model chunks given and no others.
+"""Records and replays routes with megatron-core's RouterReplay, in the given model chunks only.
 
-`recording` takes the routes of every microbatch of one schedule (R2's first forward); `replaying` gives each microbatch
-its own (R2's training forward, both forwards of R3). Routers are found by walking the chunks, never in RouterReplay's
-global list, where other models' and discarded models' routers are too, in the order of construction.
+`recording` stores the routes of every microbatch of one schedule (the first forward of R2). `replaying` sets the routes
+of each microbatch (the training forward of R2, both forwards of R3). Only the choice of experts is replayed: gate
+scores are the router's own and carry gradient.
 
-A microbatch is told by counting a chunk's forwards: every schedule of megatron-core runs the microbatches of a chunk in
-order, and their backwards in the same order. So a router's targets are one FIFO of one schedule: filled before each
-forward, read by recomputation, empty before and after. Only the selection is replayed; the gate's scores are the
-router's own and carry gradient.
+Routers are found by walking the chunks. RouterReplay's global list also holds routers of other and of discarded models.
+
+The number of a microbatch is the number of forwards that its chunk has run: every schedule of megatron-core runs the
+microbatches of a chunk in order, and their backwards in the same order. Each router therefore keeps its targets in a
+FIFO, which each forward fills, recomputation reads, and which is empty before and after a schedule.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from moeref.replay import MISSING, RouteError, Routes, index_dtype, merge_layers
 from moeref.replay.routes import check_distinct
 
 AuxLoss = Literal["refuse", "native"]
-#: Those that a scope has now: it sets actions at the first forward only.
+#: Routers inside a `recording` or `replaying` block. Their action alone does not show it before the first forward.
 _SCOPED: weakref.WeakSet[RouterReplay] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Router:
-    """One router: its global layer from 0 (multi-token prediction layers follow the decoder's), and its module."""
+    """A router with the global number of its layer; multi-token prediction layers follow the decoder's."""
 
     layer: int
     module: TopKRouter
@@ -50,7 +51,7 @@ class Router:
 def routers(chunk: torch.nn.Module) -> list[Router]:
     """The routers of one chunk, in the order in which they run.
 
-    `layer_number` alone does not tell a layer: megatron-core 0.19 starts again at 1 for multi-token prediction layers.
+    Layers are numbered by module name, since `layer_number` starts again at 1 for multi-token prediction layers.
     """
     found = []
     for name, module in chunk.named_modules():
@@ -62,33 +63,33 @@ def routers(chunk: torch.nn.Module) -> list[Router]:
     return found
 
 
-class _Recorded:
-    """What a schedule routed: `routes(microbatch)` of this rank's tokens, of the layers of all its chunks."""
+class Recording:
+    """The routes of one schedule on this rank: its own tokens, and the MoE layers of all its chunks."""
 
     def __init__(self, experts: int, top_k: int) -> None:
-        self._found: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
+        self._microbatches: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
         self._experts, self._top_k = experts, top_k
 
-    def add(self, microbatch: int, walked: Sequence[Router]) -> None:
-        """Take what the routers of a chunk recorded in its forward that just ended; a stage may have none."""
-        found = self._found.setdefault(microbatch, {})
-        for router in walked:
+    def add(self, microbatch: int, routers: Sequence[Router]) -> None:
+        """Store what the routers of a chunk recorded in the forward that just ended."""
+        layers = self._microbatches.setdefault(microbatch, {})
+        for router in routers:
             idx_TK = router.replay.get_recorded_indices()
             if idx_TK is None:
                 raise RouteError(f"layer {router.layer} recorded nothing; was its router run, and is it not fused?")
-            found[router.layer] = idx_TK.detach().cpu().numpy()
+            layers[router.layer] = idx_TK.detach().cpu().numpy()
 
     @property
     def microbatches(self) -> int:
-        """How many were recorded."""
-        return len(self._found)
+        """How many microbatches ran."""
+        return len(self._microbatches)
 
     def routes(self, microbatch: int) -> Routes:
-        """The routes of one microbatch, this rank's MoE layers ascending. KeyError for one that did not run.
+        """The routes of one microbatch, layers ascending; no rows on a rank without MoE layers.
 
-        Without MoE layers there are no rows either.
+        Raises KeyError for a microbatch that did not run.
         """
-        layers = self._found[microbatch]
+        layers = self._microbatches[microbatch]
         if not layers:
             none_TLK = np.zeros((0, 0, self._top_k), index_dtype(self._experts))
             return Routes(none_TLK, (), self._experts, np.zeros(0, np.uint8), np.zeros(0, np.int32))
@@ -97,41 +98,41 @@ class _Recorded:
 
 
 @contextmanager
-def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterator[_Recorded]:
-    """Record one schedule's forwards. Raises RouteError for routers that cannot be recorded, before anything is set."""
+def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterator[Recording]:
+    """Record the forwards of one schedule. Raises RouteError, before it changes anything, for unsupported routers."""
     walked = [_checked(chunk, mtp=mtp, aux_loss="native") for chunk in chunks]
     config = _config(chunks[0])
-    found = _Recorded(config.num_moe_experts, config.moe_router_topk)
+    recorded = Recording(config.num_moe_experts, config.moe_router_topk)
 
     def before(number: int, chunk: int) -> None:
         for router in walked[chunk]:
             router.replay.set_router_replay_action(RouterReplayAction.RECORD)
 
     def after(number: int, chunk: int) -> None:
-        found.add(number, walked[chunk])
+        recorded.add(number, walked[chunk])
         for router in walked[chunk]:
             router.replay.clear_indices()
             router.replay.clear_router_replay_action()
 
     with _scope(chunks, walked, before, after):
-        yield found
+        yield recorded
 
 
 @contextmanager
 def replaying(
     chunks: Sequence[torch.nn.Module], given: Sequence[Routes], *, mtp: bool = False, aux_loss: AuxLoss = "refuse"
 ) -> Iterator[None]:
-    """Replay `given[m]` in the forward of microbatch m of one schedule, and again wherever it is recomputed.
+    """Replay `given[m]` in the forward of microbatch m of one schedule, and in its recomputation.
 
-    Each has a row for every token that this rank's routers see, in their order (s, then b; after CP and sequence
-    parallelism), and at least the layers of its chunks. MISSING rows take the router's own top-k. With `mtp`, routes
-    of multi-token prediction layers are replayed too; without, their routers stay as they are.
+    given: one Routes for each microbatch, with a row for every token that this rank's routers see, in their order (s,
+    then b; after CP and sequence parallelism), and at least the layers of this rank's chunks. MISSING rows take the
+    router's own top-k.
+    mtp: replay the routers of multi-token prediction layers too; otherwise they route as usual.
+    aux_loss: megatron-core computes load-balancing losses over the router's own top-k, not over the replayed routes.
+    "refuse" rejects models with such a loss; "native" accepts this.
 
-    aux_loss: megatron-core computes load-balancing losses over the router's own top-k, whatever is replayed. "refuse"
-    a model that has such a loss, or take it as "native".
-
-    Raises RouteError before anything is set for what cannot be replayed, in the forward for routes whose rows do not
-    fit, and at the end if another number of microbatches ran. State is put back on any exit.
+    Raises RouteError on entry for models or routes that cannot be replayed, in the forward if the number of rows does
+    not match, and at the end if another number of microbatches ran. The routers are reset on any exit.
     """
     walked = [_checked(chunk, mtp=mtp, aux_loss=aux_loss) for chunk in chunks]
     targets = [[_targets(r, routers) for routers in walked] for r in given]
@@ -145,7 +146,7 @@ def replaying(
     def after(number: int, chunk: int) -> None:
         ran[chunk] = number + 1
         for router in walked[chunk]:
-            # From here on only a recomputation can run this router; it takes the head of the FIFO.
+            # From now on only recomputation runs this router; it reads the head of the FIFO.
             router.replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     with ExitStack() as stack:
@@ -159,62 +160,62 @@ def replaying(
 
 
 def _arm(walked: Sequence[Sequence[Router]], targets: Sequence[Sequence[torch.Tensor]], chunk: int) -> None:
-    """Give the routers of the chunk that runs next, and no others, the targets of its microbatch."""
+    """Set the targets of a microbatch in the routers of the chunk that runs next, and in no others."""
     for router, target_TK in zip(walked[chunk], targets[chunk], strict=True):
         router.replay.set_target_indices(target_TK)
         router.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
 def _disarm(replays: Sequence[RouterReplay]) -> None:
-    """Native again, with nothing left behind."""
+    """Reset the routers: no action, no targets, no records."""
     for replay in replays:
         replay.clear_indices()
         replay.clear_router_replay_action()
 
 
 def _config(chunk: torch.nn.Module) -> TransformerConfig:
-    """The model's config, under any wrapper."""
+    """The config of the model, which may be wrapped, for example in DistributedDataParallel."""
     configs = (getattr(module, "config", None) for module in chunk.modules())
     return next(config for config in configs if isinstance(config, TransformerConfig))
 
 
-def _goes_round(config: TransformerConfig, *, mtp: bool) -> str:
-    """What of a model's settings keeps its forwards or its routers from being told apart, if anything."""
+def _why_unsupported(config: TransformerConfig, *, mtp: bool) -> str:
+    """Why a model with this config cannot be recorded or replayed, or ""."""
     if config.overlap_moe_expert_parallel_comm:
-        return "overlap_moe_expert_parallel_comm runs layers of two microbatches by turns; set it to False"
+        return "overlap_moe_expert_parallel_comm alternates between layers of two microbatches; set it to False"
     if config.cuda_graph_impl != "none":
-        # An empty list captures whole layers; the field's name is that of megatron-core 0.19, or of 0.16.
+        # An empty list captures whole layers. The field is cuda_graph_modules in megatron-core 0.19, _scope in 0.16.
         parts = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
         names = {str(getattr(part, "name", part)) for part in ([parts] if isinstance(parts, str) else parts)}
         if not names or names & {"full", "full_iteration", "moe", "moe_router"}:
-            return "a CUDA graph that holds the router keeps the routes of its capture; leave the router out of it"
+            return "a CUDA graph that holds the router repeats the routes of its capture; leave the router out of it"
     if mtp and getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1:
         return "mtp_use_repeated_layer runs one router for several layers; replay without mtp=True"
     return ""
 
 
 def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Router]:
-    """The routers of `chunk` that take part. Raises RouteError for one whose routing cannot be replayed."""
-    if reason := _goes_round(_config(chunk), mtp=mtp):
+    """The routers of `chunk` to record or replay. Raises RouteError for one that cannot be."""
+    if reason := _why_unsupported(_config(chunk), mtp=mtp):
         raise RouteError(reason)
     found = [router for router in routers(chunk) if mtp or not router.mtp]
     for router in found:
         config = router.module.config
-        kind = router.module.routing_type  # what the router itself looks at; a list has auxiliary losses alone
+        kind = router.module.routing_type  # what the router itself reads; a list names auxiliary losses
         where = f"layer {router.layer}"
         if router.module.router_replay is None:
             raise RouteError(f"{where}: build the model with moe_enable_routing_replay=True")
         if router.replay in _SCOPED or router.replay.router_replay_action is not None:
-            raise RouteError(f"{where} is recorded or replayed already; one schedule, one scope")
+            raise RouteError(f"{where} is recorded or replayed already; blocks cannot be nested")
         if config.moe_router_fusion:
-            raise RouteError(f"{where}: the fused router goes round RouterReplay; set moe_router_fusion=False")
+            raise RouteError(f"{where}: the fused router bypasses RouterReplay; set moe_router_fusion=False")
         if kind in ("sinkhorn", "quantile_balancing"):
             raise RouteError(f"{where}: {kind} routing ignores RouterReplay; use another load balancing type")
         if aux_loss == "refuse" and router.module.is_aux_loss_enabled():
             losses = kind if isinstance(kind, str) else ", ".join(kind)
             raise RouteError(
                 f"{where}: {losses} is computed over the router's own top-k, not over the replayed routes; "
-                f"set moe_router_load_balancing_type='none', or say aux_loss='native' to have it so"
+                f"set moe_router_load_balancing_type='none', or pass aux_loss='native' to accept that"
             )
     layers = [router.layer for router in found]
     if len(set(layers)) < len(layers):
@@ -223,7 +224,7 @@ def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Ro
 
 
 def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
-    """int64 [T, K] of each router's layer; rows that are MISSING are -1."""
+    """The targets int64 [T, K] of each router; MISSING rows are -1."""
     for router in walked:
         config = router.module.config
         if (given.experts, given.top_k) != (config.num_moe_experts, router.module.topk):
@@ -242,10 +243,10 @@ def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
 
 @contextmanager
 def _native_where_missing(router: Router) -> Iterator[None]:
-    """Lets RouterReplay take -1 rows, which it refuses, as the router's own choice, and checks the number of rows."""
-    replay, good = router.replay, router.replay.get_replay_topk
+    """Make RouterReplay route rows of -1 by the router's own top-k, and check the number of rows."""
+    replay, original = router.replay, router.replay.get_replay_topk
 
-    @functools.wraps(good)
+    @functools.wraps(original)
     def get_replay_topk(
         scores: torch.Tensor,
         topk: int,
@@ -258,22 +259,22 @@ def _native_where_missing(router: Router) -> Iterator[None]:
             if len(target_TK) != len(scores):
                 raise RouteError(
                     f"layer {router.layer} routes {len(scores)} tokens on this rank, its routes have {len(target_TK)} "
-                    f"rows; are they cut for this rank's context and sequence parallelism, and padded?"
+                    f"rows; are they split for this rank's context and sequence parallelism, and padded?"
                 )
             missing_T = target_TK[:, 0] < 0
             if missing_T.any():
                 assert default_compute_topk is not None
                 _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
                 target_TK = torch.where(missing_T[:, None].to(own_TK.device), own_TK, target_TK.to(own_TK.device))
-                # A recomputation takes the same rows, whatever it would choose itself.
+                # Recomputation must take the same experts, whatever it would choose itself.
                 replay.target_topk_idx = replay.replay_backward_list[-1] = target_TK
-        return good(scores, topk, num_groups, group_topk, default_compute_topk)
+        return original(scores, topk, num_groups, group_topk, default_compute_topk)
 
     replay.get_replay_topk = get_replay_topk
     try:
         yield
     finally:
-        del replay.get_replay_topk  # the class's own again
+        del replay.get_replay_topk  # removes the instance's override
 
 
 @contextmanager
@@ -283,14 +284,14 @@ def _scope(
     before: Callable[[int, int], None],
     after: Callable[[int, int], None],
 ) -> Iterator[None]:
-    """Call `before(microbatch, chunk)` and `after` around every forward; FIFOs are clean before and after."""
+    """Call `before(microbatch, chunk)` and `after` around every forward; reset the routers before and after."""
     counts, running = [0] * len(chunks), [False] * len(chunks)
     hooks = []
     for number, chunk in enumerate(chunks):
 
         def enter(_: Any, __: Any, number: int = number) -> None:
             if running[number]:
-                raise RouteError(f"a forward of chunk {number} did not end; begin a new scope, and the schedule anew")
+                raise RouteError(f"a forward of chunk {number} did not end; repeat the schedule in a new block")
             before(counts[number], number)
             running[number] = True
 
@@ -300,18 +301,18 @@ def _scope(
             running[number] = False
 
         hooks += [chunk.register_forward_pre_hook(enter), chunk.register_forward_hook(leave)]
-    every = [router.replay for routers in walked for router in routers]
-    for replay in every:
+    replays = [router.replay for routers in walked for router in routers]
+    for replay in replays:
         replay.clear_indices()
         _SCOPED.add(replay)
     try:
         yield
     finally:
-        for replay in every:
+        for replay in replays:
             _SCOPED.discard(replay)
         for hook in hooks:
             hook.remove()
-        _disarm(every)
+        _disarm(replays)
 
 
-__all__ = ["AuxLoss", "Router", "recording", "replaying", "routers"]
+__all__ = ["AuxLoss", "Recording", "Router", "recording", "replaying", "routers"]

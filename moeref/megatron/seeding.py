@@ -1,4 +1,4 @@
-"""Seeds the generators of this rank, saves them and puts them back."""
+"""Seeds, saves and restores the random generators of this rank."""
 
 from __future__ import annotations
 
@@ -11,35 +11,29 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 
 from moeref.layout import Coords, Layout
+from moeref.megatron import groups
 from moeref.seeds import Formula, RankSeeds, SeedError, rank_seeds
 
 
 def here(layout: Layout) -> Coords:
-    """This rank's coordinates as megatron-core has them; `layout` has to say the same.
+    """This rank's coordinates in megatron-core.
 
-    Raises SeedError before model-parallel initialisation, when every rank would read zeros, and where the two differ.
+    Raises SeedError before model-parallel initialisation, when all coordinates read 0, and if `layout` gives this rank
+    other coordinates.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise SeedError("ranks are read before model-parallel initialisation; call groups.initialise(layout) first")
     at = layout.coords(torch.distributed.get_rank())
-    found = {
-        "tp": parallel_state.get_tensor_model_parallel_rank(),
-        "cp": parallel_state.get_context_parallel_rank(),
-        "pp": parallel_state.get_pipeline_model_parallel_rank(),
-        "dp": parallel_state.get_data_parallel_rank(),
-        "ep": parallel_state.get_expert_model_parallel_rank(),
-        "etp": parallel_state.get_expert_tensor_parallel_rank(),
-        "edp": parallel_state.get_expert_data_parallel_rank(),
-    }
-    if found != vars(at):
-        raise SeedError(f"megatron-core was initialised with another layout than {layout.text}: here {found}")
+    real = groups.coordinates()
+    if real != vars(at):
+        raise SeedError(f"megatron-core was initialised with another layout than {layout.text}: here {real}")
     return at
 
 
 def seed_rank(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formula = "megatron") -> RankSeeds:
-    """Seed python, numpy, torch, CUDA and both trackers of Megatron on this rank, and say with what.
+    """Seed python, numpy, torch, CUDA and Megatron's RNG trackers on this rank, and return the seeds.
 
-    Comes after model-parallel initialisation and before the model is built. Raises SeedError as `seeds.rank_seeds` and
+    Call it after model-parallel initialisation and before building the model. Raises SeedError as `rank_seeds` and
     `here` do, before any generator is touched.
     """
     here(layout)
@@ -62,8 +56,10 @@ def seed_rank(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formu
 
 
 def save() -> dict[str, Any]:
-    """The states of all generators of this rank, for a checkpoint. Saved after the model and the data are made, and
-    restored after they are made again, no draw is repeated or lost."""
+    """The states of all generators of this rank, for a checkpoint.
+
+    Save after model and data are built, and restore after they are built again: then no draw is repeated or lost.
+    """
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -74,7 +70,7 @@ def save() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put back what `save` gave. Raises SeedError for states that lack a generator, before any is touched."""
+    """Restore what `save` returned. Raises SeedError if a generator is missing, before any is touched."""
     missing = {"python", "numpy", "torch", "cuda", "trackers"} - states.keys()
     if missing:
         raise SeedError(f"saved generator states lack {', '.join(sorted(missing))}")
@@ -82,5 +78,5 @@ def restore(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
-    # The tracker keeps and writes to the dictionary it is given; a copy leaves `states` as they were saved.
+    # The tracker writes to the dictionary it is given, so it gets a copy.
     tensor_parallel.get_cuda_rng_tracker().set_states(dict(states["trackers"]))

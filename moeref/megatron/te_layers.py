@@ -1,7 +1,7 @@
-"""Layers of Transformer Engine: megatron-core's own specs of them, and what can be had where.
+"""Transformer Engine layers: megatron-core's own layer specs, and the checks that they can be built here.
 
-Their parameters have the names of `SpecNames(norms="fused")`. What a module keeps for quantisation is its
-`_extra_state`, in a `state_dict` but neither parameter nor buffer, so no table lists it.
+Their parameters have the names of `SpecNames(norms="fused")`. A module's quantisation state is its
+`_extra_state`, which is in its `state_dict` but is neither a parameter nor a buffer, so no shard map lists it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeref.config import ConfigError, EffectiveSettings
 from moeref.families import Model
 from moeref.megatron import gated_delta_net, precision
 
-#: The first version with a grouped linear, and from which megatron-core takes its norm for queries and keys.
+#: The first version with a grouped linear and with the query and key norm that megatron-core uses.
 SINCE = "1.9.0"
 #: The first version with attention sinks.
 SINKS = "2.8.0"
@@ -31,7 +31,7 @@ _DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 def check(model: Model, record: EffectiveSettings, *, norms: str, experts: str) -> None:
-    """Raise ConfigError, with all reasons, if these layers cannot be built here with Transformer Engine."""
+    """Raise ConfigError, with every reason, if the model cannot be built here with Transformer Engine."""
     where = f"{model.family} with kernels='te'"
     if not transformer_engine.HAVE_TE:
         raise ConfigError(
@@ -56,7 +56,7 @@ def check(model: Model, record: EffectiveSettings, *, norms: str, experts: str) 
 
 
 def in_use(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether the chunks' attention is Transformer Engine's."""
+    """Whether the chunks use Transformer Engine's attention."""
     if not transformer_engine.HAVE_TE:
         return False
     kind = transformer_engine.TEDotProductAttention
@@ -64,16 +64,16 @@ def in_use(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def nets(layers: Sequence[ModuleSpec], is_delta: Sequence[bool]) -> list[ModuleSpec]:
-    """Layers of megatron-core's spec with a gated delta net for attention where `is_delta`.
+    """Layer specs with a gated delta net in place of attention where `is_delta`.
 
-    megatron-core's own spec of that net builds its inner norm zero-centred, which the files do not hold.
+    megatron-core's own spec of that net makes its inner norm zero-centred; checkpoints hold a plain weight.
     """
     linears = transformer_engine.TELayerNormColumnParallelLinear, transformer_engine.TERowParallelLinear
     return gated_delta_net.in_place_of_attention(layers, is_delta, *linears)
 
 
 def mtp_spec(config: Any, *, moe: bool, mla: bool, vp_stage: int | None) -> Any:
-    """The block of MTP layers, as megatron-core's spec has it."""
+    """megatron-core's own spec of the block of MTP layers."""
     inner = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

@@ -1,4 +1,4 @@
-"""Pages made from the sources at build time, so that they cannot fall behind: rules, faults, commands, statuses, …
+"""Parts of pages that are made from the sources at build time: rules, faults, commands, statuses and so on.
 
 A page holds `<!-- generated: rules -->` where the text of `PARTS["rules"]` goes. Nothing generated is committed.
 """
@@ -23,8 +23,10 @@ def expand(text: str) -> str:
 
 
 def as_rst(lines: Sequence[str]) -> list[str]:
-    """Docstring lines as reStructuredText: what follows a colon indented is a literal block, and characters that would
-    be markup are escaped outside backticks."""
+    """Docstring lines as reStructuredText.
+
+    Indented lines after a colon become a literal block, and markup characters outside backticks are escaped.
+    """
     out: list[str] = []
     literal = False
     for number, line in enumerate(lines):
@@ -35,7 +37,7 @@ def as_rst(lines: Sequence[str]) -> list[str]:
         pieces = line.split("`")
         for i in range(0, len(pieces), 2):
             plain = re.sub(r"([*|]|(?<=\w)_(?!\w))", r"\\\1", pieces[i])
-            # Code has to be set apart from letters that touch it, as in `dtype`s.
+            # reStructuredText needs a separator between code and letters that touch it, as in `dtype`s.
             plain = re.sub(r"^(?=\w)", r"\\ ", plain) if i else plain
             pieces[i] = re.sub(r"(?<=\w)$", r"\\ ", plain) if i + 1 < len(pieces) else plain
         out.append("`".join(pieces))
@@ -53,12 +55,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    """A list of those that have something to say."""
+    """A list of the facts that have a value."""
     return "\n".join(f"- **{name}:** {value}" for name, value in facts if value)
 
 
 def _plain(text: str) -> str:
-    """Prose of the sources as Markdown: code in backticks stays, nothing else is markup."""
+    """Text of the sources as Markdown. Code in backticks stays code; everything else is escaped."""
     pieces = text.split("`")
     pieces[::2] = [re.sub(r"([<*\[])", r"\\\1", piece) for piece in pieces[::2]]
     return "`".join(pieces)
@@ -73,7 +75,7 @@ def _links(ids: Iterable[str], page: str) -> str:
 
 
 def rules() -> str:
-    """Every rule under its group: what it says, why, what it needs, and what is known to turn it red."""
+    """Every rule under its group: text, reasons, requirements, and the faults that fail it."""
     from moeref_conformance.selftest.faults import FAULTS
 
     out = []
@@ -96,7 +98,7 @@ def rules() -> str:
 
 
 def faults() -> str:
-    """Every faulty target: the bug, the cell that shows it, and the rules it turns red."""
+    """Every fault: the bug, the cell that shows it, and the rules that it fails."""
     from moeref_conformance.selftest.faults import FAULTS
 
     out = []
@@ -171,7 +173,7 @@ def _help(action: argparse.Action) -> str:
 
 
 def statuses() -> str:
-    """Statuses with the sign they have in the HTML report."""
+    """Statuses with their signs in the HTML report."""
     return table(("status", "sign", "meaning"), [(f"`{s}`", *LEGEND[s]) for s in STATUSES])
 
 
@@ -209,7 +211,7 @@ def layout_keys() -> str:
 
 
 def substitutions() -> str:
-    """What stands in for CUDA on a CPU, and what fails without it, by the time of its installation."""
+    """What replaces CUDA on a CPU, and why, by the time of its installation."""
     from moeref_conformance.worlds.cpu import SUBSTITUTIONS
 
     out = []
@@ -224,7 +226,7 @@ def substitutions() -> str:
 
 
 def axes() -> str:
-    """Axes of a grid, their values, and what a cell has where its grid does not name one."""
+    """Axes of a grid, their values and defaults."""
     from moeref_conformance.plan.matrix import GRID_AXES
 
     rows = []
@@ -236,7 +238,7 @@ def axes() -> str:
 
 
 def first_adapter() -> str:
-    """The last line of a clean smoke run of the tutorial's adapter: its claims against the matrix."""
+    """The last line of a passing smoke run of the tutorial's adapter."""
     from moeref_conformance.plan import matrix
 
     from docs.examples.first_adapter import target

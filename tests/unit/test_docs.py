@@ -60,6 +60,12 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert {page for page in PAGES if page != "index.md"} == {line for line in listed if "/" in line}
 
 
+def test_the_glossary_is_short_and_has_each_term_once() -> None:
+    terms = re.findall(r"^\| (?!term )(.+?) \|", PAGES["reference/glossary.md"], flags=re.MULTILINE)
+    assert len(terms) == len(set(terms)) <= 30
+    assert "(docs/reference/glossary.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_rules_and_faults_are_all_there() -> None:
     rules, faults = PAGES["reference/rules.md"], PAGES["reference/faults.md"]
     assert set(re.findall(r"^### (.+)$", rules, flags=re.MULTILINE)) == set(load_rules())

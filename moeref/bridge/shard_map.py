@@ -89,8 +89,9 @@ class ShardMap:
 
     def for_checkpoint(self, names: set[str]) -> ShardMap:
         """The map in the expert format of a checkpoint whose tensors have these `names`."""
-        fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
-        return self.in_format("fused" if fused else "per_expert")
+        layers = range(self.model.num_layers + self.model.mtp_layers)
+        fused = {m.fused.name.format(layer=layer) for m in self._mappings if m.fused for layer in layers}
+        return self.in_format("per_expert" if names.isdisjoint(fused) else "fused")
 
     def in_format(self, expert_format: ExpertFormat) -> ShardMap:
         """The map with the Hugging Face side in this expert format; itself if it has that already."""

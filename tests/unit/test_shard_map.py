@@ -125,7 +125,7 @@ def test_global_names_count_layers_and_experts_of_the_whole_model() -> None:
         assert shards[local] == name
 
 
-def test_spellings_of_megatron_names() -> None:
+def test_names_in_either_spec() -> None:
     names = {
         key: {
             p.local_name
@@ -175,7 +175,7 @@ def test_where_mtp_layers_the_final_norm_and_the_second_embedding_are() -> None:
             assert held & set(names) == set(wanted), (text, rank)
 
 
-def test_spellings_of_mtp_names() -> None:
+def test_names_of_mtp_layers() -> None:
     m = model("deepseek_v3", num_nextn_predict_layers=1)
     names = SpecNames(norms="fused", experts="grouped", mtp="transformer_layer")
     fused = {p.local_name for p in ShardMap(m, Layout(), names).local_shards(0)}
@@ -184,8 +184,8 @@ def test_spellings_of_mtp_names() -> None:
         "mtp.layers.0.transformer_layer.self_attention.linear_kv_up_proj.layer_norm_weight",
         "mtp.layers.0.enorm.weight",
     } <= fused
-    apart = {p.local_name for p in ShardMap(m, Layout()).local_shards(0)}
-    assert "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.15.linear_fc2.weight" in apart
+    separate = {p.local_name for p in ShardMap(m, Layout()).local_shards(0)}
+    assert "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.15.linear_fc2.weight" in separate
 
 
 def test_mixtral_in_memory_says_mlp() -> None:
@@ -207,7 +207,7 @@ def test_mixtral_in_memory_says_mlp() -> None:
     }
 
 
-def test_mla_spellings() -> None:
+def test_names_of_latent_attention() -> None:
     names = {
         norms: {
             p.local_name.removeprefix("decoder.layers.2.")
@@ -271,3 +271,16 @@ def test_a_mapping_is_hashed_by_what_differs_within_a_family() -> None:
     for name in CONFIGS:
         table = families.mappings(model(name))
         assert len({hash(mapping) for mapping in table}) == len(set(table)) == len(table)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_names_of_a_checkpoint_say_its_format(name: str) -> None:
+    files = ShardMap(model(name), Layout())
+    memory = files.in_format("fused")
+    names = [{t.name for param in shard_map.global_params for t in param.hf} for shard_map in (files, memory)]
+    assert files.for_checkpoint(names[0]) is files
+    assert memory.for_checkpoint(names[0]) == files
+    if names[0] != names[1]:  # gpt-oss has one format
+        assert files.for_checkpoint(names[1]) == memory
+        assert files.for_checkpoint(names[1] - names[0]) == memory
+    assert files.for_checkpoint({"model.layers.99.mlp.experts.gate_up_proj"}) is files

@@ -52,9 +52,7 @@ DOORS: dict[tuple[str, str], str] = {
 
 
 #: (module, name) -> why a room may be passed by.
-EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("targets.megatron_replay", f"{KIT}.selftest.faults.rewrite.Swapped"): "a session with one facet of its own",
-}
+EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 
 def located(file: PurePosixPath) -> tuple[tuple[str, ...], bool]:

@@ -12,7 +12,7 @@ from moeref_conformance.worlds.forked import ForkedWorld
 from tests.kit.bench import Bench
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
-TARGET = "moeref_conformance.targets.megatron_replay:target"
+TARGET = "moeref_conformance.selftest.megatron_replay:target"
 
 
 @pytest.fixture(scope="module")

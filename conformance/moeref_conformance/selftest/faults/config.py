@@ -2,164 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+from moeref_conformance.contract.api import Cell, Request, Session, World
 from moeref_conformance.contract.rules import load_rules
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.dispatch import without_rule
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 ONE = cell("glm4_moe", "tp1", backend="static")
+_REPLAY = "moe_enable_routing_replay"
+_DISPATCHER = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+
+Wrap = Callable[[Session, Cell, World], Any]
+#: A good `resolve`, and the request and role that it is asked for: what the wrong target answers.
+Resolve = Callable[[Any, Request, str], Mapping[str, Any]]
 
 
-def _fields(change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> Callable[[Rooms], Iterable[Edit]]:
-    """The fields that count as set pass through `change(asked, fields)`."""
+def _resolving(wrong: Resolve) -> Wrap:
+    """Requests are answered by `wrong(config, request, role)`, where `config` is the good facet."""
 
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        asked = rooms["config.user_config"].MoEConfig
-        good = asked.fields.fget
-        return [Edit(asked, "fields", property(lambda self: change(self, good(self))))]
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good = session.config
+        return facet(session, "config", resolve=lambda request, role: wrong(good, request, role))
 
-    return edits
-
-
-def _asked(change: Callable[[Any, Any, Collection[str]], Any]) -> Callable[[Rooms], Iterable[Edit]]:
-    """What is asked for passes through `change(model, asked, names that TransformerConfig has)` on its way in."""
-
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        room = rooms["megatron.build"]
-        good = room.resolve
-
-        def resolve(model: Any, layout: Any, asked: Any, *, provider: Any, more: Any) -> Any:
-            known = provider.__dataclass_fields__
-            return good(model, layout, change(model, asked, known), provider=provider, more=more)
-
-        return [Edit(room, "resolve", resolve)]
-
-    return edits
+    return wrap
 
 
-def _without(asked: Any, names: Collection[str]) -> Any:
-    fields = {k: v for k, v in asked.fields.items() if k not in names}
-    through = {k: v for k, v in asked.transformer_config_kwargs.items() if k not in names}
-    return type(asked)(**fields, transformer_config_kwargs=through)
+def _requesting(change: Callable[[Any, Request], Request]) -> Wrap:
+    """The good target is asked for `change(config, request)` in place of each request."""
+    return _resolving(lambda config, request, role: config.resolve(change(config, request), role))
 
 
-def _if_true(asked: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value}
+def _without(request: Request, names: Collection[str]) -> Request:
+    return Request(
+        fields={k: v for k, v in request.fields.items() if k not in names},
+        overrides={k: v for k, v in request.overrides.items() if k not in names},
+    )
 
 
-def _with_defaults(asked: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"moe_router_enable_expert_bias": False, **fields} if asked.transformer_config_kwargs else fields
+def _if_true(config: Any, request: Request) -> Request:
+    return replace(request, fields={name: value for name, value in request.fields.items() if value})
 
 
-def _unread(asked: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name != "moe_enable_routing_replay"}
+def _with_defaults(config: Any, request: Request) -> Request:
+    section = {"moe_router_enable_expert_bias": False} if request.overrides else {}
+    return replace(request, fields={**section, **request.fields})
 
 
-def _fields_last(model: Any, asked: Any, known: Collection[str]) -> Any:
-    through = {k: v for k, v in asked.transformer_config_kwargs.items() if k not in asked.fields}
-    return type(asked)(**asked.fields, transformer_config_kwargs=through)
+def _flag_not_read(config: Any, request: Request) -> Request:
+    return _without(request, [_REPLAY])
 
 
-def _without_recompute(model: Any, asked: Any, known: Collection[str]) -> Any:
-    return _without(asked, [name for name in known if name.startswith("recompute_")])
+def _flag_not_passed_on(config: Any, request: Request) -> Request:
+    return _without(request, [_REPLAY] if config.given()["multi_latent_attention"] else [])
 
 
-def _base_signature(model: Any, asked: Any, known: Collection[str]) -> Any:
-    return _without(asked, ["moe_enable_routing_replay"]) if model.mla else asked
+def _fields_last(config: Any, request: Request) -> Request:
+    return replace(request, overrides={k: v for k, v in request.overrides.items() if k not in request.fields})
 
 
-def _known_alone(rooms: Rooms) -> Iterable[Edit]:
-    asked = rooms["config.user_config"].MoEConfig
-    good = asked.from_mapping
-
-    def from_mapping(mapping: Any) -> Any:
-        return good({k: v for k, v in mapping.items() if k in asked.__dataclass_fields__})
-
-    def known_alone(model: Any, given: Any, known: Collection[str]) -> Any:
-        return _without(given, [name for name in given.transformer_config_kwargs if name not in known])
-
-    return [Edit(asked, "from_mapping", from_mapping), *_asked(known_alone)(rooms)]
+def _without_recompute(config: Any, request: Request) -> Request:
+    return _without(request, [name for name in request.overrides if name.startswith("recompute_")])
 
 
-def _without_rule(name: str) -> Callable[[Rooms], Iterable[Edit]]:
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        room = rooms["config.rules"]
-        return [Edit(room, "RULES", tuple(rule for rule in room.RULES if rule.__name__ != name))]
-
-    return edits
+def _only_known(config: Any, request: Request) -> Request:
+    return _without(request, {*request.fields, *request.overrides} - config.given().keys())
 
 
-def _own(names: Collection[str]) -> Callable[[Rooms], Iterable[Edit]]:
-    """moeref's own settings without these."""
+def _taken_unseen(names: Collection[str], conflict: Callable[[Mapping[str, Any]], bool]) -> Wrap:
+    """Requests with a `conflict` are taken: nobody compares the settings `names`, which are set as they are asked."""
 
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        room = rooms["config.resolve"]
-        good = room.transformer_settings
+    def resolve(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+        asked = {**request.fields, **request.overrides}
+        if not conflict(asked):
+            good: Mapping[str, Any] = config.resolve(request, role)
+            return good
+        return {**config.resolve(_without(request, names), role), **{name: asked[name] for name in names}}
 
-        def transformer_settings(model: Any, layout: Any) -> dict[str, Any]:
-            return {k: v for k, v in good(model, layout).items() if k not in names}
-
-        return [Edit(room, "transformer_settings", transformer_settings)]
-
-    return edits
+    return _resolving(resolve)
 
 
-def _no_sequence_parallel(rooms: Rooms) -> Iterable[Edit]:
-    return [*_own(["sequence_parallel"])(rooms), *without_rule("tp-needs-sp")(rooms)]
+def _replay_and_fusion(asked: Mapping[str, Any]) -> bool:
+    return bool(asked.get(_REPLAY) and asked.get("moe_router_fusion"))
 
 
-def _every_layer_moe(rooms: Rooms) -> Iterable[Edit]:
-    return _own(["moe_layer_freq"])(rooms)
+def _flex_alone(asked: Mapping[str, Any]) -> bool:
+    return asked.get(_DISPATCHER[0]) == "flex" and asked.get(_DISPATCHER[1]) is None
 
 
-def _own_reference(rooms: Rooms) -> Iterable[Edit]:
-    def for_reference(policy: Any, **declared: Any) -> Any:
-        return type(policy)(moe_token_dispatcher_type=policy.moe_token_dispatcher_type)
+def _always(**values: Any) -> Wrap:
+    """Megatron is given `values`, whatever the model or the layout needs."""
 
-    return [Edit(rooms["config"], "for_reference", for_reference)]
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.config
+        return facet(
+            session,
+            "config",
+            given=lambda: {**good.given(), **values},
+            resolve=lambda request, role: {**good.resolve(request, role), **values},
+        )
 
-
-def _built(rooms: Rooms, change: Callable[[Any], None]) -> Iterable[Edit]:
-    """The config of a built model passes through `change`."""
-    room = rooms["megatron"]
-    good = room.build
-
-    def build(*args: Any, **kwargs: Any) -> Any:
-        made = good(*args, **kwargs)
-        change(made.config)
-        return made
-
-    return [Edit(room, "build", build)]
+    return wrap
 
 
-def _replay_forced(rooms: Rooms) -> Iterable[Edit]:
-    return _built(rooms, lambda config: setattr(config, "moe_enable_routing_replay", True))
+def _own_reference(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    chosen = {name: value for name, value in request.fields.items() if name == _DISPATCHER[0]}
+    good: Mapping[str, Any] = config.resolve(request if role == "policy" else Request(fields=chosen), role)
+    return good
 
 
-def _dispatcher_dropped(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["megatron.build"]
-    good = room.transformer_config
+def _built_with(**values: Any) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """Megatron builds its modules from a config in which `values` took the place of what was given."""
 
-    def transformer_config(record: Any) -> Any:
-        config, done = good(record)
-        config.moe_token_dispatcher_type = "allgather"
-        return config, done
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.models.gpt import GPTModel
 
-    return [Edit(room, "transformer_config", transformer_config)]
+        good = GPTModel.__init__
+
+        def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+            vars(config).update(values)
+            good(self, config, *args, **kwargs)
+
+        return mock.patch.object(GPTModel, "__init__", init)
+
+    return patch
 
 
-def _ep_in_the_dense_grid(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["megatron"]
-    good = room.initialise
+def _replay_forced_on(session: Session, cell: Cell, world: World) -> Session:
+    chunks: Any = session.export.chunks() if session.export else ()
+    for chunk in chunks:
+        chunk.config.moe_enable_routing_replay = True
+    return session
 
-    def initialise(layout: Any) -> Any:
-        if layout.world % (layout.tp * layout.pp * layout.ep):
-            raise ValueError(f"world size {layout.world} is not divisible by TP x PP x EP")
-        return good(layout)
 
-    return [Edit(room, "initialise", initialise)]
+def _ep_in_the_dense_grid(session: Session, cell: Cell, world: World) -> Session:
+    layout = cell.layout
+    if layout.world % (layout.tp * layout.pp * layout.ep):
+        raise ValueError(f"world size {layout.world} is not divisible by TP x PP x EP")
+    return session
 
 
 #: Without an open session there is no record of anything.
@@ -174,7 +158,7 @@ FAULTS = (
         bug="B1 SkyRL#1210: a guard `if value` in front of every setting",
         rules=("CFG-003",),
         cell=ONE,
-        edits=_fields(_if_true),
+        wrap=_requesting(_if_true),
         says="moe_router_enable_expert_bias is True, not False",
     ),
     Fault(
@@ -182,7 +166,7 @@ FAULTS = (
         bug="B2 SkyRL#1247: the default of a section is False and not unset, and replaces a detected True",
         rules=("CFG-004",),
         cell=ONE,
-        edits=_fields(_with_defaults),
+        wrap=_requesting(_with_defaults),
         says="moe_router_enable_expert_bias became False",
     ),
     Fault(
@@ -191,7 +175,7 @@ FAULTS = (
         rules=("CFG-003",),
         also=("CFG-007",),  # without the flag nothing contradicts the fused router
         cell=ONE,
-        edits=_fields(_unread),
+        wrap=_requesting(_flag_not_read),
         says="moe_enable_routing_replay is False, not True",
     ),
     Fault(
@@ -199,7 +183,7 @@ FAULTS = (
         bug="B4 SkyRL#1215: the order of merging resets values",
         rules=("CFG-005",),
         cell=ONE,
-        edits=_asked(_fields_last),
+        wrap=_requesting(_fields_last),
         says="moe_grouped_gemm is True, not False",
     ),
     Fault(
@@ -207,7 +191,7 @@ FAULTS = (
         bug="B5 slime#1737, miles#803: bridge mode drops runtime settings, here recomputation",
         rules=("CFG-003",),
         cell=ONE,
-        edits=_asked(_without_recompute),
+        wrap=_requesting(_without_recompute),
         says="recompute_granularity is None, not 'full'",
     ),
     Fault(
@@ -215,7 +199,7 @@ FAULTS = (
         bug="B5 slime#1737, miles#1483: the model is built without the dispatcher that was asked for",
         rules=("CFG-009",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_dispatcher_dropped,
+        patch=_built_with(moe_token_dispatcher_type="allgather"),
         says="moe_token_dispatcher_type='allgather', not 'alltoall'",
     ),
     Fault(
@@ -224,7 +208,7 @@ FAULTS = (
         rules=("CFG-003",),
         also=("CFG-007",),
         cell=cell("deepseek_v3", "tp1", layers=4, backend="static"),
-        edits=_asked(_base_signature),
+        wrap=_requesting(_flag_not_passed_on),
         says="moe_enable_routing_replay is False, not True",
     ),
     Fault(
@@ -232,7 +216,7 @@ FAULTS = (
         bug="B7 SkyRL 04874ec: the fused top-k returns before replay, silently",
         rules=("CFG-007",),
         cell=ONE,
-        edits=_without_rule("_replay_reaches_topk"),
+        wrap=_taken_unseen(["moe_router_fusion"], _replay_and_fusion),
         says="moe_enable_routing_replay with moe_router_fusion was taken",
     ),
     Fault(
@@ -240,7 +224,7 @@ FAULTS = (
         bug="B8 Megatron-Bridge#5207, Megatron-Bridge#5740: the fallback clears one of two settings, flex stays",
         rules=("CFG-007",),
         cell=ONE,
-        edits=without_rule("flex-needs-a-backend"),
+        wrap=_taken_unseen(_DISPATCHER, _flex_alone),
         says="moe_token_dispatcher_type with moe_flex_dispatcher_backend was taken",
     ),
     Fault(
@@ -249,7 +233,7 @@ FAULTS = (
         rules=("RUN-001",),
         also=_NEEDS_A_SESSION,
         cell=cell("qwen3_moe", "tp2-ep2-etp1"),
-        edits=_ep_in_the_dense_grid,
+        wrap=_ep_in_the_dense_grid,
         says="not divisible by TP x PP x EP",
     ),
     Fault(
@@ -257,7 +241,7 @@ FAULTS = (
         bug="B11 NeMo-RL#1487: sequence parallelism is not given to the provider",
         rules=("CFG-002",),
         cell=cell("glm4_moe", "tp2", backend="static"),
-        edits=_no_sequence_parallel,
+        wrap=_always(sequence_parallel=False),
         says="sequence_parallel=False, not True",
     ),
     Fault(
@@ -265,7 +249,7 @@ FAULTS = (
         bug="B12 ms-swift#9590, verl#7485, miles#1721: settings are mapped by identical name, what is renamed is lost",
         rules=("CFG-001",),
         cell=ONE,
-        edits=_own(["moe_router_topk_scaling_factor"]),
+        wrap=_always(moe_router_topk_scaling_factor=None),
         says="moe_router_topk_scaling_factor=None, not 1.7",
     ),
     Fault(
@@ -273,7 +257,7 @@ FAULTS = (
         bug="first_k_dense_replace is not read, and every layer has experts",
         rules=("CFG-001",),
         cell=ONE,
-        edits=_every_layer_moe,
+        wrap=_always(moe_layer_freq=1),
         says="moe_layer_freq=1, not [0, 1]",
     ),
     Fault(
@@ -281,15 +265,15 @@ FAULTS = (
         bug="B15 miles#2226: replay is switched on after the MTP block is built, whatever was asked for",
         rules=("CFG-009",),
         cell=cell("glm4_moe", "ep2", mtp=1),
-        edits=_replay_forced,
+        wrap=_replay_forced_on,
         says="moe_enable_routing_replay=True, not False",
     ),
     Fault(
         id="unknown-settings-dropped",
-        bug="NeMo-RL#3739: a setting that does not exist is taken without a word",
+        bug="NeMo-RL#3739: a setting that does not exist is taken silently",
         rules=("CFG-006",),
         cell=ONE,
-        edits=_known_alone,
+        wrap=_requesting(_only_known),
         says="moe_router_topkk was taken",
     ),
     Fault(
@@ -297,7 +281,7 @@ FAULTS = (
         bug="SkyRL#1210: the reference model has settings of its own, and flags reach the policy alone",
         rules=("CFG-008",),
         cell=ONE,
-        edits=_own_reference,
+        wrap=_resolving(_own_reference),
         says="for the policy and",
     ),
 )

@@ -1,34 +1,64 @@
-"""Bugs of context parallelism: how a sequence is cut, what each part attends to, and how the parts are joined."""
+"""Bugs of context parallelism: how a sequence is cut, what each part attends to, and how the parts are joined.
+
+Megatron cuts a sequence into 2·CP chunks, of which CP rank r computes chunks r and 2·CP-1-r ("zigzag").
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 
-def _cut_in_runs(rooms: Rooms) -> Iterable[Edit]:
-    sequence = rooms["layout.sequence"]
-    return [Edit(sequence, "zigzag", sequence.contiguous)]
+def zigzag(length: int, cp: int) -> torch.Tensor:
+    """Positions `[S]` in the order in which the CP ranks hold them, rank by rank."""
+    chunks_S = torch.arange(length).chunk(2 * cp)
+    return torch.cat([chunks_S[i] for rank in range(cp) for i in (rank, 2 * cp - 1 - rank)])
 
 
-def _own_keys_alone(rooms: Rooms) -> Iterable[Edit]:
-    context = rooms["megatron.context"]
-    good = context.causal_mask
+def _cut_in_runs(session: Session, cell: Cell, world: World) -> Any:
+    """Each CP rank takes one run of the tokens and treats them as those at its zigzag positions."""
+    good: Any = session.forward
 
-    def causal_mask(length: int, cp: int, cp_rank: int, device: Any) -> torch.Tensor:
-        allowed: torch.Tensor = good(length, cp, cp_rank, device)
-        mine = torch.arange(length, device=device) // (length // cp) == cp_rank
-        return allowed & mine
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        order_S, taken_BS = zigzag(tokens_BS.shape[1], cell.layout.cp), torch.empty_like(tokens_BS)
+        taken_BS[:, order_S] = tokens_BS
+        found_BSV = good.logits(taken_BS)
+        return None if found_BSV is None else found_BSV[:, order_S]
 
-    return [Edit(context, "causal_mask", causal_mask)]
+    return facet(session, "forward", logits=logits)
 
 
-def _joined_by_rank(rooms: Rooms) -> Iterable[Edit]:
-    return [Edit(rooms["megatron.context"], "restore", lambda joined, cp: joined)]
+def _joined_by_rank(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        found_BSV = good.logits(tokens_BS)
+        return None if found_BSV is None else found_BSV[:, zigzag(tokens_BS.shape[1], cell.layout.cp)]
+
+    return facet(session, "forward", logits=logits)
+
+
+def _own_keys_alone(session: Session, cell: Cell, world: World) -> Session:
+    """Attention is computed again over this rank's part of the sequence, whose positions ascend."""
+
+    def attend(module: Any, args: tuple[Any, ...], out: Any) -> torch.Tensor:
+        query_BHSQ, key_BHSQ, value_BHSV = (part_SBHC.permute(1, 2, 0, 3) for part_SBHC in args[:3])
+        found_BHSV = torch.nn.functional.scaled_dot_product_attention(
+            query_BHSQ, key_BHSQ, value_BHSV, is_causal=True, scale=module.softmax_scale
+        )
+        return found_BHSV.permute(2, 0, 1, 3).flatten(2)
+
+    for chunk in session.export.chunks() if session.export else ():
+        for attention in chunk.modules():
+            if hasattr(attention, "core_attention"):
+                core: Any = attention.core_attention
+                core.register_forward_hook(attend)
+    return session
 
 
 FAULTS = (
@@ -38,7 +68,7 @@ FAULTS = (
         rules=("FWD-002",),
         also=("FWD-001",),
         cell=cell("qwen3_moe", "cp2-pp2"),
-        edits=_cut_in_runs,
+        wrap=_cut_in_runs,
     ),
     Fault(
         id="keys-of-the-own-rank",
@@ -46,7 +76,7 @@ FAULTS = (
         rules=("FWD-002",),
         also=("FWD-001",),
         cell=cell("deepseek_v3", "tp2-cp2-ep2", layers=3),
-        edits=_own_keys_alone,
+        wrap=_own_keys_alone,
     ),
     Fault(
         id="logits-joined-by-rank",
@@ -54,7 +84,7 @@ FAULTS = (
         rules=("FWD-002",),
         also=("FWD-001",),
         cell=cell("qwen3_moe", "cp2-pp2"),
-        edits=_joined_by_rank,
+        wrap=_joined_by_rank,
         diagnosis="positions in the order",
     ),
 )

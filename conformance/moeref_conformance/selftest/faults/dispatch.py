@@ -2,191 +2,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
+import torch
+
+from moeref_conformance.contract.api import (
+    Cell,
+    Dispatch,
+    DispatcherRequest,
+    Layout,
+    Padding,
+    PadRequest,
+    RoundTrip,
+    RoutedRows,
+    Session,
+    World,
+)
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 #: Where all levels of padding differ.
 SPLIT = cell("qwen3_moe", "tp2-cp2-ep2", backend="static")
+#: Rows that a quantised GEMM takes at a time, by recipe.
+GEMM_ROWS = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 32}
 
+Wrap = Callable[[Session, Cell, World], Any]
+#: Computes one expert, by its number, for rows [R, H].
+Expert = Callable[[int, torch.Tensor], torch.Tensor]
 
-def _factors(change: Callable[[Any, Any], Any]) -> Callable[[Rooms], Iterable[Edit]]:
-    """Every factor of a padding plan passes through `change(layout, factor)`; None drops it."""
 
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        room = rooms["dispatcher.padding"]
-        good = room.plan
+def _padding(wrong: Callable[[Dispatch, PadRequest, Layout], Padding]) -> Wrap:
+    """Padding is answered by `wrong(dispatch, request, layout)`, where `dispatch` is the good facet."""
 
-        def plan(layout: Any, **more: Any) -> Any:
-            found = good(layout, **more)
-            changed = (change(layout, factor) for factor in found.factors)
-            return replace(found, factors=tuple(factor for factor in changed if factor is not None))
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.dispatch
+        return facet(session, "dispatch", padded=lambda request: wrong(good, request, cell.layout))
 
-        return [Edit(room, "plan", plan)]
+    return wrap
 
-    return edits
 
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
 
-def _globally(layout: Any, factor: Any) -> Any:
-    return replace(factor, level="total") if "GEMM" in factor.why else factor
 
+def _each_rank_alone(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+    alone = [good.padded(replace(request, lengths=(lengths,))) for lengths in request.lengths]
+    return Padding(samples=tuple(p.samples[0] for p in alone), totals=tuple(p.totals[0] for p in alone))
 
-def _eight_of_tp(layout: Any, factor: Any) -> Any:
-    return replace(factor, level="total", multiple=max(16, 8 * layout.tp)) if "GEMM" in factor.why else factor
 
+def _not_for_hybridep(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+    hybridep = request.dispatcher == "flex-hybridep"
+    return good.padded(replace(request, dispatcher="alltoall") if hybridep else request)
 
-def _not_for_hybridep(layout: Any, factor: Any) -> Any:
-    return None if "hybridep" in factor.why else factor
 
+def _whole_sequence(rows: Callable[[Layout, int], int]) -> Wrap:
+    """Quantised packed sequences are a multiple of `rows(layout, rows of a GEMM)`, whatever each rank then holds."""
 
-def _recipe(name: str, rows: int) -> Callable[[Rooms], Iterable[Edit]]:
-    """A recipe padded to another number of rows."""
+    def wrong(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+        plain = good.padded(replace(request, precision="bf16"))
+        if request.precision not in GEMM_ROWS:
+            return plain
+        multiple = rows(layout, GEMM_ROWS[request.precision])
+        return replace(plain, totals=tuple(_round_up(total, multiple) for total in plain.totals))
 
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        room = rooms["dispatcher.padding"]
-        return [Edit(room, "RECIPES", {**room.RECIPES, name: rows})]
+    return _padding(wrong)
 
-    return edits
 
+def _precision_taken_for(precision: str, other: str) -> Wrap:
+    """Rows of `precision` are padded as those of `other` are."""
 
-def _no_group_maximum(rooms: Rooms) -> Iterable[Edit]:
-    def group(self: Any, lengths: Any) -> Any:
-        return tuple(self.padded(length) for length in lengths)
+    def wrong(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+        return good.padded(replace(request, precision=other) if request.precision == precision else request)
 
-    return [Edit(rooms["dispatcher.padding"].Plan, "group", group)]
+    return _padding(wrong)
 
 
-def _maximum_of_none(rooms: Rooms) -> Iterable[Edit]:
-    plan = rooms["dispatcher.padding"].Plan
-    good = plan.padded
+def _maximum_of_none(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+    most: Any = 0 if request.precision in GEMM_ROWS else None
+    max(most, 0)
+    return good.padded(request)
 
-    def padded(self: Any, length: int) -> Any:
-        wanted: Any = None if self.multiple == 1 else length
-        return good(self, max(wanted, length))
 
-    return [Edit(plan, "padded", padded)]
+def _short_samples(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+    short, padding = 2 * layout.cp * layout.tp, good.padded(request)
+    pairs = (zip(have, made, strict=True) for have, made in zip(request.lengths, padding.samples, strict=True))
+    return replace(padding, samples=tuple(tuple(h if h < short else m for h, m in pair) for pair in pairs))
 
 
-def _short_samples(rooms: Rooms) -> Iterable[Edit]:
-    plan = rooms["dispatcher.padding"].Plan
-    good = plan.pack
+def _multiple_replaced(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+    padding = good.padded(request)
+    if request.dispatcher != "flex-hybridep":
+        return padding
+    longest = max(_round_up(sum(samples), 1000) for samples in padding.samples)
+    return replace(padding, totals=(longest,) * len(padding.totals))
 
-    def pack(self: Any, lengths: Any) -> Any:
-        found = good(self, lengths)
-        pairs = zip(lengths, found.samples, strict=True)
-        samples = tuple(length if length < 2 * self.cp * self.tp else padded for length, padded in pairs)
-        return replace(found, samples=samples)
 
-    return [Edit(plan, "pack", pack)]
+def _choosing(wrong: Callable[[Dispatch, DispatcherRequest], Mapping[str, Any]]) -> Wrap:
+    """Dispatchers are chosen by `wrong(dispatch, request)`, where `dispatch` is the good facet."""
 
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.dispatch
+        return facet(session, "dispatch", settings=lambda request: wrong(good, request))
 
-def _multiple_replaced(rooms: Rooms) -> Iterable[Edit]:
-    plan = rooms["dispatcher.padding"].Plan
-    good = plan.multiple.fget
+    return wrap
 
-    def multiple(self: Any) -> Any:
-        return 1000 if any("hybridep" in factor.why for factor in self.factors) else good(self)
 
-    return [Edit(plan, "multiple", property(multiple))]
+def _cleared_alone(good: Dispatch, request: DispatcherRequest) -> Mapping[str, Any]:
+    try:
+        return good.settings(request)
+    except Exception:
+        if not request.dispatcher.startswith("flex"):
+            raise
+        return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": None}
 
 
-def _cleared_alone(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["dispatcher"]
-    good = room.select
+def _rows_taken_for_equal(good: Dispatch, request: DispatcherRequest) -> Mapping[str, Any]:
+    return good.settings(replace(request, equal_rows=True))
 
-    class Fallback:
-        def __init__(self, dispatcher: str) -> None:
-            self.settings = {"moe_token_dispatcher_type": dispatcher, "moe_flex_dispatcher_backend": None}
 
-    def select(wanted: Any, setup: Any, environment: Any) -> Any:
-        try:
-            return good(wanted, setup, environment)
-        except room.DispatcherError:
-            if not str(wanted).startswith("flex"):
-                raise
-            return Fallback("flex")
+def _sending(wrong: Callable[[Dispatch, RoutedRows, Expert], RoundTrip]) -> Wrap:
+    """Round trips are made by `wrong(dispatch, rows, expert)`, where `dispatch` is the good facet."""
 
-    return [Edit(room, "select", select)]
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.dispatch
+        return facet(session, "dispatch", round_trip=lambda rows, expert: wrong(good, rows, expert))
 
+    return wrap
 
-def without_rule(name: str) -> Callable[[Rooms], Iterable[Edit]]:
-    """The table of dispatchers without one of its rules."""
 
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        room = rooms["dispatcher.table"]
-        return [Edit(room, "RULES", tuple(rule for rule in room.RULES if rule.id != name))]
+def _own(rows_RH: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
+    """[R, 1]: which of the rows that reached an expert are this rank's own. Rows are told by their values."""
+    return (rows_RH[:, None] == rows.x_TH).all(-1).any(1, keepdim=True)
 
-    return edits
 
+def _by_source(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """Two ranks' rows stay in the order (source, expert), and are cut into pieces as if it were (expert, source)."""
+    mine: dict[int, list[bool]] = {}
 
-def _by_source(rooms: Rooms) -> Iterable[Edit]:
-    import torch
+    def look(number: int, rows_RH: torch.Tensor) -> torch.Tensor:
+        mine[number] = _own(rows_RH, rows).flatten().tolist()
+        return rows_RH
 
-    def unsorted(chunks_SL: Any) -> Any:
-        return torch.arange(int(chunks_SL.sum()))
+    good.round_trip(rows, look)
+    first = torch.distributed.get_rank() == 0
+    arrived = [(number, place) for number in sorted(mine) for place in range(len(mine[number]))]
+    by_source = sorted(arrived, key=lambda row: (mine[row[0]][row[1]] != first, *row))
+    taken_for = {row: number for row, (number, _) in zip(by_source, arrived, strict=True)}
 
-    return [Edit(rooms["dispatcher.reference"], "_by_expert", unsorted)]
+    def misread(number: int, rows_RH: torch.Tensor) -> torch.Tensor:
+        out_RH = torch.zeros_like(rows_RH)
+        for other in sorted(mine):
+            places = [place for place in range(len(rows_RH)) if taken_for[number, place] == other]
+            out_RH = out_RH.index_add(0, torch.tensor(places, dtype=torch.int64), expert(other, rows_RH[places]))
+        return out_RH
 
+    return good.round_trip(rows, misread)
 
-def _own_share(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["dispatcher.reference"]
-    good = room.reduce_scatter
 
-    def reduce_scatter(rows: Any, of_rank: Any, group: Any) -> Any:
-        return good(rows, of_rank, group) if room.size(group) == 1 else _piece(room, rows, of_rank, group)
+def _own_share(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """The shares that the other ranks of the ETP group computed of this rank's rows are not added."""
+    return good.round_trip(rows, lambda number, rows_RH: expert(number, rows_RH) * _own(rows_RH, rows))
 
-    return [Edit(room, "reduce_scatter", reduce_scatter)]
 
+def _not_summed_back(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """No gradient goes back to the rows that came from another rank."""
 
-def _piece(room: Any, rows: Any, of_rank: Any, group: Any) -> Any:
-    start = sum(of_rank[: room.rank(group)])
-    return rows[start : start + of_rank[room.rank(group)]]
+    def cut(number: int, rows_RH: torch.Tensor) -> torch.Tensor:
+        return expert(number, torch.where(_own(rows_RH, rows), rows_RH, rows_RH.detach()))
 
+    return good.round_trip(rows, cut)
 
-def _not_summed_back(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["dispatcher.reference"]
-    good = room.gather
 
-    def gather(rows: Any, of_rank: Any, group: Any) -> Any:
-        import torch
+def _counts(experts_TK: torch.Tensor, experts: int) -> torch.Tensor:
+    return torch.bincount(experts_TK.flatten(), minlength=experts)
 
-        if room.size(group) == 1 or not rows.is_floating_point():
-            return good(rows, of_rank, group)
-        everyone, me = good(rows.detach(), of_rank, group), room.rank(group)
-        start = sum(of_rank[:me])
-        return torch.cat([everyone[:start], rows, everyone[start + of_rank[me] :]])
 
-    return [Edit(room, "gather", gather)]
+def _padding_counted(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    return replace(good.round_trip(rows, expert), counts_E=_counts(rows.experts_TK, rows.experts))
 
 
-def _padding_counted(rooms: Rooms) -> Iterable[Edit]:
-    return [Edit(rooms["dispatcher.routing"], "expert_counts", lambda map_TE, padding_T: map_TE.sum(0))]
+def _as_rows(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """Padding rows are sent like any other, and counted out afterwards."""
+    sent = good.round_trip(replace(rows, padding_T=torch.zeros_like(rows.padding_T)), expert)
+    return replace(sent, counts_E=_counts(rows.experts_TK[~rows.padding_T], rows.experts))
 
 
-def _first_experts(rooms: Rooms) -> Iterable[Edit]:
-    return [Edit(rooms["dispatcher.routing"], "pad_experts", lambda row, topk, experts: tuple(range(topk)))]
+def _to_the_first_experts(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    padding_T1 = rows.padding_T[:, None]
+    first_K = torch.arange(rows.experts_TK.shape[1])
+    experts_TK = torch.where(padding_T1, first_K, rows.experts_TK)
+    return _as_rows(good, replace(rows, experts_TK=experts_TK, weights_TK=rows.weights_TK * ~padding_T1), expert)
 
 
-def _padding_weighs(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["dispatcher.routing"]
-    good = room.pad_rows
+def _padding_weighs(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """Padding rows go to all experts in turn, with the weights of the router."""
+    topk, number_T1 = rows.experts_TK.shape[1], rows.padding_T.cumsum(0)[:, None] - 1
+    in_turn_TK = (number_T1 * topk + torch.arange(topk)) % rows.experts
+    experts_TK = torch.where(rows.padding_T[:, None], in_turn_TK, rows.experts_TK)
+    return _as_rows(good, replace(rows, experts_TK=experts_TK), expert)
 
-    def pad_rows(experts_TK: Any, weights_TK: Any, padding_T: Any, experts: int) -> Any:
-        return good(experts_TK, weights_TK, padding_T, experts)[0], weights_TK
 
-    return [Edit(room, "pad_rows", pad_rows)]
-
-
-def _duplicates(rooms: Rooms) -> Iterable[Edit]:
-    import torch
-
-    def routing_map(experts_TK: Any, experts: int) -> Any:
-        found = torch.zeros(len(experts_TK), experts, dtype=torch.bool)
-        return found.scatter(1, experts_TK, True)
-
-    return [Edit(rooms["dispatcher.reference"], "routing_map", routing_map)]
+def _duplicates(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """The second time that a row names an expert counts for nothing: it is sent to another one with weight zero."""
+    experts_TK, weights_TK = rows.experts_TK.clone(), rows.weights_TK.clone()
+    for row, chosen in enumerate(experts_TK.tolist()):
+        for place in (i for i, one in enumerate(chosen) if one in chosen[:i]):
+            experts_TK[row, place] = next(one for one in range(rows.experts) if one not in experts_TK[row].tolist())
+            weights_TK[row, place] = 0
+    return good.round_trip(replace(rows, experts_TK=experts_TK, weights_TK=weights_TK), expert)
 
 
 FAULTS = (
@@ -195,7 +220,7 @@ FAULTS = (
         bug="P1 DeepEP#604, ms-swift#8393: every rank pads for itself, and unequal counts hang",
         rules=("DSP-003",),
         cell=SPLIT,
-        edits=_no_group_maximum,
+        wrap=_padding(_each_rank_alone),
         says="ranks of one group were padded to",
     ),
     Fault(
@@ -203,7 +228,7 @@ FAULTS = (
         bug="P2 Megatron-Bridge#5270: padding for HybridEP is off, and ranks silently stop learning",
         rules=("DSP-003",),
         cell=SPLIT,
-        edits=_factors(_not_for_hybridep),
+        wrap=_padding(_not_for_hybridep),
         says="bf16, flex-hybridep: ranks of one group were padded to",
     ),
     Fault(
@@ -211,7 +236,7 @@ FAULTS = (
         bug="P3 SkyRL#1828: the packed sequence is aligned for fp8, a rank's rows are not",
         rules=("DSP-001",),
         cell=SPLIT,
-        edits=_factors(_globally),
+        wrap=_whole_sequence(lambda layout, rows: rows),
         says="delayed takes 16 at a time",
     ),
     Fault(
@@ -219,7 +244,7 @@ FAULTS = (
         bug="P4 ms-swift before #8393: 8·TP with a floor of 16 leaves 8 rows a rank at TP=2",
         rules=("DSP-001",),
         cell=SPLIT,
-        edits=_factors(_eight_of_tp),
+        wrap=_whole_sequence(lambda layout, rows: max(16, 8 * layout.tp)),
         says="delayed takes 16 at a time",
     ),
     Fault(
@@ -227,7 +252,7 @@ FAULTS = (
         bug="P5 ms-swift#9722, NeMo-RL#1884: mxfp8 is padded as other fp8 is",
         rules=("DSP-001",),
         cell=SPLIT,
-        edits=_recipe("mxfp8", 16),
+        wrap=_precision_taken_for("mxfp8", "delayed"),
         says="mxfp8 takes 32 at a time",
     ),
     Fault(
@@ -235,7 +260,7 @@ FAULTS = (
         bug="P6 verl#5440: one of two paths does not know blockwise scaling",
         rules=("DSP-001",),
         cell=SPLIT,
-        edits=_recipe("blockwise", 1),
+        wrap=_precision_taken_for("blockwise", "bf16"),
         says="blockwise takes 128 at a time",
     ),
     Fault(
@@ -243,7 +268,7 @@ FAULTS = (
         bug="P8 ms-swift#8002: max(None, n) where nothing asks for padding",
         rules=("DSP-001",),
         cell=cell("qwen3_moe", "tp1", backend="static"),
-        edits=_maximum_of_none,
+        wrap=_padding(_maximum_of_none),
         says="refused: TypeError",
     ),
     Fault(
@@ -251,7 +276,7 @@ FAULTS = (
         bug="P9 SkyRL#1407: samples shorter than TP·2CP are left as they are",
         rules=("DSP-001",),
         cell=SPLIT,
-        edits=_short_samples,
+        wrap=_padding(_short_samples),
         says="a sample of 1 became 1",
     ),
     Fault(
@@ -260,7 +285,7 @@ FAULTS = (
         rules=("DSP-001", "DSP-002"),
         also=("DSP-003",),
         cell=SPLIT,
-        edits=_multiple_replaced,
+        wrap=_padding(_multiple_replaced),
         says="became 2000",
     ),
     Fault(
@@ -269,7 +294,7 @@ FAULTS = (
         rules=("DSP-004",),
         also=("DSP-005",),
         cell=SPLIT,
-        edits=_cleared_alone,
+        wrap=_choosing(_cleared_alone),
         says="moe_token_dispatcher_type is 'flex' with moe_flex_dispatcher_backend None",
     ),
     Fault(
@@ -277,7 +302,7 @@ FAULTS = (
         bug="unequal rows under all-gather or HybridEP: nothing says so before the first step",
         rules=("DSP-005",),
         cell=SPLIT,
-        edits=without_rule("equal-rows"),
+        wrap=_choosing(_rows_taken_for_equal),
         says="allgather with unequal rows: taken",
     ),
     Fault(
@@ -286,7 +311,7 @@ FAULTS = (
         rules=("DSP-006",),
         also=("DSP-008",),  # padding rows are rows as well
         cell=cell("qwen3_moe", "ep2"),
-        edits=_by_source,
+        wrap=_sending(_by_source),
         says="received other rows than those routed to it",
     ),
     Fault(
@@ -294,7 +319,7 @@ FAULTS = (
         bug="each rank of an ETP group keeps its own share of the experts' outputs",
         rules=("DSP-006",),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_own_share,
+        wrap=_sending(_own_share),
         says="rows come back off a loop over rows",
     ),
     Fault(
@@ -302,7 +327,7 @@ FAULTS = (
         bug="rows are gathered for ETP by a call without a gradient: only the own rank's comes back",
         rules=("DSP-007",),
         cell=cell("qwen3_moe", "tp2"),
-        edits=_not_summed_back,
+        wrap=_sending(_not_summed_back),
         says="the gradient of the rows is off",
     ),
     Fault(
@@ -310,7 +335,7 @@ FAULTS = (
         bug="P12 Megatron-Bridge#5470, SkyRL#1908: padding rows count in expert statistics",
         rules=("DSP-008",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_padding_counted,
+        wrap=_sending(_padding_counted),
         says="rows that count for each expert",
     ),
     Fault(
@@ -318,7 +343,7 @@ FAULTS = (
         bug="R5 verl#7524: padding rows are zeros, and go to the first experts all together",
         rules=("DSP-008",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_first_experts,
+        wrap=_sending(_to_the_first_experts),
         says="padding rows went to expert 0",
     ),
     Fault(
@@ -327,7 +352,7 @@ FAULTS = (
         rules=("DSP-008",),
         also=("DSP-007",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_padding_weighs,
+        wrap=_sending(_padding_weighs),
         says="a padding row does not weigh zero",
     ),
     Fault(
@@ -335,7 +360,7 @@ FAULTS = (
         bug="R4 verl#4986: a row with an expert twice is dispatched to one fewer than k",
         rules=("DSP-009",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_duplicates,
+        wrap=_sending(_duplicates),
         says="a row with an expert twice in a row was dispatched",
     ),
 )

@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+Wrap = Callable[[Session, Cell, World], Any]
 
 
-def built(change: Callable[[Any], None] = lambda chunk: None, **overrides: Any) -> Callable[[Rooms], Iterable[Edit]]:
-    """Build with `overrides` of TransformerConfig, then pass every chunk through `change`."""
+def _chunks(change: Callable[[Any], None]) -> Wrap:
+    """Every chunk of the built model passes through `change`."""
 
-    def edits(rooms: Rooms) -> Iterable[Edit]:
-        megatron = rooms["megatron"]
-        good = megatron.build
+    def wrap(session: Session, cell: Cell, world: World) -> Session:
+        for chunk in session.export.chunks() if session.export else ():
+            change(chunk)
+        return session
 
-        def build(*args: Any, **kwargs: Any) -> Any:
-            made = good(*args, **{**kwargs, "overrides": {**(kwargs.get("overrides") or {}), **overrides}})
-            for chunk in made.chunks:
-                change(chunk)
-            return made
-
-        return [Edit(megatron, "build", build)]
-
-    return edits
+    return wrap
 
 
-def marked(attribute: str, value: Any, part: str = "") -> Callable[[Any], None]:
-    """Set `attribute` of the parameters that have it and whose name contains `part`."""
+def marked(attribute: str, value: Any, part: str = "") -> Wrap:
+    """Set a mark of Megatron's on all parameters that have it and whose name contains `part`."""
 
     def change(chunk: Any) -> None:
         for name, parameter in chunk.named_parameters():
             if part in name and hasattr(parameter, attribute):
                 setattr(parameter, attribute, value)
 
-    return change
+    return _chunks(change)
 
 
 def _untied(chunk: Any) -> None:
     chunk.share_embeddings_and_output_weights = False
 
 
-def _batched(rooms: Rooms) -> Iterable[Edit]:
-    """Past the rule by which moeref refuses it."""
-    room = rooms["config.rules"]
-    left = tuple(rule for rule in room.RULES if rule is not room._interleaved)
-    return [Edit(room, "RULES", left), *built(batch_p2p_comm=True, overlap_p2p_comm=False)(rooms)]
+def configured(**values: Any) -> Wrap:
+    """Options of TransformerConfig that are set after the model is built. The session says that they are given."""
+
+    def change(chunk: Any) -> None:
+        for module in chunk.modules():
+            if hasattr(module, "config"):
+                vars(module.config).update(values)
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.config
+        return facet(_chunks(change)(session, cell, world), "config", given=lambda: {**good.given(), **values})
+
+    return wrap
 
 
 FAULTS = (
@@ -54,7 +59,7 @@ FAULTS = (
         bug="P15 Megatron-LM#5916, in 0.16.1: experts with ETP other than TP at EP=1 are reduced over the dense grid",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "tp2-etp1"),
-        edits=built(marked("allreduce", True, ".experts.")),
+        wrap=marked("allreduce", True, ".experts."),
         says="local_experts",
     ),
     Fault(
@@ -62,7 +67,7 @@ FAULTS = (
         bug="parameters that see one run of the tokens, without the mark that sums their gradients over TP",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "tp2"),
-        edits=built(marked("sequence_parallel", False)),
+        wrap=marked("sequence_parallel", False),
         says="layernorm",
     ),
     Fault(
@@ -70,7 +75,7 @@ FAULTS = (
         bug="embedding and tied head on two stages, each with its own gradient alone",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "pp2", tied=True),
-        edits=built(_untied),
+        wrap=_chunks(_untied),
         says="embedding.word_embeddings.weight",
     ),
     Fault(
@@ -79,6 +84,6 @@ FAULTS = (
         rules=("GRD-001",),
         also=("CFG-004",),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=4),
-        edits=_batched,
+        wrap=configured(batch_p2p_comm=True, overlap_p2p_comm=False),
     ),
 )

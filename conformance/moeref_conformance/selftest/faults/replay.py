@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest import mock
 
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.rewrite import Swapped
+from moeref_conformance.selftest.border import Swapped, facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.megatron_replay import RouterReplayFacet
 
 
 def _router_replay() -> Any:
@@ -18,77 +20,44 @@ def _router_replay() -> Any:
     return RouterReplay
 
 
-def _fifo_left(rooms: Rooms) -> Iterable[Edit]:
-    """Clearing empties all but the queue of the backward passes."""
+def _router_replay_with(name: str, made: Callable[[Any], Any]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """A fault's `patch`: method `name` of megatron-core's RouterReplay becomes `made(the good one)`."""
+
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        kind = _router_replay()
+        return mock.patch.object(kind, name, made(getattr(kind, name)))
+
+    return patch
+
+
+def _backward_list_kept(good: Any) -> Any:
+    """Clearing leaves the queue of the backward passes as it is."""
 
     def clear_indices(self: Any) -> None:
         self.recorded_topk_idx = self.target_topk_idx = None
 
-    return [Edit(_router_replay(), "clear_indices", clear_indices)]
+    return clear_indices
 
 
-def _all_chunks_armed(rooms: Rooms) -> Iterable[Edit]:
-    controller = rooms["megatron.replay"]
-    good = controller._arm
+def _action_of_the_discarded(good: Any) -> Any:
+    """The model was built twice, and actions go to the routers of the first one, which runs no more."""
+    discarded: dict[int, Any] = {}
 
-    def arm(walked: Any, targets: Any, chunk: int) -> None:
-        for number in range(len(walked)):
-            good(walked, targets, number)
+    def set_router_replay_action(self: Any, action: Any) -> None:
+        good(discarded.setdefault(id(self), copy.copy(self)), action)
 
-    return [Edit(controller, "_arm", arm)]
-
-
-def _orphans(rooms: Rooms) -> Iterable[Edit]:
-    """The model is built twice, and routers are addressed by their place in megatron-core's list of all routers."""
-    megatron, controller = rooms["megatron"], rooms["megatron.replay"]
-    good = megatron.build
-
-    def build(*args: Any, **kwargs: Any) -> Any:
-        good(*args, **kwargs)
-        return good(*args, **kwargs)
-
-    def by_place(router: Any) -> Any:
-        return _router_replay().global_router_replay_instances[router.layer]
-
-    return [Edit(megatron, "build", build), Edit(controller.Router, "replay", property(by_place))]
+    return set_router_replay_action
 
 
-def _left_on(rooms: Rooms) -> Iterable[Edit]:
-    """After a scope its last routes are replayed in every forward, until another scope begins."""
-    controller = rooms["megatron.replay"]
-    good = controller._checked
-
-    def disarm(replays: Any) -> None:
-        from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-        for replay in replays:
-            if replay.target_topk_idx is not None:
-                replay.replay_backward_list = []
-                replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-
-    def checked(chunk: Any, **how: Any) -> Any:
-        for router in controller.routers(chunk):
-            router.replay.clear_router_replay_action()
-        return good(chunk, **how)
-
-    return [Edit(controller, "_disarm", disarm), Edit(controller, "_checked", checked)]
-
-
-def _gate_detached(rooms: Rooms) -> Iterable[Edit]:
-    replay = _router_replay()
-    good = replay.get_replay_topk
-
+def _scores_detached(good: Any) -> Any:
     def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
         scores, chosen = good(self, *args, **kwargs)
         return (scores if self.router_replay_action is None else scores.detach()), chosen
 
-    return [Edit(replay, "get_replay_topk", get_replay_topk)]
+    return get_replay_topk
 
 
-def _scores_of_the_own(rooms: Rooms) -> Iterable[Edit]:
-    replay = _router_replay()
-    good = replay.get_replay_topk
-
+def _scores_of_the_own(good: Any) -> Any:
     def get_replay_topk(
         self: Any,
         scores: Any,
@@ -101,48 +70,63 @@ def _scores_of_the_own(rooms: Rooms) -> Iterable[Edit]:
         own, _ = default_compute_topk(scores, topk, num_groups, group_topk)
         return own, chosen
 
-    return [Edit(replay, "get_replay_topk", get_replay_topk)]
+    return get_replay_topk
 
 
-def _signature_of_old(rooms: Rooms) -> Iterable[Edit]:
+def _signature_of_old(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """The router's forward is replaced by one of an earlier version's signature."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     good = TopKRouter.forward
-    return [Edit(TopKRouter, "forward", lambda self, input: good(self, input))]
+    return mock.patch.object(TopKRouter, "forward", lambda self, input: good(self, input))
 
 
-def _registry_always(rooms: Rooms) -> Iterable[Edit]:
-    megatron = rooms["megatron"]
-    good = megatron.logits
+def _all_chunks_armed(session: Session, cell: Cell, world: World) -> Any:
+    """megatron-core's global calls, which reach the routers of all chunks of a rank."""
+    return Swapped(session, replay=RouterReplayFacet(session))
 
-    def logits(*args: Any) -> Any:
+
+def _left_on(session: Session, cell: Cell, world: World) -> Any:
+    """After a forward under routes, the last of them are replayed in every other forward."""
+    replaying: Any = session.replay
+    native: Any = session.forward
+    left: list[Any] = []
+
+    def replay(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+        logits_BSV = replaying.replay(tokens_BS, routes)
+        left[:] = routes[-1:] if routes else []
+        return logits_BSV
+
+    def logits(tokens_BS: Any) -> Any:
+        return replaying.replay(tokens_BS, left * len(tokens_BS)) if left else native.logits(tokens_BS)
+
+    return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
+
+
+def _registry_always(session: Session, cell: Cell, world: World) -> Any:
+    """Every forward looks for the first router that can be replayed."""
+    good: Any = session.forward
+
+    def logits(tokens_BS: Any) -> Any:
         _router_replay().global_router_replay_instances[0].clear_router_replay_action()
-        return good(*args)
+        return good.logits(tokens_BS)
 
-    return [Edit(megatron, "logits", logits)]
-
-
-class _Unmarked:
-    """Training steps under routes, with the gate's weight not marked as seeing one run of the tokens alone."""
-
-    def __init__(self, session: Any) -> None:
-        self._good, self._export = session.replay, session.export
-        self.record, self.replay = self._good.record, self._good.replay
-
-    def step(self, tokens_BS: Any, routes: Any) -> Any:
-        with ExitStack() as stack:
-            for weight in self._gates():
-                stack.enter_context(mock.patch.object(weight, "sequence_parallel", False))
-            return self._good.step(tokens_BS, routes)
-
-    def _gates(self) -> Iterator[Any]:
-        for chunk in self._export.chunks():
-            yield from (p for name, p in chunk.named_parameters() if name.endswith("router.weight"))
+    return facet(session, "forward", logits=logits)
 
 
 def _gate_unmarked(session: Session, cell: Cell, world: World) -> Any:
-    return Swapped(session, replay=_Unmarked(session))
+    """In steps under routes the gate's weight lacks the mark of a parameter that sees a part of the tokens alone."""
+    good: Any = session.replay
+    chunks: Any = session.export.chunks() if session.export else ()
+    gates = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("router.weight")]
+
+    def step(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+        with ExitStack() as stack:
+            for weight in gates:
+                stack.enter_context(mock.patch.object(weight, "sequence_parallel", False))
+            return good.step(tokens_BS, routes)
+
+    return facet(session, "replay", step=step)
 
 
 FAULTS = (
@@ -151,7 +135,7 @@ FAULTS = (
         bug="R3: SkyRL#1908, routes of a forward without backward are left for the next recomputation",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_fifo_left,
+        patch=_router_replay_with("clear_indices", _backward_list_kept),
         says="recompute-b: ",
     ),
     Fault(
@@ -159,7 +143,7 @@ FAULTS = (
         bug="R23: SkyRL 31d6b3c, under VPP every forward gives routes to all chunks of the rank, one uses them",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=4, replay="R2"),
-        edits=_all_chunks_armed,
+        wrap=_all_chunks_armed,
         says="recompute: ",
         diagnosis="of sample",
     ),
@@ -168,7 +152,7 @@ FAULTS = (
         bug="R11: verl#7340, miles#2570: the routers of a discarded model get the routes",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_orphans,
+        patch=_router_replay_with("set_router_replay_action", _action_of_the_discarded),
         diagnosis="the router's own choice",
     ),
     Fault(
@@ -176,7 +160,7 @@ FAULTS = (
         bug="B15 in kind: the action is not taken back, and a critic, reference or evaluation is replayed",
         rules=("RPL-002",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_left_on,
+        wrap=_left_on,
         says="native-between: ",
         one_rank=True,
     ),
@@ -185,7 +169,7 @@ FAULTS = (
         bug="R20: ISEEKYAN/Megatron-LM#79, scores of replayed experts are cut off from the gate",
         rules=("RPL-006",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_gate_detached,
+        patch=_router_replay_with("get_replay_topk", _scores_detached),
         says="the gate 0:decoder.layers.0.mlp.router.weight has no gradient",
     ),
     Fault(
@@ -194,7 +178,7 @@ FAULTS = (
         rules=("RPL-004",),
         also=("RPL-003",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_scores_of_the_own,
+        patch=_router_replay_with("get_replay_topk", _scores_of_the_own),
         says="off transformers' under the same routes",
         one_rank=True,
     ),
@@ -203,7 +187,7 @@ FAULTS = (
         bug="R19: verl#5155, a router patched for replay lacks padding_mask",
         rules=("RUN-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_signature_of_old,
+        patch=_signature_of_old,
         says="positional arguments",
     ),
     Fault(
@@ -211,7 +195,7 @@ FAULTS = (
         bug="R21: verl#7106, an empty list of routers ends a run without replay",
         rules=("RUN-001",),
         cell=cell("qwen3_moe", "one"),
-        edits=_registry_always,
+        wrap=_registry_always,
         says="list index out of range",
     ),
     Fault(

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.rewrite import Pair, Rewritten
+from moeref_conformance.selftest.border import Pair, facet, held, stream
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 
 def _everywhere(session: Session, cell: Cell, world: World) -> Any:
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in stream:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
             full = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
             dist.broadcast(full, src=0)
             del tensor
             yield meta, full
             del full
 
-    return Rewritten(session, rewrite)
+    return stream(session, rewrite)
 
 
 def _every_stage_sends(session: Session, cell: Cell, world: World) -> Any:
     """The first rank of every pipeline stage opens a sender of its own for what its stage holds."""
     first_layer = cell.layers // cell.layout.pp
 
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in stream:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
             of_last = meta.name.startswith(f"model.layers.{first_layer}.")
             full = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
             if of_last:
@@ -39,51 +39,51 @@ def _every_stage_sends(session: Session, cell: Cell, world: World) -> Any:
             yield meta, full if of_last or world.rank == 0 else None
             del full
 
-    return Rewritten(session, rewrite)
+    return stream(session, rewrite)
 
 
 def _one_rank_ends_early(session: Session, cell: Cell, world: World) -> Any:
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in stream:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
             if not (world.rank == 1 and meta.name == "lm_head.weight"):
                 yield meta, tensor
             del tensor
 
-    return Rewritten(session, rewrite)
+    return stream(session, rewrite)
 
 
-def _aliases(rooms: Rooms) -> Iterable[Edit]:
-    stream = rooms["stream"]
-    good = stream.export
+def _aliases(session: Session, cell: Cell, world: World) -> Any:
+    """Where a parameter is a full tensor already, the stream hands out the parameter itself."""
 
-    def export(plan: Any, rank: int, chunks: Any, group: Any = None) -> Iterator[Any]:
-        live = {p.param.hf[0].name: t for p, t in stream.bind(plan.shard_map, rank, chunks) if len(p.param.hf) == 1}
-        for tensor, full in good(plan, rank, chunks, group):
-            same = live.get(tensor.name)
-            yield tensor, same if full is not None and same is not None and same.shape == full.shape else full
-            del full
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        live = {row.hf[0]: tensor for row, tensor in held(session, world) if len(row.hf) == 1}
+        for meta, tensor in pairs:
+            own = live.get(meta.name)
+            yield meta, own if tensor is not None and own is not None and own.shape == tensor.shape else tensor
+            del tensor
 
-    return [Edit(stream, "export", export)]
+    return stream(session, rewrite)
 
 
 def _writer_alone(session: Session, cell: Cell, world: World) -> Any:
-    wrapped = Rewritten(session, lambda stream: stream)
-    good = wrapped.stream
+    """Only the writer exports, and asks all ranks for their sizes first."""
 
-    def stream() -> Iterator[Pair]:
-        return good() if world.rank == 0 else iter(())
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        sizes = [torch.zeros(1) for _ in range(world.size)]
+        dist.all_gather(sizes, torch.ones(1))
+        yield from pairs
 
-    wrapped.stream = stream  # type: ignore[method-assign]
-    return wrapped
+    exporting = stream(session, rewrite)
+    return exporting if world.rank == 0 else facet(session, "export", stream=lambda: iter(()))
 
 
 def _sizes_differ(session: Session, cell: Cell, world: World) -> Any:
-    def rewrite(stream: Iterator[Pair]) -> Iterator[Pair]:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         mine = torch.zeros(2 + world.rank)
         dist.all_reduce(mine)
-        yield from stream
+        yield from pairs
 
-    return Rewritten(session, rewrite)
+    return stream(session, rewrite)
 
 
 FAULTS = (
@@ -116,7 +116,7 @@ FAULTS = (
         rules=("EXP-008",),
         also=("EXP-005",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_aliases,
+        wrap=_aliases,
         diagnosis="aliases a live parameter",
     ),
     Fault(
@@ -125,7 +125,7 @@ FAULTS = (
         rules=("RUN-001",),
         cell=cell("qwen3_moe", "pp2"),
         wrap=_writer_alone,
-        says="waits in all_gather, at stream.py:",
+        says="waits in all_gather, at roles.py:",
         deadline=6.0,
     ),
     Fault(

@@ -2,152 +2,180 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
+from moeref_conformance.contract.api import Cell, Session, Turn, World
+from moeref_conformance.contract import topology
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.context import zigzag
+
+#: Routes of one sample, integers [rows, layers, top-k]; a row of -1 is left to the router.
+Rows = np.ndarray[Any, Any]
+Wrap = Callable[[Session, Cell, World], Any]
 
 
-def _by_ordinal(rooms: Rooms) -> Iterable[Edit]:
-    """Routes of all layers are indexed by the router's number among the routers; a dense layer's are made legal."""
-    received = rooms["replay.engine_formats"]
-
-    def moe_only(array: Any, moe_layers: Sequence[bool]) -> Any:
-        numbers = [i for i, moe in enumerate(moe_layers) if moe]
-        shifted = np.array(array[:, : len(numbers)])
-        given = shifted[:, -1, 0] >= 0
-        shifted[given, : numbers[0]] = np.arange(array.shape[2])
-        return shifted, numbers
-
-    return [Edit(received, "_moe_only", moe_only)]
+def _sending(change: Callable[[Any, int], Any]) -> Wrap:
+    """The good session is given `change(sample, tokens)` in place of every sample's routes."""
+    return _sending_in(lambda session, cell, world: change)
 
 
-def _neighbours(rooms: Rooms) -> Iterable[Edit]:
-    """A rank's chunks are taken for neighbours: its part of the routes begins at its first layer and has no gap."""
-    align, controller = rooms["replay.align"], rooms["megatron.replay"]
+def _sending_in(made: Callable[[Session, Cell, World], Callable[[Any, int], Any]]) -> Wrap:
+    """As `_sending`, by a change that is made for the session, the cell and the rank."""
 
-    def stage_layers(layout: Any, moe_layers: Sequence[bool], pp: int, vp: int = 0) -> tuple[int, ...]:
-        each = len(moe_layers) // (layout.pp * layout.vpp)
-        first = (pp * layout.vpp + vp) * each
-        return tuple(range(first, first + each))
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.replay
+        change = made(session, cell, world)
 
-    def of_layers(given: Any, layers: Sequence[int]) -> Any:
-        from megatron.core import parallel_state as ps
+        def given(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+            return routes and [change(sample, tokens_BS.shape[1]) for sample in routes]
 
-        stages, chunks = (
-            ps.get_pipeline_model_parallel_world_size(),
-            ps.get_virtual_pipeline_model_parallel_world_size(),
+        return facet(
+            session,
+            "replay",
+            replay=lambda tokens_BS, routes: good.replay(tokens_BS, given(tokens_BS, routes)),
+            step=lambda tokens_BS, routes: good.step(tokens_BS, given(tokens_BS, routes)),
         )
-        each, rank = len(given.layers) // chunks, ps.get_pipeline_model_parallel_rank()
-        mine = [(vp * stages + rank) * each + i for vp in range(chunks) for i in range(each)]
-        places = [mine.index(layer) for layer in layers]
-        return replace(given, idx_TLK=given.idx_TLK[:, places], layers=tuple(layers))
 
-    return [Edit(align, "stage_layers", stage_layers), Edit(controller, "select_layers", of_layers)]
+    return wrap
 
 
-def _runs(rooms: Rooms) -> Iterable[Edit]:
-    align = rooms["replay.align"]
-    return [Edit(align, "zigzag", align.contiguous)]
+def _each_turn(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
+    """`change` for the routes of a sample, or of each of its turns."""
+
+    def of_sample(sample: Any, tokens: int) -> Any:
+        if isinstance(sample, list):
+            return [replace(turn, routes=change(turn.routes)) for turn in sample]
+        return change(sample)
+
+    return of_sample
 
 
-def _other_tp_rank(rooms: Rooms) -> Iterable[Edit]:
-    align = rooms["replay.align"]
-    good = align.rank_rows
+def _whole(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
+    """`change` for the routes of a whole sample, which has a row for every token: turns joined, missing rows -1.
 
-    def positions(cu_seqlens: Any, *, tp: int = 1, tp_rank: int = 0, **more: Any) -> Any:
-        return good(cu_seqlens, tp=tp, tp_rank=0, **more)
+    A sample of another length stays as it is, for the good session to refuse.
+    """
 
-    return [Edit(align, "rank_rows", positions)]
+    def of_sample(sample: Any, tokens: int) -> Any:
+        rows = _joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
+        if len(rows) == tokens - 1:
+            rows = np.concatenate([rows, np.full_like(rows[:1], -1)])
+        return change(rows)[: tokens - 1] if len(rows) == tokens else sample
+
+    return of_sample
 
 
-def _all_native(rooms: Rooms) -> Iterable[Edit]:
+def _joined(turns: Sequence[Turn], tokens: int) -> Rows:
+    """A row for every token, in which the rows of earlier turns hold."""
+    rows = np.full((tokens, *turns[0].routes.shape[1:]), -1, turns[0].routes.dtype)
+    for turn in reversed(turns):
+        rows[turn.start : turn.start + len(turn.routes)] = turn.routes
+    return rows
+
+
+def _by_ordinal(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
+    """Each router takes the routes at its own number among the routers, where those of all layers are."""
+    config: Any = session.config
+    layers = [layer for layer, moe in enumerate(config.given()["moe_layer_freq"]) if moe]
+
+    def shifted(rows: Rows) -> Rows:
+        found, given = np.array(rows), rows[:, -1, 0] >= 0
+        found[:, layers] = rows[:, : len(layers)]
+        found[given, layers[0]] = np.arange(rows.shape[2])  # of a dense layer: made legal
+        return found
+
+    return _each_turn(shifted)
+
+
+def _neighbours(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
+    """The chunks of a rank are taken for neighbours: its layers, for a run without gaps."""
+    layout, stage = cell.layout, topology.coords(cell.layout, world.rank)["pp"]
+    each = cell.layers // (layout.pp * layout.vpp)
+    mine = [(vp * layout.pp + stage) * each + i for vp in range(layout.vpp) for i in range(each)]
+    run = [stage * layout.vpp * each + i for i in range(len(mine))]
+
+    def moved(rows: Rows) -> Rows:
+        found = np.array(rows)
+        found[:, mine] = rows[:, run]
+        return found
+
+    return _each_turn(moved)
+
+
+def _in_runs(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
+    """Each CP rank takes one run of the rows for those at its zigzag positions."""
+
+    def moved(rows: Rows) -> Rows:
+        found = np.empty_like(rows)
+        found[zigzag(len(rows), cell.layout.cp).numpy()] = rows
+        return found
+
+    return _whole(moved)
+
+
+def _of_the_first_tp_rank(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
+    """Each TP rank takes the first run of the rows, where it computes a run of its own."""
+    tp = cell.layout.tp
+    return _whole(lambda rows: np.tile(rows[: len(rows) // tp], (tp, 1, 1)))
+
+
+def _all_or_none(sample: Any, tokens: int) -> Any:
     """One row without a route, and no row of the sample is replayed."""
-    controller = rooms["megatron.replay"]
-    good = controller._targets
-
-    def targets(given: Any, walked: Any) -> Any:
-        found = good(given, walked)
-        return [target_TK.fill_(-1) if (target_TK < 0).any() else target_TK for target_TK in found]
-
-    return [Edit(controller, "_targets", targets)]
+    return sample if isinstance(sample, list) or np.min(sample) >= 0 else np.full_like(sample, -1)
 
 
-def _to_the_first(rooms: Rooms) -> Iterable[Edit]:
-    import torch
-
-    controller = rooms["megatron.replay"]
-    good = controller._targets
-
-    def targets(given: Any, walked: Any) -> Any:
-        return [torch.where(t < 0, torch.arange(t.shape[1]), t) for t in good(given, walked)]
-
-    return [Edit(controller, "_targets", targets)]
-
-
-def _wraps(rooms: Rooms) -> Iterable[Edit]:
-    received = rooms["replay.engine_formats"]
-    good = received.routes
-
-    def routes(idx_TLK: Any, **more: Any) -> Any:
-        return good(np.where(idx_TLK < 0, idx_TLK, idx_TLK.astype(np.uint8)), **more)
-
-    return [Edit(received, "routes", routes)]
-
-
-def _twice(rooms: Rooms) -> Iterable[Edit]:
-    """An expert twice in a row is let through, and sent where it is asked for."""
-    return [Edit(rooms["replay.routes"], "check_distinct", lambda *args: None)]
-
-
-def _rows_made_up(rooms: Rooms) -> Iterable[Edit]:
-    """The number of elements, not of rows, is held against the tokens: rows that lack are made up at the end."""
-    package = rooms["replay"]
-    good, missing = package.to_tokens, package.missing_rows
-
-    def to_tokens(given: Any, tokens: int) -> Any:
-        lacks = tokens - given.tokens
-        if lacks <= 1 or given.idx_TLK.size < tokens:
-            return good(given, tokens)
-        return package.concat([given, missing(lacks, given)]), "all"
-
-    return [Edit(package, "to_tokens", to_tokens)]
-
-
-def _sorted(rooms: Rooms) -> Iterable[Edit]:
-    controller = rooms["megatron.replay"]
-    good = controller.merge_layers
-
-    def with_layers(parts: Any) -> Any:
-        found = good(parts)
-        return replace(found, idx_TLK=np.sort(found.idx_TLK, axis=2))
-
-    return [Edit(controller, "merge_layers", with_layers)]
-
-
-def _replaced(rooms: Rooms) -> Iterable[Edit]:
+def _last_turn_alone(sample: Any, tokens: int) -> Any:
     """The rows that a resumed rollout brings stand for all: those before them are lost."""
-    package = rooms["replay"]
-
-    def continued(earlier: Any, later: Any) -> Any:
-        return package.concat([package.missing_rows(later.start, later), later])
-
-    return [Edit(package, "join_turns", continued)]
+    return _joined(sample[-1:], tokens)[: tokens - 1] if isinstance(sample, list) else sample
 
 
-def _overwritten(rooms: Rooms) -> Iterable[Edit]:
+def _later_turns_hold(sample: Any, tokens: int) -> Any:
     """Rows that the resumed engine recomputed take the place of those that routed the sampled tokens."""
-    package = rooms["replay"]
+    return _joined(sample[::-1], tokens)[: tokens - 1] if isinstance(sample, list) else sample
 
-    def continued(earlier: Any, later: Any) -> Any:
-        return replace(
-            package.concat([earlier.take(slice(0, later.start - earlier.start)), later]), start=earlier.start
-        )
 
-    return [Edit(package, "join_turns", continued)]
+def _to_the_first(rows: Rows) -> Rows:
+    return np.where(rows < 0, np.arange(rows.shape[2], dtype=rows.dtype), rows)
+
+
+def _wraps(rows: Rows) -> Rows:
+    return np.where(rows < 0, rows, rows.astype(np.uint8))
+
+
+def _next_expert(rows: Rows) -> Rows:
+    """The second time that a row of the last layer names an expert, another one is taken."""
+    found = np.array(rows)
+    for row_K in found[:, -1]:
+        for place in range(1, len(row_K) if row_K[0] >= 0 else 0):
+            while row_K[place] in row_K[:place]:
+                row_K[place] = (row_K[place] + 1) % (len(row_K) + 1)
+    return found
+
+
+def _rows_made_up(sample: Any, tokens: int) -> Any:
+    """The number of elements, not of rows, is held against the tokens: rows that lack are made up at the end."""
+    if isinstance(sample, list) or sample.size < tokens:
+        return sample
+    return np.concatenate([sample, np.full((tokens - 1 - len(sample), *sample.shape[1:]), -1, sample.dtype)])
+
+
+def _recorded_as_sets(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Megatron's routers record the experts of each token in ascending order."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    good = RouterReplay.record_indices
+
+    def record_indices(self: Any, idx_TK: Any) -> None:
+        good(self, idx_TK.sort(dim=1).values)
+
+    return mock.patch.object(RouterReplay, "record_indices", record_indices)
 
 
 FAULTS = (
@@ -157,7 +185,7 @@ FAULTS = (
         rules=("RPL-001",),
         also=("RPL-007",),
         cell=cell("glm4_moe", "one", layers=3, replay="R3"),
-        edits=_by_ordinal,
+        wrap=_sending_in(_by_ordinal),
         diagnosis="the route of layer 1 (layer -1)",
     ),
     Fault(
@@ -165,7 +193,7 @@ FAULTS = (
         bug="R2: verl#5452, R16: ms-swift, the chunks of a rank under VPP are taken for neighbouring layers",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=4, replay="R3"),
-        edits=_neighbours,
+        wrap=_sending_in(_neighbours),
         diagnosis="the route of layer",
     ),
     Fault(
@@ -173,7 +201,7 @@ FAULTS = (
         bug="routes are cut over CP in runs, tokens zigzag",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "cp2", replay="R3"),
-        edits=_runs,
+        wrap=_sending_in(_in_runs),
         diagnosis="the route of token",
     ),
     Fault(
@@ -181,7 +209,7 @@ FAULTS = (
         bug="R6: miles#551, rows are laid out for DP and not for TP: every TP rank takes those of the first",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "tp2", replay="R3"),
-        edits=_other_tp_rank,
+        wrap=_sending_in(_of_the_first_tp_rank),
         diagnosis="the route of token",
     ),
     Fault(
@@ -189,7 +217,7 @@ FAULTS = (
         bug="R7: miles#645, any -1 disables replay for the whole call",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_all_native,
+        wrap=_sending(_all_or_none),
         diagnosis="the router's own choice",
     ),
     Fault(
@@ -197,7 +225,7 @@ FAULTS = (
         bug="R14: verl#6046, miles#3277, the routes of a resumed rollout take the place of all earlier ones",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_replaced,
+        wrap=_sending(_last_turn_alone),
         says="replay-a: token 0 of sample 0",
         diagnosis="the router's own choice",
         one_rank=True,
@@ -207,7 +235,7 @@ FAULTS = (
         bug="R14 in kind: rows that were recomputed when a rollout was resumed overwrite those of the sampled tokens",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_overwritten,
+        wrap=_sending(_later_turns_hold),
         says="replay-a: token 5 of sample 0",
         one_rank=True,
     ),
@@ -217,7 +245,7 @@ FAULTS = (
         rules=("RPL-003",),
         also=("RPL-004",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_to_the_first,
+        wrap=_sending(_each_turn(_to_the_first)),
         diagnosis="the first experts",
         one_rank=True,
     ),
@@ -226,7 +254,7 @@ FAULTS = (
         bug="R12: prime-rl#3051, ms-swift: experts are cast to uint8, where 256 becomes 0",
         rules=("RPL-007",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_wraps,
+        wrap=_sending(_each_turn(_wraps)),
         says="wraps",
     ),
     Fault(
@@ -234,7 +262,7 @@ FAULTS = (
         bug="R4: verl#4986, an expert twice in a row: the all-to-all counts T·k routes, the map has fewer",
         rules=("RPL-007",),
         cell=cell("qwen3_moe", "one", replay="R3", dispatcher="allgather"),
-        edits=_twice,
+        wrap=_sending(_each_turn(_next_expert)),
         says="twice in a row",
     ),
     Fault(
@@ -242,7 +270,7 @@ FAULTS = (
         bug="R10: verl#7261, the number of elements is compared with the length, so that rows may lack",
         rules=("RPL-007",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        edits=_rows_made_up,
+        wrap=_sending(_rows_made_up),
         says="three rows too few",
     ),
     Fault(
@@ -250,7 +278,7 @@ FAULTS = (
         bug="recorded routes are sorted: sums over a token's experts are taken in another order",
         rules=("RPL-005",),
         cell=cell("qwen3_moe", "one", replay="R2"),
-        edits=_sorted,
+        patch=_recorded_as_sets,
         says="off the recorded ones",
     ),
 )

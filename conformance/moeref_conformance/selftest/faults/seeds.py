@@ -1,69 +1,71 @@
-"""Seeding bugs."""
+"""Seeding bugs: seeds planned, installed, saved and restored otherwise than Megatron does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.faults.base import Edit, Fault, Rooms, cell
-from moeref_conformance.selftest.faults.rewrite import Swapped
+from moeref_conformance.contract import topology
+from moeref_conformance.selftest.border import Swapped
+from moeref_conformance.selftest.faults.base import Fault, cell
 
 
-def _same_on_every_stage(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["seeds"]
-    good = room._seeds
+class _Seeds(Swapped):
+    """The good facet, on the rank of `world`."""
 
-    def seeds(layout: Any, at: Any, *rest: Any) -> Any:
-        return good(layout, replace(at, pp=0), *rest)
+    def __init__(self, good: Any, cell: Cell, world: World) -> None:
+        super().__init__(good)
+        self.good, self.layout, self.rank = good, cell.layout, world.rank
 
-    return [Edit(room, "_seeds", seeds)]
-
-
-def _replicas_share(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["seeds"]
-    good = room._seeds
-
-    def seeds(layout: Any, at: Any, seed: int, per_dp: bool, formula: Any) -> Any:
-        return good(layout, at, seed, False, formula)
-
-    return [Edit(room, "_seeds", seeds)]
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of `rank`."""
+        return topology.coords(self.layout, rank)["pp"]
 
 
-def _unique(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["seeds"]
-    good = room._seeds
+class _OfTheFirstStage(_Seeds):
+    """Leaves out the 100 that Megatron adds for each pipeline stage."""
 
-    def seeds(layout: Any, at: Any, seed: int, per_dp: bool, formula: Any) -> Any:
-        found = good(layout, at, seed, per_dp, formula)
-        return replace(found, expert=good(layout, at, seed, per_dp, "distinct").expert)
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        good = self.good.planned(rank, seed, per_dp)
+        return {generator: value - 100 * self.stage(rank) for generator, value in good.items()}
 
-    return [Edit(room, "_seeds", seeds)]
-
-
-def _null_is_a_seed(rooms: Rooms) -> Iterable[Edit]:
-    room = rooms["seeds"]
-    good = room._seeds
-
-    def seeds(layout: Any, at: Any, seed: Any, *rest: Any) -> Any:
-        return good(layout, at, seed or 1, *rest)
-
-    return [Edit(room, "_seeds", seeds), Edit(room, "check", lambda *args, **kwargs: None)]
+    def install(self, seed: int, per_dp: bool) -> None:
+        self.good.install(seed, per_dp)  # which refuses a bad seed
+        self.good.install(seed - 100 * self.stage(self.rank), per_dp)
 
 
-class _Facet:
-    """moeref's facet."""
+class _NeverByReplica(_Seeds):
+    """Data-parallel replicas share a seed even when each asks for its own."""
 
-    def __init__(self, good: Any) -> None:
-        self._good = good
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        good: Mapping[str, int] = self.good.planned(rank, seed, False)
+        return good
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._good, name)
+    def install(self, seed: int, per_dp: bool) -> None:
+        self.good.install(seed, False)
 
 
-class _SeedsTorchAlone(_Facet):
-    """Leaves python and numpy to what the process began with."""
+class _UniqueExperts(_Seeds):
+    """Plans an expert seed that no other rank has."""
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        return {**self.good.planned(rank, seed, per_dp), "expert": seed + 10_000 + rank}
+
+
+class _NullIsOne(_Seeds):
+    """Takes None, and 0, for the seed 1."""
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        good: Mapping[str, int] = self.good.planned(rank, seed or 1, per_dp)
+        return good
+
+    def install(self, seed: int, per_dp: bool) -> None:
+        self.good.install(seed or 1, per_dp)
+
+
+class _TorchAlone(_Seeds):
+    """Leaves python and numpy as the process began."""
 
     def install(self, seed: int, per_dp: bool) -> None:
         import random
@@ -71,36 +73,39 @@ class _SeedsTorchAlone(_Facet):
         import numpy as np
 
         python, numpy = random.getstate(), np.random.get_state()
-        self._good.install(seed, per_dp)
+        self.good.install(seed, per_dp)
         random.setstate(python)
         np.random.set_state(numpy)
 
 
-class _ConsumesOnResume(_Facet):
-    """Restores, then builds the data again, which draws."""
+class _DrawsOnResume(_Seeds):
+    """Restores the states, then builds the data again, which draws from them."""
 
     def restore(self, states: Any) -> None:
         import torch
 
-        self._good.restore(states)
+        self.good.restore(states)
         torch.randperm(3)
 
 
-class _RestoresTheStatesThemselves(_Facet):
-    """Hands the saved dictionary to the tracker, which writes to it from then on."""
+class _RestoresTheSavedDict(_Seeds):
+    """Hands the dictionary that was saved to the tracker, which writes to it from then on."""
+
+    def save(self) -> Any:
+        from megatron.core import tensor_parallel
+
+        return self.good.save(), dict(tensor_parallel.get_cuda_rng_tracker().get_states())
 
     def restore(self, states: Any) -> None:
         from megatron.core import tensor_parallel
 
-        self._good.restore(states)
-        tensor_parallel.get_cuda_rng_tracker().set_states(states["trackers"])
+        saved, trackers = states
+        self.good.restore(saved)
+        tensor_parallel.get_cuda_rng_tracker().set_states(trackers)
 
 
-def _with(kind: type[_Facet]) -> Any:
-    def wrap(session: Session, cell: Cell, world: World) -> Session:
-        return Swapped(session, seeds=kind(session.seeds))
-
-    return wrap
+def _with(kind: type[_Seeds]) -> Callable[[Session, Cell, World], Any]:
+    return lambda session, cell, world: Swapped(session, seeds=kind(session.seeds, cell, world))
 
 
 FAULTS = (
@@ -109,7 +114,7 @@ FAULTS = (
         bug="S1 SkyRL#1212",
         rules=("SED-001", "SED-002"),
         cell=cell("qwen3_moe", "pp2"),
-        edits=_same_on_every_stage,
+        wrap=_with(_OfTheFirstStage),
         says="seeded otherwise",
     ),
     Fault(
@@ -117,7 +122,7 @@ FAULTS = (
         bug="S3 verl#5179",
         rules=("SED-001", "SED-002"),
         cell=cell("qwen3_moe", "tp1", world_size=2),
-        edits=_replicas_share,
+        wrap=_with(_NeverByReplica),
         says="per_dp: python, numpy, torch",
     ),
     Fault(
@@ -125,7 +130,7 @@ FAULTS = (
         bug="a launcher that seeds torch and Megatron and forgets what shuffles the data",
         rules=("SED-002",),
         cell=cell("qwen3_moe", "tp1"),
-        wrap=_with(_SeedsTorchAlone),
+        wrap=_with(_TorchAlone),
         says="plain: python, numpy seeded otherwise",
     ),
     Fault(
@@ -133,7 +138,7 @@ FAULTS = (
         bug="S4 verl#6503",
         rules=("SED-003",),
         cell=cell("qwen3_moe", "tp1"),
-        edits=_null_is_a_seed,
+        wrap=_with(_NullIsOne),
         says="seed None was taken",
     ),
     Fault(
@@ -141,7 +146,7 @@ FAULTS = (
         bug="S5: another formula than Megatron's, since the documented one collides",
         rules=("SED-001",),
         cell=cell("qwen3_moe", "ep2"),
-        edits=_unique,
+        wrap=_with(_UniqueExperts),
         says="plain: expert",
     ),
     Fault(
@@ -149,7 +154,7 @@ FAULTS = (
         bug="S6 Megatron-Bridge#5255",
         rules=("SED-004",),
         cell=cell("qwen3_moe", "tp1"),
-        wrap=_with(_ConsumesOnResume),
+        wrap=_with(_DrawsOnResume),
         says="other draws of torch",
     ),
     Fault(
@@ -157,7 +162,7 @@ FAULTS = (
         bug="megatron-core's tracker keeps the dictionary it is given, so a second resume goes on from the first",
         rules=("SED-004",),
         cell=cell("qwen3_moe", "tp1"),
-        wrap=_with(_RestoresTheStatesThemselves),
+        wrap=_with(_RestoresTheSavedDict),
         says="resumed again: other draws of tp, expert",
     ),
 )

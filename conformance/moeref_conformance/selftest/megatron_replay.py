@@ -2,7 +2,7 @@
 
 A second target for the facet `replay`; everything else is moeref. It is right where a rank has one chunk and every
 token has a route, and shows what the rules notice elsewhere. It runs as
-`--target moeref_conformance.targets.megatron_replay:target`.
+`--target moeref_conformance.selftest.megatron_replay:target`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Info, Session, Turn, World
-from moeref_conformance.selftest.faults.rewrite import Swapped
+from moeref_conformance.selftest.border import Swapped
 from moeref_conformance.targets.moeref import MoerefTarget
 
 
-class _Naive:
+class RouterReplayFacet:
     """Facet `replay` by RouterReplay's static methods, called around every forward of a chunk."""
 
     def __init__(self, session: Any) -> None:
@@ -113,7 +113,7 @@ class MegatronReplay(MoerefTarget):
     def open(self, cell: Cell, world: World) -> Iterator[Session]:  # type: ignore[override]
         """A session of moeref; routers are replayed through megatron-core's list of all of them."""
         with super().open(cell, world) as session:
-            facet = _Naive(session) if cell.replay != "off" else None
+            facet = RouterReplayFacet(session) if cell.replay != "off" else None
             yield Swapped(session, replay=facet)
 
 

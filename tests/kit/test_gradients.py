@@ -11,20 +11,20 @@ import torch
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.plan import matrix
+from moeref_conformance.selftest.training import SILENT, silent
 from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
-from silent import SILENT, Silent
 
 from tests.kit.bench import Bench
 
-#: Both of `SILENT` are mended between the two versions that the project is tested with.
+#: Both of `SILENT` are fixed between the two versions that the project is tested with.
 WRONG = tuple(int(part) for part in version("megatron-core").split(".")[:2]) < (0, 19)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("silent:target", grace=1.0) as world:
-        yield Bench(world, tmp_path_factory.mktemp("silent"), Silent())
+    with ForkedWorld("moeref_conformance.selftest.training:silent", grace=1.0) as world:
+        yield Bench(world, tmp_path_factory.mktemp("silent"), silent)
 
 
 @pytest.mark.cpu

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from moeref_conformance.selftest.faults.base import cell
+from moeref_conformance.selftest.misbehaving import MISBEHAVE, target
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
-from tests.kit.misbehaving import MISBEHAVE, target
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 CELL = cell("qwen3_moe", "pp2", layers=2)
@@ -37,7 +37,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("tests.kit.misbehaving:target", grace=1.0) as world:
+    with ForkedWorld("moeref_conformance.selftest.misbehaving:target", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("misbehaving"), target)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import scaled_steps
 from moeref_conformance.selftest.faults.base import cell
+from moeref_conformance.selftest.training import scaled
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
@@ -18,8 +18,8 @@ CELL = cell("qwen3_moe", "tp2-ep2", replay="R3", dtype="bfloat16")
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("scaled_steps:target", grace=1.0) as world:
-        yield Bench(world, tmp_path_factory.mktemp("scaled"), scaled_steps.target())
+    with ForkedWorld("moeref_conformance.selftest.training:scaled", grace=1.0) as world:
+        yield Bench(world, tmp_path_factory.mktemp("scaled"), scaled)
 
 
 def test_replayed_gradients_are_those_of_one_rank(bench: Bench) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from balanced_steps import BALANCED, target
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.selftest.faults.base import cell
+from moeref_conformance.selftest.training import BALANCED, with_auxiliary_loss
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("balanced_steps:target", grace=1.0) as world:
-        yield Bench(world, tmp_path_factory.mktemp("balanced"), target())
+    with ForkedWorld("moeref_conformance.selftest.training:with_auxiliary_loss", grace=1.0) as world:
+        yield Bench(world, tmp_path_factory.mktemp("balanced"), with_auxiliary_loss())
 
 
 @pytest.mark.parametrize("where", [BALANCED.cell, cell("qwen3_moe", "ep2")], ids=lambda where: where.id)

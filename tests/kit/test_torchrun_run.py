@@ -68,7 +68,7 @@ def key(results: Results, *without: str) -> list[Any]:
 
 
 def test_cells_are_judged_as_without_torchrun(tmp_path: Path) -> None:
-    target = "tests.kit.misbehaving:target"
+    target = "moeref_conformance.selftest.misbehaving:target"
     cells = ["--cell", "*/one/*", "--cell", TP2, "--cell", PP2]
     alone, _, _ = finish(start([], tmp_path / "alone", *cells, target=target))
     several = start([*TORCHRUN, "--nproc-per-node", "2"], tmp_path / "several", target=target)

@@ -1,7 +1,6 @@
-"""megatron-core's own RouterReplay used as it stands: global list, global actions, routes by position.
+"""moeref with the facet `replay` of megatron-core's RouterReplay alone: its global list, actions and order of routers.
 
-A second target for the facet `replay`; everything else is moeref. It is right where a rank has one chunk and every
-token has a route, and shows what the rules notice elsewhere. It runs as
+It is right where a rank has one chunk and every token has a route; elsewhere the rules notice it. Run it with
 `--target moeref_conformance.selftest.megatron_replay:target`.
 """
 
@@ -17,7 +16,7 @@ from moeref_conformance.targets.moeref import MoerefTarget
 
 
 class RouterReplayFacet:
-    """Facet `replay` by RouterReplay's static methods, called around every forward of a chunk."""
+    """The facet `replay`: RouterReplay's static methods, called before and after every forward of a chunk."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
@@ -65,8 +64,10 @@ class RouterReplayFacet:
             RouterReplay.clear_global_router_replay_action()
 
     def _cut(self, sample: Any, length: int) -> list[Any]:
-        """int64 [T, K] for each router of the rank: as many layers as there are routers, from the first one's on; a row
-        that is not there is -1."""
+        """int64 [T, K] for each router of the rank, whose layers are taken for a run from the first router's on.
+
+        Missing rows are -1.
+        """
         import torch
         from megatron.core import parallel_state as ps
         from megatron.core.transformer.moe.router import TopKRouter
@@ -84,7 +85,7 @@ class RouterReplayFacet:
 
     @contextmanager
     def _around(self, before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[None]:
-        """Call both with the number of the row, around every forward of a chunk."""
+        """Call `before` and `after` each forward of a chunk, with the number of its microbatch."""
         handles = []
         for chunk in self._session.export.chunks():
             ran = [0]
@@ -105,13 +106,13 @@ class RouterReplayFacet:
 
 
 class MegatronReplay(MoerefTarget):
-    """moeref, with the facet `replay` of megatron-core alone."""
+    """moeref, except for the facet `replay`."""
 
     info = Info(name="megatron-replay", version=MoerefTarget.info.version)
 
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[Session]:  # type: ignore[override]
-        """A session of moeref; routers are replayed through megatron-core's list of all of them."""
+        """A session of moeref with this facet `replay`."""
         with super().open(cell, world) as session:
             facet = RouterReplayFacet(session) if cell.replay != "off" else None
             yield Swapped(session, replay=facet)

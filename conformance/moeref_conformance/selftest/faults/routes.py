@@ -10,8 +10,8 @@ from unittest import mock
 
 import numpy as np
 
-from moeref_conformance.contract.api import Cell, Session, Turn, World
 from moeref_conformance.contract import topology
+from moeref_conformance.contract.api import Cell, Session, Turn, World
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.context import zigzag

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract import topology
+from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.border import Swapped
 from moeref_conformance.selftest.faults.base import Fault, cell
 

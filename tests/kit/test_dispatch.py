@@ -27,7 +27,7 @@ from moeref_conformance.contract.requests.exchange import EXCHANGES, GRADIENTS
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.oracles import dispatch
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.selftest.faults.rewrite import Swapped
+from moeref_conformance.selftest.border import Swapped
 from moeref_conformance.targets.moeref import MoerefTarget
 from moeref_conformance.worlds.static import StaticWorld
 

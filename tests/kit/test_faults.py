@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from moeref_conformance import selftest
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.diagnosis.diagnose import UNKNOWN
 from moeref_conformance.oracles.checkpoint import expected
@@ -103,3 +106,51 @@ def test_every_known_bug_is_a_fault_or_told_why_not() -> None:
     brought_back = {name for f in FAULTS.values() for name in re.findall(r"\b[BPRSW]\d+\b|[\w-]+#\d+", f.bug)}
     assert known <= brought_back | NOT_EXPRESSIBLE.keys()
     assert not brought_back & NOT_EXPRESSIBLE.keys()
+
+
+#: All that the kit's own proof may import of the good target.
+GOOD_TARGET = ("moeref_conformance.targets.moeref", {"MoerefTarget"})
+
+
+def inside(source: str) -> list[str]:
+    """What a module of `selftest` imports, names or reads of a target's inside."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found += [alias.name for alias in names if f"{alias.name}.".startswith(("moeref.", GOOD_TARGET[0]))]
+            case ast.ImportFrom(module=str(module), names=names) if f"{module}.".startswith("moeref."):
+                found += [f"{module}.{alias.name}" for alias in names]
+            case ast.ImportFrom(module="moeref_conformance.targets", names=names):
+                found += [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names) if module == GOOD_TARGET[0]:
+                found += [f"{module}.{alias.name}" for alias in names if alias.name not in GOOD_TARGET[1]]
+            case ast.Attribute(value=owner, attr=attr) if re.match(r"_[a-z]", attr):
+                own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+                found += [] if own else [ast.unparse(node)]
+            case ast.Constant(value=str(text)) if re.search(r"\bmoeref\.\w|^_[a-z]\w*$", text):
+                found.append(text)
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(Path(selftest.__path__[0]).rglob("*.py")), ids=lambda file: file.name)
+def test_no_fault_names_the_inside_of_a_target(file: Path) -> None:
+    assert inside(file.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import moeref",
+        "from moeref import bridge",
+        "from moeref.exporter.stream import export",
+        "import moeref_conformance.targets.moeref",
+        "from moeref_conformance.targets.moeref import ROOMS",
+        "from moeref_conformance.targets import moeref",
+        "session._built",
+        "mock.patch.object(stream, '_fill', fill)",
+        "importlib.import_module('moeref.exporter')",
+    ],
+)
+def test_the_inside_of_a_target_is_seen(source: str) -> None:
+    assert inside(source)

@@ -1,49 +1,48 @@
-"""Deliberately wrong targets: real bugs of the field, each as a small edit of moeref, the good target.
+"""Deliberately wrong targets: moeref, the good target, with real bugs of the field at the border of its sessions.
 
 A rule that none of these can turn red proves little. `faulty:<id>` runs one of them, `faulty:<id>+<id>` two together;
-`tests/kit/test_faults.py` runs all and holds each against the rules and the diagnosis that it names.
+`tests/kit/test_faults.py` runs all and checks each against the rules and the diagnosis that it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from unittest import mock
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from moeref_conformance.contract.api import Cell, Info, Session, World
 from moeref_conformance.contract.checks import BadInput, nearest
-from moeref_conformance.selftest.faults import FAULTS, Edit, Fault
-from moeref_conformance.targets.moeref import ROOMS, MoerefTarget
+from moeref_conformance.selftest.faults import FAULTS, Fault
+from moeref_conformance.targets.moeref import MoerefTarget
+
+_GOOD = MoerefTarget()
 
 
-class FaultyTarget(MoerefTarget):
-    """moeref with the edits of `faults` in place while a session is open."""
+class FaultyTarget:
+    """The good target with `faults` in every session."""
+
+    claims, preload = _GOOD.claims, staticmethod(_GOOD.preload)
 
     def __init__(self, *faults: Fault) -> None:
-        super().__init__()
         self.faults = faults
-        self.info = Info(name="faulty:" + "+".join(f.id for f in faults), version=MoerefTarget.info.version)
-        self.claims = MoerefTarget.claims
+        self.info = Info(name="faulty:" + "+".join(fault.id for fault in faults), version=_GOOD.info.version)
+
+    def chosen(self, cell: Cell) -> Sequence[Fault]:
+        """The faults of a session of `cell`."""
+        return self.faults
 
     @contextmanager
-    def _opened(self, cell: Cell, world: World) -> Iterator[Session]:
+    def open(self, cell: Cell, world: World) -> Iterator[Session]:
+        """A good session that every fault has changed in turn."""
+        faults, given = self.chosen(cell), (cell, world)
         with ExitStack() as stack:
-            for fault in self.faults:
-                for edit in fault.edits(ROOMS):
-                    stack.enter_context(mock.patch.object(edit.owner, edit.attribute, edit.value))
+            for fault in faults:
                 if fault.patch:
                     stack.enter_context(fault.patch(cell, world))
-            asked = cell, world
-            for fault in self.faults:
-                asked = fault.given(*asked) if fault.given else asked
-            session: Session = stack.enter_context(super().open(*asked))
-            for fault in self.faults:
+                given = fault.given(*given) if fault.given else given
+            session: Session = stack.enter_context(_GOOD.open(*given))
+            for fault in faults:
                 session = fault.wrap(session, cell, world) if fault.wrap else session
             yield session
-
-    def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:  # type: ignore[override]
-        """A session of the edited moeref."""
-        return self._opened(cell, world)
 
 
 class _Targets(Mapping[str, FaultyTarget]):
@@ -68,17 +67,18 @@ class _Targets(Mapping[str, FaultyTarget]):
 targets = _Targets()
 
 
-class ByTag(MoerefTarget):
-    """moeref with the faults that the cell's tags name (`fault:<id>`), so that one world can run all of them."""
+class ByTag(FaultyTarget):
+    """The good target with the faults that the cell's tags name (`fault:<id>`), so that one world can run all."""
 
-    info = Info(name="faulty:by-tag", version=MoerefTarget.info.version)
+    def __init__(self) -> None:
+        super().__init__()
+        self.info = Info(name="faulty:by-tag", version=_GOOD.info.version)
 
-    def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:  # type: ignore[override]
-        """A session of moeref, edited as the tags say; without such a tag, of moeref as it is."""
-        found = [FAULTS[tag.removeprefix("fault:")] for tag in cell.tags if tag.startswith("fault:")]
-        return FaultyTarget(*found).open(cell, world)
+    def chosen(self, cell: Cell) -> Sequence[Fault]:
+        """The faults of the cell's tags, which may be none."""
+        return [FAULTS[tag.removeprefix("fault:")] for tag in cell.tags if tag.startswith("fault:")]
 
 
 by_tag = ByTag()
 
-__all__ = ["FAULTS", "Edit", "Fault", "FaultyTarget", "by_tag", "targets"]
+__all__ = ["FAULTS", "Fault", "FaultyTarget", "by_tag", "targets"]

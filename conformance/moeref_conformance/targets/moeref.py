@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeref import bridge, config, dispatcher, families, replay, seeds
-from moeref.bridge import checkpoint, loader, regions, shard_map
+from moeref.bridge import loader
 from moeref.dispatcher import padding, reference, routing
 from moeref.exporter import plan, stream
 from moeref.layout import Layout
@@ -24,18 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from moeref.megatron import Built
-
-
-class _Rooms(dict[str, Any]):
-    """Modules by a short name, any other by its path below `moeref`: those that import megatron-core only in a rank."""
-
-    def __missing__(self, name: str) -> Any:
-        return importlib.import_module(f"moeref.{name}")
-
-
-#: The modules that `faulty` edits to re-create real bugs. They are looked up at call time, so an edit takes effect.
-_MODULES = (bridge, checkpoint, families, loader, plan, regions, seeds, shard_map, stream)
-ROOMS = _Rooms({module.__name__.rpartition(".")[2]: module for module in _MODULES})
 
 
 class _Names:
@@ -349,4 +337,4 @@ def unpadded() -> MoerefTarget:
     return MoerefTarget(divisible_by=1)
 
 
-__all__ = ["ROOMS", "MoerefTarget", "target", "unpadded"]
+__all__ = ["MoerefTarget", "target", "unpadded"]

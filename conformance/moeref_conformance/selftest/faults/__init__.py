@@ -22,7 +22,7 @@ from moeref_conformance.selftest.faults import (
     steps,
     stream,
 )
-from moeref_conformance.selftest.faults.base import Edit, Fault
+from moeref_conformance.selftest.faults.base import Fault
 
 FAULTS: dict[str, Fault] = {
     fault.id: fault
@@ -56,4 +56,4 @@ NOT_EXPRESSIBLE = {
     "W18": "a checker that waits for nothing: a bug of the judge, not of the judged",
 }
 
-__all__ = ["FAULTS", "KNOWN_BUGS", "NOT_EXPRESSIBLE", "Edit", "Fault"]
+__all__ = ["FAULTS", "KNOWN_BUGS", "NOT_EXPRESSIBLE", "Fault"]

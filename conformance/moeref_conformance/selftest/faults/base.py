@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Layout, Session, World
-
-Rooms = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Replace `owner.attribute` by `value` while a session is open."""
-
-    owner: Any
-    attribute: str
-    value: Any
-
-
-def none(rooms: Rooms) -> Iterable[Edit]:
-    """No edit: the fault is in how the session is used."""
-    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +28,6 @@ class Fault:
     rules: tuple[str, ...]
     also: tuple[str, ...] = ()
     cell: Cell
-    edits: Callable[[Rooms], Iterable[Edit]] = none
     wrap: Callable[[Session, Cell, World], Session] | None = None
     given: Callable[[Cell, World], tuple[Cell, World]] | None = None
     patch: Callable[[Cell, World], AbstractContextManager[Any]] | None = None

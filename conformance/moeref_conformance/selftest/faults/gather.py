@@ -94,7 +94,7 @@ def _aliased_list(tensors: Tensors) -> None:
 def _qkv_stacked(tensors: Tensors) -> None:
     """The exporter alone reads the fused tensor as all of q, then all of k, then all of v."""
     for q in [name for name in tensors if name.endswith("q_proj.weight")]:
-        names = [q.replace("q_proj", f"{part}_proj") for part in "qkv"]
+        names = [q.replace("q_proj", name) for name in ("q_proj", "k_proj", "v_proj")]
         groups = [tensors[name].reshape(8, -1, tensors[name].shape[1]) for name in names]
         stacked = torch.split(torch.cat(groups, dim=1).flatten(0, 1), [len(tensors[name]) for name in names])
         tensors.update({name: rows.clone() for name, rows in zip(names, stacked, strict=True)})

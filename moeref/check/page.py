@@ -106,23 +106,32 @@ def _lines(report: Report) -> Iterable[tuple[str, str]]:
         yield "dispatcher", f"{report.dispatcher} ({report.dispatcher_why})"
     if report.needs:
         yield "", f"needs {', '.join(report.needs)}"
-    if report.padding:
-        plan = report.padding.plan
-        multiple = f"packed sequences to a multiple of {plan.multiple}" if plan.multiple > 1 else "none is needed"
-        yield "padding", multiple
-        for factor in plan.factors:
-            yield "", f"{factor.multiple} per {factor.level}: {factor.why}"
-        if report.padding.padded is not None:
-            yield "", f"{report.padding.length} → {report.padding.padded} tokens, {report.padding.rows} rows on a rank"
-    if report.seeds:
-        yield "seeds", f"from {report.seed} by {FORMULAS[report.seed_formula]}"
-        for kind, (have, want) in report.seeds.counts.items():
-            low, high = report.seeds.ranges[kind]
-            yield "", f"{KINDS[kind]}: {low}…{high}, {have} distinct of {want}" if want > 1 else f"{KINDS[kind]}: {low}"
+    yield from _padding(report)
+    yield from _seeds(report)
     if report.replay != "off":
         yield "replay", f"{report.replay}; {report.route_bytes} bytes of routes a token"
     for note in report.notes:
         yield "note", note
+
+
+def _padding(report: Report) -> Iterable[tuple[str, str]]:
+    if not report.padding:
+        return
+    plan = report.padding.plan
+    yield "padding", f"packed sequences to a multiple of {plan.multiple}" if plan.multiple > 1 else "none is needed"
+    for factor in plan.factors:
+        yield "", f"{factor.multiple} per {factor.level}: {factor.why}"
+    if report.padding.padded is not None:
+        yield "", f"{report.padding.length} → {report.padding.padded} tokens, {report.padding.rows} rows on a rank"
+
+
+def _seeds(report: Report) -> Iterable[tuple[str, str]]:
+    if not report.seeds:
+        return
+    yield "seeds", f"from {report.seed} by {FORMULAS[report.seed_formula]}"
+    for kind, (have, want) in report.seeds.counts.items():
+        low, high = report.seeds.ranges[kind]
+        yield "", f"{KINDS[kind]}: {low}…{high}, {have} distinct of {want}" if want > 1 else f"{KINDS[kind]}: {low}"
 
 
 def _stages(report: Report) -> Table:

@@ -67,10 +67,7 @@ def resolve(
                 continue
             if wrong := unfit(provider, name, value):
                 problems.append(wrong)
-            if name in from_layout and not _agrees(name, value, from_layout[name], layout):
-                problems.append(
-                    f"{name}={value!r}, but the layout says {from_layout[name]!r}; change the layout instead"
-                )
+            problems += _against_layout(name, value, from_layout, layout)
             over = "transformer_config_kwargs wins over the field" if (origin, name) in _fields(asked) else ""
             put(name, Setting(value, origin, over))
     effective = {name: trail[-1] for name, trail in trails.items()}
@@ -85,6 +82,13 @@ def resolve(
 
 def _fields(asked: MoEConfig) -> set[tuple[str, str]]:
     return {("override", name) for name in asked.fields}
+
+
+def _against_layout(name: str, value: Any, from_layout: Mapping[str, Any], layout: Layout) -> list[str]:
+    """The problem of a setting that the layout decides otherwise, if it is one."""
+    if name not in from_layout or _agrees(name, value, from_layout[name], layout):
+        return []
+    return [f"{name}={value!r}, but the layout says {from_layout[name]!r}; change the layout instead"]
 
 
 def _agrees(name: str, value: Any, from_layout: Any, layout: Layout) -> bool:

@@ -135,6 +135,17 @@ def _require(length: int) -> None:
         raise PaddingError(f"length {length!r} must be an integer of at least 0")
 
 
+def _check(layout: Layout, sequence_parallel: bool, recipe: str | None, quantised_at: str, fixed: int | None) -> None:
+    if sequence_parallel and layout.tp == 1:
+        raise PaddingError("sequence parallelism needs tp > 1")
+    if recipe is not None and recipe not in RECIPES:
+        raise PaddingError(f"recipe {recipe!r} is none of {', '.join(RECIPES)}")
+    if quantised_at not in ("total", "cp", "rank"):
+        raise PaddingError(f"quantised_at={quantised_at!r} is none of total, cp, rank")
+    if fixed is not None and fixed < 1:
+        raise PaddingError(f"fixed={fixed} must be at least 1")
+
+
 def plan(
     layout: Layout,
     *,
@@ -160,14 +171,7 @@ def plan(
     """
     if sequence_parallel is None:
         sequence_parallel = layout.tp > 1
-    if sequence_parallel and layout.tp == 1:
-        raise PaddingError("sequence parallelism needs tp > 1")
-    if recipe is not None and recipe not in RECIPES:
-        raise PaddingError(f"recipe {recipe!r} is none of {', '.join(RECIPES)}")
-    if quantised_at not in ("total", "cp", "rank"):
-        raise PaddingError(f"quantised_at={quantised_at!r} is none of total, cp, rank")
-    if fixed is not None and fixed < 1:
-        raise PaddingError(f"fixed={fixed} must be at least 1")
+    _check(layout, sequence_parallel, recipe, quantised_at, fixed)
     try:
         dispatcher = Choice(dispatcher)
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,121 +34,149 @@ def finish(work: Any) -> None:
         work.wait()
 
 
-def collectives(me: int, n: int, pair: Any, dtype: torch.dtype, later: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every call that takes `async_op`, which is `later`."""
+@dataclass(frozen=True)
+class Calls:
+    """One collective a method, on rank `me` of `n`. `later` is `async_op` of those that take it."""
 
-    def x(*shape: int) -> torch.Tensor:
-        return values(me, *shape, dtype=dtype)
+    me: int
+    n: int
+    pair: Any
+    dtype: torch.dtype
+    later: bool
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+    def x(self, *shape: int) -> torch.Tensor:
+        return values(self.me, *shape, dtype=self.dtype)
 
-    def all_reduce(op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-        t = x(3, 2)
-        finish(dist.all_reduce(t, op=op, group=group, async_op=later))
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self.dtype)
+
+    def all_reduce(self, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+        t = self.x(3, 2)
+        finish(dist.all_reduce(t, op=op, group=group, async_op=self.later))
         return t
 
-    def reduce() -> Any:
-        t = x(5)
-        finish(dist.reduce(t, dst=1, async_op=later))
-        return t if me == 1 else None
+    def reduce(self) -> Any:
+        t = self.x(5)
+        finish(dist.reduce(t, dst=1, async_op=self.later))
+        return t if self.me == 1 else None
 
-    def broadcast() -> Any:
-        t = x(2, 3)
-        finish(dist.broadcast(t, src=1, async_op=later))
+    def broadcast(self) -> Any:
+        t = self.x(2, 3)
+        finish(dist.broadcast(t, src=1, async_op=self.later))
         return t
 
-    def all_gather() -> Any:
-        out = [empty(2, 2) for _ in range(n)]
-        finish(dist.all_gather(out, x(2, 2), async_op=later))
+    def all_gather(self) -> Any:
+        out = [self.empty(2, 2) for _ in range(self.n)]
+        finish(dist.all_gather(out, self.x(2, 2), async_op=self.later))
         return out
 
-    def all_gather_single() -> Any:
-        out = empty(2 * n, 3)
-        finish(dist.all_gather_into_tensor(out, x(2, 3), async_op=later))
+    def all_gather_single(self) -> Any:
+        out = self.empty(2 * self.n, 3)
+        finish(dist.all_gather_into_tensor(out, self.x(2, 3), async_op=self.later))
         return out
 
-    def all_gather_in_place() -> Any:
-        out = empty(2 * n)
-        mine = out[2 * me : 2 * me + 2]
-        mine.copy_(x(2))
-        finish(dist.all_gather_into_tensor(out, mine, async_op=later))
+    def all_gather_in_place(self) -> Any:
+        out = self.empty(2 * self.n)
+        mine = out[2 * self.me : 2 * self.me + 2]
+        mine.copy_(self.x(2))
+        finish(dist.all_gather_into_tensor(out, mine, async_op=self.later))
         return out
 
-    def reduce_scatter() -> Any:
-        out = empty(2)
-        finish(dist.reduce_scatter(out, [x(2) for _ in range(n)], async_op=later))
+    def reduce_scatter(self) -> Any:
+        out = self.empty(2)
+        finish(dist.reduce_scatter(out, [self.x(2) for _ in range(self.n)], async_op=self.later))
         return out
 
-    def reduce_scatter_single() -> Any:
-        out = empty(2, 2)
-        finish(dist.reduce_scatter_tensor(out, x(2 * n, 2), async_op=later))
+    def reduce_scatter_single(self) -> Any:
+        out = self.empty(2, 2)
+        finish(dist.reduce_scatter_tensor(out, self.x(2 * self.n, 2), async_op=self.later))
         return out
 
-    def all_to_all_even() -> Any:
-        out = empty(2 * n, 2)
-        finish(dist.all_to_all_single(out, x(2 * n, 2), async_op=later))
+    def all_to_all_even(self) -> Any:
+        out = self.empty(2 * self.n, 2)
+        finish(dist.all_to_all_single(out, self.x(2 * self.n, 2), async_op=self.later))
         return out
 
-    def all_to_all_uneven() -> Any:
-        send, expect = [(me + j) % 3 for j in range(n)], [(me + j) % 3 for j in range(n)]
-        out = empty(sum(expect), 2)
-        finish(dist.all_to_all_single(out, x(sum(send), 2), expect, send, async_op=later))
+    def all_to_all_uneven(self) -> Any:
+        send, expect = [(self.me + j) % 3 for j in range(self.n)], [(self.me + j) % 3 for j in range(self.n)]
+        out = self.empty(sum(expect), 2)
+        finish(dist.all_to_all_single(out, self.x(sum(send), 2), expect, send, async_op=self.later))
         return out
 
-    def all_to_all() -> Any:
-        out = [empty(1 + (me + j) % 2) for j in range(n)]
-        finish(dist.all_to_all(out, [x(1 + (me + j) % 2) for j in range(n)], async_op=later))
+    def all_to_all(self) -> Any:
+        out = [self.empty(1 + (self.me + j) % 2) for j in range(self.n)]
+        finish(dist.all_to_all(out, [self.x(1 + (self.me + j) % 2) for j in range(self.n)], async_op=self.later))
         return out
 
-    def scatter() -> Any:
-        out = empty(2)
-        finish(dist.scatter(out, [(x(2) + j).to(dtype) for j in range(n)] if me == 1 else None, src=1, async_op=later))
+    def scatter(self) -> Any:
+        out = self.empty(2)
+        given = [(self.x(2) + j).to(self.dtype) for j in range(self.n)] if self.me == 1 else None
+        finish(dist.scatter(out, given, src=1, async_op=self.later))
         return out
 
-    def gather() -> Any:
-        out = [empty(2) for _ in range(n)] if me == 0 else None
-        finish(dist.gather(x(2), out, dst=0, async_op=later))
+    def gather(self) -> Any:
+        out = [self.empty(2) for _ in range(self.n)] if self.me == 0 else None
+        finish(dist.gather(self.x(2), out, dst=0, async_op=self.later))
         return out
 
-    def ring() -> Any:
-        out = empty(4)
-        works = [dist.isend(x(4), (me + 1) % n), dist.irecv(out, (me - 1) % n)]
+    def ring(self) -> Any:
+        out = self.empty(4)
+        works = [dist.isend(self.x(4), (self.me + 1) % self.n), dist.irecv(out, (self.me - 1) % self.n)]
         for work in works:
             finish(work)
         return out
 
-    def batched() -> Any:
-        out, t = [empty(3), empty(3)], x(3)
-        ops = [dist.P2POp(dist.isend, t, (me + 1) % n), dist.P2POp(dist.irecv, out[0], (me - 1) % n)]
-        ops += [dist.P2POp(dist.isend, t, (me - 1) % n), dist.P2POp(dist.irecv, out[1], (me + 1) % n)]
+    def batched(self) -> Any:
+        out, t = [self.empty(3), self.empty(3)], self.x(3)
+        left, right = (self.me - 1) % self.n, (self.me + 1) % self.n
+        ops = [dist.P2POp(dist.isend, t, right), dist.P2POp(dist.irecv, out[0], left)]
+        ops += [dist.P2POp(dist.isend, t, left), dist.P2POp(dist.irecv, out[1], right)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return out
 
-    def blocking() -> Any:
-        out = empty(2)
-        if me == 0:
-            dist.send(x(2), 1, tag=3)
-        elif me == 1:
+    def blocking(self) -> Any:
+        out = self.empty(2)
+        if self.me == 0:
+            dist.send(self.x(2), 1, tag=3)
+        elif self.me == 1:
             return [dist.recv(out, tag=3), out]  # from any source
         return out
 
-    def coalesced() -> Any:
-        ts = [x(2), x(3)]
-        with _coalescing_manager(async_ops=later) as manager:
+    def coalesced(self) -> Any:
+        ts = [self.x(2), self.x(3)]
+        with _coalescing_manager(async_ops=self.later) as manager:
             for t in ts:
-                dist.all_reduce(t, async_op=later)
+                dist.all_reduce(t, async_op=self.later)
         manager.wait()
         return ts
 
-    yield "all_reduce", all_reduce
-    yield "all_reduce_max", lambda: all_reduce(dist.ReduceOp.MAX)
-    yield "all_reduce_pair", lambda: all_reduce(group=pair) if pair is not dist.GroupMember.NON_GROUP_MEMBER else None
+
+def collectives(me: int, n: int, pair: Any, dtype: torch.dtype, later: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every call that takes `async_op`, which is `later`."""
+    calls = Calls(me, n, pair, dtype, later)
+    yield "all_reduce", calls.all_reduce
+    yield "all_reduce_max", lambda: calls.all_reduce(dist.ReduceOp.MAX)
+    in_pair = pair is not dist.GroupMember.NON_GROUP_MEMBER
+    yield "all_reduce_pair", lambda: calls.all_reduce(group=pair) if in_pair else None
     for call in (
-        reduce, broadcast, all_gather, all_gather_single, all_gather_in_place, reduce_scatter, reduce_scatter_single,
-        all_to_all_even, all_to_all_uneven, all_to_all, scatter, gather, ring, batched, blocking, coalesced,
-    ):  # fmt: skip
+        calls.reduce,
+        calls.broadcast,
+        calls.all_gather,
+        calls.all_gather_single,
+        calls.all_gather_in_place,
+        calls.reduce_scatter,
+        calls.reduce_scatter_single,
+        calls.all_to_all_even,
+        calls.all_to_all_uneven,
+        calls.all_to_all,
+        calls.scatter,
+        calls.gather,
+        calls.ring,
+        calls.batched,
+        calls.blocking,
+        calls.coalesced,
+    ):
         yield call.__name__, call
 
 

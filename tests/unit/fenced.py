@@ -54,18 +54,9 @@ def check(command: str) -> None:
     program, *arguments = words(command)
     match program.rpartition("/")[2]:
         case "nox":
-            assert arguments[0] == "-s"
-            sessions = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
-            output("nox", "--list", "-s", *sessions)  # fails on a session that does not exist
-            _check_paths(arguments)
-            if sessions[0] == "conformance-gpu":
-                _check_kit(["run", "--target", "moeref", "--matrix", "gpu", *arguments[len(sessions) + 2 :]])
+            _check_nox(arguments)
         case "moeref":
-            try:
-                preflight._parser().parse_args(arguments)
-            except SystemExit as error:
-                raise AssertionError(f"moeref {shlex.join(arguments)}: not accepted") from error
-            assert preflight.main(arguments) in (0, 1)
+            _check_moeref(arguments)
         case "moeref-conformance":
             _check_kit(arguments)
         case "pytest":
@@ -84,6 +75,23 @@ def check(command: str) -> None:
             assert arguments == [".venv/bin/activate"]
         case other:
             raise AssertionError(f"{other}: no check knows this program ({command})")
+
+
+def _check_nox(arguments: list[str]) -> None:
+    assert arguments[0] == "-s"
+    sessions = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
+    output("nox", "--list", "-s", *sessions)  # fails on a session that does not exist
+    _check_paths(arguments)
+    if sessions[0] == "conformance-gpu":
+        _check_kit(["run", "--target", "moeref", "--matrix", "gpu", *arguments[len(sessions) + 2 :]])
+
+
+def _check_moeref(arguments: list[str]) -> None:
+    try:
+        preflight._parser().parse_args(arguments)
+    except SystemExit as error:
+        raise AssertionError(f"moeref {shlex.join(arguments)}: not accepted") from error
+    assert preflight.main(arguments) in (0, 1)
 
 
 def _check_kit(arguments: list[str]) -> None:

@@ -7,6 +7,7 @@ and the finished full tensors copied one by one with nothing to assemble.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,47 +28,21 @@ def bench(device: torch.device, sizes: models.Sizes, folder: Path, *, spoil: boo
         fulls[-1].view(torch.uint8).bitwise_xor_(1)
     if bytes_sum(fulls) != bytes_sum(list(chunk.parameters())):
         raise Disagreement("the bytes of the exported tensors are not those of the model")
-    on_gpu = device.type == "cuda"
     flat = torch.empty(total, dtype=torch.uint8, device=device).random_(0, 256)
-    pinned = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+    pinned = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
     pageable = torch.zeros(total, dtype=torch.uint8)  # touched, so that no page is missing
-
-    def stream(into: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-        def run() -> None:
-            for _, full in export(plan, 0, built.chunks):
-                if full is not None:
-                    into(full)
-            if on_gpu:
-                torch.cuda.synchronize(device)
-
-        return run
-
-    def fill_pinned() -> Callable[[], None]:
-        at = 0
-
-        def into(full: torch.Tensor) -> None:
-            nonlocal at
-            raw = full.reshape(-1).view(torch.uint8)
-            pinned[at : at + raw.numel()].copy_(raw, non_blocking=True)
-            at += raw.numel()
-
-        def run() -> None:
-            nonlocal at
-            at = 0
-            stream(into)()
-
-        return run
-
-    fill_pinned()()
+    fill_pinned = partial(_fill, plan, built, device, pinned)
+    fill_pinned()
     if bytes_sum([pinned]) != bytes_sum([t.reshape(-1).view(torch.uint8) for t in fulls]):
         raise Disagreement("what arrived in pinned memory is not what was exported")
+    copied = partial(_to_host, device)
     ways: dict[str, Callable[[], Any]] = {
         "one copy into pinned memory": lambda: pinned.copy_(flat),
         "one copy into pageable memory": lambda: pageable.copy_(flat),
-        "finished tensors, one `.cpu()` each": lambda: [t.cpu() for t in fulls] if on_gpu else [+t for t in fulls],
-        "export, assembled on the device only": stream(lambda full: None),
-        "export, one `.cpu()` each": stream(lambda full: full.cpu() if on_gpu else +full),
-        "export into pinned memory": fill_pinned(),
+        "finished tensors, one `.cpu()` each": lambda: [copied(t) for t in fulls],
+        "export, assembled on the device only": partial(_stream, plan, built, device, lambda full: None),
+        "export, one `.cpu()` each": partial(_stream, plan, built, device, copied),
+        "export into pinned memory": fill_pinned,
     }
     times = timed(device, *ways.values(), rounds=min(sizes.rounds, 5), warmup=1)
     link, *others = times
@@ -76,6 +51,31 @@ def bench(device: torch.device, sizes: models.Sizes, folder: Path, *, spoil: boo
         note = f"{len(fulls) / taken.seconds:.3g} tensors/s" if name not in list(ways)[:2] else ""
         found.append(Figure(name, total / 1e9 / taken.seconds, "GB/s", note=note))
     return [*found, *(ratio(n, t, link, next(iter(ways))) for n, t in zip(list(ways)[1:], others, strict=True))]
+
+
+def _stream(plan: Plan, built: models.Built, device: torch.device, into: Callable[[torch.Tensor], Any]) -> None:
+    for _, full in export(plan, 0, built.chunks):
+        if full is not None:
+            into(full)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fill(plan: Plan, built: models.Built, device: torch.device, pinned: torch.Tensor) -> None:
+    at = 0
+
+    def into(full: torch.Tensor) -> None:
+        nonlocal at
+        raw = full.reshape(-1).view(torch.uint8)
+        pinned[at : at + raw.numel()].copy_(raw, non_blocking=True)
+        at += raw.numel()
+
+    _stream(plan, built, device, into)
+
+
+def _to_host(device: torch.device, full: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, also where the tensor is there already."""
+    return full.cpu() if device.type == "cuda" else +full
 
 
 def bytes_sum(tensors: list[torch.Tensor]) -> int:

@@ -10,6 +10,7 @@ megatron-core's fused router (`moe_router_fusion`, a kernel of Transformer Engin
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,6 @@ ROWS = 8
 
 def bench(device: torch.device, sizes: models.Sizes, folder: Path, *, spoil: bool = False) -> list[Figure]:
     """Ratios of a schedule's forwards with and without replay, and the share of the routers' own time."""
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
     from moeref.megatron import replay
 
     model = sizes.model(layers=sizes.layers, vocab_size=1024)
@@ -46,37 +45,13 @@ def bench(device: torch.device, sizes: models.Sizes, folder: Path, *, spoil: boo
     pinned = [torch.empty(idx_MTLK[:, :, 0].shape, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in walked]
     targets = idx_MTLK.to(device)
 
-    def recording() -> None:
-        with replay.recording([chunk]):
-            schedule()
-
-    def recording_at_once() -> None:
-        def after(microbatch: int) -> None:
-            for router, into in zip(walked, pinned, strict=True):
-                into[microbatch].copy_(router.get_recorded_indices(), non_blocking=True)
-
-        _directly(walked, RouterReplayAction.RECORD, lambda microbatch: None, after, schedule)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def replaying() -> None:
-        with replay.replaying([chunk], given):
-            schedule()
-
-    def replaying_from_device() -> None:
-        def before(microbatch: int) -> None:
-            for layer, router in enumerate(walked):
-                router.set_target_indices(targets[microbatch, :, layer])
-
-        _directly(walked, RouterReplayAction.REPLAY_FORWARD, before, lambda microbatch: None, schedule)
-
     hidden = torch.randn(sizes.tokens, 1, model.hidden, device=device).to(next(chunk.parameters()).dtype)
     modules = [router.module for router in replay.routers(chunk)]
-    ways = {
-        "recording": recording,
-        "recording, one wait a schedule": recording_at_once,
-        "replaying": replaying,
-        "replaying, targets on the device": replaying_from_device,
+    ways: dict[str, Callable[[], Any]] = {
+        "recording": partial(_inside, lambda: replay.recording([chunk]), schedule),
+        "recording, one wait a schedule": partial(_recording_at_once, walked, pinned, schedule, device),
+        "replaying": partial(_inside, lambda: replay.replaying([chunk], given), schedule),
+        "replaying, targets on the device": partial(_replaying_from_device, walked, targets, schedule),
     }
     calls: list[Callable[[], Any]] = [schedule, partial(_route, modules, hidden, sizes.microbatches), *ways.values()]
     native, routed, *others = timed(device, *calls, rounds=sizes.rounds)
@@ -84,6 +59,35 @@ def bench(device: torch.device, sizes: models.Sizes, folder: Path, *, spoil: boo
     for name, taken in zip(ways, others, strict=True):
         found += [ratio(name, taken, native, "the same without"), _share(name, taken, native, routed)]
     return [*found, *_copies(targets, pinned, routed, sizes), *_fused(chunk, modules, hidden, sizes)]
+
+
+def _inside(context: Callable[[], AbstractContextManager[Any]], schedule: Callable[..., None]) -> None:
+    with context():
+        schedule()
+
+
+def _recording_at_once(
+    walked: list[Any], pinned: list[torch.Tensor], schedule: Callable[..., None], device: torch.device
+) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    def after(microbatch: int) -> None:
+        for router, into in zip(walked, pinned, strict=True):
+            into[microbatch].copy_(router.get_recorded_indices(), non_blocking=True)
+
+    _directly(walked, RouterReplayAction.RECORD, lambda microbatch: None, after, schedule)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _replaying_from_device(walked: list[Any], targets: torch.Tensor, schedule: Callable[..., None]) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    def before(microbatch: int) -> None:
+        for layer, router in enumerate(walked):
+            router.set_target_indices(targets[microbatch, :, layer])
+
+    _directly(walked, RouterReplayAction.REPLAY_FORWARD, before, lambda microbatch: None, schedule)
 
 
 def _batch(sizes: models.Sizes, vocab: int, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

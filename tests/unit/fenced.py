@@ -1,4 +1,4 @@
-"""Fenced blocks of Markdown files, and whether the commands in them name what exists."""
+"""Fenced blocks of Markdown files, and a check that the commands in them exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moeref_conformance.plan import matrix
 from moeref import cli as preflight
 
 ROOT = Path(__file__).parents[2]
-#: Targets and files that stand for the reader's own.
+#: Placeholders for the reader's own targets and files.
 PLACEHOLDERS = ("mypackage.adapter:target", "dump:dump")
 
 
@@ -40,7 +40,7 @@ def words(command: str) -> list[str]:
 
 @functools.cache
 def output(*command: str) -> str:
-    """What `python -m …` prints in the checkout; AssertionError if it fails."""
+    """The output of `python -m …` in the checkout. AssertionError if it fails."""
     run = subprocess.run(
         [sys.executable, "-m", *command],
         capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "COLUMNS": "200"},
@@ -50,7 +50,7 @@ def output(*command: str) -> str:
 
 
 def check(command: str) -> None:
-    """Fail unless program, command, options, cells, rules and files of one line exist."""
+    """Fail unless the program, command, options, cells, rules and files of a line exist."""
     program, *arguments = words(command)
     match program.rpartition("/")[2]:
         case "nox":
@@ -107,6 +107,6 @@ def _check_kit(arguments: list[str]) -> None:
 
 
 def _check_paths(arguments: list[str]) -> None:
-    """Arguments that name a file of the checkout name one that is there."""
+    """Fail if an argument names a file that does not exist."""
     named = [a for a in arguments if a.endswith((".py", ".txt", ".toml"))]
     assert [path for path in named if not (ROOT / path).is_file()] == []

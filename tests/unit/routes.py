@@ -1,4 +1,4 @@
-"""Routes for tests: random and legal."""
+"""Random valid routes for tests."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def random_routes(
     seed: int = 0,
     start: int = 0,
 ) -> Routes:
-    """Every row of every layer a random choice of distinct experts, version 7."""
+    """Routes with random distinct experts in every row of every layer, and version 7."""
     rng = np.random.default_rng(seed)
     idx_TLK = rng.random((tokens, len(layers), experts)).argsort(axis=2)[:, :, :top_k]
     return routes(idx_TLK, layers=layers, experts=experts, version=7, start=start)
 
 
 def any_routes(least: int = 0, most: int = 40) -> st.SearchStrategy[Routes]:
-    """Routes of `least` to `most` tokens over small and large numbers of experts."""
+    """Routes of `least` to `most` tokens, with few or many experts."""
     return st.builds(
         random_routes,
         tokens=st.integers(least, most),

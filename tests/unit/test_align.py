@@ -1,4 +1,4 @@
-"""Alignment of routes: every step against its inverse, and against a plain loop over tokens."""
+"""Alignment of routes: every step is compared with its inverse, or with a plain loop over tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation says what is so: commands, Python, TOML, quoted output and phrases, links, and generated parts."""
+"""The documentation is correct: commands, Python, TOML, quoted output, links, and generated parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms in which engines and frameworks send routes."""
+"""The formats in which engines and frameworks send routes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def got(data: Any, **more: Any) -> Routes:
     return from_engine(data, **{"moe_layers": MOE, "experts": 11, "top_k": 3, "version": 7, **more})
 
 
-FORMS = {
+FORMATS = {
     "vLLM over HTTP: base64 of .npy": text(npy(FULL.astype(np.uint8))),
     "vLLM in the process": FULL.astype(np.uint8),
     "a tensor": torch.from_numpy(FULL).to(torch.int64),
@@ -52,9 +52,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_every_form_gives_the_same_routes(form: str) -> None:
-    assert got(FORMS[form], tokens=6).equals(WANT)
+    assert got(FORMATS[form], tokens=6).equals(WANT)
 
 
 def test_a_missing_row_among_dense_layers() -> None:

@@ -1,4 +1,4 @@
-"""Metrics: definitions held against sums written out, and against what they estimate."""
+"""Metrics are compared with explicit sums, and with the divergence that they estimate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The payload of routes: what is written comes back, and nothing else is read."""
+"""The routes payload: what is written is read back, and anything else is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README.md promises only what exists: commands, options, Python, and what continuous integration takes from it."""
+"""README.md names only what exists: commands, options and Python; CI runs the commands that it gives."""
 
 from __future__ import annotations
 

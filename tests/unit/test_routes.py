@@ -1,4 +1,4 @@
-"""Routes: what is refused, by name, and what is narrowed without wrapping."""
+"""`routes`: errors name the place, and casts to a narrower type never wrap."""
 
 from __future__ import annotations
 

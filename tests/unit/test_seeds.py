@@ -1,4 +1,4 @@
-"""Seeds of ranks: the documented formula, what coincides under it, the formula without, and bad seeds."""
+"""Seeds of ranks: Megatron's formula and its collisions, the formula without collisions, and bad seeds."""
 
 from __future__ import annotations
 

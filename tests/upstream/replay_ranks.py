@@ -1,4 +1,4 @@
-"""Rank entry: what the controller does with real models of one rank. Each check is a function of a Bench."""
+"""Checks of `moeref.megatron.replay` that run in a rank, on real models. Each check is a function of a Bench."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moeref.replay import MISSING, RouteError, Routes, routes
 
 
 class Nothing:
-    """A target that is never opened: the entry below does everything."""
+    """A target that is never opened; `check` below is what the rank runs."""
 
     info = Info(name="replay", version="0")
     claims = Claims(facets=frozenset(), families=frozenset({"glm4_moe"}), backends=frozenset({"gloo"}), mtp=1)
@@ -38,7 +38,7 @@ target = Nothing()
 
 
 class Bench:
-    """Builds models of the cell's checkpoint, and runs them."""
+    """Builds and runs models of the cell's checkpoint."""
 
     def __init__(self, cell: Cell, inputs: dict[str, str]) -> None:
         self.model = families.read(inputs["hf_config"], cell.dtype)
@@ -60,7 +60,7 @@ class Bench:
         return megatron.gradients(built.chunks, built.shard_map, self.tokens_BS)
 
     def trained(self, built: Any, *, backward: bool = True) -> dict[str, torch.Tensor]:
-        """The mean loss of the rows, multi-token prediction's among it, and its gradients by name."""
+        """The loss, including that of multi-token prediction, and its gradients by name."""
         (chunk,), (_, length) = built.chunks, self.tokens_BS.shape
         chunk.train()
         chunk.zero_grad()
@@ -75,7 +75,7 @@ class Bench:
         return found | {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None and backward}
 
     def given(self, seed: int = 0, more: tuple[int, ...] = ()) -> list[Routes]:
-        """Random routes of each row, of `more` layers too; the last token of each has none."""
+        """Random routes for each sample, of the MoE layers and of `more`; the last token has none."""
         layers = [*(i for i, moe in enumerate(self.model.moe_layers) if moe), *more]
         rng, (samples, length) = np.random.default_rng(seed), self.tokens_BS.shape
         found = []
@@ -86,7 +86,7 @@ class Bench:
         return found
 
     def assert_native(self, native: torch.Tensor) -> None:
-        """Nothing of a scope is left: no action, no queue, no hook, no method of an instance."""
+        """The block left nothing behind: no action, no queue, no hook, no method on an instance."""
         for chunk in self.built.chunks:
             assert not chunk._forward_hooks
             assert not chunk._forward_pre_hooks
@@ -147,7 +147,7 @@ def given_rows_are_taken_and_missing_rows_are_not(bench: Bench) -> None:
 
 @contextmanager
 def seen_experts(built: Any, *, mtp: bool = False) -> Iterator[list[dict[int, np.ndarray[Any, Any]]]]:
-    """Experts of every token in each forward by layer, read off the routing map that the dispatcher gets."""
+    """The experts of every token by layer, for each forward, from the routing map given to the dispatcher."""
     found: list[dict[int, np.ndarray[Any, Any]]] = []
 
     def after(layer: int) -> Callable[..., None]:
@@ -208,7 +208,7 @@ def an_error_leaves_the_routers_native(bench: Bench) -> None:
 
 
 def a_forward_after_one_that_broke_off_is_refused(bench: Bench) -> None:
-    """Which would be counted as the same microbatch, with its routes in the FIFO twice."""
+    """It would count as the same microbatch, and put its routes into the FIFO twice."""
     native, given, broken = bench.logits(), bench.given(), [True]
     experts = next(m for m in bench.built.chunks[0].modules() if hasattr(m, "router")).experts
 
@@ -252,7 +252,7 @@ def another_number_of_microbatches_is_refused(bench: Bench) -> None:
 
 
 def another_model_is_left_alone(bench: Bench) -> None:
-    """A second model of the process, and one that was discarded before."""
+    """A second model in the process, and one that was discarded before."""
     bench.build()
     other = bench.build()
     native, given = bench.logits(), bench.given()
@@ -293,12 +293,12 @@ def mtp_routers_are_kept_apart(bench: Bench) -> None:
         ):
             raise AssertionError("entered")
     with pytest.raises(RouteError, match=rf"layer {depth} recorded nothing"), recording(bench.built.chunks, mtp=True):
-        bench.logits()  # which leaves multi-token prediction out
+        bench.logits()  # without multi-token prediction
     bench.assert_native(native)
 
 
 def mtp_layers_take_no_route_of_the_decoder(bench: Bench) -> None:
-    """Training forwards with labels, in which multi-token prediction runs: by its own choice, or its own routes."""
+    """With labels multi-token prediction runs too: with the router's own choice, or with the routes of its layer."""
     depth, given = len(bench.model.moe_layers), bench.given()
     whole = bench.given(seed=1, more=(depth,))
     for way in ({}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}):
@@ -334,7 +334,7 @@ def mtp_layers_take_no_route_of_the_decoder(bench: Bench) -> None:
 
 
 def took(given: Sequence[Routes], seen: Sequence[dict[int, np.ndarray[Any, Any]]], runs: int) -> None:
-    """Every row that is given was routed so, in all runs of its layer."""
+    """Every given row was routed as given, in all runs of its layer."""
     for i, layer in enumerate(given[0].layers):
         ran = [one[layer] for one in seen if layer in one]
         assert len(ran) == runs * len(given)
@@ -345,7 +345,7 @@ def took(given: Sequence[Routes], seen: Sequence[dict[int, np.ndarray[Any, Any]]
 
 @contextmanager
 def own_choice(router: torch.nn.Module) -> Iterator[list[list[list[int]]]]:
-    """The experts that a sigmoid router's own scores say, computed anew from what came in."""
+    """A sigmoid router's own choice of experts, recomputed from its input."""
     found: list[list[list[int]]] = []
 
     def hook(module: Any, args: tuple[Any, ...]) -> None:
@@ -410,7 +410,7 @@ def what_cannot_be_replayed_is_refused(bench: Bench) -> None:
 
 
 def recomputation_takes_the_same_routes(bench: Bench) -> None:
-    """Full recomputation, of some layers, and of the MoE layers alone: gradients are the same bit for bit."""
+    """Recomputation of all layers, of some, and of MoE layers only gives the same gradients, bit for bit."""
     ways: Sequence[dict[str, Any]] = (
         {},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -446,7 +446,7 @@ CHECKS = {
 
 
 def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
-    """Run the checks of the cell's variant; what each raised goes to done.json."""
+    """Run the checks of the cell's variant, and write what each raised to done.json."""
     megatron.initialise(Layout())
     bench, done = Bench(cell, inputs), {}
     for one in CHECKS["+".join(part for part in cell.variant.split("+") if part != "L3")]:

@@ -1,4 +1,4 @@
-"""The replay controller on megatron-core's own routers, in a model of one rank."""
+"""Routing replay on megatron-core's routers, in a model of one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each check raised; nothing if it holds."""
+    """What each check raised, or ""."""
     import replay_ranks
 
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Seeding on real megatron-core: what is refused before any generator is touched."""
+"""Seeding with megatron-core: errors that are raised before any generator is touched."""
 
 from __future__ import annotations
 

@@ -1,11 +1,16 @@
-"""What holds for every test: the hypothesis profile, the `cpu` marker, and rank worlds that never run side by side."""
+"""What holds for every test: the hypothesis profile, the `cpu` marker, one world of ranks, and no two side by side."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from moeref_conformance.worlds.forked import ForkedWorld
 
 # Cores are shared, so a slow example says nothing. hypothesis' own `ci` profile is derandomised and has no deadline.
 settings.register_profile("local", deadline=None)
@@ -28,3 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.cpu)
         if item.get_closest_marker("ranks") is not None and config.pluginmanager.has_plugin("xdist"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(scope="session")
+def shared_world() -> Iterator[ForkedWorld]:
+    """The world that serves all tests of targets; `tests.kit.shared_world.Shared` makes it one of a certain target."""
+    from moeref_conformance.worlds.forked import ForkedWorld
+
+    with ForkedWorld("tests.kit.shared_world:target", entry="tests.kit.shared_world:run") as world:
+        yield world

@@ -212,6 +212,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
 
     for module in (moe_utils, token_dispatcher):  # the kit's substitution takes them to be on the host
         module.maybe_move_tensor_to_cpu = to_host
+    _torch_s_own()
     signatures = collectives._agree
     with labelled() as labels:
 
@@ -222,6 +223,15 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
         collectives._agree = agree
         run.run_rank(target, cell, replace(world, device=str(DEVICE)), inputs, record_dir)
     (record_dir / "judged.txt").write_text(str(labels.judged))
+
+
+def _torch_s_own() -> None:
+    """Take back the kit's substitution for `device="cuda"`: the labels stand in for it, and have to see the device."""
+    from moeref_conformance.worlds import cpu
+
+    for owner, names in ((torch, cpu.FACTORIES), (torch.Tensor, (*cpu.METHODS, "cuda"))):
+        for name in names:
+            setattr(owner, name, getattr(owner, name).__wrapped__)
 
 
 def mask_on_the_host(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:

@@ -13,14 +13,16 @@ from moeref_conformance.worlds.collectives import _poison
 from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy
 
+from tests.kit.shared_world import Shared
+
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def told(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("cell")
     cell = Cell(family="toy", layout_name="dp2", layout=Layout(world=2))
-    with ForkedWorld("toy_targets:target", deadline=30, entry="toy_collectives:run") as world:
+    with Shared(shared_world, "toy_targets:target", deadline=30, entry="toy_collectives:run") as world:
         outcome = world.run(cell, folder, {"hf_config": "."}, Toy.claims)
     assert outcome.ok, outcome.error or [e.stderr_tail for e in outcome.exits]
     return [json.loads((folder / f"rank{r:04d}" / "told.json").read_text()) for r in (0, 1)]

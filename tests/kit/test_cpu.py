@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,8 @@ from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.worlds import cpu
 from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy
+
+from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 LAYOUTS = {
@@ -25,9 +26,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module", params=["forward", "backward"])
-def world(request: pytest.FixtureRequest) -> Iterator[ForkedWorld]:
-    with ForkedWorld("toy_targets:target", deadline=60, entry=f"toy_megatron:{request.param}") as found:
-        yield found
+def world(request: pytest.FixtureRequest, shared_world: ForkedWorld) -> ForkedWorld:
+    return Shared(shared_world, "toy_targets:target", deadline=60, entry=f"toy_megatron:{request.param}")
 
 
 def run(world: ForkedWorld, layout: Layout, folder: Path) -> RunOutcome:

@@ -13,6 +13,8 @@ from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.targets.moeref import MoerefTarget
 from moeref_conformance.worlds.forked import ForkedWorld
 
+from tests.kit.shared_world import Shared
+
 ONE = Layout()
 CELLS = (
     Cell(family="deepseek_v3", layout_name="one", layout=ONE, layers=4),
@@ -41,17 +43,17 @@ CELLS = (
 )
 
 
-def run(cell: Cell, folder: Path, entry: str) -> tuple[RunOutcome, Path]:
+def run(world: ForkedWorld, cell: Cell, folder: Path, entry: str) -> tuple[RunOutcome, Path]:
     where = folder / "cell"
     where.mkdir()
-    with ForkedWorld("moeref", deadline=240, entry=f"device_labels:{entry}") as world:
-        return world.run(cell, where, expected(cell, folder).inputs, MoerefTarget.claims), where
+    labelled = Shared(world, "moeref", deadline=240, entry=f"device_labels:{entry}")
+    return labelled.run(cell, where, expected(cell, folder).inputs, MoerefTarget.claims), where
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_no_operator_mixes_host_and_device(cell: Cell, tmp_path: Path) -> None:
-    outcome, where = run(cell, tmp_path, "run_rank")
+def test_no_operator_mixes_host_and_device(cell: Cell, tmp_path: Path, shared_world: ForkedWorld) -> None:
+    outcome, where = run(shared_world, cell, tmp_path, "run_rank")
     assert outcome.ok, outcome.error or next(e.text + "\n" + e.stderr_tail for e in outcome.exits if e.first)
     for rank in range(cell.layout.world):
         assert int((where / f"rank{rank:04d}" / "judged.txt").read_text()) > 1000
@@ -62,9 +64,11 @@ def test_no_operator_mixes_host_and_device(cell: Cell, tmp_path: Path) -> None:
     ("entry", "layout", "operator"),
     [("mask_on_the_host", Layout(cp=2), "aten.where"), ("norms_on_the_host", ONE, "rms_norm")],
 )
-def test_a_tensor_left_on_the_host_is_found(entry: str, layout: Layout, operator: str, tmp_path: Path) -> None:
+def test_a_tensor_left_on_the_host_is_found(
+    entry: str, layout: Layout, operator: str, tmp_path: Path, shared_world: ForkedWorld
+) -> None:
     cell = Cell(family="qwen3_moe", layout_name="some", layout=layout, layers=2, gradients=False)
-    outcome, _ = run(cell, tmp_path, entry)
+    outcome, _ = run(shared_world, cell, tmp_path, entry)
     first = next(e for e in outcome.exits if e.first)
     assert first.last_step == "forward", first.stderr_tail
     assert "Mixed" in first.stderr_tail

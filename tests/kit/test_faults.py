@@ -21,6 +21,7 @@ from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import RULES, Bench
+from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
@@ -43,10 +44,10 @@ REPORTS = (
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("faults")
     with (
-        ForkedWorld("moeref_conformance.selftest.faulty:by_tag", grace=1.0) as world,
+        Shared(shared_world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0) as world,
         ThreadPoolExecutor(1) as pool,
     ):
         # Both sides import for seconds: the oracle makes its first model while the world starts.

@@ -16,14 +16,15 @@ from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
+from tests.kit.shared_world import Shared
 
 #: Both of `SILENT` are fixed between the two versions that the project is tested with.
 WRONG = tuple(int(part) for part in version("megatron-core").split(".")[:2]) < (0, 19)
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("moeref_conformance.selftest.training:silent", grace=1.0) as world:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+    with Shared(shared_world, "moeref_conformance.selftest.training:silent", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("silent"), silent)
 
 

@@ -10,14 +10,15 @@ from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
+from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 TARGET = "moeref_conformance.selftest.megatron_replay:target"
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld(TARGET, grace=1.0) as world:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+    with Shared(shared_world, TARGET, grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("naive"), resolve(TARGET))
 
 

@@ -11,6 +11,7 @@ from moeref_conformance.selftest.misbehaving import MISBEHAVE, target
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
+from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 CELL = cell("qwen3_moe", "pp2", layers=2)
@@ -36,8 +37,8 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("moeref_conformance.selftest.misbehaving:target", grace=1.0) as world:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+    with Shared(shared_world, "moeref_conformance.selftest.misbehaving:target", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("misbehaving"), target)
 
 

@@ -11,14 +11,15 @@ from moeref_conformance.selftest.training import scaled
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
+from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 CELL = cell("qwen3_moe", "tp2-ep2", replay="R3", dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("moeref_conformance.selftest.training:scaled", grace=1.0) as world:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+    with Shared(shared_world, "moeref_conformance.selftest.training:scaled", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("scaled"), scaled)
 
 

@@ -17,19 +17,20 @@ from moeref_conformance.selftest.faulty import by_tag
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
+from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("square")
     square = {**recipes._FAMILY["gpt_oss"], "intermediate_size": recipes._COMMON["hidden_size"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(recipes._FAMILY, "gpt_oss", square)
         sizes = expected(cell("gpt_oss", "ep2"), folder).config
         assert sizes["hidden_size"] == sizes["intermediate_size"]
-        with ForkedWorld("moeref_conformance.selftest.faulty:by_tag", grace=1.0) as world:
+        with Shared(shared_world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0) as world:
             yield Bench(world, folder, by_tag)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from moeref_conformance.resolve import resolve
 from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy
 
+from tests.kit.shared_world import Shared
+
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
-def toy() -> Iterator[ForkedWorld]:
-    with ForkedWorld("toy_targets:target", deadline=60, entry="toy_staged:dispatch") as world:
-        yield world
+def toy(shared_world: ForkedWorld) -> ForkedWorld:
+    return Shared(shared_world, "toy_targets:target", deadline=60, entry="toy_staged:dispatch")
 
 
 def kept(world: ForkedWorld, folder: Path, entry: str, ranks: int, staged: bool) -> list[dict[str, Any]]:
@@ -83,9 +83,8 @@ def test_beyond_gloo(toy: ForkedWorld, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[ForkedWorld]:
-    with ForkedWorld("moeref", deadline=300) as world:
-        yield world
+def real(shared_world: ForkedWorld) -> ForkedWorld:
+    return Shared(shared_world, "moeref", deadline=300)
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from moeref_conformance.selftest.training import BALANCED, with_auxiliary_loss
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
+from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with ForkedWorld("moeref_conformance.selftest.training:with_auxiliary_loss", grace=1.0) as world:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+    with Shared(shared_world, "moeref_conformance.selftest.training:with_auxiliary_loss", grace=1.0) as world:
         yield Bench(world, tmp_path_factory.mktemp("balanced"), with_auxiliary_loss())
 
 

@@ -290,7 +290,7 @@ def test_without_rank_0_the_others_end(tmp_path: Path, number: signal.Signals) -
             assert time.monotonic() < until
             assert both[0].poll() is None, both[0].communicate()
             time.sleep(0.1)
-        zygotes = [pid for each in both for pid in processes("worlds.zygote", f"--parent\0{each.pid}\0")]
+        zygotes = [pid for each in both for pid in processes("worlds.fork_server", f"--parent\0{each.pid}\0")]
         assert len(zygotes) == 4  # and the ranks that they forked
         both[0].send_signal(number)
         (_, told), (out, error) = both[0].communicate(timeout=60), both[1].communicate(timeout=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from moeref_conformance.plan import matrix
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from moeref.dispatcher import padding, routing
+from tests.kit.shared_world import Shared
 
 CASES = 13
 
@@ -36,9 +36,8 @@ LAYOUTS = _layouts()
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[ForkedWorld]:
-    with ForkedWorld("dispatch_ranks:target", deadline=120, entry="dispatch_ranks:compare") as found:
-        yield found
+def world(shared_world: ForkedWorld) -> ForkedWorld:
+    return Shared(shared_world, "dispatch_ranks:target", deadline=120, entry="dispatch_ranks:compare")
 
 
 @pytest.mark.cpu

@@ -9,6 +9,8 @@ from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.worlds.forked import ForkedWorld
 
+from tests.kit.shared_world import Shared
+
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 CELLS = (
@@ -31,13 +33,13 @@ CHECKS = (
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def done(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> dict[str, str]:
     """What each check raised, or ""."""
     import replay_ranks
 
     found: dict[str, str] = {}
     folder = tmp_path_factory.mktemp("replay")
-    with ForkedWorld("replay_ranks:target", deadline=240, entry="replay_ranks:check") as world:
+    with Shared(shared_world, "replay_ranks:target", deadline=240, entry="replay_ranks:check") as world:
         for number, cell in enumerate(CELLS):
             where = folder / f"cell{number}"
             where.mkdir()

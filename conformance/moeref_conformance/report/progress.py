@@ -1,4 +1,4 @@
-"""A run on the terminal: a progress bar, or without a terminal a line for each cell."""
+"""A run on the terminal: a progress bar, or without a terminal a line for each cell; then the slowest cells."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from moeref_conformance.contract.results import Verdict
 
 #: Untested comes after pass: as in the headline, a cell with some untested rules can pass.
 WORST = ("error", "fail", "xpass", "xfail", "pass", "untested", "unclaimed", "disabled")
+#: As many of the slowest cells are listed at the end of a run that has more.
+SLOWEST = 20
 
 
 class Progress:
@@ -24,6 +26,7 @@ class Progress:
         self.cells, self.done, self.failures = cells, 0, 0
         self.console = console or Console(stderr=True)
         self._running: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
         self._bar = Bar(
             TextColumn("{task.fields[failures]}"),
@@ -44,6 +47,10 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+        if self.done > SLOWEST:
+            slowest = sorted(self._seconds.items(), key=lambda cell: cell[1], reverse=True)[:SLOWEST]
+            lines = [f"the slowest {SLOWEST} of {self.done} cells:", *(f"{s:8.1f} s  {cell}" for cell, s in slowest)]
+            self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def __call__(self, event: str, cell: Cell, verdicts: list[Verdict]) -> None:
         """Show one event, "begin" or "end"."""
@@ -61,6 +68,7 @@ class Progress:
             )
 
     def _report(self, cell: Cell, verdicts: list[Verdict], seconds: float) -> None:
+        self._seconds[cell.id] = seconds
         worst = min((v.status for v in verdicts), key=WORST.index, default="disabled")
         bad = [v.rule for v in verdicts if v.status in ("error", "fail", "xpass")]
         self.failures += bool(bad)

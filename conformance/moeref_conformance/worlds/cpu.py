@@ -118,7 +118,12 @@ def device_literals() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for name in METHODS:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+    @functools.wraps(torch.Tensor.cuda)
+    def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    torch.Tensor.cuda = stay  # type: ignore[method-assign,assignment]
 
 
 def _on_cpu(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -203,11 +203,11 @@ def _run(options: argparse.Namespace) -> int:
     if started():
         from moeref_conformance.worlds.torchrun import take_part
 
-        return take_part(options.target, lambda crew: _judge(options, crew))
+        return take_part(options.target, lambda coordinator: _judge(options, coordinator))
     return _judge(options)
 
 
-def _judge(options: argparse.Namespace, crew: Any = None) -> int:
+def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
     from moeref_conformance.plan.plan import Settings, prepare
     from moeref_conformance.report import write_all
     from moeref_conformance.report.progress import Progress
@@ -229,7 +229,7 @@ def _judge(options: argparse.Namespace, crew: Any = None) -> int:
     )
     plan = prepare(settings, resolve(options.target))
     with Progress(len(plan.cells)) as progress:
-        results = run(plan, options.out, progress, machinery(crew))
+        results = run(plan, options.out, progress, machinery(coordinator))
     if plan.machine is not None and not plan.machine.count and any(plan.lacks(cell) for cell in plan.cells):
         from rich.console import Console
 

@@ -101,7 +101,7 @@ class FirstAdapter:
         layout = Layout.parse(cell.layout.text)  # yours, and the next two lines
         model = families.read(world.hf_config, cell.dtype)
         names = Names(bridge.ShardMap(model, layout))
-        if world.kind == "static":
+        if world.backend == "static":
             yield Session(names)
             return
         # Only ranks import megatron-core: the world has made torch ready for it by then.

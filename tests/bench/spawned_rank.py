@@ -1,4 +1,4 @@
-"""One rank started the usual way: a Python process that imports everything itself. The zygote is held against it."""
+"""One rank started the usual way, a Python process that imports everything itself: compared with the fork server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(request: str, rank: int) -> None:
     (folder / "scratch").mkdir(parents=True)
     dist.init_process_group("gloo", init_method=f"file://{asked['folder']}/store", rank=rank, world_size=size)
     world = World(
-        kind="gloo",
+        backend="gloo",
         rank=rank,
         size=size,
         device="cpu",

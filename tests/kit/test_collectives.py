@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.worlds.collective_specs import ALIASES, CALLS, Call
+from moeref_conformance.worlds.collective_specs import ALIASES, SPECS, Spec
 from moeref_conformance.worlds.collectives import _poison
 from moeref_conformance.worlds.forked import ForkedWorld
 from toy_targets import Toy
@@ -100,7 +100,7 @@ def test_every_case_was_judged(told: list[dict[str, Any]]) -> None:
 )
 def test_poison(dtype: torch.dtype) -> None:
     out = torch.zeros(3, dtype=dtype)
-    _poison(Call(dtype, outputs=[out]))
+    _poison(Spec(dtype, outputs=[out]))
     if dtype.is_floating_point or dtype.is_complex:
         assert bool(out.isnan().all())
     else:
@@ -109,11 +109,11 @@ def test_poison(dtype: torch.dtype) -> None:
 
 def test_poison_spares_inputs_that_share_memory() -> None:
     whole = torch.arange(4.0)
-    _poison(Call(whole.dtype, inputs=[whole[2:]], outputs=[whole]))
+    _poison(Spec(whole.dtype, inputs=[whole[2:]], outputs=[whole]))
     assert whole[2:].tolist() == [2.0, 3.0]
     assert bool(whole[:2].isnan().all())
 
 
 def test_aliases_are_calls() -> None:
-    assert set(ALIASES) < set(CALLS)
-    assert set(ALIASES.values()) < set(CALLS)
+    assert set(ALIASES) < set(SPECS)
+    assert set(ALIASES.values()) < set(SPECS)

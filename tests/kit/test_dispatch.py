@@ -40,7 +40,7 @@ def facet(tmp_path_factory: pytest.TempPathFactory) -> Dispatch:
     folder = tmp_path_factory.mktemp("dispatch")
     cell = Cell(family="qwen3_moe", layout_name="split", layout=SPLIT, backend="static", layers=2)
     hf_config = Path(expected(cell, folder).inputs["hf_config"])
-    world = World(kind="static", rank=-1, size=SPLIT.world, device="cpu", workdir=folder, hf_config=hf_config)
+    world = World(backend="static", rank=-1, size=SPLIT.world, device="cpu", workdir=folder, hf_config=hf_config)
     with MoerefTarget().open(cell, world) as session:
         assert isinstance(session.dispatch, Dispatch)
         return session.dispatch

@@ -85,7 +85,7 @@ def inputs(tmp_path: Path) -> dict[str, str]:
 
 
 def probe(target: Toy, inputs: dict[str, str], tmp_path: Path) -> RankRecord:
-    world = World(kind="gloo", rank=0, size=1, device="cpu", workdir=tmp_path, hf_config=tmp_path)
+    world = World(backend="gloo", rank=0, size=1, device="cpu", workdir=tmp_path, hf_config=tmp_path)
     run_rank(target, CELL, world, inputs, tmp_path / "rank0000")  # type: ignore[arg-type]
     return RankRecord(0, tmp_path / "rank0000")
 

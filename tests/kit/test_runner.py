@@ -58,10 +58,10 @@ def test_judge_that_raises_is_an_error_of_the_kit(tmp_path):
 
 
 def test_world_that_breaks_is_an_error_of_the_kit(tmp_path):
-    trouble = lambda cell: RunOutcome((), 0.1, error="zygote died") if cell.layout.tp == 2 else None  # noqa: E731
+    trouble = lambda cell: RunOutcome((), 0.1, error="the fork server died") if cell.layout.tp == 2 else None  # noqa: E731
     results = run(tmp_path, ToyWorld(trouble))
     assert statuses(results)["RUN-001"] == "error"
-    assert "zygote died" in results.table[TP2]["EXP-001"].reason
+    assert "the fork server died" in results.table[TP2]["EXP-001"].reason
     assert statuses(results, "qwen3_moe/pp2-vpp2/gloo")["EXP-001"] == "pass"
 
 

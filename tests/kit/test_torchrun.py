@@ -16,23 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toy_crew
+import toy_coordinator
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.contract.topology import coords_text
-from moeref_conformance.worlds.coordinator import Crew
+from moeref_conformance.worlds.coordinator import Coordinator
 from moeref_conformance.worlds.forked import WorldError
 from moeref_conformance.worlds.messages import Line, pack, unpack
 from moeref_conformance.worlds.torchrun import TorchrunWorld, merge
 from moeref_conformance.worlds.worker import Place
-from toy_crew import cell
+from toy_coordinator import cell
 from toy_targets import Toy
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 HOST = socket.gethostname()
-KIT = Path(toy_crew.__file__).parent
+KIT = Path(toy_coordinator.__file__).parent
 
 
 def free_port() -> int:
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def environment(rank: int, nodes: list[int], port: int, **more: str) -> dict[str, str]:
-    """What torchrun would set for rank `rank` of a crew whose ranks are on these machines."""
+    """What torchrun would set for rank `rank` of a coordinator whose ranks are on these machines."""
     node = nodes[rank]
     return {
         "TORCHELASTIC_RUN_ID": "test",
@@ -59,7 +59,7 @@ def environment(rank: int, nodes: list[int], port: int, **more: str) -> dict[str
 def process(rank: int, nodes: list[int], port: int, **more: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([more.pop("FIRST", ""), str(KIT), *sys.path]).strip(os.pathsep)
     return subprocess.Popen(
-        [sys.executable, str(KIT / "toy_crew.py")],
+        [sys.executable, str(KIT / "toy_coordinator.py")],
         env={**os.environ, **environment(rank, nodes, port, **more), "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -68,7 +68,7 @@ def process(rank: int, nodes: list[int], port: int, **more: str) -> subprocess.P
 
 
 @contextmanager
-def crew_of(nodes: list[int], **more: str) -> Iterator[tuple[Crew, list[subprocess.Popen[str]]]]:
+def gathered(nodes: list[int], **more: str) -> Iterator[tuple[Coordinator, list[subprocess.Popen[str]]]]:
     """This process is that of rank 0, without torchrun: the others are started here."""
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
@@ -76,8 +76,8 @@ def crew_of(nodes: list[int], **more: str) -> Iterator[tuple[Crew, list[subproce
             patch.setenv(key, value)
         others = [process(rank, nodes, port, **more) for rank in range(1, len(nodes))]
         try:
-            with Crew.gather(Place.here(), toy_crew.SPEC, toy_crew.ENTRY) as crew:
-                yield crew, others
+            with Coordinator.gather(Place.here(), toy_coordinator.SPEC, toy_coordinator.ENTRY) as coordinator:
+                yield coordinator, others
         finally:
             for other in others:
                 try:
@@ -89,11 +89,14 @@ def crew_of(nodes: list[int], **more: str) -> Iterator[tuple[Crew, list[subproce
 @pytest.fixture(scope="module")
 def world() -> Iterator[TorchrunWorld]:
     """Ranks 0 and 1 on one machine, rank 2 on another of the same name."""
-    with crew_of([0, 0, 1]) as (crew, others), TorchrunWorld(crew, "gloo", deadline=20, grace=2) as found:
+    with (
+        gathered([0, 0, 1]) as (coordinator, others),
+        TorchrunWorld(coordinator, "gloo", deadline=20, grace=2) as found,
+    ):
         found.start()
         yield found
         found.__exit__(None, None, None)
-        crew.close()
+        coordinator.close()
         assert [other.wait(60) for other in others] == [0, 0]
         assert [other.communicate() for other in others] == [("", "")] * 2
 
@@ -248,14 +251,14 @@ def test_who_was_first_on_several_clocks(exits: list[RankExit], rank: int) -> No
 
 def test_a_process_that_vanishes_is_named_and_the_rest_goes_on(tmp_path: Path, config: dict[str, str]) -> None:
     with (
-        crew_of([0, 1], TOY_PIDS=str(tmp_path)) as (crew, others),
+        gathered([0, 1], TOY_PIDS=str(tmp_path)) as (coordinator, others),
         pytest.MonkeyPatch.context() as patch,
-        TorchrunWorld(crew, "gloo", deadline=60, grace=1) as world,
+        TorchrunWorld(coordinator, "gloo", deadline=60, grace=1) as world,
     ):
         patch.setenv("TOY_PIDS", str(tmp_path))
         world.start()
-        zygotes = processes("moeref_conformance.worlds.fork_server", f"--parent\0{others[0].pid}\0")
-        assert len(zygotes) == 1
+        fork_servers = processes("moeref_conformance.worlds.fork_server", f"--parent\0{others[0].pid}\0")
+        assert len(fork_servers) == 1
         killer = subprocess.Popen(
             [
                 sys.executable,
@@ -275,7 +278,7 @@ def test_a_process_that_vanishes_is_named_and_the_rest_goes_on(tmp_path: Path, c
         assert "its connection was closed" in outcome.error
         assert time.monotonic() - began < 30
         ranks = [int((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
-        assert gone([*zygotes, *ranks])
+        assert gone([*fork_servers, *ranks])
         assert run(world, tmp_path / "alone", "trivial", 1, config).ok
         assert "rank 1" in world.run(cell("trivial", 2), tmp_path / "again", config, Toy.claims).error
 
@@ -290,12 +293,12 @@ def test_without_rank_0_the_others_end(tmp_path: Path, number: signal.Signals) -
             assert time.monotonic() < until
             assert both[0].poll() is None, both[0].communicate()
             time.sleep(0.1)
-        zygotes = [pid for each in both for pid in processes("worlds.fork_server", f"--parent\0{each.pid}\0")]
-        assert len(zygotes) == 4  # and the ranks that they forked
+        fork_servers = [pid for each in both for pid in processes("worlds.fork_server", f"--parent\0{each.pid}\0")]
+        assert len(fork_servers) == 4  # and the ranks that they forked
         both[0].send_signal(number)
         (_, told), (out, error) = both[0].communicate(timeout=60), both[1].communicate(timeout=60)
         ranks = [int((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
-        assert gone([*zygotes, *ranks])
+        assert gone([*fork_servers, *ranks])
         assert out == ""
         if number == signal.SIGKILL:
             assert both[1].returncode == 2
@@ -310,11 +313,14 @@ def test_without_rank_0_the_others_end(tmp_path: Path, number: signal.Signals) -
 
 
 def test_a_process_that_is_ended_says_so(tmp_path: Path) -> None:
-    with crew_of([0, 0]) as (crew, others):
+    with gathered([0, 0]) as (coordinator, others):
         others[0].send_signal(signal.SIGTERM)
         _, error = others[0].communicate(timeout=60)
         assert (others[0].returncode, error) == (2, f"moeref-conformance: rank 1 on {HOST}: it was ended by SIGTERM\n")
-        with TorchrunWorld(crew, "gloo") as world, pytest.raises(WorldError, match=r"rank 1 \(.*\): the process that"):
+        with (
+            TorchrunWorld(coordinator, "gloo") as world,
+            pytest.raises(WorldError, match=r"rank 1 \(.*\): the process that"),
+        ):
             world.start()
 
 
@@ -323,7 +329,7 @@ def test_processes_that_differ_are_refused(tmp_path: Path) -> None:
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 9.9.9\n")
     says = rf"differ in transformers: 5\.\S+ for rank 0 \({HOST}\), 9\.9\.9 for rank 1"
-    with pytest.raises(BadInput, match=says), crew_of([0, 0], FIRST=str(tmp_path)):
+    with pytest.raises(BadInput, match=says), gathered([0, 0], FIRST=str(tmp_path)):
         raise AssertionError("they were gathered")
 
 

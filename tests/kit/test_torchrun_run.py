@@ -15,7 +15,7 @@ from moeref_conformance.contract.results import Results, read
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 MATRIX = """
 schema = 1
-name = "crew"
+name = "coordinator"
 [layouts]
 one = { layers = 2 }
 tp2 = { tp = 2, layers = 2 }
@@ -38,9 +38,9 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 def start(before: list[str], folder: Path, *more: str, target: str) -> subprocess.Popen[str]:
     """`run` in world gloo; `folder` has the matrix and gets the results and the temporary files."""
     (folder / "temporary").mkdir(parents=True)
-    (folder / "crew.toml").write_text(MATRIX)
+    (folder / "coordinator.toml").write_text(MATRIX)
     command = [sys.executable, *before, "-m", "moeref_conformance", "run", "--target", target, "--backend", "gloo"]
-    command += ["--matrix", str(folder / "crew.toml"), "--out", str(folder / "out"), *more]
+    command += ["--matrix", str(folder / "coordinator.toml"), "--out", str(folder / "out"), *more]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "GROUP_"))}
     return subprocess.Popen(
         command,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.contract.exits import KINDS, RankExit, RunOutcome, mark_first
+from moeref_conformance.contract.exits import BACKENDS, RankExit, RunOutcome, mark_first
 from moeref_conformance.worlds.forked import ForkedWorld, Part, WorldError
 from toy_targets import Toy
 
@@ -162,11 +162,11 @@ def test_disagreeing_splits_are_named_on_every_rank(world: ForkedWorld, tmp_path
     assert run(world, tmp_path / "next", "trivial").ok
 
 
-def test_a_dead_zygote_is_a_kit_error_and_the_next_cell_runs(world: ForkedWorld, tmp_path: Path) -> None:
+def test_a_dead_fork_server_is_a_kit_error_and_the_next_cell_runs(world: ForkedWorld, tmp_path: Path) -> None:
     os.kill(world.start()["pid"], signal.SIGKILL)
     outcome = world.run(cell("trivial"), tmp_path / "a", {"hf_config": "."}, Toy.claims)
     # Either it was seen dead and restarted at once, or its death was met in the middle.
-    assert outcome.ok or "the zygote died: SIGKILL" in outcome.error
+    assert outcome.ok or "the fork server died: SIGKILL" in outcome.error
     assert run(world, tmp_path / "b", "trivial").ok
 
 
@@ -211,12 +211,12 @@ def test_bad_requests_are_refused_before_anything_starts(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="deadline"):
         ForkedWorld("x", deadline=0)
     with pytest.raises(ValueError, match="'static' has no forked ranks"):
-        ForkedWorld("x", kind="static")
+        ForkedWorld("x", backend="static")
     assert world.facts == {}
 
 
 class Halves:
-    """A cell whose ranks two zygotes fork, as on two machines: 0 and 2 in the first, 1 in the second."""
+    """A cell whose ranks two fork servers fork, as on two machines: 0 and 2 in the first, 1 in the second."""
 
     RANKS = ((0, 2), (1,))
 
@@ -313,13 +313,13 @@ def test_the_first_failure_of_many() -> None:
 
 
 def test_devices_of_the_worlds() -> None:
-    assert [KINDS[kind].device_of(3) for kind in ("gloo", "gloo-cuda", "nccl")] == ["cpu", "cuda:0", "cuda:3"]
-    assert [KINDS[kind].on_gpu for kind in ("gloo", "gloo-cuda", "nccl")] == [False, True, True]
+    assert [BACKENDS[name].device_of(3) for name in ("gloo", "gloo-cuda", "nccl")] == ["cpu", "cuda:0", "cuda:3"]
+    assert [BACKENDS[name].on_gpu for name in ("gloo", "gloo-cuda", "nccl")] == [False, True, True]
 
 
 def test_a_gpu_that_is_not_there_is_named(halves: Halves, tmp_path: Path) -> None:
     wanted = Part(ranks=(0,), local={0: 99}, store=("localhost", halves.store.port), prefix="gpu")
-    with ForkedWorld("toy_targets:target", deadline=20, grace=1, entry=ENTRY, kind="nccl") as world:
+    with ForkedWorld("toy_targets:target", deadline=20, grace=1, entry=ENTRY, backend="nccl") as world:
         cell_on_gpus = replace(cell("trivial", 1), backend="nccl")
         outcome = world.run(cell_on_gpus, tmp_path, {"hf_config": "."}, Toy.claims, wanted)
     assert outcome.error == ""
@@ -336,8 +336,10 @@ def test_a_target_that_initialises_cuda_is_refused(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with (
-        ForkedWorld("toy_gpu:target", entry=ENTRY, kind="gloo-cuda") as world,
-        pytest.raises(WorldError, match="CUDA was initialised in the zygote by importing the target 'toy_gpu:target'"),
+        ForkedWorld("toy_gpu:target", entry=ENTRY, backend="gloo-cuda") as world,
+        pytest.raises(
+            WorldError, match="CUDA was initialised in the fork server by importing the target 'toy_gpu:target'"
+        ),
     ):
         world.start()
 

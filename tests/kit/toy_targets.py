@@ -131,7 +131,7 @@ def grandchildren_then_wait(target: Target, cell: Cell, world: World, inputs: di
 
 
 class Dispatching:
-    """Runs the entry that the cell's tag names, so that one zygote serves every test."""
+    """Runs the entry that the cell's tag names, so that one fork server serves every test."""
 
     def __call__(self, target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
         globals()[cell.tags[0]](target, cell, world, inputs, folder)

@@ -38,7 +38,7 @@ class Info:
 class World:
     """Where one rank finds itself. Under `static` there are no processes and `rank` is -1."""
 
-    kind: str
+    backend: str  # "gloo", "nccl", …
     rank: int
     size: int
     device: str  # "cpu" or "cuda:0"

@@ -1,7 +1,6 @@
-"""Worlds run the ranks of a cell. This module owns what they differ in (a table) and what every world answers: how each
-rank ended, and how long it took.
+"""How the ranks of a cell ended, and the table of backends whose ranks are processes.
 
-Nothing here imports torch, so that the parent can read an outcome without it.
+Nothing here imports torch, so that the parent process can read an outcome without it.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What sets one world of forked ranks apart: the backend of its default process group and the device of a rank."""
+class Backend:
+    """What backends of rank processes differ in: torch's backend for the default group, and the device of a rank."""
 
-    backend: str
+    process_group: str
     device: str
 
     @property
@@ -28,11 +27,11 @@ class Kind:
         return self.device.format(local=local)
 
 
-#: The worlds whose ranks are processes. In gloo-cuda all ranks share one GPU; in nccl each has its own.
-KINDS: Mapping[str, Kind] = {
-    "gloo": Kind("gloo", "cpu"),
-    "gloo-cuda": Kind("staged", "cuda:0"),
-    "nccl": Kind("nccl", "cuda:{local}"),
+#: Backends whose ranks are processes. In gloo-cuda all ranks share one GPU; in nccl each has its own.
+BACKENDS: Mapping[str, Backend] = {
+    "gloo": Backend("gloo", "cpu"),
+    "gloo-cuda": Backend("staged", "cuda:0"),
+    "nccl": Backend("nccl", "cuda:{local}"),
 }
 
 #: Exit code of a rank in which something raised; the record of the step says what.
@@ -51,9 +50,9 @@ class RankExit:
     that lost their connection. When ranks hang, the ones furthest behind are marked.
     `killed`: the world ended it after another rank had failed; `signal` then says nothing about the rank itself.
     `finished`: it reported the end of its work. A rank that leaves with code 0 but did not finish is a failure.
-    `echo`: what it raised is what a rank says whose peer is gone. `seen` is when the world saw that it had failed,
-    `raised` when its exception came (0 if none did), both in seconds since the cell began there. `events` counts its
-    events, `waits`: it hung inside a collective. `host` is its machine, where there are several.
+    `echo`: its exception only says that a peer is gone. `seen` is when the world saw that it had failed, `raised` when
+    its exception came (0 without one), both in seconds since the cell began there. `events` counts its events.
+    `waits`: it hung inside a collective. `host` is its machine, where there are several.
     """
 
     rank: int

@@ -16,7 +16,7 @@ from moeref_conformance.judges import Case
 from moeref_conformance.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from moeref_conformance.worlds.coordinator import Crew
+    from moeref_conformance.worlds.coordinator import Coordinator
 
 
 class RunsCells(Protocol):
@@ -39,21 +39,21 @@ class Machinery:
     judges: Mapping[str, Callable[[Case], Outcome]]
 
 
-def machinery(crew: Crew | None = None) -> Machinery:
-    """The real worlds, oracle and judges. With a `crew` the ranks are those of torchrun."""
-    from moeref_conformance.contract.exits import KINDS
+def machinery(coordinator: Coordinator | None = None) -> Machinery:
+    """The real worlds, oracle and judges. With a `coordinator` the ranks are those of torchrun."""
+    from moeref_conformance.contract.exits import BACKENDS
     from moeref_conformance.judges import JUDGES
     from moeref_conformance.oracles.checkpoint import expected
     from moeref_conformance.worlds.static import StaticWorld
 
-    with_ranks = {backend: partial(_world_with_ranks, backend, crew) for backend in KINDS}
+    with_ranks = {backend: partial(_world_with_ranks, backend, coordinator) for backend in BACKENDS}
     return Machinery(
         worlds={"static": lambda plan: StaticWorld(plan.target), **with_ranks}, expect=expected, judges=JUDGES
     )
 
 
 @contextmanager
-def _world_with_ranks(backend: str, crew: Crew | None, plan: Plan) -> Iterator[RunsCells]:
+def _world_with_ranks(backend: str, coordinator: Coordinator | None, plan: Plan) -> Iterator[RunsCells]:
     from moeref_conformance.targets.dump import DumpTarget
     from moeref_conformance.worlds.dump import DumpWorld
     from moeref_conformance.worlds.forked import ForkedWorld
@@ -64,9 +64,9 @@ def _world_with_ranks(backend: str, crew: Crew | None, plan: Plan) -> Iterator[R
         return
     settings = plan.settings
     made = (
-        TorchrunWorld(crew, backend, deadline=settings.deadline)
-        if crew
-        else ForkedWorld(settings.target, deadline=settings.deadline, kind=backend)
+        TorchrunWorld(coordinator, backend, deadline=settings.deadline)
+        if coordinator
+        else ForkedWorld(settings.target, deadline=settings.deadline, backend=backend)
     )
     with made as world:
         world.start()  # a target that cannot be imported there ends the run here, not cell by cell

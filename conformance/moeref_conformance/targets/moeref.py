@@ -295,7 +295,7 @@ class MoerefTarget:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[_Session]:
         layout, model = Layout.parse(cell.layout.text), families.read(world.hf_config, cell.dtype)
-        if world.kind == "static":
+        if world.backend == "static":
             names = families.SpecNames(norms=cell.norms, experts=cell.experts)  # type: ignore[arg-type]
             shards = bridge.ShardMap(model, layout, names, cell.expert_format)  # type: ignore[arg-type]
             yield _Session(

@@ -1,6 +1,6 @@
 """Each collective in one language: how many units a member sends to, and expects from, each other member.
 
-`CALLS` maps a name in torch.distributed to the function that describes a call of it from its bound arguments. Whether
+`SPECS` maps a name in torch.distributed to the function that describes a call of it from its bound arguments. Whether
 the descriptions of all members fit together is judged in `collectives.py`.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 @dataclass
-class Call:
+class Spec:
     """What one member declares. `send[j]` units go to member j, `expect[j]` units come from it; None is all zero."""
 
     dtype: torch.dtype | None = None
@@ -29,84 +29,84 @@ class Call:
     outputs: Sequence[torch.Tensor] = field(default_factory=list)
 
 
-Describe = Callable[[dict[str, Any], Any, int, int], Call]  # (bound arguments, group, group size, group rank) -> Call
+Describe = Callable[[dict[str, Any], Any, int, int], Spec]  # (bound arguments, group, group size, group rank) -> Spec
 
 
-def _all_reduce(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _all_reduce(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x = a["tensor"]
     count = [x.numel()] * n
-    return Call(x.dtype, x.shape, count, count, reduce=_reduction(a["op"]), inputs=[x])
+    return Spec(x.dtype, x.shape, count, count, reduce=_reduction(a["op"]), inputs=[x])
 
 
-def _coalesced(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _coalesced(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     xs = [a["tensors"]] if isinstance(a["tensors"], torch.Tensor) else list(a["tensors"])
     count = [sum(x.numel() for x in xs)] * n
     shape = [d for x in xs for d in (*x.shape, -1)]
-    return Call(xs[0].dtype if xs else None, shape, count, count, reduce=_reduction(a["op"]), inputs=xs)
+    return Spec(xs[0].dtype if xs else None, shape, count, count, reduce=_reduction(a["op"]), inputs=xs)
 
 
-def _reduce(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _reduce(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x, root = a["tensor"], _root(a, group, "dst")
     send, expect = _to_root(x.numel(), group, n, root), [x.numel()] * n if _is_me(group, me, root) else None
-    return Call(x.dtype, x.shape, send, expect, root=root, reduce=_reduction(a["op"]), inputs=[x])
+    return Spec(x.dtype, x.shape, send, expect, root=root, reduce=_reduction(a["op"]), inputs=[x])
 
 
-def _broadcast(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _broadcast(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x, root = a["tensor"], _root(a, group, "src")
     mine = _is_me(group, me, root)
     send, expect = [x.numel()] * n if mine else None, _to_root(x.numel(), group, n, root)
-    return Call(x.dtype, x.shape, send, expect, root=root, inputs=[x] if mine else [], outputs=[] if mine else [x])
+    return Spec(x.dtype, x.shape, send, expect, root=root, inputs=[x] if mine else [], outputs=[] if mine else [x])
 
 
-def _all_gather(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _all_gather(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x, out = a["tensor"], list(a["tensor_list"])
-    return Call(x.dtype, (), [x.numel()] * n, _sized(out, n), inputs=[x], outputs=out)
+    return Spec(x.dtype, (), [x.numel()] * n, _sized(out, n), inputs=[x], outputs=out)
 
 
-def _all_gather_single(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _all_gather_single(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x, out = a["input_tensor"], a["output_tensor"]
-    return Call(x.dtype, x.shape, [x.numel()] * n, _split(out.numel(), n), inputs=[x], outputs=[out])
+    return Spec(x.dtype, x.shape, [x.numel()] * n, _split(out.numel(), n), inputs=[x], outputs=[out])
 
 
-def _reduce_scatter(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _reduce_scatter(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     xs, out = list(a["input_list"]), a["output"]
-    return Call(out.dtype, (), _sized(xs, n), [out.numel()] * n, reduce=_reduction(a["op"]), inputs=xs, outputs=[out])
+    return Spec(out.dtype, (), _sized(xs, n), [out.numel()] * n, reduce=_reduction(a["op"]), inputs=xs, outputs=[out])
 
 
-def _reduce_scatter_single(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _reduce_scatter_single(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x, out = a["input"], a["output"]
     send, expect = _split(x.numel(), n), [out.numel()] * n
-    return Call(x.dtype, x.shape, send, expect, reduce=_reduction(a["op"]), inputs=[x], outputs=[out])
+    return Spec(x.dtype, x.shape, send, expect, reduce=_reduction(a["op"]), inputs=[x], outputs=[out])
 
 
-def _all_to_all_single(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _all_to_all_single(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x, out = a["input"], a["output"]
     send, expect = _splits(a["input_split_sizes"], x, n), _splits(a["output_split_sizes"], out, n)
-    return Call(x.dtype, x.shape[1:], send, expect, unit="rows", inputs=[x], outputs=[out])
+    return Spec(x.dtype, x.shape[1:], send, expect, unit="rows", inputs=[x], outputs=[out])
 
 
-def _all_to_all(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _all_to_all(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     xs, out = list(a["input_tensor_list"]), list(a["output_tensor_list"])
-    return Call(xs[0].dtype if xs else None, (), _sized(xs, n), _sized(out, n), inputs=xs, outputs=out)
+    return Spec(xs[0].dtype if xs else None, (), _sized(xs, n), _sized(out, n), inputs=xs, outputs=out)
 
 
-def _scatter(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _scatter(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     out, root = a["tensor"], _root(a, group, "src")
     xs = list(a["scatter_list"] or []) if _is_me(group, me, root) else []
     send = _sized(xs, n) if _is_me(group, me, root) else None
     expect = _to_root(out.numel(), group, n, root)
-    return Call(out.dtype, (), send, expect, root=root, inputs=xs, outputs=[out])
+    return Spec(out.dtype, (), send, expect, root=root, inputs=xs, outputs=[out])
 
 
-def _gather(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
+def _gather(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
     x, root = a["tensor"], _root(a, group, "dst")
     out = list(a["gather_list"] or []) if _is_me(group, me, root) else []
     expect = _sized(out, n) if _is_me(group, me, root) else None
-    return Call(x.dtype, (), _to_root(x.numel(), group, n, root), expect, root=root, inputs=[x], outputs=out)
+    return Spec(x.dtype, (), _to_root(x.numel(), group, n, root), expect, root=root, inputs=[x], outputs=out)
 
 
-def _barrier(a: dict[str, Any], group: Any, n: int, me: int) -> Call:
-    return Call()
+def _barrier(a: dict[str, Any], group: Any, n: int, me: int) -> Spec:
+    return Spec()
 
 
 def _root(a: dict[str, Any], group: Any, key: str) -> int:
@@ -143,7 +143,7 @@ def _splits(sizes: Any, x: torch.Tensor, n: int) -> list[int]:
     return given if len(given) == n and sum(given) == rows else [-1] * n
 
 
-CALLS: dict[str, Describe] = {
+SPECS: dict[str, Describe] = {
     "all_reduce": _all_reduce,
     "all_reduce_coalesced": _coalesced,
     "reduce": _reduce,

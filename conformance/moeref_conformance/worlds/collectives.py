@@ -7,7 +7,7 @@ all of them raise CollectiveMismatch. Then the output buffers are poisoned (NaN,
 collective does not fill is seen. Install before megatron-core is imported: it captures collectives by name at import.
 
 Point-to-point calls are left alone but for poisoned receive buffers. With `async_op=True` the check still completes
-first; then the real Work is returned. What a call declares is described in `calls.py`.
+first; then the real Work is returned. What a call declares is described in `collective_specs.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moeref_conformance.worlds.collective_specs import ALIASES, CALLS, Call, Describe
+from moeref_conformance.worlds.collective_specs import ALIASES, SPECS, Describe, Spec
 from torch.distributed import distributed_c10d as c10d
 
 DTYPE_NAMES = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
@@ -31,7 +31,7 @@ class CollectiveMismatch(RuntimeError):
     """The members of a group disagree on a collective, or one of them passes a tensor that is not contiguous."""
 
 
-OPS = [name for name in CALLS if name not in ALIASES]
+OPS = [name for name in SPECS if name not in ALIASES]
 
 REDUCTIONS = ["", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 
@@ -41,10 +41,10 @@ _guard = threading.local()  # `busy` inside a wrapped collective: all_gather_int
 
 
 def install() -> None:
-    """Wrap every collective of CALLS and the receives, in torch.distributed and in distributed_c10d. Once a process."""
+    """Wrap every collective of SPECS and the receives, in torch.distributed and in distributed_c10d. Once a process."""
     if getattr(c10d.all_reduce, "_checked", False):
         return
-    for name, describe in CALLS.items():
+    for name, describe in SPECS.items():
         if hasattr(c10d, name):
             _replace(name, _checked(ALIASES.get(name, name), getattr(c10d, name), describe))
     for name in ("recv", "irecv"):
@@ -100,7 +100,7 @@ def _hash(shape: list[int]) -> int:
     return int.from_bytes(hashlib.blake2b(str(shape).encode(), digest_size=7).digest(), "big")
 
 
-def _agree(op: str, call: Call, group: Any, n: int, me: int) -> None:
+def _agree(op: str, call: Spec, group: Any, n: int, me: int) -> None:
     """Exchange signatures, int64 of len(HEADER) + SHOWN + 2·n a member; raise on all members if they do not fit."""
     shape = [int(d) for d in call.shape]
     header = [
@@ -132,7 +132,7 @@ def _device(group: Any) -> torch.device:
     return torch.device("cpu" if not types or "cpu" in types else "cuda")
 
 
-def _trouble(table: list[list[int]], n: int, call: Call, me: int) -> Callable[[list[int]], str] | None:
+def _trouble(table: list[list[int]], n: int, call: Spec, me: int) -> Callable[[list[int]], str] | None:
     """What is wrong, as a function of the group's global ranks, or None. All members reach the same verdict."""
     h = len(HEADER)
     send = [row[h + SHOWN : h + SHOWN + n] for row in table]
@@ -172,7 +172,7 @@ def _trouble(table: list[list[int]], n: int, call: Call, me: int) -> Callable[[l
     return tell
 
 
-def _text(call: Call) -> str:
+def _text(call: Spec) -> str:
     """This rank's own tensors: shapes, dtypes, strides where they matter."""
 
     def one(x: torch.Tensor) -> str:
@@ -187,7 +187,7 @@ def _text(call: Call) -> str:
     return ", ".join(parts) or "no tensor"
 
 
-def _poison(call: Call) -> None:
+def _poison(call: Spec) -> None:
     """Fill the outputs; inputs that share memory with an output (in-place gathers) keep their values."""
     homes = {out.untyped_storage().data_ptr() for out in call.outputs if out.numel()}
     shared = [x for x in call.inputs if x.numel() and x.untyped_storage().data_ptr() in homes]

@@ -1,7 +1,7 @@
-"""The processes that torchrun started, as that of rank 0 has gathered them around itself.
+"""The coordinator: rank 0's connections to all processes that torchrun started.
 
-They find each other through the store at MASTER_ADDR and MASTER_PORT and then have one connection each with the process
-of rank 0, so that one that is gone is known at once and named with its machine.
+The processes find each other through the store at MASTER_ADDR and MASTER_PORT. Each then has one connection to the
+process of rank 0, so that the loss of a process is seen at once and reported with its machine.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from typing import TYPE_CHECKING, Any
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.worlds.forked import ENTRY, WorldError
 from moeref_conformance.worlds.messages import Gone, Line
-from moeref_conformance.worlds.worker import Agent, Place, installed
+from moeref_conformance.worlds.worker import Place, Worker, installed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 JOIN_SECONDS = 300.0  # until all processes have come; their imports may take long on a shared file system
-HELLO_SECONDS, HELLO_MOST = 10.0, 1 << 20  # a stranger on the port may say nothing, or too much
+HELLO_SECONDS, HELLO_MOST = 10.0, 1 << 20  # another program on the port may send nothing, or too much
 
 
-class Crew:
-    """All processes of torchrun, seen from that of rank 0. `gone` says of ranks that are not there any more why."""
+class Coordinator:
+    """All processes of torchrun, seen from rank 0. `gone` has the ranks that were lost, and why."""
 
-    def __init__(self, places: Mapping[int, Place], lines: Mapping[int, Line], agent: Agent, store: Store) -> None:
+    def __init__(self, places: Mapping[int, Place], lines: Mapping[int, Line], worker: Worker, store: Store) -> None:
         self.places, self._lines = dict(places), dict(lines)
         self.gone: dict[int, str] = {}
         self._store = store  # it may be served here, for as long as the object lives
         self._questions = 0
-        self._agent = threading.Thread(target=agent.serve, name="agent of rank 0")
-        self._agent.start()
+        self._worker = threading.Thread(target=worker.serve, name="worker of rank 0")
+        self._worker.start()
 
     @classmethod
-    def gather(cls, place: Place, target_spec: str, entry: str = ENTRY) -> Crew:
+    def gather(cls, place: Place, target_spec: str, entry: str = ENTRY) -> Coordinator:
         """Wait for all others. Raises WorldError naming those that do not come, BadInput if they are not alike."""
         ours, theirs = Line.pair()
         lines, places, found = {0: ours}, {0: place}, {0: installed(target_spec)}
@@ -53,7 +53,7 @@ class Crew:
         with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=place.size) as server:
             token = secrets.token_hex(16)
             store = open_store(place)
-            store.set(prefix("crew"), json.dumps([server.getsockname()[1], token]))
+            store.set(prefix("coordinator"), json.dumps([server.getsockname()[1], token]))
             until = time.monotonic() + JOIN_SECONDS
             while len(lines) < place.size:
                 server.settimeout(max(0.001, until - time.monotonic()))
@@ -65,15 +65,15 @@ class Crew:
                 if hello := _hello(line, token):
                     other = Place(**hello["place"])
                     lines[other.rank], places[other.rank], found[other.rank] = line, other, hello["installed"]
-        crew = cls(places, lines, Agent(place, target_spec, theirs, entry), store)
+        coordinator = cls(places, lines, Worker(place, target_spec, theirs, entry), store)
         try:
-            crew.alike(found)
+            coordinator.alike(found)
         except BadInput:
-            crew.close()
+            coordinator.close()
             raise
-        return crew
+        return coordinator
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Coordinator:
         return self
 
     def __exit__(
@@ -84,7 +84,7 @@ class Crew:
     def close(self) -> None:
         """Tell all to stop. Returns when the ranks of this process are gone; the others end theirs likewise."""
         self.tell(self.places, {"stop": True})
-        self._agent.join()
+        self._worker.join()
         for line in self._lines.values():
             line.close()
         self._lines.clear()
@@ -173,11 +173,11 @@ def join(place: Place, target_spec: str) -> Line:
     """The line to the process of rank 0. Raises WorldError if it does not come."""
     try:
         store, until = open_store(place), time.monotonic() + JOIN_SECONDS
-        while not store.check([prefix("crew")]):  # its own wait would not let a signal through
+        while not store.check([prefix("coordinator")]):  # its own wait would not let a signal through
             if time.monotonic() > until:
                 raise WorldError(f"the process of rank 0 did not come in {JOIN_SECONDS:g} s")
             time.sleep(0.1)
-        port, token = json.loads(store.get(prefix("crew")))
+        port, token = json.loads(store.get(prefix("coordinator")))
         line = Line.over(socket.create_connection((address()[0], port), JOIN_SECONDS))
         line.send({"token": token, "place": asdict(place), "installed": installed(target_spec)})
     except WorldError:
@@ -188,7 +188,7 @@ def join(place: Place, target_spec: str) -> Line:
 
 
 def _hello(line: Line, token: str) -> dict[str, Any] | None:
-    """What a process that has connected says of itself; None for a stranger, who is turned away."""
+    """What a process that has connected says of itself; None, and no connection, for another program."""
     try:
         if line.connection.poll(HELLO_SECONDS):
             message, _ = line.receive(HELLO_MOST)

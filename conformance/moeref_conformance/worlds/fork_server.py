@@ -1,11 +1,11 @@
-"""The zygote: a process that has imported everything once and forks the ranks of each cell.
+"""The fork server: a process that imports everything once and forks the ranks of each cell.
 
-Importing torch and megatron-core takes seconds a process, forking milliseconds. So this process imports, installs the
-CPU substitutions and the checked collectives, resolves the target, and from then on only forks and supervises. It has
-one thread, always: a fork copies only the calling thread, and locks held by others would stay locked in the ranks. And
-it never touches CUDA, which does not survive a fork. Requests and answers are JSON lines on a socket inherited from the
-parent (`forked.py` says which); end of file means that the parent is gone. Supervision itself (deadlines, first
-failure, stray processes) is in `supervise.py`.
+Importing torch and megatron-core takes seconds in each process, forking takes milliseconds. So this process imports,
+installs the CPU substitutions and the checked collectives, and resolves the target. From then on it only forks ranks
+and supervises them (`supervise.py`). It always has one thread: a fork copies only the calling thread, and locks held by
+others would stay locked in the ranks. It never touches CUDA, which does not survive a fork. Requests and answers are
+JSON lines on a socket that it inherits from its parent (`forked.py` lists them). End of file means that the parent is
+gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Layout, Target, to_plain
-from moeref_conformance.contract.exits import KINDS
+from moeref_conformance.contract.exits import BACKENDS
 from moeref_conformance.contract.results import version_of
 from moeref_conformance.worlds import rank as rank_main
 from moeref_conformance.worlds import supervise
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--target", required=True)
     parser.add_argument("--entry", required=True)
-    parser.add_argument("--backend", choices=sorted(KINDS), required=True)
+    parser.add_argument("--backend", choices=sorted(BACKENDS), required=True)
     args = parser.parse_args()
 
     rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -76,7 +76,7 @@ def main() -> None:
     end = socket.socket(fileno=args.fd)
     end.set_inheritable(False)
     channel = supervise.Channel(end)
-    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if KINDS[args.backend].on_gpu else {}))
+    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if BACKENDS[args.backend].on_gpu else {}))
     try:
         prepared = prepare(args.target, args.entry, args.backend)
     except BaseException as error:
@@ -124,7 +124,7 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
     from moeref_conformance.targets import peers
     from moeref_conformance.worlds import collectives, cpu
 
-    device = "cuda" if KINDS[world].on_gpu else "cpu"
+    device = "cuda" if BACKENDS[world].on_gpu else "cpu"
     torch.set_num_threads(1)
     cpu.install(device, "torch")
     collectives.install()
@@ -164,8 +164,8 @@ def one_thread() -> None:
     if threading.active_count() != 1 or native != 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise RuntimeError(
-            f"the zygote has {native} threads ({names}): forking ranks is unsafe. Importing the target must not start "
-            "threads or run parallel tensor operations; move that into Target.open"
+            f"the fork server has {native} threads ({names}): forking ranks is unsafe. Importing the target must not "
+            "start threads or run parallel tensor operations; move that into Target.open"
         )
 
 
@@ -185,8 +185,8 @@ def no_cuda(after: str) -> None:
         spoiled = os.waitpid(pid, 0)[1] != 0
     if spoiled:
         raise RuntimeError(
-            f"CUDA was initialised in the zygote by {after}: forked ranks could not use it. Nothing may touch CUDA at "
-            "import (torch.cuda calls, tensors on a GPU, kernels compiled there); move that into Target.open"
+            f"CUDA was initialised in the fork server by {after}: forked ranks could not use it. Nothing may touch "
+            "CUDA at import (torch.cuda calls, tensors on a GPU, kernels compiled there); move that into Target.open"
         )
 
 
@@ -198,7 +198,7 @@ def serve(channel: supervise.Channel, prepared: Prepared, keep: frozenset[int]) 
             answer = run_cell(channel, request, prepared, keep)
         except Exception as error:
             supervise.end_strays(keep)
-            answer = {"error": f"zygote: {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            answer = {"error": f"fork server: {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         channel.say(answer)
 
 
@@ -233,12 +233,12 @@ def run_cell(
         done=done,
         go=go,
     )
-    zygote, pids = os.getpid(), {}
+    me, pids = os.getpid(), {}
     try:
         for rank in ranks:
             pid = os.fork()
             if pid == 0:
-                rank_main.main(job, rank, zygote, (channel.socket.fileno(), done_read, go_write))
+                rank_main.main(job, rank, me, (channel.socket.fileno(), done_read, go_write))
             pids[rank] = pid
         channel.say({"forked": list(pids.values())})
         limits = request["deadline"], request["grace"]

@@ -1,9 +1,9 @@
-"""The parent's side of a world of forked ranks: starts the zygote, sends it cells, and outlives whatever happens to it.
+"""The parent's side of a world of forked ranks: starts the fork server and sends it cells.
 
-A failure of the target shows in the exits of a RunOutcome. `RunOutcome.error` is for failures of the kit: the zygote
-did not start (the target could not be imported, say) or died. After a death the next `run` starts a new one.
+A failure of the target shows in the exits of a RunOutcome. `RunOutcome.error` is for failures of the kit: the fork
+server did not start (the target could not be imported, say) or died. After a death the next `run` starts a new one.
 
-Lines to the zygote: a request has "cell", "cell_dir", "inputs", "deadline", "grace" and "staged"; for a part of a cell
+Lines to the server: a request has "cell", "cell_dir", "inputs", "deadline", "grace" and "staged"; for a part of a cell
 also "ranks" (those to fork), "store" ({"tcp": [host, port], "prefix": text}) and "local" ({rank: index on this
 machine}). While ranks run, {"end": true} and {"leave": true} as in `ForkedWorld.end` and `leave`. Lines from it:
 {"ready": facts}, then for each cell {"forked": pids}, {"finished": true} for a part of one, and {"exits", "seconds",
@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from moeref_conformance.contract.api import Cell, Claims, to_plain
-from moeref_conformance.contract.exits import KINDS, RankExit, RunOutcome, signal_name
+from moeref_conformance.contract.exits import BACKENDS, RankExit, RunOutcome, signal_name
 
 ENTRY = "moeref_conformance.steps.run:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
@@ -37,7 +37,7 @@ LOG_TAIL = 4000  # characters
 
 
 class WorldError(RuntimeError):
-    """The zygote could not be started, or died."""
+    """The fork server could not be started, or died."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Part:
 
 
 class ForkedWorld:
-    """Runs cells of the world `kind` ("gloo", "gloo-cuda" or "nccl") with one forked process a rank.
+    """Runs cells of one backend ("gloo", "gloo-cuda" or "nccl") with one forked process a rank.
 
-    `target_spec` is a target's name or `module:attr`, resolved in the zygote, never here. A cell may take `deadline`
-    seconds; when a rank has failed, the others have `grace` seconds more. `entry` is what each rank calls. With
-    `staged` CPU tensors go through the staged backend as well. Use it as a context manager, and start it from a thread
-    that lives as long as it does.
+    `target_spec` is a target's name or `module:attr`, resolved in the fork server, never here. A cell may take
+    `deadline` seconds; when a rank has failed, the others have `grace` seconds more. `entry` is what each rank calls.
+    With `staged` CPU tensors go through the staged backend as well. Use it as a context manager, and start it from a
+    thread that lives as long as it does.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class ForkedWorld:
         deadline: float = 120.0,
         grace: float = 3.0,
         entry: str = ENTRY,
-        kind: str = "gloo",
+        backend: str = "gloo",
         staged: bool = False,
     ) -> None:
         if deadline <= 0 or grace < 0:
             raise ValueError(f"deadline {deadline} must be positive and grace {grace} not negative")
-        if kind not in KINDS:
-            raise ValueError(f"world {kind!r} has no forked ranks: use one of {', '.join(KINDS)}")
-        self.target_spec, self.entry, self.kind, self.staged = target_spec, entry, kind, staged
+        if backend not in BACKENDS:
+            raise ValueError(f"world {backend!r} has no forked ranks: use one of {', '.join(BACKENDS)}")
+        self.target_spec, self.entry, self.backend, self.staged = target_spec, entry, backend, staged
         self.deadline, self.grace = deadline, grace
-        #: What the zygote said when it was ready: versions, seconds of the imports, the target's info and claims.
+        #: What the fork server said when it was ready: versions, seconds of the imports, the target's info and claims.
         self.facts: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -99,7 +99,7 @@ class ForkedWorld:
         self.close()
 
     def start(self) -> dict[str, Any]:
-        """Start the zygote unless it is running, and answer its facts. Raises WorldError with the reason it gave."""
+        """Start the fork server unless it is running, and return its facts. Raises WorldError with its reason."""
         if self._process is not None and self._process.poll() is None:
             return self.facts
         if self._refused:
@@ -109,18 +109,18 @@ class ForkedWorld:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         # As multiprocessing does: what can be imported here can be imported there.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-        if not KINDS[self.kind].on_gpu:
+        if not BACKENDS[self.backend].on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "moeref_conformance.worlds.fork_server", "--fd", str(theirs.fileno())]
         command += ["--parent", str(os.getpid()), "--target", self.target_spec, "--entry", self.entry]
         self._process = subprocess.Popen(
-            [*command, "--backend", self.kind],
+            [*command, "--backend", self.backend],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
             env=environment,
-            start_new_session=True,  # a Ctrl-C reaches the parent only, which then ends the zygote in order
+            start_new_session=True,  # a Ctrl-C reaches the parent only, which then ends the fork server in order
         )
         theirs.close()
         self._channel = ours
@@ -150,8 +150,8 @@ class ForkedWorld:
         reason = claims.why_not(cell)
         if reason is not None:
             raise ValueError(f"cell {cell.id} must not be run: {reason}")
-        if cell.backend != self.kind:
-            raise ValueError(f"cell {cell.id} must not be run: this world is {self.kind}")
+        if cell.backend != self.backend:
+            raise ValueError(f"cell {cell.id} must not be run: this world is {self.backend}")
         if "hf_config" not in inputs:
             raise ValueError(f"cell {cell.id}: inputs {sorted(inputs)} lack 'hf_config'")
         if any(cell_dir.glob("rank[0-9]*")):
@@ -189,7 +189,7 @@ class ForkedWorld:
         self._tell("leave")
 
     def abort(self) -> None:
-        """End the zygote and its ranks: a `start` or `run` under way fails. From any thread; `close` is still due."""
+        """End the server and its ranks: a `start` or `run` under way fails. From any thread; `close` is still due."""
         channel, process = self._channel, self._process
         if channel is not None:
             with contextlib.suppress(OSError):  # nobody is connected any more
@@ -200,13 +200,13 @@ class ForkedWorld:
     def _tell(self, word: str) -> None:
         channel = self._channel
         if channel is not None:
-            with contextlib.suppress(OSError):  # the zygote died: `run` says so
+            with contextlib.suppress(OSError):  # the fork server died: `run` says so
                 channel.sendall(json.dumps({word: True}).encode() + b"\n")
 
     def close(self) -> None:
-        """End the zygote and every rank, and return when they are gone. Safe to call at any time, more than once."""
+        """End the fork server and all ranks, and wait until they are gone. Safe at any time, more than once."""
         if self._channel is not None:
-            self._channel.close()  # the zygote takes end of file as its order to end everything
+            self._channel.close()  # at end of file the fork server ends everything
             self._channel = None
         if self._process is not None:
             try:
@@ -247,7 +247,7 @@ class ForkedWorld:
             try:
                 chunk = self._channel.recv(1 << 16)
             except TimeoutError:
-                raise WorldError(f"the zygote gave no answer in time\n{self._tail()}") from None
+                raise WorldError(f"the fork server gave no answer in time\n{self._tail()}") from None
             except ConnectionResetError:
                 chunk = b""
             if not chunk:
@@ -262,9 +262,9 @@ class ForkedWorld:
         try:
             code = self._process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"the zygote closed its connection\n{self._tail()}"
+            return f"the fork server closed its connection\n{self._tail()}"
         how = signal_name(-code) if code < 0 else f"exit code {code}"
-        return f"the zygote died: {how}\n{self._tail()}"
+        return f"the fork server died: {how}\n{self._tail()}"
 
     def _tail(self) -> str:
         if self._log is None:
@@ -273,7 +273,7 @@ class ForkedWorld:
         return self._log.read().decode(errors="replace")
 
     def _end_ranks(self) -> None:
-        """Process groups of ranks whose zygote died: the ranks die with it, what they had started may not."""
+        """Process groups of ranks whose fork server died: the ranks die with it, what they had started may not."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """One rank: what a forked process does from its first instruction to its exit.
 
-It becomes its own session (so that the whole group can be ended at once), dies with the zygote, writes its output to
-its record folder, sets its device, joins the default process group of its cell over a store, and calls the entry. It
-reports on a pipe when it has finished, and then stays until all ranks have, so that nobody's connection is closed while
-data is under way.
+It becomes its own session (so that the whole group can be ended at once), dies with the fork server, writes its output
+to its record folder, sets its device, joins the default process group of its cell over a store, and calls the entry. It
+reports on a pipe when it has finished, and then stays until all ranks have: no connection may close while data is under
+way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moeref_conformance.contract.api import Cell, Target, World
-from moeref_conformance.contract.exits import EXIT_RAISED, KINDS
+from moeref_conformance.contract.exits import BACKENDS, EXIT_RAISED
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,8 @@ class Job:
     store: Mapping[str, Any]
     local: Mapping[int, int]
     staged: bool
-    done: int  # pipe to the zygote: "finished <rank>", "raised <rank> <monotonic ns>"
-    go: int  # pipe from the zygote: end of file means that all may leave
+    done: int  # pipe to the fork server: "finished <rank>", "raised <rank> <monotonic ns>"
+    go: int  # pipe from the fork server: end of file means that all may leave
 
 
 def prctl(option: int, value: int) -> None:
@@ -69,16 +69,16 @@ def record_dir(cell_dir: Path, rank: int) -> Path:
     return cell_dir / f"rank{rank:04d}"
 
 
-def main(job: Job, rank: int, zygote: int, close: tuple[int, ...]) -> NoReturn:
+def main(job: Job, rank: int, parent: int, close: tuple[int, ...]) -> NoReturn:
     """Run one rank in a freshly forked process and exit: 0 finished, 3 something raised.
 
-    `zygote` is the pid of the parent, `close` its file descriptors that are no business of a rank.
+    `parent` is the pid of the fork server, `close` the file descriptors of it that a rank must not hold open.
     """
     code = EXIT_RAISED
     try:
         for fd in close:
             os.close(fd)
-        _settle(record_dir(job.cell_dir, rank), zygote)
+        _settle(record_dir(job.cell_dir, rank), parent)
         _run(job, rank)
         _flush()
         os.write(job.done, f"finished {rank}\n".encode())
@@ -93,11 +93,11 @@ def main(job: Job, rank: int, zygote: int, close: tuple[int, ...]) -> NoReturn:
         os._exit(code)
 
 
-def _settle(folder: Path, zygote: int) -> None:
-    """Own session, end with the zygote, default signals, output to files."""
+def _settle(folder: Path, parent: int) -> None:
+    """Own session, end with the fork server, default signals, output to files."""
     os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != zygote:
+    if os.getppid() != parent:
         os._exit(EXIT_RAISED)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -112,12 +112,12 @@ def _run(job: Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    kind, local, size = KINDS[job.cell.backend], job.local[rank], job.cell.layout.world
-    device = torch.device(kind.device_of(local))
-    if kind.on_gpu:
+    backend, local, size = BACKENDS[job.cell.backend], job.local[rank], job.cell.layout.world
+    device = torch.device(backend.device_of(local))
+    if backend.on_gpu:
         _use_gpu(device, rank)
-    backend = "staged" if job.staged else kind.backend
-    if backend == "staged":
+    process_group = "staged" if job.staged else backend.process_group
+    if process_group == "staged":
         from moeref_conformance.worlds import staged
 
         staged.register(force=job.staged)
@@ -127,19 +127,19 @@ def _run(job: Job, rank: int) -> None:
     random.seed(rank)
     torch.manual_seed(rank)
     dist.init_process_group(
-        backend,
+        process_group,
         store=_store(job.store, size, job.deadline),
         rank=rank,
         world_size=size,
         # Longer than the cell's deadline: a hang is reported as one, with the stack of every rank.
         timeout=timedelta(seconds=job.deadline + 60),
-        device_id=device if "nccl" in backend else None,
+        device_id=device if "nccl" in process_group else None,
     )
     folder = record_dir(job.cell_dir, rank)
     scratch = folder / "scratch"
     scratch.mkdir()
     world = World(
-        kind=job.cell.backend,
+        backend=job.cell.backend,
         rank=rank,
         size=size,
         device=str(device),
@@ -147,7 +147,7 @@ def _run(job: Job, rank: int) -> None:
         hf_config=Path(job.inputs["hf_config"]),
     )
     job.entry(job.target, job.cell, world, dict(job.inputs), folder)
-    if kind.on_gpu:
+    if backend.on_gpu:
         torch.cuda.synchronize()  # a kernel that fails late is this rank's failure
 
 

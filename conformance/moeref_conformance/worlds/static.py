@@ -39,7 +39,7 @@ class StaticWorld:
         workdir.mkdir(parents=True, exist_ok=True)
         hf_config = Path(inputs["hf_config"])
         world = World(
-            kind="static", rank=-1, size=cell.layout.world, device="cpu", workdir=workdir, hf_config=hf_config
+            backend="static", rank=-1, size=cell.layout.world, device="cpu", workdir=workdir, hf_config=hf_config
         )
         try:
             with self._target.open(cell, world) as session:

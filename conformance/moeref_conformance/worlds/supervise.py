@@ -1,6 +1,6 @@
 """Watching the ranks of one cell: deadlines, who failed first, and leaving no process behind.
 
-Ranks are watched through pidfds in one selector, so the zygote needs no thread and no SIGCHLD handler for it.
+Ranks are watched through pidfds in one selector, so the fork server needs no thread and no SIGCHLD handler for it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from moeref_conformance.worlds.rank import STACKS, record_dir
 STDERR_TAIL = 8000  # characters
 STACK_SECONDS = 0.5  # for hung ranks to write their stacks
 LEAVE_SECONDS = 10.0  # for finished ranks to leave once released
-#: In the stack of a rank that waits for others.
+#: A rank with one of these in its stack is blocked in a collective.
 COLLECTIVE_FRAMES = (
     "distributed_c10d.py",
     "moeref_conformance/worlds/collectives.py",
     "moeref_conformance/worlds/staged.py",
 )
-#: What gloo, NCCL and the store say to a rank whose peer is gone. The kernel closes a dying process's connections
-#: before its end can be seen, so such an echo may come before the death that caused it.
+#: Secondary errors: what gloo, NCCL and the store raise in a rank that has lost a peer. The kernel closes a dying
+#: process's connections before its end can be seen, so such an error may come before the death that caused it.
 ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -42,7 +42,7 @@ ECHOES = (
 
 
 class ParentGone(Exception):
-    """The process that started the zygote has ended: end everything and leave."""
+    """The process that started the fork server has ended: end everything and leave."""
 
 
 class Channel:

@@ -1,8 +1,8 @@
 """Cells over the processes that torchrun started: the process of rank 0 judges, all of them fork one rank each.
 
-`take_part` is what each process calls. That of rank 0 gathers the others (`crew.py`) and runs as it would alone, with a
-`TorchrunWorld` in place of a world of its own; the others serve it (`agent.py`). The ranks of a cell meet in the store
-that torchrun names. No file system is shared: inputs go out and records come back over the crew's connections.
+Each process calls `take_part`. That of rank 0 gathers the others (`coordinator.py`) and runs as it would alone, with a
+`TorchrunWorld` in place of a world of its own. The others serve it (`worker.py`). The ranks of a cell meet in the store
+that torchrun names. No file system is shared: inputs go out and records come back over the coordinator's connections.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims, to_plain
 from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
-from moeref_conformance.worlds.coordinator import Crew, address, join, prefix
+from moeref_conformance.worlds.coordinator import Coordinator, address, join, prefix
 from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError
 from moeref_conformance.worlds.messages import pack, unpack
-from moeref_conformance.worlds.worker import Agent, Place
+from moeref_conformance.worlds.worker import Place, Worker
 
-AGAIN_SECONDS = 0.5  # between two times a failure is told: a zygote that has not begun drops the word
+AGAIN_SECONDS = 0.5  # a failure is told again after this: a fork server that has not begun its cell drops the message
 SLACK_SECONDS = 90.0  # beyond deadline and grace, until a process that gives no answer is given up
 #: Clocks of two machines begin a cell this far apart at most, in seconds: failures that close count as simultaneous.
 SKEW_SECONDS = 0.5
 
 
-def take_part(target_spec: str, judge: Callable[[Crew], int], entry: str = ENTRY) -> int:
+def take_part(target_spec: str, judge: Callable[[Coordinator], int], entry: str = ENTRY) -> int:
     """Be the process that torchrun made this one, and give its exit code.
 
     That of rank 0 calls `judge` and gives its code. Others serve it: 0 if they did until it told them to stop, 2 if it
@@ -39,15 +39,15 @@ def take_part(target_spec: str, judge: Callable[[Crew], int], entry: str = ENTRY
     """
     place = Place.here()
     if place.rank == 0:
-        with _interruptible(), Crew.gather(place, target_spec, entry) as crew:
+        with _interruptible(), Coordinator.gather(place, target_spec, entry) as coordinator:
             try:
-                return judge(crew)
+                return judge(coordinator)
             finally:
-                for rank, why in crew.gone.items():
-                    print(f"moeref-conformance: {crew.name(rank)}: {why}", file=sys.stderr)
+                for rank, why in coordinator.gone.items():
+                    print(f"moeref-conformance: {coordinator.name(rank)}: {why}", file=sys.stderr)
     try:
         with _ending():
-            if Agent(place, target_spec, join(place, target_spec), entry).serve():
+            if Worker(place, target_spec, join(place, target_spec), entry).serve():
                 return 0
             why = "the process of rank 0 is gone"
     except (WorldError, _Ended) as error:
@@ -57,13 +57,13 @@ def take_part(target_spec: str, judge: Callable[[Crew], int], entry: str = ENTRY
 
 
 class TorchrunWorld:
-    """Runs cells of the world `kind` with one rank a process of torchrun: ranks 0 to W-1 for a cell of W.
+    """Runs cells of one backend with one rank a process of torchrun: ranks 0 to W-1 for a cell of W.
 
-    `deadline` and `grace` as in `ForkedWorld`. Use it as a context manager within the crew's own.
+    `deadline` and `grace` as in `ForkedWorld`. Use it as a context manager within the coordinator's own.
     """
 
-    def __init__(self, crew: Crew, kind: str, *, deadline: float = 120.0, grace: float = 3.0) -> None:
-        self.crew, self.kind, self.deadline, self.grace = crew, kind, deadline, grace
+    def __init__(self, coordinator: Coordinator, backend: str, *, deadline: float = 120.0, grace: float = 3.0) -> None:
+        self.coordinator, self.backend, self.deadline, self.grace = coordinator, backend, deadline, grace
         self._cells = 0
         self._sent: dict[tuple[tuple[str, str], ...], tuple[int, set[int]]] = {}
 
@@ -73,13 +73,13 @@ class TorchrunWorld:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.crew.tell(self.crew.places, {"close": self.kind})
+        self.coordinator.tell(self.coordinator.places, {"close": self.backend})
 
     def start(self) -> None:
-        """Start a zygote in every process. Raises WorldError with the reason one gave, BadInput if they differ."""
-        answers = self.crew.ask(self.crew.places, {"start": self.kind}, START_SECONDS + SLACK_SECONDS)
+        """Start a fork server in every process. Raises WorldError with the reason one gave, BadInput if they differ."""
+        answers = self.coordinator.ask(self.coordinator.places, {"start": self.backend}, START_SECONDS + SLACK_SECONDS)
         facts = {rank: answer["ready"] for rank, answer in answers.items()}
-        self.crew.alike(
+        self.coordinator.alike(
             {
                 rank: {**found["versions"], "target": json.dumps(found["info"]), "claims": json.dumps(found["claims"])}
                 for rank, found in facts.items()
@@ -91,12 +91,12 @@ class TorchrunWorld:
 
         Raises ValueError for a cell that `claims` does not cover, of another world, or of more ranks than there are.
         """
-        crew, size = self.crew, cell.layout.world
+        coordinator, size = self.coordinator, cell.layout.world
         reason = claims.why_not(cell)
-        if reason is None and cell.backend != self.kind:
-            reason = f"this world is {self.kind}"
-        if reason is None and size > len(crew.places):
-            reason = f"it needs {size} ranks, and torchrun started {len(crew.places)}"
+        if reason is None and cell.backend != self.backend:
+            reason = f"this world is {self.backend}"
+        if reason is None and size > len(coordinator.places):
+            reason = f"it needs {size} ranks, and torchrun started {len(coordinator.places)}"
         if reason is not None:
             raise ValueError(f"cell {cell.id} must not be run: {reason}")
         begin = time.monotonic()
@@ -109,27 +109,31 @@ class TorchrunWorld:
             return RunOutcome((), time.monotonic() - begin, error=str(error))
         local: dict[int, dict[str, int]] = {}
         for rank in ranks:
-            place = crew.places[rank]
+            place = coordinator.places[rank]
             local.setdefault(place.node, {})[str(rank)] = place.local
         self._cells += 1
         request = {
             "cell": to_plain(cell),
             "deadline": self.deadline,
             "grace": self.grace,
-            "inputs_of": f"{self.kind}-{number}",
+            "inputs_of": f"{self.backend}-{number}",
             "local": {str(node): of for node, of in local.items()},
             "store": address(),
-            "prefix": prefix(f"{self.kind}/cell{self._cells}"),
+            "prefix": prefix(f"{self.backend}/cell{self._cells}"),
         }
-        asked = crew.question(request)
-        crew.tell(ranks[1:], asked)
-        crew.tell(ranks[:1], {**asked, "files": inputs, "cell_dir": str(cell_dir.resolve())})
+        asked = coordinator.question(request)
+        coordinator.tell(ranks[1:], asked)
+        coordinator.tell(ranks[:1], {**asked, "files": inputs, "cell_dir": str(cell_dir.resolve())})
         answers = self._watch(ranks, asked["number"], cell_dir)
-        if errors := [f"{crew.name(rank)}: {answer['error']}" for rank, answer in answers.items() if "error" in answer]:
+        if errors := [
+            f"{coordinator.name(rank)}: {answer['error']}" for rank, answer in answers.items() if "error" in answer
+        ]:
             return RunOutcome((), time.monotonic() - begin, error="\n".join(errors))
         if missing := self._missing(cell, ranks):
             return RunOutcome((), time.monotonic() - begin, error=missing)
-        exits = [replace(RankExit(**end), host=crew.host(end["rank"])) for r in ranks for end in answers[r]["exits"]]
+        exits = [
+            replace(RankExit(**end), host=coordinator.host(end["rank"])) for r in ranks for end in answers[r]["exits"]
+        ]
         seconds = max(answer["seconds"] for answer in answers.values())
         return RunOutcome(merge(exits), seconds, strays=sum(answer["strays"] for answer in answers.values()))
 
@@ -139,17 +143,17 @@ class TorchrunWorld:
         number, have = self._sent.setdefault(key, (len(self._sent), set()))
         if lacking := set(ranks[1:]) - have:
             load = pack({name: Path(path) for name, path in inputs.items()})
-            self.crew.ask(lacking, {"inputs": f"{self.kind}-{number}"}, START_SECONDS, load)
+            self.coordinator.ask(lacking, {"inputs": f"{self.backend}-{number}"}, START_SECONDS, load)
             have |= lacking
         return number
 
     def _watch(self, ranks: range, number: int, cell_dir: Path) -> dict[int, dict[str, Any]]:
         """The answers to a cell. A failure anywhere is told everywhere; when all ranks have finished, they may go."""
-        crew, waiting, finished, answers = self.crew, set(ranks), set[int](), dict[int, dict[str, Any]]()
+        coordinator, waiting, finished, answers = self.coordinator, set(ranks), set[int](), dict[int, dict[str, Any]]()
         until = time.monotonic() + self.deadline + self.grace + SLACK_SECONDS
         failed = left = False
-        while waiting := waiting - set(crew.gone):
-            for rank, message, load in crew.hear(waiting, number, AGAIN_SECONDS):
+        while waiting := waiting - set(coordinator.gone):
+            for rank, message, load in coordinator.hear(waiting, number, AGAIN_SECONDS):
                 if "finished" in message:
                     finished.add(rank)
                     continue
@@ -158,15 +162,15 @@ class TorchrunWorld:
                 if load:
                     unpack(load, cell_dir)
                 failed = failed or not _well(message)
-            failed = failed or not crew.gone.keys().isdisjoint(ranks)
+            failed = failed or not coordinator.gone.keys().isdisjoint(ranks)
             if failed:
-                crew.tell(waiting, {"end": True})
+                coordinator.tell(waiting, {"end": True})
             elif not left and finished >= set(ranks):
-                crew.tell(waiting, {"leave": True})
+                coordinator.tell(waiting, {"leave": True})
                 left = True
             if time.monotonic() > until:
                 for rank in waiting:
-                    crew.lose(rank, "it gives no answer")
+                    coordinator.lose(rank, "it gives no answer")
         return answers
 
     def _missing(self, cell: Cell, ranks: range) -> str:
@@ -174,9 +178,9 @@ class TorchrunWorld:
         from moeref_conformance.contract.topology import coords_text
 
         return "\n".join(
-            f"{self.crew.name(rank, coords_text(cell.layout, rank))}: {self.crew.gone[rank]}"
+            f"{self.coordinator.name(rank, coords_text(cell.layout, rank))}: {self.coordinator.gone[rank]}"
             for rank in ranks
-            if rank in self.crew.gone
+            if rank in self.coordinator.gone
         )
 
 

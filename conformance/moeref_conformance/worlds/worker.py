@@ -1,10 +1,15 @@
-"""One process of torchrun: it forks its rank of a cell, in a zygote of its own, when the process of rank 0 asks for it.
+"""A worker: one process of torchrun, which forks its rank of a cell when the coordinator asks for it.
 
-Asked are {"start": kind}, {"inputs": name} with the files, and {"cell": ...}, each with a "number" that answers repeat:
-{"ready": facts}, {"have": name}, or {"exits", "seconds", "strays"} with the record of the rank; {"error": text} instead
-where the kit itself failed. {"finished": true} comes in between, when the rank has done its work. Told, without an
-answer, are {"end": true} and {"leave": true}, as in `ForkedWorld`, {"close": kind} and {"stop": true}; a rank 0 that is
-gone is as good as the last. The process of rank 0 has such an agent too, in a thread.
+The coordinator, in the process of rank 0, asks with a "number" that the answer repeats:
+
+- {"start": backend}: start a fork server. {"ready": facts}
+- {"inputs": name}, with the files. {"have": name}
+- {"cell": ...}: fork this process's rank. {"finished": true} when it has done its work, then {"exits", "seconds",
+  "strays"} with its record.
+
+Where the kit itself fails, the answer is {"error": text}. Without an answer come {"end": true} and {"leave": true}, as
+in `ForkedWorld`, {"close": backend} and {"stop": true}. Losing rank 0 is treated as "stop". The process of rank 0 has a
+worker too, in a thread.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ class Place:
         return cls(rank, size, node, local, socket.gethostname())
 
 
-class Agent:
+class Worker:
     """Serves one line. `target_spec` is what every process of torchrun got on its command line."""
 
     def __init__(self, place: Place, target_spec: str, line: Line, entry: str = ENTRY) -> None:
@@ -58,7 +63,7 @@ class Agent:
     def serve(self) -> bool:
         """Answer until told to stop (True) or until rank 0 is gone (False). No process and no file is left."""
         folder = tempfile.TemporaryDirectory(prefix="moeref-conformance-", ignore_cleanup_errors=True)
-        with folder, ThreadPoolExecutor(1) as worker:
+        with folder, ThreadPoolExecutor(1) as thread:
             try:
                 while True:
                     message, load = self._line.receive()
@@ -66,21 +71,21 @@ class Agent:
                         return True
                     if "close" in message and (closing := self._worlds.get(message["close"])):
                         closing.abort()
-                        worker.submit(closing.close)
+                        thread.submit(closing.close)
                     elif not self._told(message):
-                        worker.submit(self._answer, message, load, Path(folder.name))
+                        thread.submit(self._answer, message, load, Path(folder.name))
             except Gone:
                 return False
             finally:
                 for world in list(self._worlds.values()):
                     world.abort()
-                worker.shutdown()
+                thread.shutdown()
                 for world in self._worlds.values():
                     world.close()
                 self._line.close()
 
     def _told(self, message: Mapping[str, Any]) -> bool:
-        """Heed a word that wants no answer, while the worker may be busy with a cell."""
+        """Heed a word that wants no answer, while the other thread may be busy with a cell."""
         for word in ("end", "leave"):
             if word in message:
                 for world in list(self._worlds.values()):
@@ -104,10 +109,10 @@ class Agent:
 
     def _do(self, message: Mapping[str, Any], load: bytes, folder: Path) -> tuple[dict[str, Any], bytes]:
         if "start" in message:
-            kind = message["start"]
-            if kind not in self._worlds:
-                self._worlds[kind] = ForkedWorld(self._target_spec, entry=self._entry, kind=kind)
-            return {"ready": self._worlds[kind].start()}, b""
+            backend = message["start"]
+            if backend not in self._worlds:
+                self._worlds[backend] = ForkedWorld(self._target_spec, entry=self._entry, backend=backend)
+            return {"ready": self._worlds[backend].start()}, b""
         if "inputs" in message:
             name = message["inputs"]
             where = folder / f"inputs-{name}"

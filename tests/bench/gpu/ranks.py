@@ -39,9 +39,9 @@ class Benches:
 target = Benches()
 
 
-def world(kind: str) -> ForkedWorld:
+def world(backend: str) -> ForkedWorld:
     """A world that runs benches: "gloo" on the CPU, "nccl" with one GPU a rank."""
-    return ForkedWorld(f"{__name__}:target", deadline=SECONDS, entry=f"{__name__}:main", kind=kind)
+    return ForkedWorld(f"{__name__}:target", deadline=SECONDS, entry=f"{__name__}:main", backend=backend)
 
 
 def measure(
@@ -49,7 +49,7 @@ def measure(
 ) -> list[Figure]:
     """Run one bench and answer its figures; `folder` must be new. Raises RuntimeError with the end of stderr."""
     folder.mkdir(parents=True)
-    cell = Cell(family="qwen3_moe", layout_name=name, layout=Layout(ep=ranks), backend=where.kind)
+    cell = Cell(family="qwen3_moe", layout_name=name, layout=Layout(ep=ranks), backend=where.backend)
     inputs = {"hf_config": str(folder), "sizes": sizes, "spoil": "yes" if spoil else ""}
     outcome = where.run(cell, folder, inputs, target.claims)
     if not outcome.ok:

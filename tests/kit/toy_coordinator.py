@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import toy_targets
 from moeref_conformance.contract.api import Cell, Layout, Target, World
-from moeref_conformance.worlds.coordinator import Crew
+from moeref_conformance.worlds.coordinator import Coordinator
 from moeref_conformance.worlds.torchrun import TorchrunWorld, take_part
 
-SPEC, ENTRY = "toy_targets:target", "toy_crew:dispatch"
+SPEC, ENTRY = "toy_targets:target", "toy_coordinator:dispatch"
 
 
 def reads(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
@@ -50,12 +50,12 @@ def cell(entry: str, ranks: int) -> Cell:
     return Cell(family="toy", layout_name=f"dp{ranks}", layout=Layout(world=ranks), tags=(entry,))
 
 
-def wait_for_ever(crew: Crew) -> int:
+def wait_for_ever(coordinator: Coordinator) -> int:
     """What rank 0's process judges: one cell that does not end by itself."""
     folder = Path(os.environ["TOY_PIDS"])
     (folder / "empty").mkdir()
     inputs = {"hf_config": str(folder / "empty")}
-    with TorchrunWorld(crew, "gloo", deadline=60, grace=1) as world:
+    with TorchrunWorld(coordinator, "gloo", deadline=60, grace=1) as world:
         world.start()
         outcome = world.run(cell("waits", 2), folder / "cell", inputs, toy_targets.Toy.claims)
     print(outcome.error)
@@ -63,7 +63,7 @@ def wait_for_ever(crew: Crew) -> int:
 
 
 if __name__ == "__main__":
-    from toy_crew import SPEC as SPEC_
-    from toy_crew import wait_for_ever as judge
+    from toy_coordinator import SPEC as SPEC_
+    from toy_coordinator import wait_for_ever as judge
 
     sys.exit(take_part(SPEC_, judge, ENTRY))

@@ -238,7 +238,7 @@ class Halves:
                     store=("localhost", self.store.port), prefix=folder.name, finished=self.finished[i].set,
                 ),
             )
-            for i, (world, ranks) in enumerate(zip(self.backends, self.RANKS, strict=True))
+            for i, (world, ranks) in enumerate(zip(self.worlds, self.RANKS, strict=True))
         ]  # fmt: skip
 
 

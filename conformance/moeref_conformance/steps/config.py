@@ -19,7 +19,7 @@ def recorded(config: Config, context: Context) -> dict[str, Any]:
     base = _plain_values(config.resolve(Request(), "policy"))
     answers = {name: _answer(config, request, "policy", base) for name, request in REQUESTS.items()}
     reference = {name: _answer(config, REQUESTS[name], "reference", base) for name in ("nothing", OF_THE_REFERENCE)}
-    has_modules = "export" in context.claims.facets and context.world.kind != "static"
+    has_modules = "export" in context.claims.facets and context.world.backend != "static"
     return {
         "given": _plain_values(config.given()),
         "nothing": base,

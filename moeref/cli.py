@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeref.check import CheckError, Report, check
-from moeref.check.runfile import OPTIONS, RunFile, is_run_file, read_run_file
-from moeref.check.settings import REPLAY
+from moeref.check.run import OPTIONS
+from moeref.check.runfile import RunFile, is_run_file, read_run_file
 from moeref.config import ConfigError, MoEConfig
-from moeref.config.precision import PRECISIONS
 from moeref.families import published
+from moeref.record import CHOICES
 from moeref.seeds import FORMULAS
 
 
@@ -44,12 +44,21 @@ def _parser() -> argparse.ArgumentParser:
         help="a known name, a Hugging Face config file or folder, or a run file (.yaml, .json)",
     )
     command.add_argument("--layout", help="such as tp=8,pp=16,ep=64,etp=1,world=1024,first=3,last=2")
-    command.add_argument("--dispatcher", help="auto (default), allgather, alltoall, flex:deepep, flex:hybridep")
-    command.add_argument("--precision", help=f"{', '.join(PRECISIONS)} (default: bf16)")
-    command.add_argument("--replay", help=f"{', '.join(REPLAY)} (default: off)")
+    command.add_argument("--dispatcher", help=f"{_choices('dispatcher')} (default: auto)")
+    command.add_argument("--precision", help=f"{_choices('precision')} (default: bf16)")
+    command.add_argument("--replay", help=f"{_choices('replay')} (default: off)")
+    command.add_argument("--kernels", help=f"{_choices('kernels')} (default: te where the precision needs it)")
+    command.add_argument("--norms", help=f"{_choices('norms')} (default: what the kernels have)")
+    command.add_argument("--experts", help=f"{_choices('experts')} (default: as moe_grouped_gemm says)")
+    command.add_argument(
+        "--divisible-by", type=int, metavar="N", help="the padded vocabulary is a multiple of N times TP (default: 128)"
+    )
     command.add_argument("--seq-length", type=int, metavar="N", help="tokens of one packed sequence, before padding")
     command.add_argument("--seed", type=int, metavar="N", help="seed of the run (default: 1234)")
     command.add_argument("--seed-formula", help=f"{', '.join(FORMULAS)} (default: megatron)")
+    command.add_argument(
+        "--seed-per-dp", action="store_const", const=True, help="data-parallel replicas get seeds of their own"
+    )
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any Megatron setting; the value is JSON"
     )
@@ -57,6 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
     return parser
+
+
+def _choices(name: str) -> str:
+    return ", ".join(filter(None, CHOICES[name]))
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -83,7 +96,7 @@ def _of_file(run: RunFile, options: argparse.Namespace) -> dict[str, Report]:
 
 
 def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace) -> Report:
-    given = {name: value for name in (*OPTIONS, "core") if (value := getattr(options, name)) is not None}
+    given = {name: value for name in ("seq_length", *OPTIONS) if (value := getattr(options, name)) is not None}
     return check(model, layout, asked=asked, **given)
 
 

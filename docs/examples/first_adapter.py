@@ -15,6 +15,7 @@ from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, TensorM
 
 from moeref import bridge, exporter, families
 from moeref.layout import Layout
+from moeref.record import Options, Record
 
 if TYPE_CHECKING:
     from moeref.megatron import Built
@@ -109,8 +110,8 @@ class FirstAdapter:
 
         rank = megatron.initialise(layout)  # yours
         try:
-            more = {"moe_token_dispatcher_type": cell.dispatcher}
-            built = megatron.build(model, layout, rank, device=world.device, overrides=more)
+            asked = Record.of(model, layout, options=Options(dispatcher=cell.dispatcher))
+            built = megatron.build(asked, rank, world.device)
             yield Session(names, Model(built, rank))
         finally:
             megatron.shut_down()  # yours

@@ -1,7 +1,7 @@
-"""Launches the run of glm47_flash_grpo.yaml: every value is read from there, none stands here.
+"""Launches the run of glm47_flash_grpo.yaml: every value is read from that file.
 
-`python docs/examples/launch_glm47_flash.py` checks the run and prints the page; under torchrun, with a
-checkpoint as argument, every rank builds the policy, loads it and seeds its generators.
+`python docs/examples/launch_glm47_flash.py` checks the run and prints the page. Under torchrun, with a checkpoint as
+argument, every rank also builds the policy from the record of the check, seeds its generators and loads the weights.
 """
 
 from __future__ import annotations
@@ -10,35 +10,30 @@ import os
 import sys
 from pathlib import Path
 
-from moeref.check import Report, check, model_of
+from moeref import families
+from moeref.check import Report, check_run, read_run_file
 from moeref.check.page import show
-from moeref.check.runfile import read_run_file
-from moeref.config import MoEConfig
-from moeref.layout import Layout
+from moeref.record import Record
 
 RUN = read_run_file(Path(__file__).with_name("glm47_flash_grpo.yaml"))
 
 
 def preflight() -> dict[str, Report]:
     """The reports of policy and reference."""
-    asked = {name: MoEConfig.from_mapping(settings) for name, settings in RUN.models.items()}
-    return {name: check(RUN.model, RUN.layout, asked=moe, **RUN.options) for name, moe in asked.items()}
+    return check_run(RUN)
 
 
-def build(report: Report, checkpoint: str) -> None:
-    """One rank of one model, with what was checked and nothing else: groups, seeds, chunks, weights."""
+def build(record: Record, checkpoint: str) -> None:
+    """One rank of one model, built from the record alone. Raises ValueError for the checkpoint of another model."""
     import torch.distributed as dist
 
     from moeref import bridge, megatron
-    from moeref.megatron import seeding
 
+    if families.read(checkpoint, record.model.param_dtype) != record.model:
+        raise ValueError(f"{checkpoint} is not the {RUN.model} that was checked")
     dist.init_process_group()
-    layout, (_, model) = Layout.parse(RUN.layout), model_of(checkpoint)
-    rank = megatron.initialise(layout)
-    seeding.seed_rank(layout, RUN.seed)
-    assert report.record is not None
-    device = f"cuda:{os.environ['LOCAL_RANK']}"
-    built = megatron.build(model, layout, rank, device=device, experts="grouped", asked=report.record.asked)
+    rank = megatron.initialise(record.layout)
+    built = megatron.build(record, rank, device=f"cuda:{os.environ['LOCAL_RANK']}")
     bridge.load(built.shard_map, rank, built.chunks, checkpoint)
 
 
@@ -46,11 +41,10 @@ def main() -> int:
     """Check; with a checkpoint as argument, build."""
     reports = preflight()
     show(reports["policy"])
-    if not all(report.works for report in reports.values()):
-        return 1
     for checkpoint in sys.argv[1:]:
-        build(reports["policy"], checkpoint)
-    return 0
+        if record := reports["policy"].record:
+            build(record, checkpoint)
+    return 0 if all(report.works for report in reports.values()) else 1
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ import torch
 from moeref.bridge.checkpoint import Checkpoint, check_headers
 from moeref.bridge.regions import BridgeError, bounding, relative
 from moeref.bridge.shard_map import HFTensor, LocalShard, ShardMap
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from moeref.dtypes import TORCH
 
 
 def inventory(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.Tensor]:
@@ -42,7 +41,7 @@ def bind(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module]) -> l
         tensor = held.pop((shard.chunk, shard.local_name), None)
         if tensor is None:
             raise BridgeError(f"{where}: chunk {shard.chunk} has no {shard.local_name} (global {shard.param.name})")
-        if tuple(tensor.shape) != shard.shape or tensor.dtype != DTYPES[shard.param.dtype]:
+        if tuple(tensor.shape) != shard.shape or tensor.dtype != TORCH[shard.param.dtype]:
             raise BridgeError(
                 f"{where}: chunk {shard.chunk} {shard.local_name} is {list(tensor.shape)} {tensor.dtype}, "
                 f"the table says {list(shard.shape)} {shard.param.dtype}"

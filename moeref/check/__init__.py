@@ -2,6 +2,18 @@
 
 from moeref.check.report import CheckError, Problem, Report
 from moeref.check.run import check, model_of
+from moeref.check.runfile import RunFile, check_run, read_run_file
 from moeref.check.splits import Split, splits
 
-__all__ = ["CheckError", "Problem", "Report", "Split", "check", "model_of", "splits"]
+__all__ = [
+    "CheckError",
+    "Problem",
+    "Report",
+    "RunFile",
+    "Split",
+    "check",
+    "check_run",
+    "model_of",
+    "read_run_file",
+    "splits",
+]

@@ -44,7 +44,7 @@ def page(report: Report, *, every_setting: bool = False) -> RenderableType:
     parts += [_facts(report)]
     if report.stages:
         parts += [_title("Stages"), _indented(_stages(report))]
-    if report.record is not None:
+    if report.settings is not None:
         parts += [_title("What Megatron is given"), _indented(_settings(report, every_setting))]
     return Group(*parts)
 
@@ -160,11 +160,11 @@ def _range(run: list[Stage]) -> str:
 
 
 def _settings(report: Report, every: bool) -> Table:
-    assert report.record is not None
+    assert report.settings is not None
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = {
         name: setting
-        for name, setting in sorted(report.record.by_name.items())
+        for name, setting in sorted(report.settings.by_name.items())
         if every or name in SHOWN or setting.origin in ("field", "override", "derived")
     }
     # Names stay whole, also on a terminal of 80 columns; what is beside them folds.

@@ -9,6 +9,7 @@ from typing import Any
 from moeref.config import EffectiveSettings
 from moeref.dispatcher.padding import Plan
 from moeref.families import Model
+from moeref.record import Record
 from moeref.seeds import Report as SeedReport
 
 
@@ -55,7 +56,8 @@ class Report:
     world: int | None
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
-    record: EffectiveSettings | None = None
+    settings: EffectiveSettings | None = None
+    record: Record | None = None  # only if it will work
     dispatcher: str = ""
     dispatcher_why: str = ""
     needs: tuple[str, ...] = ()  # of the machine
@@ -87,7 +89,7 @@ class Report:
             "world": self.world,
             "problems": [vars(problem) for problem in self.problems],
             "notes": list(self.notes),
-            "megatron": self.record.to_plain() if self.record else None,
+            "megatron": self.settings.to_plain() if self.settings else None,
             "dispatcher": {
                 "choice": self.dispatcher,
                 "why": self.dispatcher_why,

@@ -1,27 +1,30 @@
-"""Owns the preflight itself: every room asked in turn, no question left out because an earlier one failed."""
+"""The preflight itself: every room is asked in turn, also after an earlier one has found a problem."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moeref import families, seeds
 from moeref.bridge import BridgeError, ShardMap
 from moeref.check.report import CheckError, Padding, Problem, Report, Stage
-from moeref.check.settings import Options, recipe, settled, understood
+from moeref.check.settings import quantised, settled
 from moeref.check.splits import splits
-from moeref.config import MoEConfig
-from moeref.dispatcher import AUTO, Choice
+from moeref.config import ConfigError, MoEConfig
+from moeref.config.errors import nearest
+from moeref.dispatcher import Choice
 from moeref.dispatcher.padding import PaddingError, plan
+from moeref.dtypes import DTYPES, NAMES
 from moeref.families import FamilyError, Model, SpecNames
 from moeref.layout import Layout, LayoutError
 from moeref.layout import text as layout_text
+from moeref.record import CORE, Draft, Options
 from moeref.replay import index_dtype
 
-_BYTES = {"bfloat16": 2, "float32": 4}
+OPTIONS = tuple(field.name for field in fields(Options))
 
 
 def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> tuple[str, Model]:
@@ -51,54 +54,67 @@ def check(
     model: str | Path | Mapping[str, Any],
     layout: str,
     *,
-    dispatcher: str = AUTO,
-    precision: str = "bf16",
-    replay: str = "off",
     seq_length: int | None = None,
     asked: MoEConfig | None = None,
-    seed: int = 1234,
-    seed_formula: str = "megatron",
-    core: str = "0.19.2",
+    core: str = CORE,
+    precision: str = "bf16",
+    **options: Any,
 ) -> Report:
-    """Everything that can be said of a run before it is started.
+    """Everything that can be said of a run before it is started, and the record that its model is built from.
 
-    model: as `model_of`. layout: the text form of `Layout`. dispatcher: `auto`, or a choice (`flex-deepep`;
-    `flex:deepep` is read too). precision: one of PRECISIONS. replay: `off`, `R2` or `R3`. seq_length: of one packed
-    sequence. asked: further settings, of which none may say otherwise than an option does. seed_formula: one of
-    `moeref.seeds.FORMULAS`. core: the version of megatron-core; a GPU and the packages that a dispatcher needs are
-    taken to be there, and are listed.
+    model: as `model_of`. layout: the text form of `Layout`. seq_length: of one packed sequence. asked: settings of
+    Megatron, of which none may say otherwise than an option does. core, precision and options: the fields of
+    `moeref.record.Options`; a GPU and the packages that a dispatcher needs are taken to be there, and are listed.
 
     Raises CheckError for input that means nothing. All that means something and will not work is a Problem of the
     report, as many as there are.
     """
-    options, asked = Options(dispatcher, precision, replay, core), asked or MoEConfig()
-    title, read = model_of(model, "float32" if precision == "fp32" else "bfloat16")
+    chosen = _options(precision=precision, core=core, **options)
+    title, read = model_of(model, NAMES.get(precision, "bfloat16"))
     if seq_length is not None and (type(seq_length) is not int or seq_length < 1):
         raise CheckError(f"seq_length={seq_length!r} must be an integer and at least 1")
-    understood(read, asked, options)
+    draft = Draft(read, Layout(), asked or MoEConfig(), chosen)
     try:
+        draft.check_names()
         sizes = layout_text.read(layout)
-    except LayoutError as error:
+    except (ConfigError, LayoutError) as error:
         raise CheckError(str(error)) from error
     for axis in ("tp", "pp", "vpp", "ep", "etp", "cp"):
         if sizes.get(axis, 1) < 1:
             raise CheckError(f"layout {layout}: {axis}={sizes[axis]} must be at least 1")
-    base = Report(title, read, layout, None, replay=replay)
+    base = Report(title, read, layout, None, replay=chosen.replay)
     try:
         made = Layout(**sizes)
     except LayoutError as error:
         return replace(base, problems=(Problem("layout", str(error)),))
-    report = replace(base, layout=made.text, world=made.world)
+    return _checked(replace(base, layout=made.text, world=made.world), replace(draft, layout=made), seq_length)
+
+
+def _options(**options: Any) -> Options:
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise CheckError(f"unknown option {unknown[0]!r}{nearest(unknown[0], OPTIONS)}")
+    try:
+        return Options(**options)
+    except ConfigError as error:
+        raise CheckError(str(error)) from error
+
+
+def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
+    """The report of a layout that exists: every room is asked, also after one of them has found a problem."""
     problems: list[Problem] = []
     notes: list[str] = []
-    report = _layers(report, made, problems)
-    report = settled(report, made, asked, options, problems, notes)
-    report = _padding(report, made, recipe(report, options), seq_length, problems)
-    report = _seeds(report, made, seed, seed_formula, problems, notes)
-    if replay != "off":
-        moe = sum(read.moe_layers)
-        report = replace(report, route_bytes=moe * read.top_k * index_dtype(read.experts).itemsize)
-    return replace(report, problems=tuple(problems), notes=tuple(notes))
+    report = _layers(report, draft.layout, problems)
+    report = settled(report, draft, problems, notes)
+    recipe = quantised(report, str(draft.options.precision))
+    report = _padding(report, draft.layout, recipe, seq_length, problems)
+    report = _seeds(report, draft, problems, notes)
+    if draft.options.replay != "off":
+        model = draft.model
+        a_layer = model.top_k * index_dtype(model.experts).itemsize
+        report = replace(report, route_bytes=sum(model.moe_layers) * a_layer)
+    record = None if problems else report.record
+    return replace(report, problems=tuple(problems), notes=tuple(notes), record=record)
 
 
 def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
@@ -140,7 +156,7 @@ def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tupl
 def _bytes(shard_map: ShardMap, layout: Layout, pp: int) -> int:
     """Bytes of weights on a rank of pipeline rank `pp`: equal shards, so one rank speaks for all."""
     rank = layout.rank_of(tp=0, pp=pp)
-    return sum(math.prod(shard.shape) * _BYTES[shard.param.dtype] for shard in shard_map.local_shards(rank))
+    return sum(math.prod(shard.shape) * DTYPES[shard.param.dtype].bytes for shard in shard_map.local_shards(rank))
 
 
 def _padding(report: Report, layout: Layout, recipe: str | None, length: int | None, problems: list[Problem]) -> Report:
@@ -154,15 +170,15 @@ def _padding(report: Report, layout: Layout, recipe: str | None, length: int | N
     return replace(report, padding=Padding(made, length, padded, rows))
 
 
-def _seeds(
-    report: Report, layout: Layout, seed: int, formula: str, problems: list[Problem], notes: list[str]
-) -> Report:
+def _seeds(report: Report, draft: Draft, problems: list[Problem], notes: list[str]) -> Report:
+    asked = draft.options
+    formula = cast(seeds.Formula, asked.seed_formula)
     try:
-        found = seeds.collisions(layout, seed, formula=formula)  # type: ignore[arg-type]
+        found = seeds.collisions(draft.layout, asked.seed, per_dp=asked.seed_per_dp, formula=formula)
     except seeds.SeedError as error:
         raise CheckError(str(error)) from error
     if found.refused:
         problems.append(Problem("seeds", found.text, "seed with formula='distinct'"))
     elif found.collisions:
         notes.append(f"seeds coincide under Megatron's formula: {found.text}; formula='distinct' avoids it")
-    return replace(report, seed=seed, seed_formula=formula, seeds=found)
+    return replace(report, seed=asked.seed, seed_formula=formula, seeds=found)

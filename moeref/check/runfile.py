@@ -3,7 +3,7 @@
 ```yaml
 model: glm-4.7-flash            # a known name, or a path
 layout: {tp: 2, ep: 8, etp: 1, world: 8}
-seq_length: 8192                # optional, as dispatcher, precision, replay, seed and seed_formula are
+seq_length: 8192                # optional, as every field of `moeref.record.Options` is
 policy: {moe_router_score_function: sigmoid}
 reference: ${policy}            # interpolation: the reference model is asked for the same
 ```
@@ -19,32 +19,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeref.check.report import CheckError
+from moeref.check.report import CheckError, Report
+from moeref.check.run import OPTIONS, check
 from moeref.config import ConfigError, MoEConfig, declared_differences
 from moeref.config.errors import nearest
 
-OPTIONS = ("dispatcher", "precision", "replay", "seq_length", "seed", "seed_formula")
-_KEYS = ("model", "layout", *OPTIONS, "policy", "reference", "declared")
+_KEYS = ("model", "layout", "seq_length", *OPTIONS, "policy", "reference", "declared")
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """A run file's values; options that it leaves out are None. `models` are the settings of policy and reference."""
+    """A run file's values. `models` are the settings of policy and reference, `options` the arguments of `check` that
+    the file gives."""
 
     model: str
     layout: str
     models: Mapping[str, dict[str, Any]]
-    dispatcher: str | None = None
-    precision: str | None = None
-    replay: str | None = None
-    seq_length: int | None = None
-    seed: int | None = None
-    seed_formula: str | None = None
+    options: Mapping[str, Any]
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of `check` that the file gives."""
-        return {name: value for name in OPTIONS if (value := getattr(self, name)) is not None}
+
+def check_run(run: RunFile, **options: Any) -> dict[str, Report]:
+    """The report of each model of a run; further options win over the file's."""
+    asked = {name: MoEConfig.from_mapping(settings) for name, settings in run.models.items()}
+    return {name: check(run.model, run.layout, asked=moe, **{**run.options, **options}) for name, moe in asked.items()}
 
 
 def is_run_file(model: str) -> bool:
@@ -62,7 +59,7 @@ def read_run_file(file: str | Path) -> RunFile:
     """The values of `file`.
 
     Raises CheckError for a file that cannot be read, unknown or missing keys, and a reference model that is asked for
-    something else than the policy where `declared` does not name it.
+    something other than the policy where `declared` does not name it.
     """
     path = Path(file)
     found = _parsed(path)
@@ -90,8 +87,8 @@ def read_run_file(file: str | Path) -> RunFile:
     if not isinstance(layout, str | Mapping):
         raise CheckError(f"{path}: layout is a text such as tp=2,ep=8 or a mapping of sizes, not {layout!r}")
     text = ",".join(f"{k}={v}" for k, v in layout.items()) if isinstance(layout, Mapping) else layout
-    options = {key: found.get(key) for key in OPTIONS}
-    return RunFile(model=str(found["model"]), layout=text, models=models, **options)
+    options = {key: value for key in ("seq_length", *OPTIONS) if (value := found.get(key)) is not None}
+    return RunFile(str(found["model"]), text, models, options)
 
 
 def _settings(path: Path, name: str, found: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from moeref.config.effective import Difference, EffectiveSettings, plain
 from moeref.config.errors import ConfigError
 from moeref.config.policy_reference import barrier_needed, declared_differences, for_reference
 from moeref.config.resolve import resolve
-from moeref.config.settings import Origin, Setting, transformer_settings
+from moeref.config.setting import Origin, Setting
+from moeref.config.settings import transformer_settings
 from moeref.config.user_config import UNSET, MoEConfig, Unset
 
 __all__ = [

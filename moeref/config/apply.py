@@ -17,7 +17,8 @@ from typing import Any
 from moeref.config.effective import EffectiveSettings, same
 from moeref.config.errors import ConfigError, nearest, raise_all
 from moeref.config.holder import names_of
-from moeref.config.settings import ATTRIBUTES, Setting
+from moeref.config.setting import Setting
+from moeref.config.settings import ATTRIBUTES
 
 _ASKED = ("field", "override")
 #: Texts that megatron-core replaces by an object that says the same.

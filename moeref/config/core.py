@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from moeref.config.errors import ConfigError
+from moeref.dispatcher.setup import minor_version
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def transformer_config(version: str, *, mla: bool = False) -> type:
     It derives and validates nothing, and a default that is no plain value is left out. Raises ConfigError for a
     version whose fields are not known.
     """
-    minor = ".".join(version.split(".")[:2])
+    minor = minor_version(version)
     if minor not in versions():
         raise ConfigError(f"megatron-core {version}: the fields of {', '.join(versions())} are known only")
     text = files("moeref.config").joinpath("fields", f"{minor}.json").read_text(encoding="utf-8")

@@ -6,9 +6,10 @@ import enum
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from moeref.config.settings import Setting
+from moeref.config.setting import Setting
 from moeref.config.user_config import MoEConfig
 
 
@@ -38,6 +39,9 @@ class EffectiveSettings:
     trails: Mapping[str, tuple[Setting, ...]]
     unchecked: tuple[str, ...] = ()
     written: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trails", MappingProxyType(dict(self.trails)))
 
     def __getitem__(self, name: str) -> Any:
         """The effective value; KeyError if the record has none."""

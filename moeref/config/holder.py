@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from moeref.config.settings import Setting
+from moeref.config.setting import Setting
 
 
 def names_of(holder: object) -> frozenset[str] | None:

@@ -16,7 +16,8 @@ from moeref.config.effective import EffectiveSettings, same
 from moeref.config.errors import ConfigError, nearest, raise_all
 from moeref.config.holder import held_by, names_of, unfit
 from moeref.config.rules import contradictions, derive
-from moeref.config.settings import ATTRIBUTES, Origin, Setting, transformer_settings
+from moeref.config.setting import Origin, Setting
+from moeref.config.settings import ATTRIBUTES, transformer_settings
 from moeref.config.user_config import MoEConfig
 from moeref.families.model import Model
 from moeref.layout import Layout

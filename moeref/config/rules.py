@@ -1,58 +1,193 @@
-"""What follows from the settings together, and which of them contradict one another.
+"""The table of what cannot be combined, beside the dispatchers' own in `moeref.dispatcher.table`.
 
 megatron-core checks some of this when a config is made, some when a layer is built, and some not at all: then one of
-two settings has no effect, without a word. Here each is a rule with its source, judged before anything is built. A
-derived value wins over all others, but never over one that was asked for: such a contradiction is refused.
+two settings silently has no effect. Every rule of this table is checked before anything is built. Functions named in
+sources are megatron-core's unless another project is named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from moeref.config.settings import Setting
+from moeref.config.setting import Setting
 from moeref.dispatcher import DispatcherError, setup_of
 from moeref.dispatcher import contradictions as contradictions_of
-from moeref.layout import Layout
+from moeref.families.model import Model
+from moeref.layout import Layout, LayoutError
 
 _ASKED = ("field", "override")
 
 
 class Effective:
-    """The effective settings as rules look at them: a name that nobody has set counts as None."""
+    """The effective settings as rules read them; a name that nobody has set counts as None.
 
-    def __init__(self, settings: Mapping[str, Setting], layout: Layout) -> None:
-        self.settings, self.layout = settings, layout
+    `facts` are values of a run that are not settings of megatron-core: kernels, norms, experts, replay, parameters.
+    """
+
+    def __init__(self, settings: Mapping[str, Setting], layout: Layout, facts: Mapping[str, str] | None = None) -> None:
+        self.settings, self.layout, self.facts = settings, layout, facts or {}
 
     def __getitem__(self, name: str) -> Any:
+        if name in self.facts:
+            return self.facts[name]
         return self.settings[name].value if name in self.settings else None
 
     def asked(self, name: str) -> bool:
+        """Whether `name` was asked for."""
         return name in self.settings and self.settings[name].origin in _ASKED
 
     def said(self, *names: str) -> str:
         """`name=value (origin)` of each."""
-        return ", ".join(
-            f"{name}={self[name]!r} ({self.settings[name].origin if name in self.settings else 'unset'})"
-            for name in names
-        )
+        return ", ".join(map(self._said, names))
+
+    def _said(self, name: str) -> str:
+        if name in self.facts:
+            return f"{name}={self[name]!r}"
+        return f"{name}={self[name]!r} ({self.settings[name].origin if name in self.settings else 'unset'})"
 
 
-def _replay_reaches_topk(now: Effective) -> Iterator[str]:
-    # topk_routing_with_score_function returns from its fused form before it asks RouterReplay (SkyRL 04874ec), and
-    # TopKRouter.routing takes another way for these two kinds of balancing.
-    if now["moe_enable_routing_replay"]:
-        if now["moe_router_fusion"]:
-            names = ("moe_enable_routing_replay", "moe_router_fusion")
-            yield f"{now.said(*names)}: the fused router never asks for the recorded routes; switch one of them off"
-        if now["moe_router_load_balancing_type"] in ("sinkhorn", "quantile_balancing"):
-            names = ("moe_enable_routing_replay", "moe_router_load_balancing_type")
-            yield f"{now.said(*names)}: this balancing chooses experts itself and never asks for the recorded routes"
+@dataclass(frozen=True)
+class Rule:
+    """One combination that is refused. `names` are the settings and facts that the message shows with their values.
+
+    stage: `settings` rules hold for any effective settings, `run` rules also read the facts of a run.
+    """
+
+    id: str
+    stage: Literal["settings", "run"]
+    names: tuple[str, ...]
+    text: str
+    fix: str
+    source: str
+    refuses: Callable[[Effective], bool]
+
+
+_REPLAY, _BALANCING = "moe_enable_routing_replay", "moe_router_load_balancing_type"
+_DISPATCHER, _BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
+_SCORES, _BIAS = "moe_router_score_function", "moe_router_enable_expert_bias"
+_TOPK, _PRE, _COEFFICIENT = "moe_router_topk", "moe_router_pre_softmax", "moe_aux_loss_coeff"
+_GROUPED, _P2P = "moe_grouped_gemm", "overlap_p2p_comm"
+
+
+def _one_softmax(now: Effective) -> bool:
+    one = now[_TOPK] == 1 and now[_BALANCING] != "sinkhorn"
+    return one and now[_SCORES] == "softmax" and not now[_PRE]
+
+
+def _coefficients(now: Effective) -> bool:
+    kinds, factors = now[_BALANCING], now[_COEFFICIENT]
+    return isinstance(kinds, list) and not (isinstance(factors, list) and len(factors) == len(kinds))
+
+
+def _ignored_backend(now: Effective) -> bool:
+    return now[_DISPATCHER] not in (None, "flex") and now.asked(_BACKEND) and now[_BACKEND] is not None
+
+
+def _unbatched(now: Effective) -> bool:
+    return now.layout.vpp > 1 and now.layout.pp == 2 and now.asked(_P2P) and not now[_P2P]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "replay-needs-plain-router", "settings", (_REPLAY, "moe_router_fusion"),
+        "the fused router never asks for the recorded routes",
+        "switch one of them off", "topk_routing_with_score_function; NovaSky-AI/SkyRL 04874ec",
+        lambda now: now[_REPLAY] and now["moe_router_fusion"],
+    ),
+    Rule(
+        "replay-needs-topk", "settings", (_REPLAY, _BALANCING),
+        "this balancing chooses experts itself and never asks for the recorded routes",
+        "use another balancing, or no replay", "TopKRouter.routing",
+        lambda now: now[_REPLAY] and now[_BALANCING] in ("sinkhorn", "quantile_balancing"),
+    ),
+    Rule(
+        # Not among the dispatchers' rules, since megatron-core takes it and ignores the backend.
+        "backend-needs-flex", "settings", (_DISPATCHER, _BACKEND),
+        "only flex has a backend, it would be ignored",
+        "ask for dispatcher flex, or for None", "NVIDIA-NeMo/Megatron-Bridge#5207",
+        _ignored_backend,
+    ),
+    Rule(
+        "bias-needs-sigmoid", "settings", (_BIAS, _SCORES),
+        "a bias needs scores by sigmoid",
+        "ask for moe_router_enable_expert_bias=False too", "TransformerConfig.__post_init__",
+        lambda now: now[_BIAS] and now[_SCORES] == "softmax",
+    ),
+    Rule(
+        "one-expert-needs-pre-softmax", "settings", (_TOPK, _PRE),
+        "softmax over one chosen expert is always 1",
+        "ask for moe_router_pre_softmax=True too", "TransformerConfig.__post_init__",
+        _one_softmax,
+    ),
+    Rule(
+        "coefficient-each", "settings", (_BALANCING, _COEFFICIENT),
+        "a list of balancing types needs a list with a coefficient each",
+        "give as many coefficients as types", "TransformerConfig.__post_init__",
+        _coefficients,
+    ),
+    Rule(
+        "interleaving-needs-overlap", "settings", (_P2P,),
+        "pp=2 with virtual stages computes wrongly without it",
+        "leave it on", "Megatron-LM's arguments: two sends and two receives between the same two ranks in one batch",
+        _unbatched,
+    ),
+    Rule(
+        "replay-needs-its-switch", "run", ("replay", _REPLAY),
+        "routers without the switch take no routes",
+        "drop the setting", "TopKRouter.__init__",
+        lambda now: now["replay"] != "off" and not now[_REPLAY],
+    ),
+    Rule(
+        "te-holds-norms", "run", ("kernels", "norms"),
+        "Transformer Engine's linears hold the norms",
+        "give norms='fused'", "get_gpt_layer_with_transformer_engine_spec",
+        lambda now: now["kernels"] == "te" and now["norms"] != "fused",
+    ),
+    Rule(
+        "grouped-gemm-needs-grouped", "run", (_GROUPED, "experts"),
+        "sequential experts are modules without grouped GEMM",
+        "give experts='grouped'", "get_moe_module_spec",
+        lambda now: now[_GROUPED] and now["experts"] != "grouped",
+    ),
+    Rule(
+        "te-groups-by-its-switch", "run", (_GROUPED, "experts"),
+        "Transformer Engine's experts are grouped by moe_grouped_gemm alone",
+        "drop one of them", "get_moe_module_spec",
+        lambda now: now["kernels"] == "te" and now["experts"] == "grouped" and not now[_GROUPED],
+    ),
+    Rule(
+        "quantising-needs-te", "run", ("fp8", "fp4", "kernels", "parameters"),
+        "only Transformer Engine's layers quantise; others would compute in the parameters' precision",
+        "give kernels='te'", "get_fp8_context, get_fp4_context",
+        lambda now: (now["fp8"] or now["fp4"]) and now["kernels"] != "te",
+    ),
+)  # fmt: skip
+
+
+def contradictions(settings: Mapping[str, Setting], layout: Layout) -> list[str]:
+    """Every contradiction between effective settings, with values and origins."""
+    now = Effective(settings, layout)
+    return [*_refused(now, "settings"), *_dispatcher(now)]
+
+
+def run_contradictions(settings: Mapping[str, Setting], layout: Layout, facts: Mapping[str, str]) -> list[str]:
+    """Every contradiction between effective settings and the facts of a run."""
+    return list(_refused(Effective(settings, layout, facts), "run"))
+
+
+def _refused(now: Effective, stage: str) -> Iterator[str]:
+    for rule in RULES:
+        if rule.stage == stage and rule.refuses(now):
+            yield f"{now.said(*rule.names)}: {rule.text}; {rule.fix} [{rule.id}]"
 
 
 def _dispatcher(now: Effective) -> Iterator[str]:
-    # One truth: `moeref.dispatcher` knows what goes together. Asked here is what no machine and no version takes;
-    # packages, GPU and rows are `dispatcher.select`'s to judge, which is told of them.
+    """What the table of dispatchers refuses on every machine and in every version.
+
+    Packages, GPU and rows depend on the machine, and `dispatcher.select` knows them.
+    """
     if not now["num_moe_experts"]:
         return
     try:
@@ -63,54 +198,51 @@ def _dispatcher(now: Effective) -> Iterator[str]:
         yield f"{now.said(*names)}: {refusal}" if names else str(refusal)
 
 
-def _ignored_backend(now: Effective) -> Iterator[str]:
-    # Not in that table, since megatron-core takes it and ignores the backend (Megatron-Bridge#5207).
-    names = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
-    known = now[names[0]] is not None
-    if known and now[names[0]] != "flex" and now.asked(names[1]) and now[names[1]] is not None:
-        yield f"{now.said(*names)}: only flex has a backend, it would be ignored; ask for dispatcher flex, or for None"
+@dataclass(frozen=True)
+class LayoutRule:
+    """A layout under which moeref cannot map a model."""
+
+    id: str
+    text: str
+    fix: str
+    source: str
+    refuses: Callable[[Model, Layout], bool]
 
 
-def _router(now: Effective) -> Iterator[str]:
-    # TransformerConfig.__post_init__.
-    softmax = now["moe_router_score_function"] == "softmax"
-    if now["moe_router_enable_expert_bias"] and softmax:
-        names = ("moe_router_enable_expert_bias", "moe_router_score_function")
-        yield f"{now.said(*names)}: a bias needs scores by sigmoid; ask for moe_router_enable_expert_bias=False too"
-    one = now["moe_router_topk"] == 1 and now["moe_router_load_balancing_type"] != "sinkhorn"
-    if one and softmax and not now["moe_router_pre_softmax"]:
-        yield f"{now.said('moe_router_topk', 'moe_router_pre_softmax')}: softmax over one chosen expert is always 1"
-    kinds, factors = now["moe_router_load_balancing_type"], now["moe_aux_loss_coeff"]
-    if isinstance(kinds, list) and not (isinstance(factors, list) and len(factors) == len(kinds)):
-        yield f"{now.said('moe_router_load_balancing_type', 'moe_aux_loss_coeff')}: a list wants a coefficient each"
+LAYOUT_RULES: tuple[LayoutRule, ...] = (
+    LayoutRule(
+        "biased-experts-need-etp1",
+        "megatron-core has biases of experts at ETP 1 only",
+        "give etp=1 and more of ep instead", "TransformerConfig.__post_init__",
+        lambda model, layout: model.linear_bias and layout.etp > 1,
+    ),
+    LayoutRule(
+        "gated-delta-needs-cp1",
+        "gated delta nets and context parallelism are not mapped together",
+        "give cp=1", "moeref.bridge",
+        lambda model, layout: model.gated_delta_net is not None and layout.cp > 1,
+    ),
+    LayoutRule(
+        "sinks-need-cp1",
+        "attention sinks under context parallelism are not mapped",
+        "give cp=1", "moeref.megatron.attention",
+        lambda model, layout: model.sinks and layout.cp > 1,
+    ),
+)  # fmt: skip
 
 
-def _interleaved(now: Effective) -> Iterator[str]:
-    # Megatron-LM's own arguments refuse it: two sends and two receives between the same two ranks in one batch.
-    if now.layout.vpp > 1 and now.layout.pp == 2 and now.asked("overlap_p2p_comm") and not now["overlap_p2p_comm"]:
-        yield f"{now.said('overlap_p2p_comm')}: pp=2 with virtual stages computes wrongly without it"
-
-
-RULES: tuple[Callable[[Effective], Iterator[str]], ...] = (
-    _replay_reaches_topk,
-    _dispatcher,
-    _ignored_backend,
-    _router,
-    _interleaved,
-)
-
-
-def contradictions(settings: Mapping[str, Setting], layout: Layout) -> list[str]:
-    """Every contradiction between effective settings, with values and origins."""
-    now = Effective(settings, layout)
-    return [problem for rule in RULES for problem in rule(now)]
+def check_layout(model: Model, layout: Layout) -> None:
+    """Raise LayoutError for a layout under which megatron-core, or moeref, cannot compute `model`."""
+    for rule in LAYOUT_RULES:
+        if rule.refuses(model, layout):
+            raise LayoutError(f"{model.family}: {rule.text} ({layout.text}); {rule.fix} [{rule.id}]")
 
 
 def derive(settings: Mapping[str, Setting], layout: Layout) -> dict[str, Setting]:
     """Settings that follow from others and were not asked for."""
     now, found = Effective(settings, layout), {}
-    # Two switches of one decision: clearing one leaves the other in charge (Megatron-Bridge#5740).
-    dispatcher = now["moe_token_dispatcher_type"]
+    # Two switches for one decision: clearing one leaves the other in charge (Megatron-Bridge#5740).
+    dispatcher = now[_DISPATCHER]
     if now["moe_enable_deepep"] and not now.asked("moe_enable_deepep") and dispatcher not in (None, "flex"):
         reason = f"DeepEP is a backend of flex, and the dispatcher is {dispatcher}"
         found["moe_enable_deepep"] = Setting(False, "derived", reason)

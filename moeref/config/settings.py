@@ -1,20 +1,13 @@
-"""Effective Megatron settings of a model under a layout, each with its origin.
-
-What moeref itself knows of megatron-core's TransformerConfig before anybody asks for anything. Origins, from the
-weakest: `provider default` (held by the class or object that is to be filled), `default` (moeref's own choice for RL),
-`hf` (read from the Hugging Face config or fixed by its architecture), `layout`, `field` and `override` (asked for:
-`MoEConfig`), `derived` (what Megatron makes of all of them when it is finalised).
-"""
+"""What moeref itself knows of megatron-core's TransformerConfig, before anybody asks for anything."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from moeref.config.rules import check_layout
+from moeref.config.setting import Setting
 from moeref.families.model import MLA, GatedDeltaNet, Model, Yarn
-from moeref.layout import Layout, LayoutError
-
-Origin = Literal["provider default", "default", "hf", "layout", "field", "override", "derived"]
+from moeref.layout import Layout
 
 #: What GPTModel reads from its config by `getattr` for YaRN, though TransformerConfig has no such fields.
 ATTRIBUTES = frozenset(
@@ -26,22 +19,12 @@ ATTRIBUTES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One effective value and where it came from."""
-
-    value: Any
-    origin: Origin
-    reason: str = ""
-
-
 def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     """TransformerConfig fields for `model` under `layout`.
 
-    `moeref.megatron.build` adds those whose values are torch objects, and the caller's overrides, which win, also with
-    `False` and `None`. Raises LayoutError for a layout under which megatron-core cannot compute this model.
+    Raises LayoutError for a layout under which megatron-core, or moeref, cannot compute this model.
     """
-    _check(model, layout)
+    check_layout(model, layout)
     hf: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden,
@@ -107,23 +90,6 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     settings |= {k: Setting(v, "hf") for k, v in hf.items()}
     settings |= {k: Setting(v, "layout") for k, v in from_layout.items()}
     return settings
-
-
-def _check(model: Model, layout: Layout) -> None:
-    if model.linear_bias and layout.etp > 1:
-        raise LayoutError(
-            f"{model.family}: megatron-core has biases of experts at ETP 1 only, this layout has etp={layout.etp} "
-            f"({layout.text}); give etp=1 and more of ep instead"
-        )
-    if model.gated_delta_net and layout.cp > 1:
-        raise LayoutError(
-            f"{model.family}: gated delta nets and context parallelism are not mapped together ({layout.text}); "
-            "give cp=1"
-        )
-    if model.sinks and layout.cp > 1:
-        raise LayoutError(
-            f"{model.family}: attention sinks under context parallelism are not mapped ({layout.text}); give cp=1"
-        )
 
 
 def _attention_settings(model: Model) -> dict[str, Any]:

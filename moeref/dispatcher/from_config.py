@@ -1,6 +1,6 @@
-"""Owns the way from megatron-core's effective settings to the table: what they make together, and what contradicts.
+"""From megatron-core's effective settings to the table of dispatchers: their setup, and what contradicts in it.
 
-`moeref.config` asks here, so that what goes together is written in the table alone.
+`moeref.config` uses this, so that only the table says what goes together.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from moeref.dispatcher.backends import BACKENDS
 from moeref.dispatcher.setup import CORES, PACKAGES, DispatcherError, Environment, Setup
 from moeref.dispatcher.table import CAPACITY_BALANCING, RULES, Refusal, Rule, refusals
 from moeref.layout import Layout
@@ -20,17 +21,16 @@ SETTINGS = {
     "sequence_parallel": "sequence_parallel",
     "experts": "num_moe_experts",
     "topk": "moe_router_topk",
-    "enable_deepep": "moe_enable_deepep",
     "capacity_factor": "moe_expert_capacity_factor",
     "pad_to_capacity": "moe_pad_expert_input_to_capacity",
     "drop_policy": "moe_token_drop_policy",
     "balancing": "moe_router_load_balancing_type",
     "variable_lengths": "variable_seq_lengths",
-    "pad_uneven_rows": "moe_hybridep_pad_uneven_dispatch_inputs",
     "pad_for_quantization": "moe_router_padding_for_quantization",
     "shared_overlap": "moe_shared_expert_overlap",
     "permute_fusion": "moe_permute_fusion",
     "bias": "add_bias_linear",
+    **{field: name for backend in BACKENDS for field, name in backend.settings.items()},
 }
 #: Every supported version with all packages and a GPU: what all of them refuse does not depend on the machine.
 ANYWHERE = tuple(Environment(core=core, packages=frozenset(PACKAGES), gpu=True) for core in CORES)

@@ -1,4 +1,4 @@
-"""Owns padding plans: how many rows a sample, a packed sequence and an expert group are padded to, and for what.
+"""Padding plans: how many rows a sample, a packed sequence and an expert group are padded to, and for what.
 
 Every factor of a plan names the level at which it has to hold: `sample` (each sample of a packed sequence), `total`
 (the packed sequence), `cp` (the rows that one context parallel rank holds), `rank` (the rows of one rank after context
@@ -25,8 +25,6 @@ Level = Literal["sample", "total", "cp", "rank", "group"]
 RECIPES = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 32}
 #: Rows a fused attention kernel works on at a time (modelscope/ms-swift 3602360 swift/megatron/utils/utils.py).
 FUSED_ATTENTION = 64
-#: megatron-core's HYBRIDEP_TOKEN_ALIGNMENT.
-HYBRIDEP = 64
 
 
 class PaddingError(ValueError):
@@ -163,8 +161,8 @@ def plan(
     `sequence_parallel` defaults to tp > 1. `recipe` is one of RECIPES, or None in high precision; `quantised_at` is
     the level that its rows are counted at (`rank` is the safe one: sequence parallel shards are quantised before they
     are gathered). `zigzag` context parallelism cuts every sample into 2·cp chunks, contiguous into cp. `equal_rows`
-    defaults to what the dispatcher needs: flex-hybridep and allgather exchange equal pieces only. `fixed` pads every
-    packed sequence to that length instead of the least one.
+    defaults to what the dispatcher needs: allgather and some backends of flex exchange equal pieces only. `fixed`
+    pads every packed sequence to that length instead of the least one.
 
     Raises PaddingError for an unknown recipe, dispatcher or level, for sequence parallelism without tp, for unequal
     rows with a dispatcher that needs equal ones, and for a `fixed` below 1.
@@ -176,7 +174,8 @@ def plan(
         dispatcher = Choice(dispatcher)
     except ValueError:
         raise PaddingError(f"dispatcher {dispatcher!r} is none of {', '.join(Choice)}") from None
-    if dispatcher in (Choice.ALLGATHER, Choice.FLEX_HYBRIDEP) and equal_rows is False:
+    backend = dispatcher.row
+    if (dispatcher == Choice.ALLGATHER or (backend and backend.equal_rows)) and equal_rows is False:
         raise PaddingError(f"{dispatcher} exchanges equal pieces only; equal_rows=False cannot hold")
     factors = []
     if layout.cp > 1:
@@ -188,8 +187,8 @@ def plan(
         factors.append(Factor(RECIPES[recipe], quantised_at, f"{recipe} GEMMs take {RECIPES[recipe]} rows at a time"))
     if fused_attention:
         factors.append(Factor(FUSED_ATTENTION, "cp", "fused attention takes 64 rows at a time, on every tp rank"))
-    if dispatcher == Choice.FLEX_HYBRIDEP:
-        factors.append(Factor(HYBRIDEP, "group", "hybridep exchanges equal pieces of 64-row chunks"))
+    if backend and backend.equal_rows:
+        factors.append(Factor(backend.rows_multiple, "group", backend.rows_why))
     elif equal_rows or (equal_rows is None and dispatcher == Choice.ALLGATHER):
         factors.append(Factor(1, "group", "allgather exchanges equal pieces" if equal_rows is None else "asked for"))
     return Plan(tuple(factors), layout.cp, layout.tp if sequence_parallel else 1, fixed)

@@ -1,4 +1,4 @@
-"""Owns the choice of a dispatcher: an explicit one is kept or refused, and `auto` follows a written order.
+"""The choice of a dispatcher: an explicit one is kept or refused, and `auto` follows a fixed order.
 
 megatron-core holds a choice in two fields, of which a fallback in the field once reset only one (Megatron-Bridge #5207,
 #5740); here both are written and read together.
@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moeref.dispatcher.backends import BACKENDS, DEFAULT
 from moeref.dispatcher.setup import Choice, DispatcherError, Environment, Setup
-from moeref.dispatcher.table import Refusal, check, refusals
+from moeref.dispatcher.table import FLEX, Refusal, check, refusals
 
 AUTO = "auto"
 #: Up to this etp·ep the all-to-all is preferred: megatron-core's maintainers advise it for ep ≤ 8 (Megatron-LM #1456).
@@ -40,7 +41,7 @@ def settings(choice: Choice) -> dict[str, Any]:
 
     Without flex nothing reads the backend, and None says so.
     """
-    return {"moe_token_dispatcher_type": choice.dispatcher, "moe_flex_dispatcher_backend": choice.backend}
+    return {"moe_token_dispatcher_type": choice.dispatcher, "moe_flex_dispatcher_backend": choice.backend_name}
 
 
 def read(fields: Mapping[str, Any]) -> Choice:
@@ -50,13 +51,13 @@ def read(fields: Mapping[str, Any]) -> Choice:
     no backend or an unknown one.
     """
     dispatcher = fields.get("moe_token_dispatcher_type", "allgather")
-    backend = fields.get("moe_flex_dispatcher_backend", "deepep")
+    backend = fields.get("moe_flex_dispatcher_backend", DEFAULT)
     flagged = bool(fields.get("moe_enable_deepep", False))
-    if flagged and (dispatcher != "flex" or backend == "hybridep"):
+    if flagged and (dispatcher != "flex" or backend not in (DEFAULT, None)):
         raise DispatcherError(f"moe_enable_deepep contradicts {dispatcher} with backend {backend}; drop the flag")
-    backend = "deepep" if flagged else backend
+    backend = DEFAULT if flagged else backend
     if dispatcher != "flex":
-        if backend not in ("deepep", None):
+        if backend not in (DEFAULT, None):
             raise DispatcherError(
                 f"moe_flex_dispatcher_backend={backend!r} is ignored by dispatcher {dispatcher!r}; "
                 "set moe_token_dispatcher_type to flex, or drop the backend"
@@ -72,10 +73,9 @@ def read(fields: Mapping[str, Any]) -> Choice:
 
 def automatic(setup: Setup) -> tuple[Choice, ...]:
     """The order of `auto`: all-to-all in a small group, the kernels first in a large one, all-gather last."""
-    flex = (Choice.FLEX_DEEPEP, Choice.FLEX_HYBRIDEP)
     if setup.layout.etp * setup.layout.ep <= SMALL_GROUP:
         return (Choice.ALLTOALL, Choice.ALLGATHER)
-    return (*flex, Choice.ALLTOALL, Choice.ALLGATHER)
+    return (*FLEX, Choice.ALLTOALL, Choice.ALLGATHER)
 
 
 def select(
@@ -109,7 +109,7 @@ def select(
 
 
 def _with(setup: Setup, choice: Choice) -> Setup:
-    return replace(setup, dispatcher=choice.dispatcher, backend=choice.backend or "deepep", enable_deepep=False)
+    return replace(setup, dispatcher=choice.dispatcher, backend=choice.backend_name or DEFAULT, enable_deepep=False)
 
 
 def installed(*, gpu: bool) -> Environment:
@@ -117,11 +117,8 @@ def installed(*, gpu: bool) -> Environment:
 
     Raises importlib.metadata.PackageNotFoundError without megatron-core.
     """
-    names = {
-        "deep_ep": (("deep_ep", "Buffer"), ("deep_ep.utils", "EventHandle"), ("deep_ep.utils", "EventOverlap")),
-        "hybrid_ep": (("deep_ep", "HybridEPBuffer"),),
-        "transformer_engine": (("transformer_engine.pytorch", "Linear"),),
-    }
+    names = {backend.package: backend.imports for backend in BACKENDS}
+    names["transformer_engine"] = (("transformer_engine.pytorch", "Linear"),)
     found = frozenset(package for package, needed in names.items() if all(_has(*name) for name in needed))
     return Environment(core=importlib.metadata.version("megatron-core"), packages=found, gpu=gpu)
 

@@ -1,4 +1,4 @@
-"""Owns what a dispatcher has to agree with: the choices, the settings of a run, and the environment it runs in."""
+"""What a dispatcher has to agree with: the choices, the settings of a run, and the environment it runs in."""
 
 from __future__ import annotations
 
@@ -6,22 +6,30 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from moeref.dispatcher.backends import BACKENDS, BY_NAME, DEFAULT, Backend
 from moeref.layout import Layout
 
 Precision = Literal["bf16", "fp32", "fp8", "fp4"]
 
 #: The versions of megatron-core that the table was enumerated against, by minor version.
 CORES = ("0.16", "0.19")
-PACKAGES = ("deep_ep", "hybrid_ep", "transformer_engine")
+PACKAGES = (*(backend.package for backend in BACKENDS), "transformer_engine")
+
+
+def minor_version(version: str) -> str:
+    """A version without its patch level: `0.19` of `0.19.2`."""
+    return ".".join(version.split(".")[:2])
 
 
 class Choice(StrEnum):
     """A dispatcher with its backend."""
 
+    _ignore_ = ["backend"]  # noqa: RUF012 -- read by Enum
+
     ALLGATHER = "allgather"
     ALLTOALL = "alltoall"
-    FLEX_DEEPEP = "flex-deepep"
-    FLEX_HYBRIDEP = "flex-hybridep"
+    for backend in BACKENDS:
+        vars()[f"FLEX_{backend.name.upper()}"] = backend.choice
 
     @property
     def dispatcher(self) -> str:
@@ -29,9 +37,14 @@ class Choice(StrEnum):
         return self.value.partition("-")[0]
 
     @property
-    def backend(self) -> str | None:
+    def backend_name(self) -> str | None:
         """megatron-core's `moe_flex_dispatcher_backend`; None where nothing reads it."""
         return self.value.partition("-")[2] or None
+
+    @property
+    def row(self) -> Backend | None:
+        """The row of the backend; None without one."""
+        return BY_NAME.get(self.backend_name or "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +52,11 @@ class Setup:
     """What a dispatcher has to agree with; fields are named after what they mean and hold megatron-core's values.
 
     `backend` is read with flex only. `equal_rows` says that all ranks of an expert group dispatch the same number of
-    rows, as a padding plan for them ensures; `pad_uneven_rows` is `moe_hybridep_pad_uneven_dispatch_inputs`. Raises
-    ValueError for a value outside the table.
+    rows, as a padding plan for them ensures. Raises ValueError for a value outside the table.
     """
 
     dispatcher: str = "alltoall"
-    backend: str | None = "deepep"
+    backend: str | None = DEFAULT
     layout: Layout = field(default_factory=Layout)
     sequence_parallel: bool = False
     experts: int = 8
@@ -68,8 +80,8 @@ class Setup:
     def __post_init__(self) -> None:
         if self.dispatcher not in ("allgather", "alltoall", "flex"):
             raise ValueError(f"dispatcher={self.dispatcher!r} is none of allgather, alltoall, flex")
-        if self.backend not in ("deepep", "hybridep", None):
-            raise ValueError(f"backend={self.backend!r} is none of deepep, hybridep, None")
+        if self.backend is not None and self.backend not in BY_NAME:
+            raise ValueError(f"backend={self.backend!r} is none of {', '.join(BY_NAME)}, None")
         if self.precision not in ("bf16", "fp32", "fp8", "fp4"):
             raise ValueError(f"precision={self.precision!r} is none of bf16, fp32, fp8, fp4")
         if self.experts < 1 or not 1 <= self.topk <= self.experts:
@@ -77,10 +89,10 @@ class Setup:
 
     @property
     def choice(self) -> Choice | None:
-        """The row of the table; None for flex without a backend."""
+        """The dispatcher with its backend; None for flex without one."""
         if self.dispatcher != "flex":
             return Choice(self.dispatcher)
-        backend = "deepep" if self.enable_deepep else self.backend
+        backend = DEFAULT if self.enable_deepep else self.backend
         return Choice(f"flex-{backend}") if backend else None
 
 
@@ -104,7 +116,7 @@ class Environment:
     @property
     def minor(self) -> str:
         """The version without its patch level."""
-        return ".".join(self.core.split(".")[:2])
+        return minor_version(self.core)
 
 
 class DispatcherError(ValueError):

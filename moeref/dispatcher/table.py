@@ -1,4 +1,4 @@
-"""Owns the table of dispatchers: which token dispatcher and backend goes with which settings, layout and environment.
+"""The table of dispatchers: which token dispatcher and backend goes with which settings, layout and environment.
 
 `RULES` is the whole table, in the order in which megatron-core meets the conditions, so that the first rule that is not
 `stricter` is the exception megatron-core raises. An enumeration in the upstream tests holds it against real
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+from moeref.dispatcher.backends import BACKENDS, DEFAULT, Backend
 from moeref.dispatcher.setup import Choice, DispatcherError, Environment, Setup
 
 Stage = Literal["config", "construction", "step"]
@@ -58,8 +59,18 @@ class Refusal:
 
 
 ALL = tuple(Choice)
-FLEX = (Choice.FLEX_DEEPEP, Choice.FLEX_HYBRIDEP)
-GATHER, EXCHANGE, DEEPEP, HYBRIDEP = ((choice,) for choice in Choice)
+GATHER, EXCHANGE = (Choice.ALLGATHER,), (Choice.ALLTOALL,)
+FLEX = tuple(Choice(backend.choice) for backend in BACKENDS)
+
+
+def _with(**facts: Any) -> tuple[Choice, ...]:
+    """The backends whose rows say so."""
+    return tuple(Choice(b.choice) for b in BACKENDS if all(getattr(b, name) == value for name, value in facts.items()))
+
+
+_EQUAL = (*GATHER, *_with(equal_rows=True))
+_PADS_UNEVEN = tuple(Choice(backend.choice) for backend in BACKENDS if "pad_uneven_rows" in backend.settings)
+_OTHERS = tuple(Choice(backend.choice) for backend in BACKENDS if backend.name != DEFAULT)
 _CONFIG = "TransformerConfig.__post_init__"
 
 
@@ -77,7 +88,7 @@ def _overlap(setup: Setup, env: Environment) -> bool:
 
 
 def _one_rank(setup: Setup, env: Environment) -> bool:
-    concerned = setup.dispatcher == "flex" if env.minor == "0.16" else setup.choice == Choice.FLEX_DEEPEP
+    concerned = setup.dispatcher == "flex" if env.minor == "0.16" else setup.choice in _with(takes_one_rank=False)
     return concerned and setup.layout.etp * setup.layout.ep == 1
 
 
@@ -97,14 +108,24 @@ def _overfull(setup: Setup) -> bool:
 
 
 def _unequal(setup: Setup, env: Environment) -> bool:
-    concerned = setup.choice in (*GATHER, *HYBRIDEP) and setup.layout.etp * setup.layout.ep > 1
-    pads_itself = setup.choice == Choice.FLEX_HYBRIDEP and setup.pad_uneven_rows and env.minor != "0.16"
+    concerned = setup.choice in _EQUAL and setup.layout.etp * setup.layout.ep > 1
+    pads_itself = setup.choice in _PADS_UNEVEN and setup.pad_uneven_rows and env.minor != "0.16"
     return concerned and not setup.equal_rows and not pads_itself
+
+
+def _package_rule(backend: Backend) -> Rule:
+    choice = Choice(backend.choice)
+    return Rule(
+        f"{backend.name}-package", "construction", "ImportError", (choice,),
+        f"{backend.needs} is not installed",
+        "install it or use alltoall", f"{backend.manager}.__init__",
+        lambda s, e: s.choice == choice and backend.package not in e.packages,
+    )  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "uneven-is-new", "config", "TypeError", HYBRIDEP,
+        "uneven-is-new", "config", "TypeError", _PADS_UNEVEN,
         "megatron-core 0.16 has no moe_hybridep_pad_uneven_dispatch_inputs",
         "drop pad_uneven_rows and pad the rows with a plan", "TransformerConfig",
         lambda s, e: s.pad_uneven_rows and e.minor == "0.16",
@@ -118,20 +139,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "deepep-flag-needs-flex", "config", "ValueError", ALL,
         "the deprecated moe_enable_deepep goes with the flex dispatcher only",
-        "drop the flag and choose flex-deepep", _CONFIG,
+        f"drop the flag and choose flex-{DEFAULT}", _CONFIG,
         lambda s, e: s.enable_deepep and s.dispatcher != "flex",
     ),
     Rule(
-        "one-backend", "config", "ValueError", HYBRIDEP,
-        "moe_enable_deepep contradicts the hybridep backend",
+        "one-backend", "config", "ValueError", _OTHERS,
+        f"moe_enable_deepep contradicts every backend but {DEFAULT}",
         "drop the flag", _CONFIG,
-        lambda s, e: s.enable_deepep and s.dispatcher == "flex" and s.backend == "hybridep",
+        lambda s, e: s.enable_deepep and s.dispatcher == "flex" and s.backend not in (DEFAULT, None),
     ),
     Rule(
-        "deepep-never-pads", "config", "ValueError", DEEPEP,
-        "deepep does not pad expert inputs to capacity",
-        "drop pad_to_capacity, or use alltoall or flex-hybridep", _CONFIG,
-        lambda s, e: s.choice == Choice.FLEX_DEEPEP and s.pad_to_capacity,
+        "deepep-never-pads", "config", "ValueError", _with(pads_to_capacity=False),
+        "this backend does not pad expert inputs to capacity",
+        f"drop pad_to_capacity, or use {', '.join((*EXCHANGE, *_with(pads_to_capacity=True)))}", _CONFIG,
+        lambda s, e: s.choice in _with(pads_to_capacity=False) and s.pad_to_capacity,
     ),
     Rule(
         "overlap-needs-exchange", "config", "ValueError", (*GATHER, *FLEX),
@@ -197,28 +218,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "flex-needs-a-group", "construction", "AssertionError", FLEX,
-        "a group of etp·ep = 1 has nobody to exchange with (from 0.19 hybridep takes it)",
+        "a group of etp·ep = 1 has nobody to exchange with"
+        f" (from 0.19 {', '.join(_with(takes_one_rank=True))} takes it)",
         "use alltoall", "MoEFlexTokenDispatcher.__init__",
         _one_rank,
     ),
     Rule(
         "flex-needs-a-backend", "construction", "ValueError", FLEX,
         "the flex dispatcher needs a backend and has none",
-        "choose flex-deepep or flex-hybridep", "MoEFlexTokenDispatcher.__init__",
+        f"choose {' or '.join(FLEX)}", "MoEFlexTokenDispatcher.__init__",
         lambda s, e: s.choice is None,
     ),
-    Rule(
-        "deepep-package", "construction", "ImportError", DEEPEP,
-        "the package deep_ep is not installed",
-        "install it or use alltoall", "_DeepepManager.__init__",
-        lambda s, e: s.choice == Choice.FLEX_DEEPEP and "deep_ep" not in e.packages,
-    ),
-    Rule(
-        "hybridep-package", "construction", "ImportError", HYBRIDEP,
-        "deep_ep with HybridEPBuffer (its hybrid-ep branch) is not installed",
-        "install it or use alltoall", "_HybridEPManager.__init__",
-        lambda s, e: s.choice == Choice.FLEX_HYBRIDEP and "hybrid_ep" not in e.packages,
-    ),
+    *map(_package_rule, BACKENDS),
     Rule(
         "shared-experts-have-no-bias", "construction", "AssertionError", ALL,
         "shared experts take no bias",
@@ -267,9 +278,9 @@ RULES: tuple[Rule, ...] = (
         stricter=True,
     ),
     Rule(
-        "equal-rows", "step", "RuntimeError", (*GATHER, *HYBRIDEP),
+        "equal-rows", "step", "RuntimeError", _EQUAL,
         "all ranks of the etp·ep group must dispatch the same number of rows; unequal counts fail or hang",
-        "pad with a plan for the group (hybridep from 0.19: or pad_uneven_rows), or use alltoall",
+        f"pad with a plan for the group ({', '.join(_PADS_UNEVEN)} from 0.19: or pad_uneven_rows), or use alltoall",
         "gather_from_sequence_parallel_region, hybrid_ep_dispatch",
         _unequal,
         stricter=True,
@@ -283,7 +294,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "flex-gpu", "step", "RuntimeError", FLEX,
-        "deepep and hybridep are CUDA kernels, and there is no GPU",
+        "the kernels of flex backends are CUDA's, and there is no GPU",
         "use alltoall", "fused_dispatch, hybrid_ep_dispatch",
         lambda s, e: s.dispatcher == "flex" and not e.gpu,
         stricter=True,

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from moeref.bridge.loader import DTYPES, bind
+from moeref.bridge.loader import bind
 from moeref.bridge.regions import BridgeError
 from moeref.bridge.shard_map import GlobalParam, HFTensor
+from moeref.dtypes import TORCH
 from moeref.exporter.plan import Plan
 
 
@@ -71,7 +72,7 @@ def _where(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None) -
 
 
 def _empty(tensor: HFTensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
+    return torch.empty(tensor.shape, dtype=TORCH[tensor.dtype], device=device)
 
 
 def _agree(
@@ -114,7 +115,7 @@ def _collect(
             shards.append(held[param.name])
             continue
         shape, _ = plan.shard_map.shard(param, part)
-        shard = torch.empty(shape, dtype=DTYPES[param.dtype], device=device)
+        shard = torch.empty(shape, dtype=TORCH[param.dtype], device=device)
         dist.recv(shard, src=_global(owner, group), group=group)
         shards.append(shard)
     return shards

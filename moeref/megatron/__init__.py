@@ -1,6 +1,6 @@
 """Everything that imports megatron-core: process groups, model chunks, seeding, routing replay, forward, gradients."""
 
-from moeref.megatron.build import Built, build, settings_of, transformer_config
+from moeref.megatron.build import Built, build, transformer_config
 from moeref.megatron.forward import logits
 from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.spec import mtp_name
@@ -13,7 +13,6 @@ __all__ = [
     "initialise",
     "logits",
     "mtp_name",
-    "settings_of",
     "shut_down",
     "transformer_config",
 ]

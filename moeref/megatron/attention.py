@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
 from moeref.megatron import context
+from moeref.megatron.marks import mark_sequence_parallel
 
 
 class CausalAttention(torch.nn.Module):
@@ -65,8 +66,7 @@ class ReplicatedLinear(torch.nn.Module):
     def __init__(self, input_size: int, output_size: int, config: Any, like: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=like.dtype, device=like.device))
-        # `finalize_model_grads` sums over TP what carries this mark: each rank sees its own tokens only.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 -- a mark torch does not know
+        mark_sequence_parallel(self.weight, config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
         """(output, no bias), as Megatron's linears answer."""

@@ -1,202 +1,146 @@
-"""The real GPTModel chunks of one rank, built from a Hugging Face config under a layout."""
+"""The real GPTModel chunks of one rank, built from the record of a run."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from moeref.bridge import VOCAB_DIVISIBLE_BY, ShardMap, padded_vocab
-from moeref.config import ConfigError, EffectiveSettings, MoEConfig, Setting, read_back, resolve
+from moeref.bridge import ShardMap, padded_vocab
+from moeref.config import ConfigError, EffectiveSettings, Setting, read_back
 from moeref.config.settings import ATTRIBUTES
-from moeref.families import Model, SpecNames
-from moeref.layout import Layout
+from moeref.dispatcher.setup import minor_version
+from moeref.dtypes import TORCH
 from moeref.megatron import device as on
-from moeref.megatron import dispatch, gated_delta_net, te_layers
+from moeref.megatron import dispatch, gated_delta_net, groups, seeding, te_layers
 from moeref.megatron import norms as norms_of_torch
 from moeref.megatron import precision as recipes
 from moeref.megatron.expert_bias_patch import patch_expert_biases
 from moeref.megatron.grouped_names import with_grouped_names
+from moeref.megatron.marks import mark_sequence_parallel
 from moeref.megatron.spec import layer_spec, mtp_name, mtp_spec
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from moeref.record import Record, installed_core
 
 
 @dataclass(frozen=True)
 class Built:
-    """One rank's model: its chunks (one per virtual stage), their config, and the map of its shards."""
+    """One rank's model: its chunks (one per virtual stage), their config, and the map of its shards.
+
+    `record` is what it was built from, `settings` every value that `config` holds with its origin.
+    """
 
     chunks: list[GPTModel]
     config: TransformerConfig
-    record: EffectiveSettings
+    record: Record
+    settings: EffectiveSettings
     shard_map: ShardMap
 
-    @property
-    def settings(self) -> dict[str, Setting]:
-        """Every value that `config` holds, with its origin."""
-        return self.record.by_name
 
-
-def _torch_settings(model: Model, device: str, interleaved: bool) -> dict[str, Setting]:
-    """Settings whose values are torch objects or follow from the device."""
-    torch_dtype = DTYPES[model.param_dtype]
+def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
+    """Settings that no record can hold: torch objects, and what follows from this machine."""
+    model, dtype = record.model, TORCH[record.model.param_dtype]
     values: dict[str, Any] = {
         "activation_func": quick_gelu if model.clamp else torch.nn.functional.silu,
-        "params_dtype": torch_dtype,
-        "bf16": torch_dtype is torch.bfloat16,
-        "pipeline_dtype": torch_dtype,
-        "autocast_dtype": torch_dtype,
-        # Interleaved, NCCL and gloo agree on the chunk order only with overlapped, unbatched point-to-point calls; the
-        # batched form computes PP2·VPP2 wrongly without a word.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        # Else megatron-core allocates on the current CUDA device.
+        "use_cpu_initialization": device == "cpu",
     }
-    # Off on every device. On a GPU the masked softmax and the accumulation of gradients are apex's kernels, the others
-    # compile or fuse what is to be the same arithmetic as on a CPU.
-    off = ("bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion")
-    values |= dict.fromkeys((*off, "gradient_accumulation_fusion", "deallocate_pipeline_outputs"), False)
-    # Else megatron-core allocates on the current CUDA device.
-    values |= {"use_cpu_initialization": device == "cpu"}
-    return {k: Setting(v, "default") for k, v in values.items()}
-
-
-def settings_of(
-    model: Model,
-    layout: Layout,
-    asked: MoEConfig | None = None,
-    *,
-    device: str = "cpu",
-    kernels: str = "torch",
-    experts: str = "sequential",
-    precision: str = "",
-    overrides: Mapping[str, Any] | None = None,
-) -> EffectiveSettings:
-    """What `build` is about to give to Megatron, resolved against the installed TransformerConfig.
-
-    Raises ConfigError for what cannot be asked for.
-    """
-    if kernels not in ("torch", "te"):
-        raise ConfigError(f"kernels={kernels!r} is neither 'torch' nor 'te'")
-    kind = MLATransformerConfig if model.mla else TransformerConfig
-    more = _torch_settings(model, device, interleaved=layout.vpp > 1)
+    found = {name: Setting(value, "default") for name, value in values.items()}
     if model.gated_delta_net and gated_delta_net.without_fla():
-        more["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
-    if kernels == "te":
-        more["moe_grouped_gemm"] = Setting(experts == "grouped", "default", f"experts={experts!r}")
-    asked = recipes.asked(precision, (asked or MoEConfig()).with_kwargs(**(overrides or {})))
-    record = resolve(model, layout, asked, provider=kind, more=more)
-    if record["fp8"] and kernels != "te":
-        raise ConfigError(
-            f"{model.family}: fp8={record['fp8']!r} with kernels={kernels!r} would be computed in {model.param_dtype}, "
-            "since only Transformer Engine's layers quantise; give kernels='te'"
-        )
-    return record
+        found["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
+    asked = {name for name, one in record.settings.by_name.items() if one.origin in ("field", "override")}
+    return {name: one for name, one in found.items() if name not in asked}
 
 
-def transformer_config(record: EffectiveSettings) -> tuple[TransformerConfig, EffectiveSettings]:
-    """The real TransformerConfig, and the record of all that it holds, read back from it.
+def transformer_config(record: Record, device: str = "cpu") -> tuple[TransformerConfig, EffectiveSettings]:
+    """The real TransformerConfig of a record on a kind of device, and all that it holds, read back from it.
 
     Raises ConfigError where a value did not arrive, and whatever the config itself refuses.
     """
-    kind = MLATransformerConfig if record["multi_latent_attention"] else TransformerConfig
-    given = {name: s.value for name, s in record.by_name.items() if s.origin != "provider default"}
+    kind = MLATransformerConfig if record.model.mla else TransformerConfig
+    settings = record.settings.with_settings(_of_the_machine(record, device))
+    given = {name: s.value for name, s in settings.by_name.items() if s.origin != "provider default"}
     config = kind(**{name: value for name, value in given.items() if name not in ATTRIBUTES})
     for name in ATTRIBUTES & given.keys():
         setattr(config, name, given[name])
-    return config, read_back(record, config)
+    return config, read_back(settings, config)
 
 
-def build(
-    model: Model,
-    layout: Layout,
-    rank: int,
-    *,
-    device: str = "cpu",
-    kernels: str = "torch",
-    norms: str = "separate",
-    experts: str = "sequential",
-    precision: str = "",
-    asked: MoEConfig | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    divisible_by: int = VOCAB_DIVISIBLE_BY,
-) -> Built:
-    """Build this rank's chunks; `groups.initialise(layout)` comes first.
+def build(record: Record, rank: int, device: str = "cpu") -> Built:
+    """Seed this rank's generators and build its chunks; `groups.initialise(record.layout)` comes first.
 
-    device: "cpu" or the current CUDA device. kernels: "torch" for plain torch modules, or "te" for Transformer
-    Engine's in megatron-core's own spec. norms: "separate" as in megatron-core's local layer spec, or "fused" into the
-    linears as in Transformer Engine's. experts: "sequential", or "grouped" for Transformer Engine's grouped linears
-    ("torch": under their names). precision: "" for what the checkpoint's dtype says, or an FP8 recipe, "delayed",
-    "tensorwise", "blockwise" or "mxfp8", which needs "te".
-    `asked` and `overrides` (further pass-through settings, which win) are what is asked of Megatron.
-    The weights are unset until `bridge.load`. Raises ConfigError for what cannot be asked for, and DispatcherError for
-    a flex dispatcher whose kernels are not here.
+    device: "cpu" or the current CUDA device. The weights are unset until `bridge.load`.
+
+    Raises ConfigError for what cannot be built here, and DispatcherError for a flex dispatcher whose kernels are not
+    here.
     """
     where = on.checked(device)
-    record = settings_of(
-        model,
-        layout,
-        asked,
-        device=where.type,
-        kernels=kernels,
-        experts=experts,
-        precision=precision,
-        overrides=overrides,
-    )
-    if kernels == "te":
-        te_layers.check(model, record, norms=norms, experts=experts)
-    elif record["moe_grouped_gemm"] and experts != "grouped":
-        raise ConfigError(
-            f"moe_grouped_gemm=True, but experts={experts!r} builds modules without it; give experts='grouped'"
-        )
-    dispatch.check(model, layout, record, gpu=where.type == "cuda")
-    config, record = transformer_config(record)
-    names = SpecNames(
-        norms="fused" if norms == "fused" else "separate",
-        experts="grouped" if experts == "grouped" else "sequential",
-        mtp=mtp_name(),
-    )
-    shard_map = ShardMap(model, layout, names, divisible_by=divisible_by)
+    _check_here(record, where)
+    config, settings = transformer_config(record, where.type)
+    shard_map = ShardMap(record.model, record.layout, record.names, divisible_by=record.divisible_by)
     recipes.check_widths(shard_map, rank, config)
     dispatch.let_router_run()
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
-    at = layout.coords(rank)
-    chunks: list[GPTModel] = []
-    for vp in range(layout.vpp):
-        vp_stage = vp if layout.vpp > 1 else None
-        block, mtp = _specs(shard_map, config, at.pp, vp, kernels)
-        chunk = GPTModel(
-            config=config,
-            mtp_block_spec=mtp,
-            transformer_layer_spec=block,
-            vocab_size=padded_vocab(model, layout.tp, divisible_by),
-            max_sequence_length=model.max_positions,
-            pre_process=layout.has_embedding(at.pp, vp),
-            post_process=layout.has_head(at.pp, vp),
-            share_embeddings_and_output_weights=model.tied,
-            position_embedding_type="yarn" if model.yarn else "rope",
-            rotary_percent=model.rotary_percent,
-            rotary_base=int(model.rope_theta),
-            vp_stage=vp_stage,
+    seeding.seed_rank(record.layout, record.seeds.seed, per_dp=record.seeds.per_dp, formula=record.seeds.formula)
+    pp = record.layout.coords(rank).pp
+    chunks = [_chunk(record, shard_map, config, pp, vp, where) for vp in range(record.layout.vpp)]
+    return Built(chunks, config, record, settings, shard_map)
+
+
+def _check_here(record: Record, where: torch.device) -> None:
+    """Raise an error if this process cannot build what the record says."""
+    installed = installed_core()
+    if minor_version(record.core) != minor_version(installed):
+        raise ConfigError(f"the record is of megatron-core {record.core}, and {installed} is installed; check for that")
+    if record.names.mtp != mtp_name():
+        raise ConfigError(f"the record names MTP layers {record.names.mtp}, this megatron-core {mtp_name()}")
+    if record.precision == "nvfp4":
+        raise ConfigError(
+            f"precision='nvfp4' is no FP8 recipe of {', '.join(recipes.FORMATS)}, and only those are built"
         )
-        for parameter in chunk.parameters():
-            # torch's norm ignores params_dtype. Parameters only: the router's expert_bias is a buffer and stays fp32,
-            # where Float16Module's module.bfloat16() would round it until the first forward.
-            parameter.data = parameter.data.to(DTYPES[model.param_dtype])
-        chunk.to(where)  # what plain torch modules hold is on the host until now
-        _of_the_expert_grid(chunk)
-        if model.linear_bias:
-            patch_expert_biases(chunk)
-        by_name = kernels == "torch" and names.experts == "grouped"
-        chunks.append(with_grouped_names(chunk) if by_name else chunk)
-    return Built(chunks, config, record, shard_map)
+    if record.kernels == "te":
+        te_layers.check(record)
+    dispatch.check(record, gpu=where.type == "cuda")
+    groups.check(record.layout)
+
+
+def _chunk(
+    record: Record, shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, where: torch.device
+) -> GPTModel:
+    """One virtual stage on its device, with dtypes and marks as training needs them."""
+    model, layout = record.model, record.layout
+    block, mtp = _specs(shard_map, config, pp, vp, record.kernels)
+    chunk = GPTModel(
+        config=config,
+        mtp_block_spec=mtp,
+        transformer_layer_spec=block,
+        vocab_size=padded_vocab(model, layout.tp, record.divisible_by),
+        max_sequence_length=model.max_positions,
+        pre_process=layout.has_embedding(pp, vp),
+        post_process=layout.has_head(pp, vp),
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type="yarn" if model.yarn else "rope",
+        rotary_percent=model.rotary_percent,
+        rotary_base=int(model.rope_theta),
+        vp_stage=vp if layout.vpp > 1 else None,
+    )
+    for parameter in chunk.parameters():
+        # torch's norm ignores params_dtype. Parameters only: the router's expert_bias is a buffer and stays fp32,
+        # where Float16Module's module.bfloat16() would round it until the first forward.
+        parameter.data = parameter.data.to(TORCH[model.param_dtype])
+    chunk.to(where)  # what plain torch modules hold is on the host until now
+    _mark_experts(chunk)
+    if model.linear_bias:
+        patch_expert_biases(chunk)
+    by_name = record.kernels == "torch" and record.names.experts == "grouped"
+    return with_grouped_names(chunk) if by_name else chunk
 
 
 def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, kernels: str) -> tuple[Any, Any]:
@@ -229,7 +173,7 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
     return block, mtp_spec(config, moe=moe[-1], vp_stage=vp_stage, **kind) if with_mtp else None
 
 
-def _of_the_expert_grid(chunk: torch.nn.Module) -> None:
+def _mark_experts(chunk: torch.nn.Module) -> None:
     """Mark experts for DistributedDataParallel: their gradients are reduced over the expert grid's replicas.
 
     0.16.1 marks them only at EP > 1, and with ETP other than TP reduces the others over the dense grid's. Both versions
@@ -238,7 +182,7 @@ def _of_the_expert_grid(chunk: torch.nn.Module) -> None:
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010 -- a mark torch does not know
-            setattr(parameter, "sequence_parallel", False)  # noqa: B010
+            mark_sequence_parallel(parameter, False)
 
 
 def _pp_rank(pp: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from moeref.megatron.marks import mark_sequence_parallel
 from moeref.megatron.spec import LayerNormColumnParallelLinear
 
 
@@ -30,8 +31,7 @@ class Norm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.empty(hidden_size))
-        # Each rank sees its own tokens only; `finalize_model_grads` sums what carries this mark over TP.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 -- a mark torch does not know
+        mark_sequence_parallel(self.weight, config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The normalised input, in its own dtype."""

@@ -47,6 +47,26 @@ def coordinates() -> dict[str, int]:
     }
 
 
+def sizes() -> dict[str, int]:
+    """The sizes of megatron-core's groups, by axis."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def check(layout: Layout) -> None:
+    """Raise LayoutError unless megatron-core's groups have the sizes of `layout`."""
+    if not parallel_state.model_parallel_is_initialized():
+        raise LayoutError(f"{layout.text}: megatron-core has no groups yet; call groups.initialise(layout) first")
+    if wrong := [f"{axis}={size}" for axis, size in sizes().items() if size != getattr(layout, axis)]:
+        raise LayoutError(f"{layout.text}: megatron-core was initialised with {', '.join(wrong)}")
+
+
 def shut_down() -> None:
     """Destroy megatron-core's groups."""
     parallel_state.destroy_model_parallel()

@@ -13,6 +13,8 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
+from moeref.megatron.marks import mark_sequence_parallel
+
 _OF_A_LAYER = ("input_layernorm", "pre_mlp_layernorm")
 _OF_ATTENTION = ("q_layernorm", "k_layernorm", "kv_layernorm")
 _OF_MTP = ("enorm", "hnorm", "layer_norm")
@@ -23,8 +25,7 @@ class TorchNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        # Each rank sees its own tokens only; `finalize_model_grads` sums what carries this mark over TP.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 -- a mark torch does not know
+        mark_sequence_parallel(self.weight, config.sequence_parallel)
 
 
 def in_layer(local: ModuleSpec) -> ModuleSpec:

@@ -1,7 +1,7 @@
-"""FP8 recipes: what is asked of Megatron for one, and the lengths and widths that its GEMMs take.
+"""FP8 recipes: the lengths and widths that their GEMMs take.
 
-A recipe's kernels work on whole blocks. What does not divide fails in a kernel, or is computed unquantised without a
-word; here it is refused before anything is built or sent.
+A recipe's kernels work on whole blocks. What does not divide fails in a kernel, or is silently computed unquantised;
+here it is refused before anything is built or sent.
 """
 
 from __future__ import annotations
@@ -10,31 +10,16 @@ import re
 from typing import Any
 
 from moeref.bridge import ShardMap
-from moeref.config import ConfigError, MoEConfig
-from moeref.config.precision import FORMATS, fp8
+from moeref.config import ConfigError
+from moeref.config.precision import FORMATS
 from moeref.dispatcher import padding
 from moeref.layout import Layout
+
+__all__ = ["FORMATS", "SINCE", "check_length", "check_widths"]
 
 #: The first Transformer Engine from which megatron-core's `get_fp8_recipe` takes each.
 SINCE = {"delayed": "1.7.0", "tensorwise": "2.2.0.dev0", "blockwise": "2.3.0.dev0", "mxfp8": "2.1.0"}
 _QUANTISED = re.compile(r"\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*$")
-
-
-def asked(precision: str, given: MoEConfig) -> MoEConfig:
-    """`given` with the settings of the recipe `precision`; unchanged for "".
-
-    Raises ConfigError for an unknown recipe, and if `given` asks for another format or recipe.
-    """
-    if not precision:
-        return given
-    if precision not in FORMATS:
-        raise ConfigError(f"precision={precision!r} is no FP8 recipe of {', '.join(FORMATS)}")
-    settings = fp8(precision)
-    already = given.transformer_config_kwargs
-    if differing := [name for name, value in settings.items() if already.get(name, value) != value]:
-        said = ", ".join(f"{name}={already[name]!r}" for name in differing)
-        raise ConfigError(f"precision={precision!r} sets {settings}, but asked for is {said}; ask for one of them")
-    return given.with_kwargs(**settings)
 
 
 def _recipe(config: Any) -> str | None:

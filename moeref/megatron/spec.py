@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moeref.megatron import norms
 from moeref.megatron.attention import CausalAttention, LatentAttention
+from moeref.megatron.marks import mark_sequence_parallel
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -31,8 +32,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
     def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, **kwargs)
         self.layer_norm_weight = torch.nn.Parameter(torch.ones_like(self.weight[0]))
-        # Each rank sees its own tokens only; `finalize_model_grads` sums what carries this mark over TP.
-        setattr(self.layer_norm_weight, "sequence_parallel", self.config.sequence_parallel)  # noqa: B010 -- a mark torch does not know
+        mark_sequence_parallel(self.layer_norm_weight, self.config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As ColumnParallelLinear, of the normalised input."""

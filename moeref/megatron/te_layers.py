@@ -19,9 +19,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from moeref.config import ConfigError, EffectiveSettings
-from moeref.families import Model
+from moeref.config import ConfigError
 from moeref.megatron import gated_delta_net, precision
+from moeref.record import Record
 
 #: The first version with a grouped linear and with the query and key norm that megatron-core uses.
 SINCE = "1.9.0"
@@ -30,8 +30,9 @@ SINKS = "2.8.0"
 _DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
-def check(model: Model, record: EffectiveSettings, *, norms: str, experts: str) -> None:
+def check(record: Record) -> None:
     """Raise ConfigError, with every reason, if the model cannot be built here with Transformer Engine."""
+    model, settings = record.model, record.settings
     where = f"{model.family} with kernels='te'"
     if not transformer_engine.HAVE_TE:
         raise ConfigError(
@@ -39,17 +40,15 @@ def check(model: Model, record: EffectiveSettings, *, norms: str, experts: str) 
             "torch and CUDA, or use kernels='torch'"
         )
     problems = []
-    if norms != "fused":
-        problems.append(f"norms={norms!r}, but its linears hold the norms; give norms='fused'")
-    if bool(record["moe_grouped_gemm"]) != (experts == "grouped"):
-        problems.append(f"moe_grouped_gemm={record['moe_grouped_gemm']!r} contradicts experts={experts!r}; drop one")
-    recipe = str(record["fp8_recipe"]) if record["fp8"] else None
+    recipe = str(settings["fp8_recipe"]) if settings["fp8"] else None
     needs = {"these layers": SINCE, **({"attention sinks": SINKS} if model.sinks else {})}
     needs |= {f"fp8_recipe={recipe!r}": precision.SINCE[recipe]} if recipe in precision.SINCE else {}
     for what, since in needs.items():
         if not is_te_min_version(since):
             problems.append(f"{what} need Transformer Engine {since}, this is {get_te_version()}")
-    if record["deterministic_mode"] and os.environ.get(_DETERMINISTIC, "1") != "0":
+    plain_net = model.gated_delta_net and gated_delta_net.without_fla()
+    unasked = settings.origin("deterministic_mode") == "provider default"
+    if (settings["deterministic_mode"] or (plain_net and unasked)) and os.environ.get(_DETERMINISTIC, "1") != "0":
         problems.append(f"deterministic_mode=True needs {_DETERMINISTIC}=0 in the environment, set before the start")
     if problems:
         raise ConfigError(f"{where}: " + "\n  ".join(problems))

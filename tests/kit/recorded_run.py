@@ -19,6 +19,7 @@ from moeref_conformance.contract.recorder import Recorder  # noqa: E402
 
 from moeref import bridge, exporter, families, megatron  # noqa: E402
 from moeref.layout import Layout  # noqa: E402
+from moeref.record import Record  # noqa: E402
 
 if __name__ == "__main__":
     made, folder, cell = Path(sys.argv[1]).resolve(), sys.argv[2], sys.argv[3]
@@ -26,7 +27,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{made}/store", rank=int(os.environ["RANK"]), world_size=2)
     layout = Layout.parse("tp=2")
     rank = megatron.initialise(layout)
-    built = megatron.build(families.read(made / "checkpoint"), layout, rank)
+    built = megatron.build(Record.of(families.read(made / "checkpoint"), layout), rank)
     bridge.load(built.shard_map, rank, built.chunks, made / "checkpoint")
 
     recorder = Recorder(folder, cell, rank)

@@ -17,21 +17,23 @@ cpu.install("cpu", "torch")
 import megatron.core
 cpu.install("cpu", "megatron")
 from moeref import megatron
+from moeref.config import MoEConfig
 from moeref.layout import Layout
+from moeref.record import Record
 from tests.unit.models import model
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 rank = megatron.initialise(Layout())
 small = model("qwen3_moe", num_hidden_layers=2)
-built = megatron.build(small, Layout(), rank)
+built = megatron.build(Record.of(small, Layout()), rank)
 assert built.config.overlap_p2p_comm is False
 over = {"overlap_p2p_comm": True, "moe_router_load_balancing_type": "aux_loss", "qk_layernorm": False}
-built = megatron.build(small, Layout(), rank, overrides=over)
+built = megatron.build(Record.of(small, Layout(), MoEConfig(transformer_config_kwargs=over)), rank)
 for name, value in over.items():
     assert getattr(built.config, name) == value, name
-    assert built.settings[name].origin == "override", name
+    assert built.settings.origin(name) == "override", name
 try:
-    megatron.build(small, Layout(), rank, overrides={"moe_router_topkk": 2})
+    Record.of(small, Layout(), MoEConfig(transformer_config_kwargs={"moe_router_topkk": 2}))
 except ValueError as error:
     assert "moe_router_topk" in str(error)
 else:

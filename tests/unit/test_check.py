@@ -56,9 +56,9 @@ def test_a_trillion_parameters_on_1024_ranks() -> None:
     # 32 rows a rank after TP 8, in equal pieces of 64: lcm(8, 8·32, 8·64)
     assert report.padding is not None
     assert (report.padding.plan.multiple, report.padding.padded, report.padding.rows) == (512, 33280, 4160)
-    assert report.record is not None
-    assert report.record["moe_flex_dispatcher_backend"] == "hybridep"
-    assert report.record["moe_enable_routing_replay"] is True
+    assert report.settings is not None
+    assert report.settings["moe_flex_dispatcher_backend"] == "hybridep"
+    assert report.settings["moe_enable_routing_replay"] is True
     assert report.route_bytes == 60 * 8 * 2
     assert any("expert: 79 distinct seeds of 1024" in note for note in report.notes)
     # Experts dominate: 384·3·2048·7168 in 60 layers over EP 64, in bf16.
@@ -126,6 +126,8 @@ def test_every_published_model_on_one_rank(name: str) -> None:
         ("ep=8", {"asked": through(hidden_size=64)}, "config"),
         ("ep=8", {"core": "0.16.1", "asked": through(moe_router_topk=1)}, "config"),
         ("ep=8", {"precision": "fp32", "asked": through(moe_router_padding_for_quantization=True)}, "dispatcher"),
+        ("ep=8", {"precision": "mxfp8", "kernels": "torch"}, "config"),
+        ("ep=8", {"experts": "sequential", "asked": MoEConfig(moe_grouped_gemm=True)}, "config"),
     ],
 )
 def test_what_will_not_work_is_a_verdict(layout: str, more: dict[str, Any], about: str) -> None:
@@ -135,6 +137,7 @@ def test_what_will_not_work_is_a_verdict(layout: str, more: dict[str, Any], abou
     else:
         report = check("qwen3-30b-a3b", layout, **more)
     assert not report.works
+    assert report.record is None
     assert about in {problem.about for problem in report.problems}
 
 
@@ -155,6 +158,10 @@ def test_what_will_not_work_is_a_verdict(layout: str, more: dict[str, Any], abou
         ("qwen3-30b-a3b", "ep=0", {}, "ep=0 must be at least 1"),
         ("qwen3-30b-a3b", "world=1", {"seq_length": "long"}, "seq_length='long'"),
         ("qwen3-30b-a3b", "world=1", {"dispatcher": 5}, "dispatcher='5' is none"),
+        ("qwen3-30b-a3b", "world=1", {"kernels": "triton"}, "kernels='triton' is none of torch, te"),
+        ("qwen3-30b-a3b", "world=1", {"norms": "apart"}, "norms='apart' is none of separate, fused"),
+        ("qwen3-30b-a3b", "world=1", {"divisible_by": 0}, "divisible_by=0 must be an integer and at least 1"),
+        ("qwen3-30b-a3b", "world=1", {"kernel": "te"}, "unknown option 'kernel'; did you mean kernels"),
         (known("glm-4.5") | {"num_hidden_layers": "many"}, "world=1", {}, "no number, list or switch"),
         ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_router_topkk=2)}, "did you mean moe_router_topk"),
         ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_token_dispatcher_type="pigeon")}, "none of 'allgather'"),
@@ -204,8 +211,8 @@ def test_what_is_asked_for_decides_what_the_dispatcher_is_judged_by() -> None:
     """Sequences of one length are the default, and all-gather takes them; what is chosen is told as settings."""
     report = check("glm-4.5", "ep=8", dispatcher="allgather")
     assert report.works
-    assert report.record is not None
-    assert report.record["variable_seq_lengths"] is False
+    assert report.settings is not None
+    assert report.settings["variable_seq_lengths"] is False
     assert report.padding is not None
     assert report.padding.plan.grouped
     asked = MoEConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
@@ -225,8 +232,8 @@ def test_what_is_asked_for_decides_what_the_dispatcher_is_judged_by() -> None:
 )
 def test_a_precision_is_settings_and_rows(precision: str, settings: dict[str, Any], rows: int) -> None:
     report = check("glm-4.5", "ep=8", precision=precision)
-    assert report.record is not None
-    assert {name: report.record[name] for name in settings} == settings
+    assert report.settings is not None
+    assert {name: report.settings[name] for name in settings} == settings
     assert report.padding is not None
     assert report.padding.plan.multiple == rows
     # The same by settings alone.
@@ -237,7 +244,7 @@ def test_a_precision_is_settings_and_rows(precision: str, settings: dict[str, An
 
 
 def test_every_value_has_an_origin_that_says_who_wanted_it() -> None:
-    record = check("glm-4.5", "ep=16", replay="R3", asked=through(moe_z_loss_coeff=0.5)).record
+    record = check("glm-4.5", "ep=16", replay="R3", asked=through(moe_z_loss_coeff=0.5)).settings
     assert record is not None
     origins = {
         "moe_token_dispatcher_type": "derived",  # auto
@@ -306,10 +313,10 @@ def test_no_line_of_the_page_is_cut(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for words in ("moe_shared_expert_intermediate_size", "moe_flex_dispatcher_backend", "2258…10058", "4 each"):
         assert words in text
-    assert report.record is not None
+    assert report.settings is not None
     console = Console(width=width, record=True, file=io.StringIO())
     show(report, console, every_setting=True)
-    assert report.record.by_name.keys() <= set(re.findall(r"\w+", console.export_text()))
+    assert report.settings.by_name.keys() <= set(re.findall(r"\w+", console.export_text()))
 
 
 def test_json_is_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,8 +352,22 @@ def test_the_launcher_starts_what_was_checked() -> None:
     assert reports["policy"].works
     assert reports["policy"].to_plain() == reports["reference"].to_plain()
     text = Path(launcher.__file__).read_text().split("from __future__")[1]
-    values = [str(v) for v in (launcher.RUN.seed, launcher.RUN.seq_length, launcher.RUN.model, launcher.RUN.replay)]
+    values = [launcher.RUN.model, *(str(value) for value in launcher.RUN.options.values())]
     assert [value for value in values if value in text] == []
+
+
+def test_the_record_holds_all_that_was_asked_for() -> None:
+    asked = {"replay": "R2", "precision": "mxfp8", "experts": "grouped", "divisible_by": 64, "core": "0.16.1"}
+    seeded = {"seed": 7, "seed_formula": "distinct", "seed_per_dp": True}
+    record = check("glm-4.5", "ep=8,world=16", dispatcher="flex:deepep", **asked, **seeded).record
+    assert record is not None
+    assert record.layout == Layout.parse("ep=8,world=16")
+    assert (record.dispatcher, record.replay, record.precision) == ("flex-deepep", "R2", "mxfp8")
+    assert (record.seeds.seed, record.seeds.formula, record.seeds.per_dp) == (7, "distinct", True)
+    assert (record.kernels, record.names.norms, record.names.experts) == ("te", "fused", "grouped")
+    assert (record.divisible_by, record.core, record.names.mtp) == (64, "0.16.1", "transformer_layer")
+    with pytest.raises(TypeError):
+        record.settings.trails["moe_router_topk"] = ()  # type: ignore[index]
 
 
 def test_a_reference_that_drifts_is_refused_unless_declared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

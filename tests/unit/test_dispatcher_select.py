@@ -48,7 +48,7 @@ ENVIRONMENTS = st.builds(
 
 
 def chosen(setup: Setup, choice: Choice) -> Setup:
-    return dataclasses.replace(setup, dispatcher=choice.dispatcher, backend=choice.backend or "deepep")
+    return dataclasses.replace(setup, dispatcher=choice.dispatcher, backend=choice.backend_name or "deepep")
 
 
 @given(SETUPS, ENVIRONMENTS, st.sampled_from(Choice))

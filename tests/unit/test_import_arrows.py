@@ -26,11 +26,14 @@ ROOMS: dict[str, set[str]] = {
     "dispatcher": {"layout"},
     "replay": {"layout"},
     "families": {"layout"},
-    "bridge": {"layout", "families"},
-    "exporter": {"layout", "families", "bridge"},
+    "dtypes": set(),
+    "bridge": {"layout", "families", "dtypes"},
+    "exporter": {"layout", "families", "bridge", "dtypes"},
+    # How a model is built: made by the preflight, taken by the builder.
+    "record": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes"},
     "sync": {"layout", "families", "bridge", "exporter"},
     # The preflight asks every room that is arithmetic.
-    "check": {"layout", "seeds", "families", "config", "dispatcher", "replay", "bridge"},
+    "check": {"layout", "seeds", "families", "config", "dispatcher", "replay", "bridge", "dtypes", "record"},
 }
 #: Rooms at the border import any room, and no room above imports one of them.
 BORDERS = {"megatron", "vllm", "cli", "__main__"}

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from moeref.bridge import BridgeError, ShardMap, bind, checkpoint, hf_tensors, inventory, load
-from moeref.bridge.loader import DTYPES
+from moeref.dtypes import TORCH
 from moeref.layout import Layout
 from tests.unit.models import model
 
@@ -28,7 +28,7 @@ def holder(shard_map: ShardMap, rank: int, value: float = 7.0) -> list[torch.nn.
             if not hasattr(module, part):
                 module.add_module(part, torch.nn.Module())
             module = getattr(module, part)
-        tensor = torch.full(shard.shape, value, dtype=DTYPES[shard.param.dtype])
+        tensor = torch.full(shard.shape, value, dtype=TORCH[shard.param.dtype])
         if name == "expert_bias":
             module.register_buffer(name, tensor)
         else:

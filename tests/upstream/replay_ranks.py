@@ -21,6 +21,7 @@ from moeref import bridge, families, megatron
 from moeref.config import MoEConfig
 from moeref.layout import Layout
 from moeref.megatron.replay import recording, replaying, routers
+from moeref.record import Record
 from moeref.replay import MISSING, RouteError, Routes, routes
 
 
@@ -47,8 +48,8 @@ class Bench:
         self.built = self.build()
 
     def build(self, **overrides: Any) -> Any:
-        asked = MoEConfig(moe_enable_routing_replay=True)
-        built = megatron.build(self.model, Layout(), 0, asked=asked, overrides=overrides)
+        asked = MoEConfig(moe_enable_routing_replay=True, transformer_config_kwargs=overrides)
+        built = megatron.build(Record.of(self.model, Layout(), asked), 0)
         bridge.load(built.shard_map, 0, built.chunks, self._checkpoint)
         return built
 

@@ -1,4 +1,4 @@
-"""What `build` gives to Megatron for a device, for Transformer Engine and for FP8, and what it refuses beforehand.
+"""What a record holds for a device, for Transformer Engine and for FP8, and what is refused before building.
 
 Nothing here is built: that takes a GPU, or the kit's stand-in.
 """
@@ -15,11 +15,12 @@ from megatron.core.enums import Fp8Recipe
 
 from moeref import megatron
 from moeref.bridge import ShardMap
-from moeref.config import ConfigError, MoEConfig
-from moeref.dispatcher import DispatcherError, padding
+from moeref.config import ConfigError, MoEConfig, Setting
+from moeref.dispatcher import DispatcherError, Environment, padding
 from moeref.families import Model
 from moeref.layout import Layout
 from moeref.megatron import device, precision
+from moeref.record import Options, Record, installed_core
 from tests.unit.models import CONFIGS, model
 
 without_te = pytest.mark.skipif(
@@ -35,16 +36,22 @@ FUSIONS = (
 RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
+def record(asked: dict[str, Any] | None = None, dtype: str = "float32", **options: Any) -> Record:
+    """The record of a small model with pass-through settings and options."""
+    through = MoEConfig(transformer_config_kwargs=asked or {})
+    return Record.of(model("qwen3_moe", dtype=dtype), Layout(), through, Options(**options))
+
+
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_no_kernel_of_apex_is_asked_for(where: str) -> None:
-    record = megatron.settings_of(model("qwen3_moe"), Layout(), device=where)
-    assert not any(record[name] for name in FUSIONS)
-    assert record["use_cpu_initialization"] is (where == "cpu")
+    _, settings = megatron.transformer_config(record(), where)
+    assert not any(settings[name] for name in FUSIONS)
+    assert settings["use_cpu_initialization"] is (where == "cpu")
 
 
 def test_experts_decide_on_grouped_gemm() -> None:
     def grouped(**asked: Any) -> Any:
-        return megatron.settings_of(model("qwen3_moe"), Layout(), device="cuda", **asked)["moe_grouped_gemm"]
+        return record(**asked).settings["moe_grouped_gemm"]
 
     assert grouped(kernels="te", experts="grouped") is True
     assert grouped(kernels="te") is False
@@ -62,38 +69,60 @@ def test_recipes_have_the_names_and_sizes_of_megatron() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_on_record(recipe: str) -> None:
-    record = megatron.settings_of(model("qwen3_moe"), Layout(), device="cuda", kernels="te", precision=recipe)
-    assert (record["fp8_recipe"], record.origin("fp8_recipe"), record.origin("fp8")) == (recipe, "override", "override")
-    assert record["fp8"] == ("hybrid" if recipe in ("delayed", "tensorwise") else "e4m3")
+    made = record(dtype="bfloat16", precision=recipe)
+    settings = made.settings
+    assert (made.precision, made.kernels, made.names.norms) == (recipe, "te", "fused")
+    assert (settings["fp8_recipe"], settings.origin("fp8_recipe"), settings.origin("fp8")) == (recipe, "field", "field")
+    assert settings["fp8"] == ("hybrid" if recipe in ("delayed", "tensorwise") else "e4m3")
 
 
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"kernels": "triton"}, "neither 'torch' nor 'te'"),
-        ({"kernels": "te", "precision": "nvfp4"}, "no FP8 recipe of delayed"),
-        ({"precision": "mxfp8"}, "give kernels='te'"),
-        ({"overrides": {"fp8": "e4m3"}}, "would be computed in float32"),
-        ({"kernels": "te", "precision": "mxfp8", "overrides": {"fp8_recipe": "delayed"}}, "asked for is fp8_recipe="),
-        ({"kernels": "te", "precision": "mxfp8", "asked": MoEConfig(transformer_config_kwargs={"fp8": None})}, "fp8="),
+        ({"kernels": "triton"}, "none of torch, te"),
+        ({"precision": "fp8"}, "none of bf16, fp32, tensorwise, delayed"),
+        ({"kernels": "torch", "precision": "mxfp8"}, "give kernels='te'"),
+        ({"kernels": "torch", "asked": {"fp8": "e4m3"}}, "would compute in the parameters' precision"),
+        ({"precision": "mxfp8", "asked": {"fp8_recipe": "delayed"}}, "fp8_recipe='delayed' is asked for"),
+        ({"precision": "mxfp8", "asked": {"fp8": None}}, "fp8=None is asked for"),
+        ({"precision": "mxfp8", "dtype": "float32"}, "needs parameters in bfloat16"),
+        ({"precision": "fp32"}, "needs parameters in float32"),
+        ({"kernels": "te", "norms": "separate"}, "give norms='fused'"),
+        ({"experts": "sequential", "asked": {"moe_grouped_gemm": True}}, "give experts='grouped'"),
+        ({"kernels": "te", "experts": "grouped", "asked": {"moe_grouped_gemm": False}}, "te-groups-by-its-switch"),
+        ({"replay": "R3", "asked": {"moe_enable_routing_replay": False}}, "replay R3 says True"),
     ],
 )
-def test_what_settings_refuse(asked: dict[str, Any], why: str) -> None:
+def test_what_a_record_refuses(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        megatron.settings_of(model("qwen3_moe"), Layout(), **asked)
+        record(**{"dtype": "bfloat16", **asked})
+
+
+def test_a_record_refuses_facts_that_its_settings_contradict() -> None:
+    made = record(replay="R2")
+    with pytest.raises(ConfigError, match="replay-needs-its-switch"):
+        replace(made, settings=made.settings.with_settings({"moe_enable_routing_replay": Setting(False, "override")}))
+
+
+def test_what_is_not_built_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no FP8 recipe of delayed"):
+        megatron.build(record(dtype="bfloat16", precision="nvfp4"), 0)
+    other = "0.16.1" if Environment(core=installed_core()).minor != "0.16" else "0.19.2"
+    with pytest.raises(ConfigError, match=f"the record is of megatron-core {other}"):
+        megatron.build(record(core=other), 0)
 
 
 @without_te
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_the_package_nothing_is_built(family: str) -> None:
     with pytest.raises(ConfigError, match=rf"{family} with kernels='te'.*transformer_engine cannot be imported"):
-        megatron.build(model(family), Layout(), 0, kernels="te", norms="fused")
+        megatron.build(Record.of(model(family), Layout(), options=Options(kernels="te")), 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_nothing_is_built() -> None:
     with pytest.raises(ConfigError, match="no CUDA device here"):
-        megatron.build(model("qwen3_moe"), Layout(), 0, device="cuda:0")
+        megatron.build(record(), 0, "cuda:0")
 
 
 def test_a_device_is_named() -> None:
@@ -114,7 +143,7 @@ def test_another_device_than_the_current_one_is_refused(monkeypatch: pytest.Monk
 def test_flex_kernels_are_asked_for_first(backend: str) -> None:
     asked = MoEConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend)
     with pytest.raises(DispatcherError, match="not installed") as error:
-        megatron.build(model("qwen3_moe"), Layout(ep=2), 0, asked=asked)
+        megatron.build(Record.of(model("qwen3_moe"), Layout(ep=2), asked), 0)
     for reason in (f"{backend}-package", "flex-gpu", "flex-rows-bf16"):
         assert reason in str(error.value)
 

@@ -11,8 +11,9 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from moeref import megatron
-from moeref.config import ConfigError, MoEConfig, apply, declared_differences, resolve
+from moeref.config import ConfigError, EffectiveSettings, MoEConfig, apply, declared_differences, resolve
 from moeref.layout import Layout
+from moeref.record import Record
 from tests.unit.models import CONFIGS, model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,12 +26,17 @@ def bare(family: str) -> Any:
     return kind(num_layers=1, hidden_size=8, num_attention_heads=1)
 
 
+def settings_with(**through: Any) -> EffectiveSettings:
+    """The effective settings of a small model with pass-through settings."""
+    return Record.of(model("qwen3_moe"), Layout(), MoEConfig(transformer_config_kwargs=through)).settings
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("layout", ["", "tp=2,ep=2,etp=1", "pp=2,vpp=2"])
 def test_a_real_config_holds_every_setting(family: str, layout: str) -> None:
-    record = megatron.settings_of(model(family), Layout.parse(layout))
+    record = Record.of(model(family), Layout.parse(layout))
     config, done = megatron.transformer_config(record)
-    for name, setting in record.by_name.items():
+    for name, setting in record.settings.by_name.items():
         if setting.origin != "provider default":
             assert getattr(config, name) == setting.value or done.origin(name) == "derived", name
     assert {name: done[name] for name in done.by_name} == {name: getattr(config, name) for name in done.by_name}
@@ -40,8 +46,8 @@ def test_a_real_config_holds_every_setting(family: str, layout: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_real_object_is_filled_like_one_that_is_made(family: str) -> None:
     target = bare(family)
-    apply(megatron.settings_of(model(family), Layout(tp=2, etp=1)), target)
-    made, _ = megatron.transformer_config(megatron.settings_of(model(family), Layout(tp=2, etp=1)))
+    made, settings = megatron.transformer_config(Record.of(model(family), Layout(tp=2, etp=1)))
+    apply(settings, target)
     # What the object derived from its first sizes stays, and nobody set it.
     assert declared_differences(target, made, declared=["output_layer_init_method"]).keys() <= {
         "output_layer_init_method"
@@ -68,19 +74,19 @@ def test_a_real_object_is_filled_like_one_that_is_made(family: str) -> None:
 def test_what_is_asked_for_arrives(family: str, asked: dict[str, Any]) -> None:
     first_class = {k: v for k, v in asked.items() if k in MoEConfig.__dataclass_fields__}
     through = {k: v for k, v in asked.items() if k not in first_class}
-    record = megatron.settings_of(model(family), Layout(), MoEConfig(**first_class, transformer_config_kwargs=through))
+    record = Record.of(model(family), Layout(), MoEConfig(**first_class, transformer_config_kwargs=through))
     config, done = megatron.transformer_config(record)
     assert {name: getattr(config, name) for name in asked} == asked
     assert set(done.consumed.values()) == {"effective"}
     target = bare(family)
-    apply(record, target)
+    apply(record.settings, target)
     assert {name: getattr(target, name) for name in asked} == asked
 
 
 def test_what_megatron_derives_is_on_record() -> None:
     asked = MoEConfig(transformer_config_kwargs={"ffn_hidden_size": None, "expert_tensor_parallel_size": None})
     layout = Layout(tp=2, pp=2, pipeline_layout="Ett|ttL")
-    config, done = megatron.transformer_config(megatron.settings_of(model("qwen3_moe"), layout, asked))
+    config, done = megatron.transformer_config(Record.of(model("qwen3_moe"), layout, asked))
     assert config.ffn_hidden_size == 4 * 24
     assert {d.name: d.effective.value for d in done.diff()} == {"ffn_hidden_size": 96, "expert_tensor_parallel_size": 2}
     for name in ("pipeline_model_parallel_layout", "ffn_hidden_size", "recompute_modules"):
@@ -100,8 +106,8 @@ def test_what_megatron_derives_is_on_record() -> None:
 )
 def test_what_moeref_refuses_megatron_refuses(asked: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        megatron.settings_of(model("qwen3_moe"), Layout(), overrides=asked)
-    good = megatron.settings_of(model("qwen3_moe"), Layout())
+        settings_with(**asked)
+    good = settings_with()
     given = {n: s.value for n, s in good.by_name.items() if s.origin != "provider default"}
     with pytest.raises((ValueError, AssertionError)):
         TransformerConfig(**{**given, **asked})
@@ -110,7 +116,7 @@ def test_what_moeref_refuses_megatron_refuses(asked: dict[str, Any]) -> None:
 def test_grad_scale_func_is_a_real_optimizer_s_scale_loss() -> None:
     policy, reference = bare("qwen3_moe"), bare("qwen3_moe")
     optimizer = ChainedOptimizer([])
-    record = megatron.settings_of(model("qwen3_moe"), Layout())
+    record = settings_with()
     done = apply(record, policy, optimizer=optimizer)
     assert policy.grad_scale_func == optimizer.scale_loss
     assert done.origin("grad_scale_func") == "derived"
@@ -127,10 +133,10 @@ def test_names_choices_and_refusals_are_those_of_the_installed_version() -> None
         ({"moe_grouped_gemm": "yes"}, "neither True nor False"),
     ):
         with pytest.raises(ConfigError, match=message):
-            megatron.settings_of(model("qwen3_moe"), Layout(), overrides=asked)
+            settings_with(**asked)
     target = bare("qwen3_moe")
     with pytest.raises(ConfigError, match=r"TransformerConfig refuses these settings: .*asked for: .*recompute"):
-        apply(megatron.settings_of(model("qwen3_moe"), Layout(), overrides={"recompute_granularity": "full"}), target)
+        apply(settings_with(recompute_granularity="full"), target)
     assert target.num_layers == 1
 
 

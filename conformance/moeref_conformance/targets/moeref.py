@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeref import bridge, config, dispatcher, families, replay, seeds
+from moeref import bridge, config, dispatcher, families, record, replay, seeds
 from moeref.bridge import loader
 from moeref.dispatcher import padding, reference, routing
 from moeref.exporter import plan, stream
@@ -222,32 +222,37 @@ class _Config:
     """What moeref's one source of settings makes of requests, read back from a real TransformerConfig."""
 
     def __init__(self, model: families.Model, layout: Layout, cell: Cell, built: Built | None, device: str) -> None:
-        self._model, self._layout, self._built = model, layout, built
-        self._for: dict[str, Any] = {n: getattr(cell, n) for n in ("kernels", "experts", "precision")}
-        self._for |= {"device": device.partition(":")[0]}
-        self._asked = config.MoEConfig(**_asked(cell))
+        self._model, self._layout, self._built, self._cell = model, layout, built, cell
+        self._device = device.partition(":")[0]
+        # As a request may say otherwise, a cell's dispatcher and replay are fields that its own replace.
+        chosen = dispatcher.settings(dispatcher.Choice(cell.dispatcher))
+        self._fields = {name: value for name, value in chosen.items() if value is not None}
+        if cell.replay != "off":
+            self._fields["moe_enable_routing_replay"] = True
 
     def given(self) -> dict[str, Any]:
-        return dict(self._built.record.values) if self._built else self._settings(self._asked)
+        return dict(self._built.settings.values) if self._built else self._settings(config.MoEConfig(**self._fields))
 
     def resolve(self, request: Request, role: str) -> dict[str, Any]:
         policy = config.MoEConfig.from_mapping(
-            {**self._asked.fields, **request.fields, "transformer_config_kwargs": request.overrides}
+            {**self._fields, **request.fields, "transformer_config_kwargs": request.overrides}
         )
         return self._settings(policy if role == "policy" else config.for_reference(policy))
 
     def _settings(self, asked: config.MoEConfig) -> dict[str, Any]:
         from moeref import megatron
 
-        record = megatron.settings_of(self._model, self._layout, asked, **self._for)
-        return dict(megatron.transformer_config(record)[1].values)
+        named = {**asked.fields, **asked.transformer_config_kwargs}
+        free = ("dispatcher", "replay", *(["experts"] if "moe_grouped_gemm" in named else []))
+        options = {name: value for name, value in _options(self._cell).items() if name not in free}
+        made = record.Record.of(self._model, self._layout, asked, record.Options(**options))
+        return dict(megatron.transformer_config(made, self._device)[1].values)
 
 
-def _asked(cell: Cell) -> dict[str, Any]:
-    """What a cell asks of Megatron."""
-    # Without flex there is no backend to ask for.
-    chosen = {n: v for n, v in dispatcher.settings(dispatcher.Choice(cell.dispatcher)).items() if v is not None}
-    return {**chosen, **({"moe_enable_routing_replay": True} if cell.replay != "off" else {})}
+def _options(cell: Cell) -> dict[str, Any]:
+    """What a cell asks of moeref beside the model and the layout."""
+    names = ("dispatcher", "replay", "kernels", "norms", "experts")
+    return {**{name: getattr(cell, name) for name in names}, "precision": cell.precision or None}
 
 
 class _Session:
@@ -306,18 +311,9 @@ class MoerefTarget:
 
         rank = megatron.initialise(layout)
         try:
-            built = megatron.build(
-                model,
-                layout,
-                rank,
-                device=world.device,
-                kernels=cell.kernels,
-                norms=cell.norms,
-                experts=cell.experts,
-                precision=cell.precision,
-                asked=config.MoEConfig(**_asked(cell)),
-                divisible_by=self._divisible_by,
-            )
+            options = record.Options(**_options(cell), divisible_by=self._divisible_by)
+            made = record.Record.of(model, layout, options=options)
+            built = megatron.build(made, rank, world.device)
             settings = _Config(model, layout, cell, built, world.device)
             shards = built.shard_map.in_format(cell.expert_format)  # type: ignore[arg-type]
             export, replays = _Export(built, shards, rank), _Replay(built, rank)

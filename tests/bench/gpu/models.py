@@ -11,8 +11,10 @@ import torch
 
 from moeref import families
 from moeref.bridge import load
+from moeref.config import MoEConfig
 from moeref.exporter import Plan, export
 from moeref.layout import Layout
+from moeref.record import Options, Record
 
 if TYPE_CHECKING:
     from moeref.megatron import Built
@@ -66,7 +68,8 @@ def made(
     """One rank's chunk on `device`, filled by `fill`. `groups.initialise` comes first."""
     from moeref import megatron
 
-    built = megatron.build(model, Layout(), 0, device=str(device), overrides=overrides, **how)
+    asked = MoEConfig(transformer_config_kwargs=overrides or {})
+    built = megatron.build(Record.of(model, Layout(), asked, Options(**how)), 0, str(device))
     fill(built.chunks[0], drawn_on)
     return built
 
@@ -89,7 +92,7 @@ def twin(built: Built, device: torch.device, folder: Path, **how: Any) -> Built:
 
     stream = export(Plan(built.shard_map), 0, built.chunks)
     save_file({meta.name: full.cpu() for meta, full in stream if full is not None}, folder / "model.safetensors")
-    other = megatron.build(built.shard_map.model, Layout(), 0, device=str(device), **how)
+    other = megatron.build(Record.of(built.record.model, Layout(), options=Options(**how)), 0, str(device))
     load(other.shard_map, 0, other.chunks, folder)
     return other
 

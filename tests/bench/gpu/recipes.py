@@ -126,15 +126,16 @@ def _engine(recipe: str, device: torch.device, sizes: models.Sizes) -> list[tupl
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     from moeref.layout import Layout
-    from moeref.megatron import settings_of, transformer_config
+    from moeref.megatron import transformer_config
+    from moeref.record import Options, Record
 
     if not HAVE_TE or device.type == "cpu" or recipe == "nvfp4":
         return []
     import transformer_engine.pytorch as te  # type: ignore[import-not-found]
     from megatron.core.fp8_utils import get_fp8_context
 
-    record = settings_of(sizes.model(layers=1), Layout(), device=device.type, kernels="te", precision=recipe)
-    config, _ = transformer_config(record)
+    options = Options(kernels="te", precision=recipe)
+    config, _ = transformer_config(Record.of(sizes.model(layers=1), Layout(), options=options), device.type)
     how = {"bias": False, "params_dtype": torch.bfloat16, "device": device}
     plain, experts = te.Linear(*sizes.widths, **how), te.GroupedLinear(3, *sizes.widths, **how)
 

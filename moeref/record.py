@@ -1,0 +1,305 @@
+"""The record of a run: everything that decides how one of its models is built.
+
+`moeref.check` makes a record, and `moeref.megatron.build` takes it with a rank and a device and nothing else, so what
+was checked is what is built.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast
+
+from moeref import dispatcher, seeds
+from moeref.bridge import VOCAB_DIVISIBLE_BY
+from moeref.config import ConfigError, EffectiveSettings, MoEConfig, Origin, Setting, resolve, transformer_settings
+from moeref.config.core import transformer_config
+from moeref.config.effective import same
+from moeref.config.errors import nearest, raise_all
+from moeref.config.holder import names_of, unfit
+from moeref.config.precision import PRECISIONS
+from moeref.config.rules import run_contradictions
+from moeref.config.settings import ATTRIBUTES
+from moeref.dispatcher import AUTO, Choice, Environment, Setup, setup_of
+from moeref.dispatcher.setup import PACKAGES
+from moeref.dtypes import DTYPES, NAMES
+from moeref.families import Model, SpecNames
+from moeref.layout import Layout
+
+Kernels = Literal["torch", "te"]
+Replay = Literal["off", "R2", "R3"]
+#: Allowed values of the options that are a choice. None leaves the choice to the rest of the run.
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "dispatcher": (AUTO, *Choice),
+    "precision": (*PRECISIONS, None),
+    "replay": ("off", "R2", "R3"),
+    "kernels": ("torch", "te", None),
+    "norms": ("separate", "fused", None),
+    "experts": ("sequential", "grouped", None),
+}
+#: The version of megatron-core that a run is checked for unless it says another one.
+CORE = "0.19.2"
+_DISPATCHER, _REPLAY, _GROUPED = "moe_token_dispatcher_type", "moe_enable_routing_replay", "moe_grouped_gemm"
+#: Off on every device. On a GPU the masked softmax and the accumulation of gradients are apex's kernels, and the others
+#: compile or fuse arithmetic that has to be the same as on a CPU. Point-to-point calls that are batched compute
+#: PP2·VPP2 wrongly.
+_OFF = (
+    *("bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion"),
+    *("gradient_accumulation_fusion", "deallocate_pipeline_outputs", "batch_p2p_comm"),
+)
+
+
+def installed_core() -> str:
+    """The version of megatron-core here, or CORE where it is not installed."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return CORE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a run asks for beside Megatron's settings.
+
+    dispatcher: `auto`, or a choice (`flex-deepep`; `flex:deepep` is read too). precision: one of PRECISIONS; None for
+    the checkpoint's. kernels: plain torch modules, or Transformer Engine's; None takes `te` where a precision needs it.
+    norms: `separate` modules, or `fused` into the linears; None takes what the kernels have. experts: `sequential` or
+    `grouped` modules; None follows `moe_grouped_gemm`. divisible_by times TP is what the vocabulary is padded to a
+    multiple of. core: the version of megatron-core; "" for the installed one.
+
+    Raises ConfigError for a value that is none of these.
+    """
+
+    dispatcher: str = AUTO
+    precision: str | None = None
+    replay: str = "off"
+    kernels: str | None = None
+    norms: str | None = None
+    experts: str | None = None
+    seed: int = 1234
+    seed_formula: str = "megatron"
+    seed_per_dp: bool = False
+    divisible_by: int = VOCAB_DIVISIBLE_BY
+    core: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dispatcher", str(self.dispatcher).replace(":", "-"))
+        object.__setattr__(self, "core", self.core or installed_core())
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                offered = ", ".join(filter(None, allowed))
+                raise ConfigError(f"{name}={getattr(self, name)!r} is none of {offered}")
+        if type(self.divisible_by) is not int or self.divisible_by < 1:
+            raise ConfigError(f"divisible_by={self.divisible_by!r} must be an integer and at least 1")
+        try:
+            self.environment  # noqa: B018
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def environment(self) -> Environment:
+        """A machine with a GPU and every package; what a dispatcher needs of it is told, not looked for."""
+        return Environment(core=self.core, packages=frozenset(PACKAGES), gpu=True)
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """What these options say in megatron-core's names; nothing for an option that is left at its default."""
+        plain = self.precision in (None, "bf16")
+        precision = {} if plain else PRECISIONS[str(self.precision)]
+        found = {name: Setting(value, "field", f"precision {self.precision}") for name, value in precision.items()}
+        if self.dispatcher != AUTO:
+            found |= settings_of(Choice(self.dispatcher), "field", f"dispatcher {self.dispatcher}")
+        if self.replay != "off":
+            found[_REPLAY] = Setting(True, "field", f"replay {self.replay}")
+        return found
+
+
+def settings_of(choice: Choice, origin: Origin, why: str) -> dict[str, Setting]:
+    """The settings of a dispatcher; without flex there is no backend to ask for."""
+    return {n: Setting(v, origin, why) for n, v in dispatcher.settings(choice).items() if v is not None}
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """What `moeref.seeds.rank_seeds` makes the seeds of every rank from."""
+
+    seed: int
+    formula: seeds.Formula = "megatron"
+    per_dp: bool = False
+
+    def of_rank(self, layout: Layout, rank: int) -> seeds.RankSeeds:
+        """The seeds of one rank."""
+        return seeds.rank_seeds(layout, rank, self.seed, per_dp=self.per_dp, formula=self.formula)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """How one model of a run is built. Made by `Record.of`, or by `moeref.check` with everything that is wrong."""
+
+    model: Model
+    layout: Layout
+    settings: EffectiveSettings
+    kernels: Kernels
+    names: SpecNames
+    replay: Replay
+    seeds: Seeds
+    divisible_by: int
+    core: str
+
+    @classmethod
+    def of(cls, model: Model, layout: Layout, asked: MoEConfig | None = None, options: Options | None = None) -> Record:
+        """The record of `model` under `layout` when `asked` and `options` are asked for.
+
+        Raises ConfigError, LayoutError, DispatcherError or SeedError for what cannot be combined.
+        """
+        draft = Draft(model, layout, asked or MoEConfig(), options or Options())
+        draft.check_names()
+        return draft.record(draft.resolve({} if draft.names_dispatcher else draft.automatic))
+
+    def __post_init__(self) -> None:
+        facts = {
+            "kernels": self.kernels,
+            "norms": self.names.norms,
+            "experts": self.names.experts,
+            "replay": self.replay,
+            "parameters": DTYPES[self.model.param_dtype].precision,
+        }
+        raise_all(f"{self.model.family}", run_contradictions(self.settings.by_name, self.layout, facts))
+
+    @property
+    def dispatcher(self) -> Choice:
+        """The dispatcher that the settings choose."""
+        return dispatcher.read(self.settings.values)
+
+    @property
+    def precision(self) -> str:
+        """One of PRECISIONS: the recipe of quantised GEMMs, or what the parameters are in."""
+        return recipe(self.settings.values) or DTYPES[self.model.param_dtype].precision
+
+
+def recipe(values: Mapping[str, Any]) -> str | None:
+    """The recipe of quantised GEMMs in effective settings; None in high precision."""
+    if values.get("fp8"):
+        return str(values["fp8_recipe"])
+    return str(values.get("fp4_recipe", "nvfp4")) if values.get("fp4") else None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A run before its settings are resolved; `moeref.check` takes the steps one by one, `Record.of` all at once."""
+
+    model: Model
+    layout: Layout
+    asked: MoEConfig
+    options: Options
+
+    @cached_property
+    def _asked(self) -> dict[str, Any]:
+        return {**self.asked.fields, **self.asked.transformer_config_kwargs}
+
+    @cached_property
+    def _wanted(self) -> dict[str, Any]:
+        """Values that options or `asked` name."""
+        return {**{name: setting.value for name, setting in self.options.settings.items()}, **self._asked}
+
+    @property
+    def kernels(self) -> Kernels:
+        """Transformer Engine's where a quantised precision needs them, unless an option says otherwise."""
+        quantised = self._wanted.get("fp8") or self._wanted.get("fp4")
+        return cast(Kernels, self.options.kernels or ("te" if quantised else "torch"))
+
+    @property
+    def names(self) -> SpecNames:
+        """Which of Megatron's names the parameters have."""
+        norms = self.options.norms or ("fused" if self.kernels == "te" else "separate")
+        experts = self.options.experts or ("grouped" if self._wanted.get(_GROUPED) else "sequential")
+        # megatron-core 0.16 calls the transformer layer inside an MTP layer otherwise.
+        mtp = "transformer_layer" if self.options.environment.minor == "0.16" else "mtp_model_layer"
+        return SpecNames(norms=norms, experts=experts, mtp=mtp)  # type: ignore[arg-type]
+
+    @cached_property
+    def _more(self) -> dict[str, Setting]:
+        """moeref's own settings beyond those of the model and the layout, and what the options say."""
+        # Nobody asked for the precision of the checkpoint.
+        plain = PRECISIONS[DTYPES[self.model.param_dtype].precision or "bf16"]
+        own = {name: Setting(value, "default", "the checkpoint's") for name, value in plain.items()}
+        own |= {name: Setting(False, "default") for name in _OFF}
+        # Interleaved, NCCL and gloo agree on the order of chunks only with overlapped, unbatched calls.
+        own["overlap_p2p_comm"] = Setting(self.layout.vpp > 1, "default")
+        if self.kernels == "te":
+            experts = self.names.experts
+            own[_GROUPED] = Setting(experts == "grouped", "default", f"experts={experts!r}")
+        return {**own, **self.options.settings}
+
+    @property
+    def provider(self) -> type:
+        """The fields of this version's TransformerConfig."""
+        return transformer_config(self.options.core, mla=self.model.mla is not None)
+
+    def check_names(self) -> None:
+        """Raise ConfigError for names that this version of megatron-core lacks, values that do not fit, and settings
+        that say otherwise than an option does."""
+        kind, said = self.provider, self.options.settings
+        known = (names_of(kind) or frozenset()) | ATTRIBUTES
+        problems = [*self._other_dtype()]
+        for name, value in self._asked.items():
+            if name not in known:
+                problems.append(f"megatron-core {self.options.core} has no {name}{nearest(name, known)}")
+            elif wrong := unfit(kind, name, value):
+                problems.append(wrong)
+            elif name in said and not same(said[name].value, value):
+                reason, other = said[name].reason, said[name].value
+                problems.append(f"{name}={value!r} is asked for, and {reason} says {other!r}; say one of them")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def _other_dtype(self) -> Iterator[str]:
+        precision, dtype = self.options.precision, self.model.param_dtype
+        needed = None if precision is None else NAMES.get(precision, "bfloat16")
+        if needed not in (None, dtype):
+            yield f"precision={precision!r} needs parameters in {needed}, and the model is read in {dtype}"
+
+    @cached_property
+    def _given(self) -> dict[str, Any]:
+        """Every value that is known before Megatron's own defaults are."""
+        own = {**transformer_settings(self.model, self.layout), **self._more}
+        return {**{name: setting.value for name, setting in own.items()}, **self._asked}
+
+    @property
+    def names_dispatcher(self) -> bool:
+        """Whether a dispatcher is asked for, so that none is chosen."""
+        return _DISPATCHER in self._given
+
+    @property
+    def setup(self) -> Setup:
+        """What the table of dispatchers is asked about. Raises DispatcherError for values beyond the table."""
+        return setup_of(self._given, self.layout, precision=DTYPES[self.model.param_dtype].precision or "bf16")
+
+    @property
+    def automatic(self) -> dict[str, Setting]:
+        """The settings of the dispatcher that `auto` takes. Raises DispatcherError if none is left."""
+        selection = dispatcher.select(AUTO, self.setup, self.options.environment)
+        return settings_of(selection.choice, "derived", selection.why)
+
+    def resolve(self, chosen: Mapping[str, Setting]) -> EffectiveSettings:
+        """The effective settings with those of an automatically chosen dispatcher. Raises ConfigError as `resolve`."""
+        return resolve(self.model, self.layout, self.asked, provider=self.provider, more={**self._more, **chosen})
+
+    def record(self, settings: EffectiveSettings) -> Record:
+        """The record with these settings. Raises ConfigError for what cannot be combined, SeedError for the seeds."""
+        options = self.options
+        formula = cast(seeds.Formula, options.seed_formula)
+        seeds.check(self.layout, options.seed, per_dp=options.seed_per_dp, formula=formula)
+        return Record(
+            model=self.model,
+            layout=self.layout,
+            settings=settings,
+            kernels=self.kernels,
+            names=self.names,
+            replay=cast(Replay, options.replay),
+            seeds=Seeds(options.seed, formula, options.seed_per_dp),
+            divisible_by=options.divisible_by,
+            core=options.core,
+        )

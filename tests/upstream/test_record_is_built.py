@@ -1,0 +1,78 @@
+"""What `moeref check` approves is what `megatron.build` builds, for every run file in the docs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+DOCS = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from fenced import blocks  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+#: Fields of the record that a loss of each is shown for; `seeds.per_dp` only where there are replicas.
+FIELDS = {"model", "layout", "names", "seeds.seed", "seeds.formula", "divisible_by", "core"}
+
+
+def run_files(folder: Path) -> Iterator[Path]:
+    """Every run file of the docs: files of their own, and fenced blocks of pages, written to `folder`."""
+    texts = {str(path): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.y*ml"))}
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        fenced = [block for language in ("yaml", "json", "toml") for block in blocks(text, language)]
+        texts |= {f"{page}-{number}": block for number, block in enumerate(fenced)}
+    for number, text in enumerate(texts.values()):
+        try:
+            keys = set(OmegaConf.create(text))
+        except (OmegaConfBaseException, ValueError):
+            continue
+        if {"model", "layout", "policy"} <= keys:
+            path = folder / f"run{number}.yaml"
+            path.write_text(text, encoding="utf-8")
+            yield path
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("runs")
+    files = list(run_files(folder))
+    assert len(files) >= 2
+    out = folder / "found.jsonl"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(Path(__file__).parent / "built_from_record.py"), str(out), *map(str, files)]
+    done = subprocess.run(command, env=env, timeout=600, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_nothing_differs_between_what_was_checked_and_what_was_built(found: list[dict[str, Any]]) -> None:
+    assert {(one["model"], one["rank"] == 0) for one in found} >= {("policy", True), ("policy", False)}
+    assert [one["differences"] for one in found if one["differences"]] == []
+
+
+def test_a_field_dropped_on_the_way_is_refused_or_found(found: list[dict[str, Any]]) -> None:
+    """On one of the ranks at least: rank 0 is seeded alike with and without a seed for each replica."""
+    losses: dict[tuple[str, str, str], list[str]] = {}
+    for one in found:
+        assert one["dropped"].keys() >= FIELDS
+        assert {"kernels", "replay"} & one["dropped"].keys()
+        for name, dropped in one["dropped"].items():
+            losses.setdefault((one["file"], one["model"], name), []).extend(dropped["loss"])
+            assert any(name.split(".")[0] in text for text in dropped["reverse"]), (name, dropped["reverse"])
+    assert [lost for lost, said in losses.items() if not said] == []
+
+
+def test_a_setting_dropped_on_the_way_is_refused_or_found(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert len(one["settings"]) > 20
+        assert [name for name, differences in one["settings"].items() if not differences] == []
+        assert set(one["derived"]) <= {"kv_channels", "num_query_groups"}

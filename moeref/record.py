@@ -22,7 +22,7 @@ from moeref.config.holder import names_of, unfit
 from moeref.config.precision import PRECISIONS
 from moeref.config.rules import run_contradictions
 from moeref.config.settings import ATTRIBUTES
-from moeref.dispatcher import AUTO, Choice, Environment, Setup, setup_of
+from moeref.dispatcher import AUTO, Choice, DispatcherError, Environment, Setup, setup_of
 from moeref.dispatcher.setup import PACKAGES
 from moeref.dtypes import DTYPES, NAMES
 from moeref.families import Model, SpecNames
@@ -156,7 +156,7 @@ class Record:
         """
         draft = Draft(model, layout, asked or MoEConfig(), options or Options())
         draft.check_names()
-        return draft.record(draft.resolve({} if draft.names_dispatcher else draft.automatic))
+        return draft.record(draft.resolve({} if draft.names_dispatcher else draft.automatic()))
 
     def __post_init__(self) -> None:
         facts = {
@@ -277,10 +277,16 @@ class Draft:
         """What the table of dispatchers is asked about. Raises DispatcherError for values beyond the table."""
         return setup_of(self._given, self.layout, precision=DTYPES[self.model.param_dtype].precision or "bf16")
 
-    @property
     def automatic(self) -> dict[str, Setting]:
-        """The settings of the dispatcher that `auto` takes. Raises DispatcherError if none is left."""
-        selection = dispatcher.select(AUTO, self.setup, self.options.environment)
+        """The settings of the dispatcher that `auto` takes.
+
+        Raises DispatcherError if none is left, or ConfigError where the settings alone leave none.
+        """
+        try:
+            selection = dispatcher.select(AUTO, self.setup, self.options.environment)
+        except DispatcherError:
+            self.resolve({})
+            raise
         return settings_of(selection.choice, "derived", selection.why)
 
     def resolve(self, chosen: Mapping[str, Setting]) -> EffectiveSettings:

@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -23,20 +23,24 @@ pytestmark = pytest.mark.cpu
 FIELDS = {"model", "layout", "names", "seeds.seed", "seeds.formula", "divisible_by", "core"}
 
 
+def keys(text: str, language: str) -> set[str]:
+    """The top-level keys of a file; none if it is no mapping, or has placeholders."""
+    try:
+        found: Any = tomllib.loads(text) if language == "toml" else OmegaConf.create(text)
+        return {str(key) for key in found}
+    except Exception:  # PyYAML's own errors, whose package is not imported here
+        return set()
+
+
 def run_files(folder: Path) -> Iterator[Path]:
     """Every run file of the docs: files of their own, and fenced blocks of pages, written to `folder`."""
-    texts = {str(path): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.y*ml"))}
+    texts = [(path.read_text(encoding="utf-8"), "yaml") for path in sorted(DOCS.rglob("*.y*ml"))]
     for page in sorted(DOCS.rglob("*.md")):
         text = page.read_text(encoding="utf-8")
-        fenced = [block for language in ("yaml", "json", "toml") for block in blocks(text, language)]
-        texts |= {f"{page}-{number}": block for number, block in enumerate(fenced)}
-    for number, text in enumerate(texts.values()):
-        try:
-            keys = set(OmegaConf.create(text))
-        except (OmegaConfBaseException, ValueError):
-            continue
-        if {"model", "layout", "policy"} <= keys:
-            path = folder / f"run{number}.yaml"
+        texts += [(block, language) for language in ("yaml", "json", "toml") for block in blocks(text, language)]
+    for number, (text, language) in enumerate(texts):
+        if keys(text, language) >= {"model", "layout", "policy"}:
+            path = folder / f"run{number}.{language}"
             path.write_text(text, encoding="utf-8")
             yield path
 

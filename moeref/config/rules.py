@@ -219,13 +219,13 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
     LayoutRule(
         "gated-delta-needs-cp1",
         "gated delta nets and context parallelism are not mapped together",
-        "give cp=1", "moeref.bridge",
+        "give cp=1", "the bridge has no mapping for it",
         lambda model, layout: model.gated_delta_net is not None and layout.cp > 1,
     ),
     LayoutRule(
         "sinks-need-cp1",
         "attention sinks under context parallelism are not mapped",
-        "give cp=1", "moeref.megatron.attention",
+        "give cp=1", "attention in plain torch has no sinks under CP",
         lambda model, layout: model.sinks and layout.cp > 1,
     ),
 )  # fmt: skip

@@ -41,7 +41,7 @@ def test_a_toy_backend_is_one_row(tmp_path: Path) -> None:
     (row,) = blocks(PAGE, "py")
     target = tmp_path / files[0]
     text = target.read_text(encoding="utf-8")
-    target.write_text(text.replace("\n)\nBY_NAME = ", f"\n{row})\nBY_NAME = "), encoding="utf-8")
+    target.write_text(text.replace("\n)\nBY_NAME = ", f"\n{row},\n)\nBY_NAME = "), encoding="utf-8")
     assert target.read_text(encoding="utf-8") != text
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", USE], check=True, env=env, cwd=tmp_path)

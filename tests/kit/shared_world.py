@@ -19,7 +19,7 @@ from moeref_conformance.worlds.forked import ENTRY, ForkedWorld, Part
 from moeref_conformance.worlds.rank import resolve_entry
 
 #: What many targets of tests import; in the parent of all ranks it is imported once.
-PRELOAD = ("moeref_conformance.selftest.faulty", "moeref_conformance.steps.probe")
+PRELOAD = ("moeref_conformance.selftest.faulty", ENTRY.partition(":")[0])
 
 
 class Anybody(MoerefTarget):

@@ -1,7 +1,7 @@
-"""Hypothesis strategies for property tests of one's own: layouts, routes, packed lengths, and requests for padding.
+"""Hypothesis strategies for your own property tests: layouts, routes, packed lengths, and requests for padding.
 
-Hypothesis, which the kit does without, is imported when a strategy is asked for. What is drawn shrinks towards one
-rank, few rows and short samples::
+Hypothesis is imported when a strategy is called; the kit itself does not need it. Examples shrink towards one rank,
+few rows and short samples::
 
     from moeref_conformance import strategies
 

@@ -51,4 +51,4 @@ def test_the_new_rule_is_judged(tmp_path: Path) -> None:
     assert "NAM-901" in good
     assert not any(good.values())
     assert "has a space" in wrong["NAM-901"][0]
-    assert {rule for rule, findings in wrong.items() if findings} <= set(answer["rules"])
+    assert {rule for rule, findings in wrong.items() if findings} == set(answer["rules"])

@@ -169,8 +169,8 @@ class Config(Protocol):
 class Turn:
     """A part of one sample's routes: of a turn, or of a rollout up to where it was interrupted.
 
-    `routes` are integers [rows, layers, top-k] from token `start` on. Rows of tokens that an earlier turn has are what
-    the engine recomputed when it went on; the earlier ones routed the tokens as they were sampled, and hold.
+    `routes` are integers [rows, layers, top-k] from token `start` on. Where turns overlap, the engine recomputed tokens
+    when it continued; the rows of the earlier turn are those of sampling, and count.
     """
 
     start: int

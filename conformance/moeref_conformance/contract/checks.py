@@ -1,4 +1,4 @@
-"""Bad input: the one error for it, and the checks that matrices, known failures and target names share."""
+"""The error for bad input, and the checks that matrices, known failures and target names share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge says: findings, or how closely a rule was met."""
+"""What a judge returns: findings, how closely a rule was met, or why it could not be judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, with all that is known of where. `layer` and `expert` are global numbers."""
+    """One thing that is wrong, and where: `layer` and `expert` are global numbers."""
 
     stage: str
     message: str
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rule says of one cell: findings (none is good), how closely it was met, or why it cannot be judged."""
+    """The result of one rule in one cell. Without findings and without `untested` it passes; `met` says how closely."""
 
     findings: tuple[Finding, ...] = ()
     met: str = "exact"

@@ -1,11 +1,11 @@
-"""Where a hung rank waits, told in one line from the stack that faulthandler wrote when the deadline passed."""
+"""One line that says where a hung rank waits, from the stack that faulthandler wrote at the deadline."""
 
 from __future__ import annotations
 
 import re
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
-#: Frames below the caller's own: the operation they carry out is named, where they stand is of no interest.
+#: Frames inside an operation such as `recv`: the operation is named, their files are left out.
 _BELOW = ("/torch/", "/threading.py", "/moeref_conformance/worlds/collectives.py")
 #: Frames of the kit itself begin here.
 _KIT = "/moeref_conformance/steps/"
@@ -15,7 +15,7 @@ MOST = 3
 def waits(stderr: str) -> str:
     """`waits in recv, at stream.py:117 in _collect ← stream.py:54 in export`; empty if there is no stack.
 
-    The main thread's innermost frames are told, at most three, up to the kit's own.
+    It names at most three frames, innermost first, up to the kit's own.
     """
     frames = _frames(stderr)
     operation = ""

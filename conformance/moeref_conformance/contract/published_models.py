@@ -1,4 +1,4 @@
-"""Published models by name: their config, and how many tensors, parameters and bytes their weights have in bf16.
+"""Published models by name: their config, and the tensors, parameters and bytes of their weights in bf16.
 
 The data is `published.json`, the kit's own: the target is given the config and never sees the counts. FP8 files are
 counted as the bf16 they are turned into, without scales; the experts' bias counts as fp32.
@@ -21,7 +21,7 @@ TINY_SEED = 20_260_101
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """One published model. `source` says what the counts were held against."""
+    """One published model. `source` says what the counts were compared with."""
 
     name: str
     repository: str

@@ -1,7 +1,7 @@
 """What the ranks of one cell left behind, read back: events, tensors, and which rank failed first.
 
 A record folder is `<cell_dir>/rank0003/` with `events.jsonl` (one object a line: step, phase, at, seconds, value and
-error) and one `<step>.safetensors` for every step that has tensors. `probe.py` writes it; judges read it through
+error) and one `<step>.safetensors` for every step that has tensors. `steps/run.py` writes it; judges read it through
 `RankRecord`.
 """
 
@@ -90,7 +90,7 @@ class RankRecord:
 
     @property
     def last_step(self) -> str:
-        """The step that began last, for a rank that never got to say more."""
+        """The step that began last, or `start`."""
         return str(self.events[-1]["step"]) if self.events else "start"
 
 
@@ -108,7 +108,7 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
         detail = f"{raised['error']['type']}: {raised['error']['message']}"
     if end.host and end.host not in detail:
         detail = f"on {end.host}: {detail}"
-    # One that hung usually waits for the others, and one that was killed is a victim.
+    # A rank that hung usually waits for the others, and the world killed it after another had failed.
     late = math.inf if kind in ("hung", "killed") else at
     return (not end.first, kind == "killed", late), Crash(end.rank, step, kind, detail, end.coords)
 

@@ -1,8 +1,8 @@
-"""What a run found: verdicts, the `results.jsonl` file that holds them, the headline and the exit code.
+"""The results of a run: verdicts, the `results.jsonl` file that holds them, the headline and the exit code.
 
 The file is one JSON object a line. `header` says who was judged by what; `verdict` lines follow as they come, with a
-`cell` line after those of a cell; `footer` counts. Each line is flushed, so that a crash leaves
-a valid file without its footer, which is read as incomplete.
+`cell` line after those of a cell; `footer` counts. Each line is flushed: after a crash the file is valid but has no
+footer, and counts as incomplete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where each rank sits, according to megatron-core itself: its RankGenerator, asked for the dense and the expert grid.
+"""Coordinates and process groups of each rank, by megatron-core's RankGenerator of the dense and the expert grid.
 
 The order is megatron-core's default, tp-cp-ep-dp-pp: the dense grid is tp × cp × dp × pp, the expert grid etp × ep ×
 edp × pp. Nothing here does rank arithmetic of its own; a coordinate is a rank's index in its group of that kind.

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Case:
-    """What a judge may look at. `baseline` is the one-rank run of the same variant.
+    """What a judge may read. `baseline` is the one-rank run of the same variant.
 
-    `made` keeps what several judges work out from the rest.
+    `made` caches what several judges derive from the rest.
     """
 
     cell: Cell

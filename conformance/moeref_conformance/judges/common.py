@@ -1,4 +1,4 @@
-"""What judges share: findings with the rank's place filled in, records that are missing, contexts for diagnosis."""
+"""What judges share: findings with the rank's coordinates, findings for missing records, contexts for diagnosis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeref_conformance.oracles.placement import Placement, hf_numbers
 
 
 def observed(case: Case) -> Observation:
-    """The run; an empty one if there was none, so that every step is reported as missing."""
+    """The run of the cell. If there was none, an empty one: then every step is missing."""
     return case.observation or Observation(case.cell, [])
 
 
@@ -83,12 +83,12 @@ class Given:
 
     @property
     def rank(self) -> int:
-        """The first of the ranks, for which findings are told."""
+        """The first of the ranks; findings name it."""
         return self.ranks[0]
 
 
 def tables(case: Case) -> list[Given]:
-    """The names tables of all ranks: what a judge says of one rank holds for all that gave the same at such a place."""
+    """The names tables of all ranks. Ranks with equal tables at the same place share one, and one judgement."""
     if "tables" not in case.made:
         by_place: dict[tuple[Any, ...], Given] = {}
         same: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
@@ -127,7 +127,7 @@ def context(case: Case, factor: float = 1.0) -> Context:
 
 
 def tolerance(case: Case, limit: float) -> str:
-    """A tolerance in words; on a GPU with the remark that it is a CPU's."""
+    """A tolerance as text; on a GPU with the remark that it was measured on CPUs."""
     return f"{limit:g}" + (", a limit measured on CPUs" if case.cell.backend in GPU_BACKENDS else "")
 
 
@@ -137,7 +137,7 @@ def within(case: Case, worst: float, limit: float) -> str:
 
 
 def unmeasured(case: Case) -> Outcome | None:
-    """For kernels whose deviations nobody has measured: there is no tolerance to judge sums in another order by."""
+    """Untested, for kernels without a measured tolerance for sums in another order."""
     if case.cell.kernels == "torch":
         return None
     return Outcome(untested="no tolerance is measured for Transformer Engine's kernels yet")

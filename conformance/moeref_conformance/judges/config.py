@@ -1,4 +1,4 @@
-"""CFG: what Megatron is given, against the model, the layout, what was asked for, and what the modules hold."""
+"""CFG: the settings that Megatron is given, against the model, the layout, the requests, and the modules' configs."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def _fits(request: PadRequest, answer: dict[str, Any]) -> bool:
 
 @judges("DSP-001")
 def padding_keeps_what_it_is_for(case: Case) -> Outcome:
-    """By splitting what comes out as the ranks split it."""
+    """Split each padded sequence as CP and TP split it."""
     findings = unanswered(case, "padding")
     for rank, request, answer in _paddings(case):
         if "refused" in answer:
@@ -69,7 +69,7 @@ def padding_keeps_what_it_is_for(case: Case) -> Outcome:
 
 @judges("DSP-002")
 def padding_is_the_least(case: Case) -> Outcome:
-    """Against counting up."""
+    """Against the least padding found by counting up."""
     findings = unanswered(case, "padding")
     for rank, request, padding in _answered(case):
         want = dispatch.least(case.cell.layout, request)
@@ -87,7 +87,7 @@ def padding_is_the_least(case: Case) -> Outcome:
 
 @judges("DSP-003")
 def equal_pieces(case: Case) -> Outcome:
-    """Where the dispatcher takes no others."""
+    """For dispatchers that exchange equal pieces only."""
     findings = unanswered(case, "padding")
     split = case.cell.layout.tp * case.cell.layout.cp
     for rank, request, padding in _answered(case):

@@ -1,4 +1,4 @@
-"""EXP: the exported stream, against the checkpoint, the plan, the other ranks and the one-rank run."""
+"""EXP: the exported stream against the checkpoint, the plan, the other ranks and the one-rank run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _got(record: RankRecord, step: str = "export") -> dict[str, torch.Tensor]:
 def _unlike(
     case: Case, rank: int, step: str, name: str, pair: tuple[torch.Tensor, torch.Tensor], *how: Any
 ) -> Finding | None:
-    """A finding with diagnosis if the pair (expected, got) differs; `how` is the context and any stale tensor."""
+    """A finding with a diagnosis if the pair (expected, got) differs. `how`: the context, then any stale tensor."""
     difference = compare(*pair)
     if difference is None:
         return None
@@ -124,7 +124,7 @@ def _metas(record: RankRecord, step: str) -> list[tuple[str, tuple[int, ...], st
 
 
 def _first_unlike(case: Case, rank: int, step: str, mine: list[Any], other: list[Any], whose: str) -> list[Finding]:
-    """One finding on the first place where two lists of metadata part."""
+    """One finding on the first entry in which two lists of metadata differ."""
     for i, (a, b) in enumerate(zip(mine, other, strict=False)):
         if a != b:
             message = f"entry {i} of {step} is {_told(a)}, {whose} has {_told(b)}"
@@ -218,7 +218,7 @@ def export_is_the_one_rank_export(case: Case) -> Outcome:
 
 @judges("EXP-008")
 def tensors_are_the_receivers(case: Case) -> Outcome:
-    """What changed while the receiver zeroed every tensor it was given."""
+    """Which tensors changed while the receiver zeroed every tensor that it was given."""
     findings = without(case, "own")
     for record in observed(case).ranks:
         if not record.has("own"):

@@ -56,7 +56,7 @@ def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
         if same(want, got):
             continue
         apart = (got.double() - want.double()).abs()
-        # NaN compares with nothing, so it counts as infinitely far.
+        # NaN is never greater than a limit, so it counts as infinitely far.
         apart = torch.where(apart.isnan(), torch.inf, apart)
         far = float(apart.max())
         worst = max(worst, far)

@@ -1,4 +1,4 @@
-"""GRD: gradients after one training step against the one-rank run's, placed on each rank by brute force."""
+"""GRD: gradients after one training step, against the one-rank run's gradients cut into shards by brute force."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def missing(
 
 
 def _unusable(case: Case, one: RankRecord) -> list[Finding]:
-    """What makes the one-rank run itself no measure: missing, not finite, or all zero."""
+    """Why the one-rank run cannot be compared with: gradients that are missing, not finite, or all zero."""
     have = one.tensors("gradients")
     findings = missing(case, one, have)
     for key, tensor in have.items():

@@ -1,4 +1,4 @@
-"""LOD: what every rank holds after loading, and checkpoints that must be refused."""
+"""LOD: the shards of every rank after loading, and checkpoints that must be refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> 
 
 
 def _local_context(oracle: Placement, record: RankRecord, whole: Context) -> Context:
-    """What all local tensors of this rank must hold: a shard is first looked for among its neighbours."""
+    """The expected shards of this rank: a diagnosis first looks for a wrong shard among its neighbours."""
     right, parts = {}, {}
     for item in record.value("inventory"):
         try:
@@ -65,7 +65,7 @@ def _local_context(oracle: Placement, record: RankRecord, whole: Context) -> Con
 
 
 def _global(local: str, held: ExpectedShard) -> str:
-    """A local name with its global layer number, so that a diagnosis speaks of global layers."""
+    """A local name with global layer and expert numbers, for diagnoses."""
     parts = local.split(".")
     if held.layer is not None and "layers" in parts:
         parts[parts.index("layers") + 1] = str(held.layer)

@@ -76,7 +76,7 @@ def names_are_in_bijection(case: Case) -> Outcome:
 
 
 def _right_kind(case: Case, oracle: Placement, rank: int, row: NameRow) -> list[Finding]:
-    """The HF names with their numbers blanked; wrong numbers are the business of NAM-003 and NAM-004."""
+    """Compare HF names with their numbers blanked; NAM-003 and NAM-004 judge the numbers."""
     try:
         held = oracle.shard(rank, row.chunk, row.local, row.shape)
     except Unknown as error:

@@ -1,4 +1,4 @@
-"""PLN: the export plan that is made without a module, against the checkpoint."""
+"""PLN: the export plan, made without a module, against the checkpoint."""
 
 from __future__ import annotations
 

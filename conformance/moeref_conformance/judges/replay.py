@@ -1,4 +1,4 @@
-"""RPL: where tokens went under replay, seen at the experts' door, and what came of it."""
+"""RPL: which experts received each token under replay, and the resulting logits and gradients."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def tokens_take_their_routes(case: Case) -> Outcome:
 
 @judges("RPL-002")
 def other_forwards_are_native(case: Case) -> Outcome:
-    """Before, between and after: R3 against transformers, R2 by routers that were turned round."""
+    """Forwards before, between and after replays: R3 against transformers, R2 with negated routers."""
     if (no := _in_bf16(case)) is not None:
         return no
     findings = without(case, "replay")
@@ -227,5 +227,5 @@ def _logits(case: Case, phase: str) -> dict[int, torch.Tensor]:
 
 
 def _first(want: Seen) -> Seen:
-    """Of the first sample alone, which is all that forwards without replay are given."""
+    """The first sample alone: forwards without replay are given no other."""
     return {layer: {p: e for p, e in places.items() if p[0] == 0} for layer, places in want.items()}

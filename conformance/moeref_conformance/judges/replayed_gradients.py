@@ -14,7 +14,7 @@ from moeref_conformance.judges.gradients import LIMIT, against, missing
 from moeref_conformance.oracles.gradients import full_gradients
 from moeref_conformance.oracles.placement import Placement, Unknown
 
-#: Of all gradients of a rank together; tiny models have 0.017 in bf16, and 0.073 if their steps are not replayed.
+#: Relative distance of all gradients of a rank. Tiny models have 0.017 in bf16, and 0.073 where steps are not replayed.
 BF16 = 0.05
 PHASES = ("step-a", "recompute-b")
 
@@ -55,7 +55,7 @@ def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
 def _together(
     case: Case, oracle: Placement, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str
 ) -> tuple[list[Finding], float]:
-    """A finding if all gradients of one rank, as one vector, are farther off than BF16 of its length; the distance."""
+    """Compare all gradients of one rank as one vector, relative to its length. Returns findings and the distance."""
     findings, apart, length = missing(case, record, have, phase), 0.0, 0.0
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")

@@ -16,7 +16,7 @@ MISMATCH = "CollectiveMismatch"
 def every_rank_finishes(case: Case) -> Outcome:
     """Crashes in the order in which ranks failed, so that the first finding is the one to look at.
 
-    The last steps hand the target bad input. What happens there, a hang included, is what the rules on refusals judge.
+    In the last steps the target is given bad input. NAM-006, LOD-002 and LOD-003 judge failures there, hangs included.
     """
     run, findings = observed(case), []
     late = {crash.rank for crash in run.crashes if crash.step in REFUSALS}

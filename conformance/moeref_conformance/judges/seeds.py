@@ -1,4 +1,4 @@
-"""SED: what the generators of every rank are seeded with, and that a resumed run draws on."""
+"""SED: the seeds of every rank's generators, and the draws of a resumed run."""
 
 from __future__ import annotations
 

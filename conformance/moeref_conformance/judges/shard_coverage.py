@@ -1,4 +1,4 @@
-"""NAM-007: the shards of one replica, counted: together they are every tensor of the checkpoint, once."""
+"""NAM-007: the shards of one replica hold every element of the checkpoint once, by counting elements."""
 
 from __future__ import annotations
 

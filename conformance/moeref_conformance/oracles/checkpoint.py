@@ -23,8 +23,8 @@ from moeref_conformance.oracles import published, recipes, routed
 from moeref_conformance.oracles.expected import EXTRA, Expected, read_checkpoint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-#: Scores of the last chosen and the first unchosen expert differ by more than this for every token and layer, so that
-#: a sum in another order cannot turn a route.
+#: For every token and layer the scores of the last chosen and the first unchosen expert differ by more than this, so
+#: that a sum in another order cannot change a route.
 MARGIN = 1e-5
 BATCH = 2
 
@@ -77,7 +77,7 @@ def _make(cell: Cell, folder: Path) -> None:
         model = recipes.model(cell)
         _fill(model, dtype, _generator(attempt))
         logits_BSV, margin = _forward(model, tokens_BS)
-        # In FP8 routes turn whatever the margin; nothing compares logits there.
+        # In FP8 routes change whatever the margin is; nothing compares logits there.
         if margin > MARGIN or cell.precision:
             break
     else:
@@ -110,7 +110,7 @@ def _generator(stream: int) -> torch.Generator:
 
 
 def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Random values by kind of tensor, rounded to `dtype` but for the experts' bias, which bf16 must not hold."""
+    """Random values by kind of tensor, rounded to `dtype`; the experts' bias stays fp32, in values that bf16 lacks."""
     seen: set[int] = set()
     for name, tensor in sorted(model.state_dict().items()):
         if tensor.data_ptr() in seen:  # a tied head
@@ -153,7 +153,7 @@ def _spread(name: str) -> float:
 
 
 def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Logits, and the smallest distance of any route from turning."""
+    """Logits, and the smallest margin by which an expert was chosen."""
     margins: list[float] = []
     k = model.config.num_experts_per_tok
     groups, kept = getattr(model.config, "n_group", None) or 1, getattr(model.config, "topk_group", None) or 1

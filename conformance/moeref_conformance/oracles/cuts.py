@@ -2,7 +2,7 @@
 
 ColumnParallelLinear, VocabParallelEmbedding and what belongs to a head are cut along dimension 0, RowParallelLinear
 along dimension 1; biases of the latter, norms, routers and the down projections of latent attention are whole.
-Where there are modules, NAM-005 holds the same tables against megatron-core's own shards.
+Where there are modules, NAM-005 compares the same tables with megatron-core's own shards.
 """
 
 from __future__ import annotations

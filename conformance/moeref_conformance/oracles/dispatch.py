@@ -1,4 +1,4 @@
-"""What padding has to keep and what dispatch has to compute: by counting rows, and by a loop over rows.
+"""Expected paddings, found by counting rows, and expected outputs of a dispatch, computed by a loop over rows.
 
 No least common multiples and no communication: a packed sequence is split as context and sequence parallelism split it,
 and every row of a group goes to its experts one by one.
@@ -40,7 +40,7 @@ def rank_rows(layout: Layout, samples: tuple[int, ...], total: int) -> int | Non
 
 
 def broken(layout: Layout, request: PadRequest, rank: int, padding: Padding) -> list[str]:
-    """The promises that the padding of one rank of the request does not keep."""
+    """What is wrong with the padding of one rank of the request."""
     lengths, samples, total = request.lengths[rank], padding.samples[rank], padding.totals[rank]
     if len(samples) != len(lengths):
         return [f"{len(lengths)} samples became {len(samples)}"]
@@ -61,7 +61,7 @@ def broken(layout: Layout, request: PadRequest, rank: int, padding: Padding) -> 
 
 @lru_cache(maxsize=4096)
 def least(layout: Layout, request: PadRequest) -> Padding:
-    """The least padding that keeps all promises, found by counting up."""
+    """The least padding with which nothing is wrong, found by counting up."""
     samples = tuple(
         tuple(next(n for n in itertools.count(length) if even_sample(layout, n)) for length in lengths)
         for lengths in request.lengths
@@ -83,7 +83,7 @@ def least(layout: Layout, request: PadRequest) -> Padding:
 
 
 def cannot_work(layout: Layout, request: DispatcherRequest) -> str:
-    """Why megatron-core fails with this dispatcher here at the latest in its first step; empty if it does not."""
+    """Why megatron-core fails with this dispatcher, at the latest in its first step; empty if it works."""
     name, group = request.dispatcher, layout.expert_tp * layout.ep
     if name not in ("alltoall", "allgather", "flex-deepep", "flex-hybridep"):
         return "megatron-core has no such dispatcher"
@@ -104,9 +104,9 @@ def cannot_work(layout: Layout, request: DispatcherRequest) -> str:
 
 @dataclass(frozen=True)
 class Looped:
-    """What the loop gives one rank. `received` counts rows by their bytes, `gradients` are by GRADIENTS.
+    """The loop's results for one rank. `received` counts rows by their bytes; `gradients` has the keys GRADIENTS.
 
-    `padding` has the bytes of the group's padding rows by rank.
+    `padding` has the bytes of the padding rows of each rank of the group.
     """
 
     y_TH: torch.Tensor

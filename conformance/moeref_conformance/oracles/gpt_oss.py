@@ -1,4 +1,4 @@
-"""What gpt-oss has that no other family has, brute force: biases, and experts that lie in one tensor a layer.
+"""Brute force for gpt-oss: biases, and the experts of a layer in one tensor.
 
 `gate_up_proj[e]` is [hidden, 2·width] with gate in columns 0, 2, 4 … and up in 1, 3, 5 …; `down_proj[e]` is
 [width, hidden]. Megatron's fc1 of an expert is [all gate rows of the rank; all its up rows] of `hidden` columns, its

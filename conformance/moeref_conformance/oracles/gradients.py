@@ -1,7 +1,7 @@
-"""Gradients of whole Hugging Face tensors, read out of the one-rank run's: any layout's shards can be cut of them.
+"""Gradients of whole Hugging Face tensors, from the one-rank run's. The shards of any layout can be cut from them.
 
-Every element of the checkpoint gets a number, the numbers are placed by brute force where the one rank holds the
-elements, and each gradient goes back to the element whose number lies in its place.
+Every element of the checkpoint gets a number. Placing the numbers as if they were the one rank's weights says which
+element each of its gradients belongs to.
 """
 
 from __future__ import annotations

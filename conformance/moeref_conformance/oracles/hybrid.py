@@ -1,7 +1,7 @@
 """Brute force for Qwen3-Next: which rows the fused linears of gated attention and of a gated delta net hold.
 
-Rows are named one by one in the order in which megatron-core's modules split them, and looked up where transformers'
-modules read them. `placement` asks here for names that only this family has.
+Rows are listed one by one, in the order in which megatron-core's modules split them, and taken from where transformers'
+modules read them. `placement` uses these tables for names that only this family has.
 """
 
 from __future__ import annotations

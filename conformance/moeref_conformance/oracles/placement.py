@@ -1,8 +1,8 @@
 """Brute force: what every local Megatron tensor of every rank must hold, byte for byte.
 
-Written to be slow and obvious: rows are picked one by one. Layer numbers are asked of megatron-core's own functions,
-coordinates of its RankGenerator (`topology`); which Hugging Face tensors a local tensor is made of is spelled out
-below, name by name.
+Written to be slow and obvious: rows are picked one by one. Layer numbers come from megatron-core's own functions,
+coordinates from its RankGenerator (`topology`). The tables below say, name by name, of which Hugging Face tensors a
+local tensor is made.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Sources = tuple[tuple[str, ...], Callable[[], torch.Tensor]]
 class ExpectedShard:
     """What a local tensor must hold: `hf` are the Hugging Face tensors, `tensor` the values, made when first asked for.
 
-    `rows` counts the rows that mean something: a padded vocabulary has more, whose content is the target's choice.
+    `rows` counts the rows that are compared: a padded vocabulary has more, with any content.
     `read` is False for a replica that no export reads (a tied head on the last stage).
     """
 

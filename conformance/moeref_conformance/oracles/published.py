@@ -39,9 +39,9 @@ class ExpectedSize(Expected):
 
 
 def expected(cell: Cell, workdir: Path) -> ExpectedSize:
-    """What the cell's published model has. Its config.json is written to `workdir/<size>/config`.
+    """The expected tensors of the cell's published model. Its config.json is written to `workdir/<size>/config`.
 
-    Raises RuntimeError if transformers does not find the published counts: then nothing can be judged by it.
+    Raises RuntimeError if transformers' counts are not the published ones.
     """
     size = published()[cell.size]
     folder = workdir / cell.size
@@ -86,7 +86,7 @@ def _model(config: Mapping[str, Any]) -> Any:
     import transformers
 
     model_of = getattr(transformers, config["architectures"][0])
-    # A copy: transformers writes into the tables of a config that it is given.
+    # A copy, because transformers changes the tables of a config that it is given.
     known = {k: v for k, v in copy.deepcopy(dict(config)).items() if k not in ("architectures", "model_type")}
     with torch.device("meta"):
         model = model_of(model_of.config_class(**known))

@@ -23,7 +23,7 @@ _COMMON: dict[str, Any] = {
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
 }
-#: What FP8 kernels take: every width that a recipe quantises divides by 128 rows at TP and ETP 2.
+#: Sizes for FP8 kernels: at TP and ETP 2, every width that a recipe quantises is a multiple of 128.
 _QUANTISED: dict[str, Any] = {
     "hidden_size": 384,
     "head_dim": 32,

@@ -1,7 +1,7 @@
-"""transformers' own module made to take given routes: its logits, and where its tokens then go.
+"""transformers' own module under given routes: its logits, and the experts of its tokens.
 
-A torch function mode answers the one `topk` by which a router chooses experts; scores, normalisation and all else stay
-transformers' own. Rows without a route keep its own choice.
+A torch function mode replaces the result of the one `topk` by which a router chooses experts. Scores, normalisation and
+everything else stay transformers' own, and so does the choice for rows without a route.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Routed:
 
 
 class _Forced(TorchFunctionMode):
-    """Answers `topk(scores [T, E], k)` with the target rows that are given."""
+    """Replaces the indices that `topk(scores [T, E], k)` returns, in rows that have a route."""
 
     def __init__(self, experts: int, top_k: int, target_TK: torch.Tensor) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Forced(TorchFunctionMode):
 
 
 def given_routes(expected: Expected, stream: int) -> list[np.ndarray[Any, Any]]:
-    """Routes as an engine sends them, one array [S - 1, layers, top-k] of int32 a sample, wrong on purpose.
+    """Routes as an engine sends them, one array [S - 1, layers, top-k] of int32 a sample. No router would choose them.
 
     Random distinct experts in MoE layers, zeros in dense ones; the last token has no row, and one row in the middle of
     the last sample is -1.
@@ -86,7 +86,7 @@ def write(expected: Expected) -> Path:
     return file
 
 
-#: Cells are judged side by side, and a module's hooks see the forwards of every thread.
+#: Cells are judged in several threads, and a module's hooks run in the forwards of all of them.
 _ONE_AT_A_TIME = threading.Lock()
 _DONE: dict[tuple[str, str], Routed] = {}
 

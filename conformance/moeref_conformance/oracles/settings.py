@@ -1,7 +1,7 @@
 """What TransformerConfig has to hold for a cell: from transformers' config class, the checkpoint, and the layout.
 
-Whether a thing is there (a bias, a norm, shared experts, which layers have a router) is read off the checkpoint's
-tensors, sizes off their shapes, and what leaves no tensor off the config object that transformers makes.
+The checkpoint's tensors say what exists (a bias, a norm, shared experts, routers of which layers) and how large it is.
+transformers' config object gives the settings that no tensor shows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.expected import Expected
 
 _ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
-#: A value of the first kind may be told as any of the second: megatron-core does the same with both.
+#: Values that mean the same to megatron-core, by name.
 _SAME: dict[str, tuple[Any, ...]] = {
     "moe_router_topk_scaling_factor": (None, 1.0),
     "moe_router_num_groups": (None, 1),

@@ -31,7 +31,7 @@ class DumpClaims(Claims):
 
 
 class DumpTarget:
-    """Records instead of a session. Raises BadInput for a folder without cells or with one that is no record."""
+    """A target with records in place of sessions. Raises BadInput for a folder without cells, or with other folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The world of a dump: nothing runs, recorded folders are put where the judges look for them."""
+"""The world of a dump: nothing runs; recorded folders are copied to where judges read records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DumpWorld:
 
 
 def _exported(folder: Path, cell: Cell, cell_dir: Path) -> tuple[RankExit, ...]:
-    """A Hugging Face folder as the export record of rank 0; of the other ranks nothing is known but that it exists."""
+    """A Hugging Face folder as the export record of rank 0. The other ranks have empty records."""
     where = rank_dir(cell_dir, 0)
     where.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""The world without processes: what a target can say of any number of ranks, asked for in this process.
+"""The world without processes: the pure answers of a target, for any number of ranks.
 
-It makes the same records as a world with ranks, so that the same judges read them, but keeps them in memory. What it
-asks for must be pure: hence the target is asked here, in the kit's own process, and without a deadline.
+It makes the same records as a world with ranks, for the same judges, but keeps them in memory. Pure answers need no
+process of their own: the target is asked in the kit's process, without a deadline.
 """
 
 from __future__ import annotations

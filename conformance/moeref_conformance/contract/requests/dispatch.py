@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from moeref_conformance.contract.api import DispatcherRequest, Layout, PadRequest
 
-#: Sample lengths of up to four ranks: short and uneven, long, and a rank without samples.
+#: Sample lengths of up to four ranks: short and uneven ones, long ones, and a rank without samples.
 LENGTHS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((1,), (3, 2), (700,), (64, 1, 5)),
     ((1000,), (1001, 30), (17, 19), (2,)),

@@ -1,4 +1,4 @@
-"""The probe against small targets of plain torch modules: what it writes down, and that it sees what it should see."""
+"""The steps of a rank against small targets of plain torch modules: the records, and what they have to show."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def inputs(tmp_path: Path) -> dict[str, str]:
     return {**folders, "hf_config": str(tmp_path), "tokens": str(tmp_path / "tokens.safetensors")}
 
 
-def probe(target: Toy, inputs: dict[str, str], tmp_path: Path) -> RankRecord:
+def recorded(target: Toy, inputs: dict[str, str], tmp_path: Path) -> RankRecord:
     world = World(backend="gloo", rank=0, size=1, device="cpu", workdir=tmp_path, hf_config=tmp_path)
     run_rank(target, CELL, world, inputs, tmp_path / "rank0000")  # type: ignore[arg-type]
     return RankRecord(0, tmp_path / "rank0000")
 
 
 def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
-    record = probe(Toy(), inputs, tmp_path)
+    record = recorded(Toy(), inputs, tmp_path)
     right = read_checkpoint(Path(inputs["checkpoint"]))
     assert [e["step"] for e in record.events if e["phase"] == "begin"] == [
         *("open", "topology", "names", "inventory", "load", "shards", "plan", "export", "forward", "change"),
@@ -170,23 +170,23 @@ class Broken(Toy):
 
 def test_an_alias_is_seen_and_put_back(inputs: dict[str, str], tmp_path: Path) -> None:
     target = Aliasing()
-    record = probe(target, inputs, tmp_path)
+    record = recorded(target, inputs, tmp_path)
     assert record.value("own")["changed"] == ["0:weight", "0:bias_E"]
     assert target.model.weight.any()
 
 
 def test_a_hoard_is_counted(inputs: dict[str, str], tmp_path: Path) -> None:
-    assert [m["alive"] for m in probe(Hoarding(), inputs, tmp_path).value("export")] == [0, 1]
+    assert [m["alive"] for m in recorded(Hoarding(), inputs, tmp_path).value("export")] == [0, 1]
 
 
 def test_a_shared_buffer_is_seen_in_the_later_tensor(inputs: dict[str, str], tmp_path: Path) -> None:
-    record = probe(OneBuffer(), inputs, tmp_path)
+    record = recorded(OneBuffer(), inputs, tmp_path)
     assert record.value("own") == {"changed": [], "later": ["w", "b"]}
     assert set(record.tensors("export")) == {"w", "w#2", "b", "b#2"}
 
 
 def test_nothing_refused_is_on_record(inputs: dict[str, str], tmp_path: Path) -> None:
-    record = probe(Permissive(), inputs, tmp_path)
+    record = recorded(Permissive(), inputs, tmp_path)
     for step in ("refuse_parameter", "refuse_extra", "refuse_missing"):
         assert record.has(step)
         assert record.error(step) is None
@@ -194,7 +194,7 @@ def test_nothing_refused_is_on_record(inputs: dict[str, str], tmp_path: Path) ->
 
 def test_an_error_ends_the_rank_and_tells_the_step(inputs: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(StepRaised, match="step export: RuntimeError: connection lost"):
-        probe(Broken(), inputs, tmp_path)
+        recorded(Broken(), inputs, tmp_path)
     record = RankRecord(0, tmp_path / "rank0000")
     error = record.error("export")
     assert error is not None
@@ -207,4 +207,4 @@ def test_a_claimed_facet_that_is_none(inputs: dict[str, str], tmp_path: Path) ->
     target = Toy()
     target.export = None  # type: ignore[assignment]
     with pytest.raises(StepRaised, match="claims the facet 'export'"):
-        probe(target, inputs, tmp_path)
+        recorded(target, inputs, tmp_path)

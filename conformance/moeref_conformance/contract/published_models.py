@@ -47,5 +47,5 @@ class Size:
 @functools.cache
 def published() -> dict[str, Size]:
     """All published models by name, such as `qwen3-30b-a3b`."""
-    found = json.loads(files("moeref_conformance.contract").joinpath("published.json").read_text(encoding="utf-8"))
-    return {name: Size(name=name, **entry) for name, entry in found.items()}
+    entries = json.loads(files("moeref_conformance.contract").joinpath("published.json").read_text(encoding="utf-8"))
+    return {name: Size(name=name, **entry) for name, entry in entries.items()}

@@ -229,10 +229,10 @@ def _add(results: Results, row: Mapping[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what decides a verdict, read without importing it."""
-    found = {"python": platform.python_version()}
+    versions_by_name = {"python": platform.python_version()}
     for name in ("torch", "megatron-core", "transformers"):
-        found[name] = version_of(name) or "not installed"
-    return found
+        versions_by_name[name] = version_of(name) or "not installed"
+    return versions_by_name
 
 
 def version_of(distribution: str) -> str:

@@ -97,10 +97,10 @@ def select(prefixes: Iterable[str], rules: Mapping[str, Rule] | None = None) -> 
     prefixes = list(prefixes)
     chosen = set() if prefixes else set(rules)
     for prefix in prefixes:
-        found = {rule_id for rule_id in rules if rule_id.startswith(prefix)}
-        if not found:
+        matching = {rule_id for rule_id in rules if rule_id.startswith(prefix)}
+        if not matching:
             raise BadInput(f"no rule starts with {prefix!r}{nearest(prefix, [*rules, *GROUPS])}")
-        chosen |= found
+        chosen |= matching
     for rule_id in reversed(list(rules)):
         if rule_id in chosen:
             chosen.update(rules[rule_id].requires)

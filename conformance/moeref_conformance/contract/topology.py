@@ -54,8 +54,8 @@ def coords_text(layout: Layout, rank: int) -> str:
 @lru_cache(maxsize=256)
 def _places(layout: Layout) -> list[tuple[int, ...]]:
     """The coordinates of every rank, in the order of AXES."""
-    found = _groups(layout)
-    by_axis = [{rank: place for group in found[axis] for place, rank in enumerate(group)} for axis in AXES]
+    members = _groups(layout)
+    by_axis = [{rank: place for group in members[axis] for place, rank in enumerate(group)} for axis in AXES]
     return [tuple(of[rank] for of in by_axis) for rank in range(layout.world)]
 
 

@@ -216,7 +216,7 @@ def _mtp(
         raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied per_expert checkpoints only")
     embedding, head = decoder["model.embed_tokens.weight"], decoder["lm_head.weight"]
     norm, hidden, last = decoder["model.norm.weight"], embedding.shape[1], f"model.layers.{cell.layers - 1}."
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     aliases: set[str] = set()
     for number in range(cell.layers, cell.layers + cell.mtp):
         like = {name.removeprefix(last): tensor for name, tensor in decoder.items() if name.startswith(last)}
@@ -226,11 +226,11 @@ def _mtp(
             name, noise = f"model.layers.{number}.{rest}", torch.randn(tensor.shape, generator=generator)
             bias = rest.endswith("e_score_correction_bias")
             value = 0.3 + 0.1 * noise if bias else _center(name, cell.family) + _spread(name) * noise
-            found[name] = value.to(tensor.dtype)
+            tensors[name] = value.to(tensor.dtype)
         copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
-        found |= {f"model.layers.{number}.{rest}": tensor.clone() for rest, tensor in copies.items()}
+        tensors |= {f"model.layers.{number}.{rest}": tensor.clone() for rest, tensor in copies.items()}
         aliases |= {f"model.layers.{number}.{rest}" for rest in copies}
-    return found, aliases
+    return tensors, aliases
 
 
 def _missing_name(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:

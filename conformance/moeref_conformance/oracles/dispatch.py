@@ -44,19 +44,19 @@ def broken(layout: Layout, request: PadRequest, rank: int, padding: Padding) -> 
     lengths, samples, total = request.lengths[rank], padding.samples[rank], padding.totals[rank]
     if len(samples) != len(lengths):
         return [f"{len(lengths)} samples became {len(samples)}"]
-    found = []
+    problems = []
     for length, sample in zip(lengths, samples, strict=True):
         if sample < length:
-            found.append(f"a sample of {length} became {sample}")
+            problems.append(f"a sample of {length} became {sample}")
         elif not even_sample(layout, sample):
-            found.append(f"a sample of {length} became {sample}, which does not split into {2 * layout.cp} chunks")
+            problems.append(f"a sample of {length} became {sample}, which does not split into {2 * layout.cp} chunks")
     rows, wanted = rank_rows(layout, samples, total), GEMM_ROWS[request.precision]
-    if not found and rows is None:
+    if not problems and rows is None:
         over = f"cp {layout.cp}, tp {layout.tp}"
-        found.append(f"samples of {list(samples)} became {total}, which does not split over {over}")
+        problems.append(f"samples of {list(samples)} became {total}, which does not split over {over}")
     elif rows is not None and rows % wanted:
-        found.append(f"{total} gives a rank {rows} rows, where {request.precision} takes {wanted} at a time")
-    return found
+        problems.append(f"{total} gives a rank {rows} rows, where {request.precision} takes {wanted} at a time")
+    return problems
 
 
 @lru_cache(maxsize=4096)
@@ -152,17 +152,17 @@ def _group(layout: Layout, dispatcher: str, number: int, members: tuple[int, ...
         outputs[rank] = torch.stack(out) if out else torch.zeros_like(rows.x_TH)
         loss = loss + (outputs[rank] * start.loss_TH).sum()
     leaves = [leaf for start in starts.values() for leaf in (start.rows.x_TH, start.rows.weights_TK)]
-    found = torch.autograd.grad(loss, (one, two, *leaves), materialize_grads=True)
+    gradients = torch.autograd.grad(loss, (one, two, *leaves), materialize_grads=True)
     made = {}
     for place, rank in enumerate(members):
         mine, share = local_experts(layout, rank, experts)
         cut = slice(mine.start, mine.stop)
-        of_rows = {"x": found[2 + 2 * place], "weights": found[3 + 2 * place]}
+        of_rows = {"x": gradients[2 + 2 * place], "weights": gradients[3 + 2 * place]}
         made[rank] = Looped(
             y_TH=outputs[rank].detach(),
             counts_E=counts[rank],
             received={expert: received[expert] for expert in mine},
-            gradients={**of_rows, "one": found[0][cut, :, share], "two": found[1][cut, share]},
+            gradients={**of_rows, "one": gradients[0][cut, :, share], "two": gradients[1][cut, share]},
             padding=padding,
         )
     return made

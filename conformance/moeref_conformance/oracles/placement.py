@@ -144,7 +144,7 @@ class Placement:
         """All Hugging Face tensors of which this rank holds elements that an export reads; needs no module."""
         pp, experts = self.coords(rank)["pp"], self.expert_range(rank)
         mine = {layer for (stage, _), layers in self.layers.items() if stage == pp for layer in layers}
-        found = set()
+        names = set()
         for name in self.tensors:
             layer, expert = hf_numbers(name)
             if name.endswith(".embed_tokens.weight"):
@@ -160,8 +160,8 @@ class Placement:
             else:
                 here = pp == self.layout.pp - 1
             if here:
-                found.add(name)
-        return found
+                names.add(name)
+        return names
 
     def numbers(self, rank: int, chunk: int, local: str) -> tuple[int | None, int | None]:
         """(global layer, global expert) of a local name; None where there is no such number. Raises Unknown."""

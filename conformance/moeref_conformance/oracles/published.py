@@ -58,10 +58,10 @@ def expected(cell: Cell, workdir: Path) -> ExpectedSize:
 @functools.lru_cache(maxsize=2)
 def tensors(name: str, expert_format: str) -> dict[str, torch.Tensor]:
     """The tensors of a published model by name, on the meta device; `expert_format` as in `Cell`."""
-    found = derived(published()[name].config, expert_format)
+    on_meta = derived(published()[name].config, expert_format)
     if expert_format == "per_expert":
-        check_counts(published()[name], found)
-    return found
+        check_counts(published()[name], on_meta)
+    return on_meta
 
 
 def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Tensor]:
@@ -101,10 +101,10 @@ def _mtp(layers: int, number: int, state: Mapping[str, torch.Tensor]) -> dict[st
     norms, a projection of embedding and hidden state, and the embedding and the head once more."""
     embedding, norm, head = (state[f"{n}.weight"] for n in ("model.embed_tokens", "model.norm", "lm_head"))
     last, here = f"model.layers.{layers - 1}.", f"model.layers.{layers + number}."
-    found = {here + name.removeprefix(last): tensor for name, tensor in state.items() if name.startswith(last)}
-    found |= {f"{here}{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
-    found[here + "eh_proj.weight"] = norm.new_empty(len(norm), 2 * len(norm))
-    return {**found, here + "embed_tokens.weight": embedding, here + "shared_head.head.weight": head}
+    tensors_here = {here + name.removeprefix(last): tensor for name, tensor in state.items() if name.startswith(last)}
+    tensors_here |= {f"{here}{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
+    tensors_here[here + "eh_proj.weight"] = norm.new_empty(len(norm), 2 * len(norm))
+    return {**tensors_here, here + "embed_tokens.weight": embedding, here + "shared_head.head.weight": head}
 
 
 def check_counts(size: Size, state: Mapping[str, torch.Tensor]) -> None:

@@ -45,14 +45,14 @@ class _Forced(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        answer = func(*args, **kwargs)
         if func not in (torch.topk, torch.Tensor.topk):
-            return found
+            return answer
         scores, k = args[0], args[1] if len(args) > 1 else kwargs["k"]
         if scores.shape[-1] != self._experts or k != self._top_k:
-            return found
+            return answer
         given = self._target[:, :1] >= 0
-        self.chosen = torch.where(given, self._target, found.indices)
+        self.chosen = torch.where(given, self._target, answer.indices)
         return torch.return_types.topk((scores.gather(-1, self.chosen), self.chosen))
 
 
@@ -65,14 +65,14 @@ def given_routes(expected: Expected, stream: int) -> list[np.ndarray[Any, Any]]:
     shape = _shape(expected)
     rng = np.random.default_rng(1000 + stream)
     samples, length = expected.tokens_BS.shape
-    found = []
+    samples_routes = []
     for number in range(samples):
         idx_TLK = rng.random((length - 1, shape.layers, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
         idx_TLK[:, [not moe for moe in shape.moe]] = 0
         if number == samples - 1:
             idx_TLK[length // 2] = MISSING
-        found.append(idx_TLK.astype(np.int32))
-    return found
+        samples_routes.append(idx_TLK.astype(np.int32))
+    return samples_routes
 
 
 def write(expected: Expected) -> Path:

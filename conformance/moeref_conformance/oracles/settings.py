@@ -40,7 +40,7 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
 
     bias = any_has(".e_score_correction_bias")
     groups = int(getattr(config, "n_group", None) or 1)
-    found = {
+    values = {
         "num_layers": layers,
         "hidden_size": int(hidden),
         "num_attention_heads": int(config.num_attention_heads),
@@ -61,11 +61,11 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
         "qk_layernorm": any_has(".q_norm.weight", ".kv_a_layernorm.weight"),
     }
     if len(routers) < layers:
-        found["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
+        values["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
     if any_has(".kv_a_proj_with_mqa.weight"):
-        return {**found, "multi_latent_attention": True, **_latent(config)}
+        return {**values, "multi_latent_attention": True, **_latent(config)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {**found, "num_query_groups": int(config.num_key_value_heads), "kv_channels": int(width)}
+    return {**values, "num_query_groups": int(config.num_key_value_heads), "kv_channels": int(width)}
 
 
 def of_the_layout(layout: Layout) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _stage_layers(at: Layout, layers: int, mtp: int) -> dict[tuple[int, int], li
         mtp_num_layers=mtp or None,
     )
     stages = config.virtual_pipeline_model_parallel_size
-    found = {}
+    stage_ids = {}
     # A layout string looks at the process-wide virtual size to decide whether to look at the virtual stage at all.
     before = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     parallel_state.set_virtual_pipeline_model_parallel_world_size(stages)
@@ -74,9 +74,9 @@ def _stage_layers(at: Layout, layers: int, mtp: int) -> dict[tuple[int, int], li
                 count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp)
                 start = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp)
                 ids = list(range(start, start + count))
-            found[pp, stage] = ids
+            stage_ids[pp, stage] = ids
     finally:
         parallel_state.set_virtual_pipeline_model_parallel_world_size(before)
-    if sorted(i for ids in found.values() for i in ids) != list(range(layers)):
-        raise ValueError(f"{at.text}: megatron-core's stages {found} do not hold each of {layers} layers once")
-    return found
+    if sorted(i for ids in stage_ids.values() for i in ids) != list(range(layers)):
+        raise ValueError(f"{at.text}: megatron-core's stages {stage_ids} do not hold each of {layers} layers once")
+    return stage_ids

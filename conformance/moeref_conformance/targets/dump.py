@@ -56,11 +56,11 @@ class DumpTarget:
         if not path.exists():
             return Info(name=f"dump:{self.folder.name}", version="unknown")
         try:
-            found = json.loads(path.read_text())
+            manifest = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise BadInput(f"{path}: not JSON: {error}") from error
-        check_keys(str(path), found, ("name", "version"), ("name", "version"))
-        return Info(name=str(found["name"]), version=str(found["version"]))
+        check_keys(str(path), manifest, ("name", "version"), ("name", "version"))
+        return Info(name=str(manifest["name"]), version=str(manifest["version"]))
 
     def recorded_steps(self, cell: Cell) -> frozenset[str]:
         """Steps that some rank recorded, `hf` where there is an export, and `close`, whose absence is a verdict."""
@@ -70,8 +70,8 @@ class DumpTarget:
 
     def _read_steps(self, folder: Path) -> frozenset[str]:
         ranks = [RankRecord(0, path) for path in sorted(folder.glob("rank[0-9]*"))]
-        found = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
-        return frozenset(found | ({HF} if "export" in found or (folder / HF).is_dir() else set()))
+        steps = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
+        return frozenset(steps | ({HF} if "export" in steps or (folder / HF).is_dir() else set()))
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
         """A dump runs nothing."""

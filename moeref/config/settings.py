@@ -19,12 +19,29 @@ ATTRIBUTES = frozenset(
 )
 
 
+#: What every model gets unless asked otherwise.
+_DEFAULTS: dict[str, Any] = {
+    # No dropout in RL: the trainer's forward has to repeat what the engine computed.
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "moe_router_load_balancing_type": "none",
+    "variable_seq_lengths": False,
+}
+
+
 def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     """TransformerConfig fields for `model` under `layout`.
 
     Raises LayoutError for a layout under which megatron-core, or moeref, cannot compute this model.
     """
     check_layout(model, layout)
+    settings = {k: Setting(v, "default") for k, v in _DEFAULTS.items()}
+    settings |= {k: Setting(v, "hf") for k, v in _hf_settings(model).items()}
+    settings |= {k: Setting(v, "layout") for k, v in _layout_settings(layout).items()}
+    return settings
+
+
+def _hf_settings(model: Model) -> dict[str, Any]:
     hf: dict[str, Any] = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden,
@@ -63,14 +80,11 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     }
     if model.n_group > 1:
         hf |= {"moe_router_num_groups": model.n_group, "moe_router_group_topk": model.topk_group}
-    defaults: dict[str, Any] = {
-        # No dropout in RL: the trainer's forward has to repeat what the engine computed.
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "moe_router_load_balancing_type": "none",
-        "variable_seq_lengths": False,
-    }
-    from_layout: dict[str, Any] = {
+    return hf
+
+
+def _layout_settings(layout: Layout) -> dict[str, Any]:
+    return {
         # megatron-core refuses MoE training with TP > 1 without it.
         "sequence_parallel": layout.tp > 1,
         "tensor_model_parallel_size": layout.tp,
@@ -86,10 +100,6 @@ def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
         "account_for_loss_in_pipeline_split": layout.loss,
         "pipeline_model_parallel_layout": layout.pipeline_layout,
     }
-    settings = {k: Setting(v, "default") for k, v in defaults.items()}
-    settings |= {k: Setting(v, "hf") for k, v in hf.items()}
-    settings |= {k: Setting(v, "layout") for k, v in from_layout.items()}
-    return settings
 
 
 def _attention_settings(model: Model) -> dict[str, Any]:

@@ -45,7 +45,6 @@ WITHOUT_TORCH = {"layout", "families"}
 RUN_TIME: dict[tuple[str, str], str] = {
     ("moeref.families", "import_module(f'.{found.name}', __name__)"): "every module of this room",
     ("moeref.dispatcher.select", "importlib.import_module(module)"): "packages of dispatcher backends, such as deep_ep",
-    ("moeref.families", "import_module(f'.{found.name}', __name__)"): "the families are the modules of their package",
 }
 
 

@@ -75,6 +75,7 @@ def _put(before: str, block: str, place: str) -> str:
         "": (len(before), block),
         "before `class Session`": (before.find("class Session("), block),
         "at the end of `class Session`": (before.find("\n\n\n", before.find("class Session(")) + 1, block),
+        "in `RANK_BACKENDS`": (before.find("}\n", before.find("RANK_BACKENDS: ")), block),
         "in `[groups]`": (before.find("\n\n", before.find("[groups]")) + 1, block),
     }
     at, text = marks[place]

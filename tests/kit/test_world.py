@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.contract.exits import BACKENDS, RankExit, RunOutcome, mark_first
+from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
 from moeref_conformance.worlds.forked import ForkedWorld, Part, WorldError
 from toy_targets import Toy
 
@@ -313,8 +314,8 @@ def test_the_first_failure_of_many() -> None:
 
 
 def test_devices_of_the_worlds() -> None:
-    assert [BACKENDS[name].device_of(3) for name in ("gloo", "gloo-cuda", "nccl")] == ["cpu", "cuda:0", "cuda:3"]
-    assert [BACKENDS[name].on_gpu for name in ("gloo", "gloo-cuda", "nccl")] == [False, True, True]
+    assert [RANK_BACKENDS[name].device_of(3) for name in ("gloo", "gloo-cuda", "nccl")] == ["cpu", "cuda:0", "cuda:3"]
+    assert [RANK_BACKENDS[name].on_gpu for name in ("gloo", "gloo-cuda", "nccl")] == [False, True, True]
 
 
 def test_a_gpu_that_is_not_there_is_named(halves: Halves, tmp_path: Path) -> None:

@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from moeref_conformance.contract.axes import axis, read_axes
+from moeref_conformance.contract.backends import ANY_GPU, BACKENDS
 from moeref_conformance.contract.published_models import TINY, published
 
-#: Where ranks live: nowhere (names by arithmetic), in CPU processes, in processes that share a GPU, one rank a GPU.
-BACKENDS = ("static", "gloo", "gloo-cuda", "nccl")
-GPU_BACKENDS = ("gloo-cuda", "nccl")
-#: What a matrix says where the machine chooses one of GPU_BACKENDS.
-ANY_GPU = "gpu"
 #: No routing replay, replay of Megatron's own routes (R2), of the inference engine's (R3).
 REPLAY_MODES = ("off", "R2", "R3")
 #: FP8 recipes by Megatron-Core's names.

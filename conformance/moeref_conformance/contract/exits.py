@@ -1,4 +1,4 @@
-"""How the ranks of a cell ended, and the table of backends whose ranks are processes.
+"""How the ranks of a cell ended.
 
 Nothing here imports torch, so that the parent process can read an outcome without it.
 """
@@ -8,31 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-
-@dataclass(frozen=True)
-class Backend:
-    """What backends of rank processes differ in: torch's backend for the default group, and the device of a rank."""
-
-    process_group: str
-    device: str
-
-    @property
-    def on_gpu(self) -> bool:
-        """Tensors of the model live on a GPU."""
-        return self.device != "cpu"
-
-    def device_of(self, local: int) -> str:
-        """The device of the rank that has this index among the ranks on its machine."""
-        return self.device.format(local=local)
-
-
-#: Backends whose ranks are processes. In gloo-cuda all ranks share one GPU; in nccl each has its own.
-BACKENDS: Mapping[str, Backend] = {
-    "gloo": Backend("gloo", "cpu"),
-    "gloo-cuda": Backend("staged", "cuda:0"),
-    "nccl": Backend("nccl", "cuda:{local}"),
-}
 
 #: Exit code of a rank in which something raised; the record of the step says what.
 EXIT_RAISED = 3

@@ -14,7 +14,8 @@ from importlib.resources import files
 from typing import Any
 
 from moeref_conformance.contract.api import FACETS
-from moeref_conformance.contract.cells import BACKENDS, REPLAY_MODES
+from moeref_conformance.contract.backends import BACKENDS
+from moeref_conformance.contract.cells import REPLAY_MODES
 from moeref_conformance.contract.checks import BadInput, check_keys, nearest, text_list
 
 LEVELS = ("MUST", "SHOULD")

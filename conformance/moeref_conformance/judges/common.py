@@ -8,7 +8,7 @@ from typing import Any
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import NameRow
-from moeref_conformance.contract.cells import GPU_BACKENDS
+from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.diagnosis.matching import Context

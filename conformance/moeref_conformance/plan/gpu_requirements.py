@@ -9,7 +9,8 @@ from dataclasses import replace
 from rich import box
 from rich.table import Table
 
-from moeref_conformance.contract.cells import GPU_BACKENDS, Cell
+from moeref_conformance.contract.backends import GPU_BACKENDS
+from moeref_conformance.contract.cells import Cell
 from moeref_conformance.plan.machine import NEEDS, RECIPES, Machine, concerned, needs
 
 _ALL = frozenset({*NEEDS, *RECIPES, "nccl"})

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.cells import ANY_GPU, GPU_BACKENDS, Cell
+from moeref_conformance.contract.backends import ANY_GPU, GPU_BACKENDS
+from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
 
 #: What a cell may need besides GPUs: its name in a matrix, and in a report.

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moeref_conformance.contract.api import Recorded, Target
-from moeref_conformance.contract.cells import ANY_GPU, GPU_BACKENDS, Cell, Layout
+from moeref_conformance.contract.backends import ANY_GPU, GPU_BACKENDS
+from moeref_conformance.contract.cells import Cell, Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.rules import Rule, load_rules, select
 from moeref_conformance.plan import known_failures

@@ -41,12 +41,12 @@ class Machinery:
 
 def machinery(coordinator: Coordinator | None = None) -> Machinery:
     """The real worlds, oracle and judges. With a `coordinator` the ranks are those of torchrun."""
-    from moeref_conformance.contract.exits import BACKENDS
+    from moeref_conformance.contract.backends import RANK_BACKENDS
     from moeref_conformance.judges import JUDGES
     from moeref_conformance.oracles.checkpoint import expected
     from moeref_conformance.worlds.static import StaticWorld
 
-    with_ranks = {backend: partial(_world_with_ranks, backend, coordinator) for backend in BACKENDS}
+    with_ranks = {backend: partial(_world_with_ranks, backend, coordinator) for backend in RANK_BACKENDS}
     return Machinery(
         worlds={"static": lambda plan: StaticWorld(plan.target), **with_ranks}, expect=expected, judges=JUDGES
     )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Layout, Target, to_plain
-from moeref_conformance.contract.exits import BACKENDS
+from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.results import version_of
 from moeref_conformance.worlds import rank as rank_main
 from moeref_conformance.worlds import supervise
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--target", required=True)
     parser.add_argument("--entry", required=True)
-    parser.add_argument("--backend", choices=sorted(BACKENDS), required=True)
+    parser.add_argument("--backend", choices=sorted(RANK_BACKENDS), required=True)
     args = parser.parse_args()
 
     rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -76,7 +76,7 @@ def main() -> None:
     end = socket.socket(fileno=args.fd)
     end.set_inheritable(False)
     channel = supervise.Channel(end)
-    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if BACKENDS[args.backend].on_gpu else {}))
+    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if RANK_BACKENDS[args.backend].on_gpu else {}))
     try:
         prepared = prepare(args.target, args.entry, args.backend)
     except BaseException as error:
@@ -124,7 +124,7 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
     from moeref_conformance.targets import peers
     from moeref_conformance.worlds import collectives, cpu
 
-    device = "cuda" if BACKENDS[world].on_gpu else "cpu"
+    device = "cuda" if RANK_BACKENDS[world].on_gpu else "cpu"
     torch.set_num_threads(1)
     cpu.install(device, "torch")
     collectives.install()

@@ -28,7 +28,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from moeref_conformance.contract.api import Cell, Claims, to_plain
-from moeref_conformance.contract.exits import BACKENDS, RankExit, RunOutcome, signal_name
+from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.exits import RankExit, RunOutcome, signal_name
 
 ENTRY = "moeref_conformance.steps.run:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
@@ -77,8 +78,8 @@ class ForkedWorld:
     ) -> None:
         if deadline <= 0 or grace < 0:
             raise ValueError(f"deadline {deadline} must be positive and grace {grace} not negative")
-        if backend not in BACKENDS:
-            raise ValueError(f"world {backend!r} has no forked ranks: use one of {', '.join(BACKENDS)}")
+        if backend not in RANK_BACKENDS:
+            raise ValueError(f"world {backend!r} has no forked ranks: use one of {', '.join(RANK_BACKENDS)}")
         self.target_spec, self.entry, self.backend, self.staged = target_spec, entry, backend, staged
         self.deadline, self.grace = deadline, grace
         #: What the fork server said when it was ready: versions, seconds of the imports, the target's info and claims.
@@ -109,7 +110,7 @@ class ForkedWorld:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         # As multiprocessing does: what can be imported here can be imported there.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-        if not BACKENDS[self.backend].on_gpu:
+        if not RANK_BACKENDS[self.backend].on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "moeref_conformance.worlds.fork_server", "--fd", str(theirs.fileno())]
         command += ["--parent", str(os.getpid()), "--target", self.target_spec, "--entry", self.entry]

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moeref_conformance.contract.api import Cell, Target, World
-from moeref_conformance.contract.exits import BACKENDS, EXIT_RAISED
+from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.exits import EXIT_RAISED
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +113,7 @@ def _run(job: Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    backend, local, size = BACKENDS[job.cell.backend], job.local[rank], job.cell.layout.world
+    backend, local, size = RANK_BACKENDS[job.cell.backend], job.local[rank], job.cell.layout.world
     device = torch.device(backend.device_of(local))
     if backend.on_gpu:
         _use_gpu(device, rank)

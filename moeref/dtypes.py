@@ -1,4 +1,4 @@
-"""The floating-point dtypes of checkpoints and parameters: one row each, by the name that Hugging Face configs use."""
+"""The floating-point dtypes of checkpoints and parameters, by their names in Hugging Face configs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class DType:
-    """One dtype. `precision` is what a run in plain arithmetic of this dtype is called; "" where none is offered."""
+    """One dtype. `precision` names an unquantised run in this dtype; "" if that is not supported."""
 
     torch: torch.dtype
     precision: str = ""
@@ -26,5 +26,5 @@ DTYPES = {
     "float16": DType(torch.float16),
 }
 TORCH = {name: dtype.torch for name, dtype in DTYPES.items()}
-#: The dtype's name of each plain precision.
+#: From each plain precision to the name of its dtype.
 NAMES = {dtype.precision: name for name, dtype in DTYPES.items() if dtype.precision}

@@ -1,7 +1,7 @@
 """The record of a run: everything that decides how one of its models is built.
 
-`moeref.check` makes a record, and `moeref.megatron.build` takes it with a rank and a device and nothing else, so what
-was checked is what is built.
+`moeref.check` makes a record. `moeref.megatron.build` takes only the record, a rank and a device, so it builds what was
+checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moeref.layout import Layout
 
 Kernels = Literal["torch", "te"]
 Replay = Literal["off", "R2", "R3"]
-#: Allowed values of the options that are a choice. None leaves the choice to the rest of the run.
+#: Allowed values of options. None means that the value follows from the rest of the run.
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "dispatcher": (AUTO, *Choice),
     "precision": (*PRECISIONS, None),
@@ -39,12 +39,11 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "norms": ("separate", "fused", None),
     "experts": ("sequential", "grouped", None),
 }
-#: The version of megatron-core that a run is checked for unless it says another one.
+#: The version of megatron-core that `moeref.check` assumes by default.
 CORE = "0.19.2"
 _DISPATCHER, _REPLAY, _GROUPED = "moe_token_dispatcher_type", "moe_enable_routing_replay", "moe_grouped_gemm"
-#: Off on every device. On a GPU the masked softmax and the accumulation of gradients are apex's kernels, and the others
-#: compile or fuse arithmetic that has to be the same as on a CPU. Point-to-point calls that are batched compute
-#: PP2·VPP2 wrongly.
+#: Off on every device. On a GPU masked softmax and gradient accumulation would use apex's kernels, and the other
+#: fusions would compute differently from a CPU. Batched point-to-point calls compute PP2·VPP2 wrongly.
 _OFF = (
     *("bias_activation_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion"),
     *("gradient_accumulation_fusion", "deallocate_pipeline_outputs", "batch_p2p_comm"),
@@ -52,7 +51,7 @@ _OFF = (
 
 
 def installed_core() -> str:
-    """The version of megatron-core here, or CORE where it is not installed."""
+    """The installed version of megatron-core; CORE if there is none."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -61,15 +60,17 @@ def installed_core() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a run asks for beside Megatron's settings.
+    """What a run asks for besides Megatron's settings.
 
-    dispatcher: `auto`, or a choice (`flex-deepep`; `flex:deepep` is read too). precision: one of PRECISIONS; None for
-    the checkpoint's. kernels: plain torch modules, or Transformer Engine's; None takes `te` where a precision needs it.
-    norms: `separate` modules, or `fused` into the linears; None takes what the kernels have. experts: `sequential` or
-    `grouped` modules; None follows `moe_grouped_gemm`. divisible_by times TP is what the vocabulary is padded to a
-    multiple of. core: the version of megatron-core; "" for the installed one.
+    dispatcher: `auto`, or a choice such as `flex-deepep` (or `flex:deepep`).
+    precision: one of PRECISIONS; None for the checkpoint's.
+    kernels: plain torch modules or Transformer Engine's; None takes `te` if the precision needs it.
+    norms: `separate` modules, or `fused` into the linears; None follows the kernels.
+    experts: `sequential` or `grouped` modules; None follows `moe_grouped_gemm`.
+    divisible_by: the vocabulary is padded to a multiple of this times TP.
+    core: the version of megatron-core; "" for the installed one.
 
-    Raises ConfigError for a value that is none of these.
+    Raises ConfigError for any other value.
     """
 
     dispatcher: str = AUTO
@@ -100,12 +101,12 @@ class Options:
 
     @property
     def environment(self) -> Environment:
-        """A machine with a GPU and every package; what a dispatcher needs of it is told, not looked for."""
+        """A machine with a GPU and every package. The preflight lists what a dispatcher needs of them."""
         return Environment(core=self.core, packages=frozenset(PACKAGES), gpu=True)
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """What these options say in megatron-core's names; nothing for an option that is left at its default."""
+        """These options as megatron-core's settings, without options that have their default."""
         plain = self.precision in (None, "bf16")
         precision = {} if plain else PRECISIONS[str(self.precision)]
         found = {name: Setting(value, "field", f"precision {self.precision}") for name, value in precision.items()}
@@ -117,13 +118,13 @@ class Options:
 
 
 def settings_of(choice: Choice, origin: Origin, why: str) -> dict[str, Setting]:
-    """The settings of a dispatcher; without flex there is no backend to ask for."""
+    """The settings of a dispatcher; those of value None, such as the backend without flex, are left out."""
     return {n: Setting(v, origin, why) for n, v in dispatcher.settings(choice).items() if v is not None}
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """What `moeref.seeds.rank_seeds` makes the seeds of every rank from."""
+    """The arguments from which `moeref.seeds.rank_seeds` computes the seeds of every rank."""
 
     seed: int
     formula: seeds.Formula = "megatron"
@@ -136,7 +137,10 @@ class Seeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """How one model of a run is built. Made by `Record.of`, or by `moeref.check` with everything that is wrong."""
+    """How one model of a run is built. Made by `Record.of`, or by `moeref.check`, which reports every problem.
+
+    Raises ConfigError for settings that contradict the other fields.
+    """
 
     model: Model
     layout: Layout
@@ -150,9 +154,9 @@ class Record:
 
     @classmethod
     def of(cls, model: Model, layout: Layout, asked: MoEConfig | None = None, options: Options | None = None) -> Record:
-        """The record of `model` under `layout` when `asked` and `options` are asked for.
+        """The record of `model` under `layout` with these settings and options.
 
-        Raises ConfigError, LayoutError, DispatcherError or SeedError for what cannot be combined.
+        Raises ConfigError, LayoutError, DispatcherError or SeedError if they cannot be combined.
         """
         draft = Draft(model, layout, asked or MoEConfig(), options or Options())
         draft.check_names()
@@ -175,12 +179,12 @@ class Record:
 
     @property
     def precision(self) -> str:
-        """One of PRECISIONS: the recipe of quantised GEMMs, or what the parameters are in."""
+        """One of PRECISIONS: the recipe of quantised GEMMs, or else the precision of the parameters."""
         return recipe(self.settings.values) or DTYPES[self.model.param_dtype].precision
 
 
 def recipe(values: Mapping[str, Any]) -> str | None:
-    """The recipe of quantised GEMMs in effective settings; None in high precision."""
+    """The recipe of quantised GEMMs in effective settings; None without FP8 and FP4."""
     if values.get("fp8"):
         return str(values["fp8_recipe"])
     return str(values.get("fp4_recipe", "nvfp4")) if values.get("fp4") else None
@@ -188,7 +192,7 @@ def recipe(values: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Draft:
-    """A run before its settings are resolved; `moeref.check` takes the steps one by one, `Record.of` all at once."""
+    """A run before its settings are resolved. `moeref.check` calls the steps one by one, `Record.of` all of them."""
 
     model: Model
     layout: Layout
@@ -201,12 +205,12 @@ class Draft:
 
     @cached_property
     def _wanted(self) -> dict[str, Any]:
-        """Values that options or `asked` name."""
+        """The values that options or `asked` set."""
         return {**{name: setting.value for name, setting in self.options.settings.items()}, **self._asked}
 
     @property
     def kernels(self) -> Kernels:
-        """Transformer Engine's where a quantised precision needs them, unless an option says otherwise."""
+        """The option, or else `te` for a quantised precision and `torch` for any other."""
         quantised = self._wanted.get("fp8") or self._wanted.get("fp4")
         return cast(Kernels, self.options.kernels or ("te" if quantised else "torch"))
 
@@ -215,18 +219,18 @@ class Draft:
         """Which of Megatron's names the parameters have."""
         norms = self.options.norms or ("fused" if self.kernels == "te" else "separate")
         experts = self.options.experts or ("grouped" if self._wanted.get(_GROUPED) else "sequential")
-        # megatron-core 0.16 calls the transformer layer inside an MTP layer otherwise.
+        # The transformer layer inside an MTP layer has another name in megatron-core 0.16.
         mtp = "transformer_layer" if self.options.environment.minor == "0.16" else "mtp_model_layer"
         return SpecNames(norms=norms, experts=experts, mtp=mtp)  # type: ignore[arg-type]
 
     @cached_property
     def _more(self) -> dict[str, Setting]:
-        """moeref's own settings beyond those of the model and the layout, and what the options say."""
-        # Nobody asked for the precision of the checkpoint.
+        """moeref's settings besides those of `transformer_settings`, and the settings of the options."""
+        # The checkpoint's precision is a default, which options and `asked` may replace.
         plain = PRECISIONS[DTYPES[self.model.param_dtype].precision or "bf16"]
         own = {name: Setting(value, "default", "the checkpoint's") for name, value in plain.items()}
         own |= {name: Setting(False, "default") for name in _OFF}
-        # Interleaved, NCCL and gloo agree on the order of chunks only with overlapped, unbatched calls.
+        # In the interleaved schedule NCCL and gloo order the chunks alike only with overlapped, unbatched calls.
         own["overlap_p2p_comm"] = Setting(self.layout.vpp > 1, "default")
         if self.kernels == "te":
             experts = self.names.experts
@@ -235,12 +239,12 @@ class Draft:
 
     @property
     def provider(self) -> type:
-        """The fields of this version's TransformerConfig."""
+        """A dataclass with the fields of TransformerConfig in this version of megatron-core."""
         return transformer_config(self.options.core, mla=self.model.mla is not None)
 
     def check_names(self) -> None:
-        """Raise ConfigError for names that this version of megatron-core lacks, values that do not fit, and settings
-        that say otherwise than an option does."""
+        """Raise ConfigError for names that this version of megatron-core lacks, values of another type, and settings
+        that contradict an option."""
         kind, said = self.provider, self.options.settings
         known = (names_of(kind) or frozenset()) | ATTRIBUTES
         problems = [*self._other_dtype()]
@@ -263,24 +267,24 @@ class Draft:
 
     @cached_property
     def _given(self) -> dict[str, Any]:
-        """Every value that is known before Megatron's own defaults are."""
+        """Every value except Megatron's own defaults."""
         own = {**transformer_settings(self.model, self.layout), **self._more}
         return {**{name: setting.value for name, setting in own.items()}, **self._asked}
 
     @property
     def names_dispatcher(self) -> bool:
-        """Whether a dispatcher is asked for, so that none is chosen."""
+        """Whether options or settings name a dispatcher; otherwise `automatic` chooses one."""
         return _DISPATCHER in self._given
 
     @property
     def setup(self) -> Setup:
-        """What the table of dispatchers is asked about. Raises DispatcherError for values beyond the table."""
+        """The setup to look up in the table of dispatchers. Raises DispatcherError for values that it does not know."""
         return setup_of(self._given, self.layout, precision=DTYPES[self.model.param_dtype].precision or "bf16")
 
     def automatic(self) -> dict[str, Setting]:
-        """The settings of the dispatcher that `auto` takes.
+        """The settings of the dispatcher that `auto` selects.
 
-        Raises DispatcherError if none is left, or ConfigError where the settings alone leave none.
+        If no dispatcher can be used, raises ConfigError if the settings contradict one another, else DispatcherError.
         """
         try:
             selection = dispatcher.select(AUTO, self.setup, self.options.environment)
@@ -290,11 +294,11 @@ class Draft:
         return settings_of(selection.choice, "derived", selection.why)
 
     def resolve(self, chosen: Mapping[str, Setting]) -> EffectiveSettings:
-        """The effective settings with those of an automatically chosen dispatcher. Raises ConfigError as `resolve`."""
+        """The effective settings with `chosen`, those of the automatic dispatcher. Raises as `config.resolve` does."""
         return resolve(self.model, self.layout, self.asked, provider=self.provider, more={**self._more, **chosen})
 
     def record(self, settings: EffectiveSettings) -> Record:
-        """The record with these settings. Raises ConfigError for what cannot be combined, SeedError for the seeds."""
+        """The record with these settings. Raises ConfigError for contradictions and SeedError for refused seeds."""
         options = self.options
         formula = cast(seeds.Formula, options.seed_formula)
         seeds.check(self.layout, options.seed, per_dp=options.seed_per_dp, formula=formula)

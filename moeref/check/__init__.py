@@ -1,4 +1,4 @@
-"""Preflight: will this model, layout, dispatcher and replay mode work, what will Megatron be given, and why?"""
+"""Preflight: whether a model, layout, dispatcher and replay mode work together, and which settings Megatron gets."""
 
 from moeref.check.report import CheckError, Problem, Report
 from moeref.check.run import check, model_of

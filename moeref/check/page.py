@@ -1,4 +1,4 @@
-"""The report as a page for a terminal."""
+"""The report as a terminal page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from moeref.check.report import Report, Stage
 
-#: Settings shown unless all are asked for: those that differ between frameworks, and those the layout decides.
+#: Settings shown by default: the ones in which frameworks differ, and `sequence_parallel`.
 SHOWN = (
     "moe_token_dispatcher_type",
     "moe_flex_dispatcher_backend",
@@ -32,13 +32,13 @@ SHOWN = (
     "rotary_base",
 )
 
-#: Kinds of seeds and formulas in words.
+#: Names of seeds and formulas on the page.
 KINDS = {"default": "python, numpy, torch, CUDA", "tp": "TP tracker", "expert": "expert tracker"}
 FORMULAS = {"megatron": "Megatron's formula", "distinct": "the formula without collisions"}
 
 
 def page(report: Report, *, every_setting: bool = False) -> RenderableType:
-    """The whole report: verdict and problems first, then what Megatron is given and how the model lies."""
+    """The whole report: verdict, problems, facts, pipeline stages, and the settings that Megatron gets."""
     parts: list[RenderableType] = [_verdict(report)]
     parts += [_problems(report)] if report.problems else []
     parts += [_facts(report)]
@@ -50,7 +50,7 @@ def page(report: Report, *, every_setting: bool = False) -> RenderableType:
 
 
 def show(report: Report, console: Console | None = None, *, every_setting: bool = False) -> None:
-    """Print the page."""
+    """Print the page of `report`."""
     (console or Console()).print(page(report, every_setting=every_setting))
 
 
@@ -138,7 +138,7 @@ def _stages(report: Report) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("pp", "vp", "layers", "", "GiB a rank"):
         table.add_column(heading, justify="right" if heading in ("pp", "vp", "GiB a rank") else "left")
-    # Neighbours that are alike but for their numbers are one line.
+    # Neighbouring stages that differ only in their numbers share a line.
     ordered = sorted(report.stages, key=lambda s: (s.vp, s.pp))
     for _, alike in groupby(ordered, key=lambda s: (s.vp, len(s.layers), s.holds, report.weights.get(s.pp))):
         run = list(alike)
@@ -167,7 +167,7 @@ def _settings(report: Report, every: bool) -> Table:
         for name, setting in sorted(report.settings.by_name.items())
         if every or name in SHOWN or setting.origin in ("field", "override", "derived")
     }
-    # Names stay whole, also on a terminal of 80 columns; what is beside them folds.
+    # Names are not wrapped, even at 80 columns; the other columns are.
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("origin", overflow="fold")

@@ -1,4 +1,4 @@
-"""What a preflight found, as values: a page and JSON are made from it."""
+"""The result of a preflight as values, from which the page and the JSON are made."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moeref.seeds import Report as SeedReport
 
 
 class CheckError(ValueError):
-    """Input that cannot be checked at all: an unknown model, key or value. A layout that cannot work is a verdict."""
+    """Input that cannot be checked: an unknown model, key or value. A layout that cannot work is a Problem instead."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why it will not work, and what to do. `about`: layout, bridge, config, dispatcher, padding, seeds or replay."""
+    """Why the run will not work, and the fix. `about`: layout, bridge, config, dispatcher, padding or seeds."""
 
     about: str
     text: str
@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its decoder layers by global number, and bytes of weights on each of its ranks."""
+    """One pipeline stage: its decoder layers by global number, and which other parts it holds."""
 
     pp: int
     vp: int
@@ -38,17 +38,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Padding:
-    """The padding plan and what it makes of the sequence length."""
+    """The padding plan, and the padded sequence length (None if no length is given)."""
 
     plan: Plan
     length: int | None
     padded: int | None
-    rows: int | None  # of one rank, after context and sequence parallelism
+    rows: int | None  # on one rank, after context and sequence parallelism
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that can be said before a GPU is spent. What a problem kept from being worked out is None or empty."""
+    """Everything known of a run before it starts. What a problem prevents from being computed is None or empty."""
 
     title: str
     model: Model
@@ -57,25 +57,25 @@ class Report:
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     settings: EffectiveSettings | None = None
-    record: Record | None = None  # only if it will work
+    record: Record | None = None  # None if there are problems
     dispatcher: str = ""
     dispatcher_why: str = ""
-    needs: tuple[str, ...] = ()  # of the machine
+    needs: tuple[str, ...] = ()  # what the machine must have
     stages: tuple[Stage, ...] = ()
-    experts: tuple[int, int] | None = None  # experts of the model, experts of a rank
+    experts: tuple[int, int] | None = None  # number in the model, number on a rank
     padding: Padding | None = None
     seed: int = 0
     seed_formula: str = "megatron"
     seeds: SeedReport | None = None
-    weights: Mapping[int, int] = field(default_factory=dict)  # pipeline rank -> bytes on each of its ranks, at most
+    weights: Mapping[int, int] = field(default_factory=dict)  # pipeline rank -> bytes on each of its ranks
     parameters: int = 0
     tensors: int = 0
     replay: str = "off"
-    route_bytes: int = 0  # of one token, as moeref.replay writes it
+    route_bytes: int = 0  # per token, as moeref.replay writes them
 
     @property
     def works(self) -> bool:
-        """The verdict."""
+        """Whether there are no problems."""
         return not self.problems
 
     def to_plain(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The preflight itself: every room is asked in turn, also after an earlier one has found a problem."""
+"""The preflight: checks run in turn, also after an earlier one has found a problem."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OPTIONS = tuple(field.name for field in fields(Options))
 
 
 def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> tuple[str, Model]:
-    """(title, Model) of a published name, a folder or file with a Hugging Face config, or such a config.
+    """(title, Model) of a published model's name, a folder or file with a Hugging Face config, or such a config.
 
-    Raises CheckError for a name that is neither known nor a path, and for a config that no family reads.
+    Raises CheckError for a name that is neither known nor a path, and for a config that no family can read.
     """
     try:
         if isinstance(model, Mapping):
@@ -46,7 +46,7 @@ def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> 
     except CheckError:
         raise
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        # Configs come from anywhere, and a family reads their values as numbers, lists and switches.
+        # A family expects numbers, lists and booleans; a config from outside may have anything.
         raise CheckError(f"{model}: a value of this config is no number, list or switch: {error}") from error
 
 
@@ -60,14 +60,13 @@ def check(
     precision: str = "bf16",
     **options: Any,
 ) -> Report:
-    """Everything that can be said of a run before it is started, and the record that its model is built from.
+    """The report of a run before it starts, with the record that its model is built from.
 
-    model: as `model_of`. layout: the text form of `Layout`. seq_length: of one packed sequence. asked: settings of
-    Megatron, of which none may say otherwise than an option does. core, precision and options: the fields of
-    `moeref.record.Options`; a GPU and the packages that a dispatcher needs are taken to be there, and are listed.
+    model: as in `model_of`. layout: the text form of `Layout`. seq_length: tokens of one packed sequence. asked:
+    Megatron's settings; none may contradict an option. core, precision and options: the fields of
+    `moeref.record.Options`. A GPU and the packages that a dispatcher needs are assumed to exist; `needs` lists them.
 
-    Raises CheckError for input that means nothing. All that means something and will not work is a Problem of the
-    report, as many as there are.
+    Raises CheckError for input that cannot be read. The report has a Problem for everything that will not work.
     """
     chosen = _options(precision=precision, core=core, **options)
     title, read = model_of(model, NAMES.get(precision, "bfloat16"))
@@ -101,7 +100,7 @@ def _options(**options: Any) -> Options:
 
 
 def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
-    """The report of a layout that exists: every room is asked, also after one of them has found a problem."""
+    """The report of a valid layout. Every check runs, also after one has found a problem."""
     problems: list[Problem] = []
     notes: list[str] = []
     report = _layers(report, draft.layout, problems)
@@ -118,7 +117,7 @@ def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
 
 
 def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
-    """Stages, experts, and the weights that each rank holds."""
+    """The report with stages, experts, and the bytes of weights on each rank."""
     model = report.model
     try:
         stages = layout.stages(model.num_layers, mtp=model.mtp_layers or None)
@@ -139,7 +138,7 @@ def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
     except (LayoutError, BridgeError) as error:
         problems.append(Problem("bridge", str(error)))
         return report
-    # Several units may be parts of one tensor, as experts that a checkpoint stacks.
+    # Several parameters may be parts of one tensor, such as experts that a checkpoint stacks.
     tensors = {t.name: t.shape for param in shard_map.global_params if param.exports for t in param.hf}
     parameters = sum(math.prod(shape) for shape in tensors.values())
     return replace(report, weights=weights, tensors=len(tensors), parameters=parameters)
@@ -154,7 +153,7 @@ def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tupl
 
 
 def _bytes(shard_map: ShardMap, layout: Layout, pp: int) -> int:
-    """Bytes of weights on a rank of pipeline rank `pp`: equal shards, so one rank speaks for all."""
+    """Bytes of weights on each rank of pipeline rank `pp`. Shards are equal, so one rank is enough to know."""
     rank = layout.rank_of(tp=0, pp=pp)
     return sum(math.prod(shard.shape) * DTYPES[shard.param.dtype].bytes for shard in shard_map.local_shards(rank))
 

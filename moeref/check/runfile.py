@@ -1,14 +1,14 @@
-"""Reads a run file: one model, one layout, and what is asked for policy and reference, each value written once.
+"""Reads a run file: one model, one layout, and the settings of policy and reference, each value written once.
 
 ```yaml
-model: glm-4.7-flash            # a known name, or a path
+model: glm-4.7-flash            # a published model's name, or a path
 layout: {tp: 2, ep: 8, etp: 1, world: 8}
 seq_length: 8192                # optional, as every field of `moeref.record.Options` is
 policy: {moe_router_score_function: sigmoid}
-reference: ${policy}            # interpolation: the reference model is asked for the same
+reference: ${policy}            # interpolation: the reference model has the same settings
 ```
 
-YAML is read with OmegaConf, which resolves interpolations; JSON needs nothing.
+YAML is read with OmegaConf, which resolves interpolations. JSON needs no package.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _KEYS = ("model", "layout", "seq_length", *OPTIONS, "policy", "reference", "decl
 
 @dataclass(frozen=True)
 class RunFile:
-    """A run file's values. `models` are the settings of policy and reference, `options` the arguments of `check` that
-    the file gives."""
+    """The values of a run file.
+
+    `models` has the settings of policy and reference, `options` the arguments of `check` that the file gives.
+    """
 
     model: str
     layout: str
@@ -39,13 +41,13 @@ class RunFile:
 
 
 def check_run(run: RunFile, **options: Any) -> dict[str, Report]:
-    """The report of each model of a run; further options win over the file's."""
+    """The report of each model of a run; `options` take precedence over the file's."""
     asked = {name: MoEConfig.from_mapping(settings) for name, settings in run.models.items()}
     return {name: check(run.model, run.layout, asked=moe, **{**run.options, **options}) for name, moe in asked.items()}
 
 
 def is_run_file(model: str) -> bool:
-    """Whether MODEL is a run file and not a model: YAML, or JSON with a `policy`."""
+    """Whether the path `model` is a run file (YAML, or JSON with a `policy`) and not a model."""
     path = Path(model)
     if path.suffix in (".yaml", ".yml"):
         return True
@@ -58,8 +60,8 @@ def is_run_file(model: str) -> bool:
 def read_run_file(file: str | Path) -> RunFile:
     """The values of `file`.
 
-    Raises CheckError for a file that cannot be read, unknown or missing keys, and a reference model that is asked for
-    something other than the policy where `declared` does not name it.
+    Raises CheckError for a file that cannot be read, for unknown or missing keys, and for a difference between
+    reference and policy that `declared` does not name.
     """
     path = Path(file)
     found = _parsed(path)
@@ -112,5 +114,5 @@ def _parsed(path: Path) -> Any:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise CheckError(f"{path}: {error}") from error
-    except Exception as error:  # PyYAML's own errors, whose package is not imported here
+    except Exception as error:  # PyYAML's errors; the package is not imported here
         raise CheckError(f"{path}: not YAML: {error}") from error

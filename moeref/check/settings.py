@@ -1,6 +1,6 @@
-"""The settings part of the preflight: what Megatron is given, the dispatcher, and the record for the builder.
+"""The settings part of the preflight: the settings that Megatron gets, the dispatcher, and the record for the builder.
 
-Options become settings like any others, and the dispatcher is checked against the effective ones.
+Options are turned into settings, and the dispatcher is checked against the effective settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeref.record import Draft, Record, recipe, settings_of
 from moeref.seeds import SeedError
 
 _PACKAGES = {**{backend.package: backend.needs for backend in BACKENDS}, "transformer_engine": "Transformer Engine"}
-#: Settings that decide the shapes of weights: with other values than the model's, its checkpoint does not fit.
+#: Settings that decide the shapes of weights: if they differ from the model's, its checkpoint does not fit.
 _SHAPES = frozenset(
     {
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
@@ -32,7 +32,7 @@ _SHAPES = frozenset(
 
 
 def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[str]) -> Report:
-    """The report with the dispatcher, the effective settings and the record; what is wrong goes to `problems`."""
+    """The report with dispatcher, effective settings and record. Problems and notes are appended to the lists."""
     refused: tuple[str, ...] = ()
     try:
         setup = draft.setup
@@ -57,16 +57,16 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
 
 
 def _record(draft: Draft, report: Report, problems: list[Problem]) -> Record | None:
-    """The record of settings that can be combined; seeds that no rank can take are a problem of their own."""
+    """The record; None if the seeds are refused."""
     assert report.settings is not None
     try:
         return draft.record(report.settings)
     except SeedError:
-        return None  # told with the seeds
+        return None  # `check.run` reports the problem with the seeds
 
 
 def quantised(report: Report, precision: str) -> str | None:
-    """The recipe of quantised GEMMs in the effective settings; None in high precision."""
+    """The recipe of quantised GEMMs in the effective settings; None without FP8 and FP4."""
     values: Mapping[str, object] = report.settings.values if report.settings else PRECISIONS[precision]
     return recipe(values)
 
@@ -74,7 +74,7 @@ def quantised(report: Report, precision: str) -> str | None:
 def _dispatcher(
     report: Report, draft: Draft, setup: Setup, problems: list[Problem]
 ) -> tuple[dict[str, Setting], Report, tuple[str, ...]]:
-    """Settings of an automatic choice, the report with the dispatcher, and the ends of refusals already told."""
+    """(settings of an automatic choice, report with the dispatcher, `[rule id]` of each refusal reported)."""
     there, why, chosen = draft.options.environment, "asked for", {}
     if not draft.names_dispatcher:
         try:
@@ -95,14 +95,14 @@ def _dispatcher(
 
 
 def _needs(setup: Setup, environment: Environment) -> tuple[str, ...]:
-    """What the machine must have: everything without which the table refuses the setup."""
+    """What the machine must have: each thing without which the table refuses the setup."""
     without = {name: replace(environment, packages=environment.packages - {name}) for name in PACKAGES}
     found = [said for name, said in _PACKAGES.items() if refusals(setup, without[name])]
     return (*found, *(("a GPU",) if refusals(setup, replace(environment, gpu=False)) else ()))
 
 
 def _of_the_checkpoint(trails: Mapping[str, tuple[Setting, ...]], problems: list[Problem], notes: list[str]) -> None:
-    """Tell settings that replace what the model's config says: its weights may no longer fit."""
+    """Report the settings that replace values of the model's config, whose weights then may not fit."""
     for name, trail in trails.items():
         theirs = next((setting.value for setting in trail if setting.origin == "hf"), trail[-1].value)
         if not same(theirs, trail[-1].value):
@@ -114,6 +114,6 @@ def _of_the_checkpoint(trails: Mapping[str, tuple[Setting, ...]], problems: list
 
 
 def _split(text: str) -> tuple[str, str]:
-    """What is wrong, and what to do; messages put a semicolon between the two."""
+    """(problem, fix) of a message; the two are separated by a semicolon."""
     wrong, _, fix = text.partition("; ")
     return wrong, fix

@@ -1,4 +1,4 @@
-"""Owns the search for stage splits that work, for a model whose layers a layout cannot divide."""
+"""The search for pipeline splits that work, for a model whose layers a layout does not divide evenly."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from moeref.layout import Layout, LayoutError
 
-#: Layers that the embedding, or the output layer with its loss, count for when stages are compared.
+#: The cost, in layers, of the embedding, and of the output layer with its loss.
 ENDS = 1
 
 
 @dataclass(frozen=True)
 class Split:
-    """A layout that works, and the layers of its pipeline ranks."""
+    """A layout that works, and the number of layers of each pipeline rank."""
 
     layout: Layout
     per_rank: tuple[int, ...]
@@ -29,7 +29,7 @@ class Split:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The longest pipeline rank, the ends counting as ENDS layers each, then how far the shortest is from it."""
+        """(layers of the longest pipeline rank, difference to the shortest); embedding and head count as ENDS each."""
         loads = list(self.per_rank)
         loads[0] += ENDS
         loads[-1] += ENDS
@@ -37,10 +37,10 @@ class Split:
 
 
 def splits(layout: Layout, num_layers: int, *, mtp: int = 0, most: int = 3) -> tuple[Split, ...]:
-    """The best-balanced splits of `num_layers` over the stages of `layout`, its own split left aside; best first.
+    """The `most` best-balanced splits of `num_layers` over the stages of `layout`, best first.
 
-    Tried are megatron-core's three ways to divide unevenly: layers of the first and last pipeline rank, the embedding
-    and the loss counted as layers, and, where neither works, a layout string.
+    The split in `layout` is ignored. megatron-core's three ways to divide unevenly are tried: the number of layers on the
+    first and last pipeline rank, counting the embedding and the loss as layers, and, if neither works, a layout string.
     """
     found = []
     for candidate in _candidates(layout, num_layers):
@@ -64,7 +64,7 @@ def _candidates(layout: Layout, num_layers: int) -> Iterator[Layout]:
             yield replace(bare, embedding=embedding, loss=loss)
     if layout.pp == 1:
         return
-    # A first or last rank with more than twice the even share is no split that anybody wants.
+    # A first or last rank with more than twice the even share is not worth trying.
     ends = [None, *range(1, min(num_layers, 2 * -(-num_layers // layout.pp)) + 1)]
     for first in ends:
         for last in ends:
@@ -73,7 +73,7 @@ def _candidates(layout: Layout, num_layers: int) -> Iterator[Layout]:
 
 
 def _string(layout: Layout, num_layers: int, mtp: int) -> Split | None:
-    """The most even layout string, longer stages in the middle."""
+    """The most even layout string, with longer stages in the middle; None if there are fewer layers than stages."""
     stages = layout.pp * layout.vpp
     if num_layers < stages:
         return None

@@ -1,6 +1,7 @@
-"""What Megatron is given, and why: every effective value of a model under a layout with its origin.
+"""The settings that Megatron gets: every effective value of a model under a layout, with its origin.
 
-`MoEConfig` is what is asked for, `resolve` makes the record, `apply` puts it into a real config and reads it back.
+`MoEConfig` holds what the user asks for, `resolve` computes the effective settings, and `apply` writes them to a real
+config and reads them back.
 """
 
 from moeref.config.apply import apply, read_back

@@ -1,7 +1,7 @@
-"""Puts a record's settings into a real object, finalises it, and reads every value back.
+"""Writes effective settings to a real config object, finalises it, and reads every value back.
 
 The object may be megatron-core's TransformerConfig, a megatron-bridge provider, or anything with the same attributes.
-It is left as it was found if anything goes wrong.
+On any error it is restored.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from moeref.config.setting import Setting
 from moeref.config.settings import ATTRIBUTES
 
 _ASKED = ("field", "override")
-#: Texts that megatron-core replaces by an object that says the same.
+#: Strings that megatron-core replaces by a parsed object.
 _PARSED = ("pipeline_model_parallel_layout",)
 
 
 def apply(record: EffectiveSettings, target: Any, *, optimizer: Any = None, finalise: bool = True) -> EffectiveSettings:
-    """Set the record's settings on `target`, finalise it, and return the record of all that it holds then.
+    """Set the record's settings on `target`, finalise it, and return the record of all values it then has.
 
-    Provider defaults are not written, since they are the target's own. `finalise` calls the target's `finalize()`, or
-    else the `__post_init__` of a dataclass, where Megatron derives and validates. `grad_scale_func` becomes
-    `optimizer.scale_loss`; without an optimizer it stays as it is.
+    Provider defaults are not written: `target` already has them. `finalise` calls the target's `finalize()`, or else
+    the `__post_init__` of a dataclass, where Megatron derives and validates. With an optimizer, `grad_scale_func` is
+    set to `optimizer.scale_loss`.
 
-    Raises ConfigError, and leaves the target as it was, for a name that it lacks (with the nearest), a value that it
-    refuses or swallows, a provider default that is no longer there, and values that Megatron refuses when finalised.
+    Raises ConfigError and restores `target` for a name that it lacks (the message suggests the nearest), a value that
+    it refuses or ignores, a provider default that it no longer has, and values that Megatron refuses when finalised.
     """
     writes = {n: s for n, s in record.by_name.items() if s.origin != "provider default"}
     if optimizer is not None:
@@ -66,10 +66,11 @@ def apply(record: EffectiveSettings, target: Any, *, optimizer: Any = None, fina
 
 
 def read_back(record: EffectiveSettings, target: Any) -> EffectiveSettings:
-    """The record with everything that `target` really holds: new values are `derived`, names not yet there defaults.
+    """The record updated to the values of `target`: changed values are `derived`, new names `provider default`.
 
-    Raises ConfigError where a value that was asked for, or that the model or the layout needs, is another one there.
-    Megatron may fill in a None, parse a text, and take an enumeration for its name.
+    Megatron may replace None by a value, a string by its parsed form, the name of an enum member by the member, and a
+    negative capacity factor by None. Raises ConfigError for any other change of a value that is neither a provider
+    default nor derived, and for a name that `target` lacks.
     """
     problems, found = [], {}
     known, settings = names_of(target) or frozenset(), record.by_name
@@ -93,7 +94,7 @@ def read_back(record: EffectiveSettings, target: Any) -> EffectiveSettings:
 
 
 def _derived(name: str, setting: Setting, held: Any) -> str:
-    """Why Megatron may hold another value than it was given; nothing if it may not."""
+    """Why Megatron may have changed the value it was given; "" if it may not."""
     if setting.origin in ("provider default", "derived"):
         return "set by Megatron when it was finalised"
     if setting.value is None:
@@ -104,7 +105,7 @@ def _derived(name: str, setting: Setting, held: Any) -> str:
     holds = held if isinstance(held, list) else [held]
     if len(given) == len(holds) and all(_names(h, g) for h, g in zip(holds, given, strict=True)):
         return "the enumeration that this names"
-    # A negative capacity means none in megatron-core.
+    # megatron-core replaces a negative capacity factor by None.
     if name == "moe_expert_capacity_factor" and held is None and setting.value < 0:
         return "negative means no capacity"
     return ""
@@ -115,7 +116,7 @@ def _names(held: Any, given: Any) -> bool:
 
 
 def _finalise(record: EffectiveSettings, target: Any) -> None:
-    """Megatron's own derivation and validation; its refusal becomes a ConfigError that says what was asked for."""
+    """Run Megatron's derivation and validation; an error becomes a ConfigError that lists what was asked for."""
     action = getattr(target, "finalize", None)
     if not callable(action):
         action = getattr(target, "__post_init__", None) if dataclasses.is_dataclass(target) else None
@@ -130,7 +131,7 @@ def _finalise(record: EffectiveSettings, target: Any) -> None:
 
 @contextmanager
 def _undone_on_error(target: Any) -> Iterator[None]:
-    """Give the target its attributes back if anything is raised."""
+    """Restore the attributes of `target` if the block raises."""
     before: Mapping[str, Any] = {
         name: copy.copy(value) if isinstance(value, list | dict) else value for name, value in vars(target).items()
     }

@@ -1,7 +1,7 @@
-"""The fields of megatron-core's TransformerConfig by version, as data, for where megatron-core is not installed.
+"""The fields of megatron-core's TransformerConfig by version, as data: megatron-core need not be installed.
 
-`fields/<minor version>.json` has every field's default where that is a plain value, and what its annotation says that
-can be judged: a truth value, or a list of choices. A test holds each file against the version itself.
+`fields/<minor version>.json` has, for every field, its default if that is a plain value, and its type or choices if the
+annotation gives one that can be checked. A test compares each file with the installed version.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def versions() -> tuple[str, ...]:
 
 @functools.cache
 def transformer_config(version: str, *, mla: bool = False) -> type:
-    """A dataclass with the fields of that version's TransformerConfig, or MLATransformerConfig; for `resolve`.
+    """A dataclass with the fields of that version's TransformerConfig, or of MLATransformerConfig if `mla`.
 
-    It derives and validates nothing, and a default that is no plain value is left out. Raises ConfigError for a
+    It derives and validates nothing. Fields whose default is not a plain value are required. Raises ConfigError for a
     version whose fields are not known.
     """
     minor = minor_version(version)

@@ -1,4 +1,4 @@
-"""The audited record: every effective setting, what it replaced and why, and how that differs from what was asked."""
+"""Effective settings: every value, what it replaced and why, and the differences from what was asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moeref.config.user_config import MoEConfig
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that was asked for and is effective with another value. `asked_as` is `field` or `override`."""
+    """A setting whose effective value is not the one asked for. `asked_as` is `field` or `override`."""
 
     name: str
     asked: Any
@@ -31,8 +31,9 @@ class Difference:
 class EffectiveSettings:
     """Effective settings with their origins.
 
-    `trails` holds all values of a name from the weakest to the effective one. `unchecked` are pass-through names that
-    no provider has confirmed yet; `moeref.config.apply` does.
+    `trails` has all values of a name, from the weakest to the effective one. `unchecked` are the pass-through names
+    that were not compared with the names of a provider; `moeref.config.apply` does that. `written` are the names that
+    `apply` has set.
     """
 
     asked: MoEConfig
@@ -44,7 +45,7 @@ class EffectiveSettings:
         object.__setattr__(self, "trails", MappingProxyType(dict(self.trails)))
 
     def __getitem__(self, name: str) -> Any:
-        """The effective value; KeyError if the record has none."""
+        """The effective value. Raises KeyError for an unknown name."""
         return self.trails[name][-1].value
 
     def __contains__(self, name: object) -> bool:
@@ -57,7 +58,7 @@ class EffectiveSettings:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The effective value of every name, as a constructor takes them."""
+        """The effective value of every name, as keyword arguments of a constructor."""
         return {name: trail[-1].value for name, trail in self.trails.items()}
 
     def origin(self, name: str) -> str:
@@ -66,7 +67,7 @@ class EffectiveSettings:
 
     @property
     def consumed(self) -> dict[str, str]:
-        """Every key that was asked for and what became of it: `effective`, or what has replaced it."""
+        """For every name that was asked for: `effective`, or what replaced it."""
         found = {}
         for name in (*self.asked.fields, *self.asked.transformer_config_kwargs):
             last = self.trails[name][-1]
@@ -75,7 +76,7 @@ class EffectiveSettings:
         return found
 
     def diff(self) -> tuple[Difference, ...]:
-        """Where the effective value is not the one that was asked for: an overruled field, a derived value."""
+        """The settings whose effective value is not the one asked for: overridden fields, derived values."""
         found = []
         for origin, given in (("field", self.asked.fields), ("override", self.asked.transformer_config_kwargs)):
             for name, value in given.items():
@@ -84,12 +85,12 @@ class EffectiveSettings:
         return tuple(found)
 
     def with_settings(self, more: Mapping[str, Setting]) -> EffectiveSettings:
-        """The record with stronger settings on top."""
+        """These settings with `more`, which take precedence."""
         trails = {**self.trails, **{name: (*self.trails.get(name, ()), setting) for name, setting in more.items()}}
         return replace(self, trails=trails)
 
     def to_plain(self) -> dict[str, Any]:
-        """The whole record as JSON-ready values: settings with origin, reason and what they replaced; keys; diff."""
+        """JSON-ready values: settings with origin, reason and the values they replaced; `consumed`; `diff`."""
         settings = {}
         for name, trail in sorted(self.trails.items()):
             entry: dict[str, Any] = {"value": plain(trail[-1].value), "origin": trail[-1].origin}
@@ -102,12 +103,12 @@ class EffectiveSettings:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality that tells True from 1."""
+    """Equality in which True is not 1."""
     return one is other or (isinstance(one, bool) == isinstance(other, bool) and bool(one == other))
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it; dtypes, functions and other objects become a text without addresses."""
+    """A JSON-ready value; dtypes, functions and other objects become strings without memory addresses."""
     if value is None or isinstance(value, bool | int | float | str):
         return value if not isinstance(value, enum.Enum) else value.name
     if isinstance(value, Mapping):

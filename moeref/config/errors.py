@@ -1,4 +1,4 @@
-"""What can go wrong with settings, and how a name that nobody knows is answered."""
+"""The exception of this package, and the suggestion for an unknown name."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """Settings that are unknown, contradict one another, or do not arrive. Every problem found is in the message.
+    """Settings that are unknown, contradict one another, or do not reach the config. The message has every problem.
 
-    `problems` has them one by one, where there are several.
+    `problems` has them one by one if `raise_all` raised the error; otherwise it is empty.
     """
 
     problems: tuple[str, ...] = ()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` with the known name that is most like `name`, or nothing."""
+    """`; did you mean …?` with the known name most similar to `name`, or ""."""
     near = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def raise_all(what: str, problems: list[str]) -> None:
-    """Raise one ConfigError that tells all `problems`; do nothing if there are none."""
+    """Raise one ConfigError with all `problems`, if there are any."""
     if problems:
         error = ConfigError(f"{what}: " + "\n  ".join(problems))
         error.problems = tuple(problems)

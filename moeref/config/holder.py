@@ -1,6 +1,6 @@
-"""What can hold settings: a dataclass such as TransformerConfig, its class, or a provider with the same attributes.
+"""The names, values and types of the settings in an object: a dataclass, its class, or a provider.
 
-Nothing here knows Megatron: names, defaults and choices are read from the object itself, so that they are those of the
+Nothing here depends on Megatron: names, defaults and choices are read from the object, so they are those of the
 installed version.
 """
 
@@ -17,7 +17,7 @@ from moeref.config.setting import Setting
 
 
 def names_of(holder: object) -> frozenset[str] | None:
-    """The names of all settings that `holder` has; None for a mapping, which need not be complete, and for nothing."""
+    """The names of all settings of `holder`; None for a mapping, which may be incomplete, and for None."""
     if holder is None or isinstance(holder, Mapping):
         return None
     if dataclasses.is_dataclass(holder):
@@ -28,7 +28,7 @@ def names_of(holder: object) -> frozenset[str] | None:
 
 
 def held_by(holder: object) -> dict[str, Setting]:
-    """The values in `holder`, or the defaults of a dataclass; a factory's value is made, a required field left out."""
+    """The values of `holder`; for a dataclass type its defaults, without required fields."""
     if holder is None:
         return {}
     if isinstance(holder, Mapping):
@@ -46,9 +46,10 @@ def held_by(holder: object) -> dict[str, Setting]:
 
 
 def unfit(holder: object, name: str, value: Any) -> str:
-    """Why `value` does not fit the annotation of `name`: no truth value, number or listed choice where one is wanted.
+    """Why `value` does not match the annotation of `name`; "" if it does.
 
-    Nothing for None, which Megatron may read as "derive it", and wherever an annotation leaves more than that open.
+    Only annotations of a bool, an int, a float or a Literal are checked. None is accepted everywhere, because Megatron
+    may read it as "derive it".
     """
     if value is None or holder is None or isinstance(holder, Mapping):
         return ""
@@ -72,20 +73,20 @@ def _annotation(kind: type, name: str) -> Any:
                 return found
             try:
                 return typing.get_type_hints(base).get(name)
-            except (NameError, AttributeError):  # a name that is imported for type checkers only
+            except (NameError, AttributeError):  # the annotation names something imported for type checkers only
                 return None
     return None
 
 
 def _parts(annotation: Any) -> list[Any]:
-    """What an annotation allows beside None."""
+    """The types that an annotation allows besides None."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [part for part in typing.get_args(annotation) if part is not type(None)]
     return [annotation]
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The values of a Literal, also of an optional one; empty where anything else is allowed too."""
+    """The values of a Literal or an optional Literal; empty for any other annotation."""
     parts = _parts(annotation)
     if all(typing.get_origin(part) is typing.Literal for part in parts):
         return tuple(value for part in parts for value in typing.get_args(part))

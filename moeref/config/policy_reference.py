@@ -1,4 +1,4 @@
-"""Policy and reference model share one source of settings; where they differ is declared, or an error."""
+"""Settings of policy and reference model: the same, except for declared differences."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from moeref.config.holder import held_by
 from moeref.config.user_config import MoEConfig
 from moeref.layout import Layout
 
-#: What belongs to the one that is trained alone.
+#: Settings that only the trained model has.
 _OF_THE_POLICY = frozenset(
     {"grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func"}
 )
 
 
 def for_reference(policy: MoEConfig, **declared: Any) -> MoEConfig:
-    """What is asked for the reference model: all that is asked for the policy, but for the changes declared here."""
+    """The settings of the reference model: those of the policy with the `declared` changes."""
     return policy.with_kwargs(**declared)
 
 
 def declared_differences(
     policy: object, reference: object, *, declared: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """The declared differences between the two, by name, as plain values (policy's, reference's).
+    """The declared differences between the two: name to plain values (policy, reference).
 
-    Both are records, mappings, or objects with settings as attributes. Raises ConfigError that lists every other
-    difference, also a name that one of them lacks, and every declared name that neither has.
+    Both are EffectiveSettings, mappings, or objects with settings as attributes. Raises ConfigError with every
+    undeclared difference, which includes a name that one of them lacks, and every declared name that neither has.
     """
     one, other = _values(policy), _values(reference)
     differ = {
@@ -59,9 +59,10 @@ def _equal(a: Any, b: Any) -> bool:
 def barrier_needed(config: object, *, true_on_policy: bool = True) -> bool:
     """Whether logging on a subset of ranks needs a barrier before and after it.
 
-    Under true-on-policy training it does where TP, PP or EP exceeds 1: ranks that log late would otherwise enter the
-    next collective of their group late, with the engine waiting. `config` is a Layout, a mapping, or any object with
-    megatron-core's names; a size that is absent or None counts as 1. Rule of miles#1088, with EP as its review asked.
+    Needed for true-on-policy training if TP, PP or EP exceeds 1: ranks that log would otherwise enter the next
+    collective of their group late, while the engine waits. `config` is a Layout, EffectiveSettings, a mapping, or an
+    object with megatron-core's names; a size that is absent or None counts as 1. From miles#1088, with EP as its review
+    asked.
     """
     if isinstance(config, Layout):
         sizes: list[Any] = [config.tp, config.pp, config.ep]

@@ -1,11 +1,11 @@
-"""Owns what a precision is in megatron-core's settings: the preflight foretells them, a built model is given them."""
+"""The settings of megatron-core for each precision, read by the preflight and by the builder."""
 
 from __future__ import annotations
 
 from typing import Any
 
-#: `fp8` of each FP8 recipe. Blocks have scales of their own, so gradients need no wider range (DeepSeek-V3, section
-#: 3.3); one scale a tensor needs e5m2 for them, which `hybrid` gives.
+#: The format `fp8` of each FP8 recipe. With one scale per block e4m3 has enough range for gradients too (DeepSeek-V3,
+#: section 3.3). With one scale per tensor gradients need e5m2, which `hybrid` uses.
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
 
 
@@ -14,7 +14,7 @@ def fp8(recipe: str) -> dict[str, Any]:
     return {"fp8": FORMATS[recipe], "fp8_recipe": recipe}
 
 
-#: By name, two plain precisions and the recipes of quantised GEMMs.
+#: Settings by name: the two plain precisions, then the recipes of quantised GEMMs.
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "fp32": {"bf16": False},

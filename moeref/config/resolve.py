@@ -1,10 +1,10 @@
-"""Owns the precedence: from what a provider holds to what is effective, with everything on the way kept.
+"""The precedence of settings, from a provider's values to the effective ones. Replaced values are kept.
 
 provider default < default < hf < layout < field < override < derived
 
-The values of a provider *object* or mapping are somebody's choice: they stay where moeref would only have a `default`
-of its own. The defaults of a *class* are nobody's. Settings that the layout decides cannot be asked otherwise, since
-names, groups and checkpoints follow the same layout.
+The values of a provider *object* or mapping take precedence over moeref's `default`s; the defaults of a *class* do not.
+A setting that the layout decides cannot be asked for with another value, because names, groups and checkpoints follow
+the same layout.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def resolve(
     provider: object | Mapping[str, Any] | None = None,
     more: Mapping[str, Setting] | None = None,
 ) -> EffectiveSettings:
-    """The record of effective settings of `model` under `layout` when `asked` is asked for.
+    """The effective settings of `model` under `layout` when the user asks for `asked`.
 
-    provider: what will hold them, which gives names, choices and the weakest values: TransformerConfig's class, a
-    megatron-bridge provider or any object with such attributes; or a mapping of values. Without one, names that are
-    passed through stay `unchecked` until `apply`. more: settings of the caller, of any origin, below those asked for.
+    provider: gives the names, the choices and the weakest values: the class TransformerConfig, a megatron-bridge
+    provider or another object with such attributes, or a mapping of values. Without one, pass-through names are
+    `unchecked` until `apply`. more: further settings of any origin; `asked` takes precedence over them.
 
     Raises ConfigError with all problems: unknown names (with the nearest), values that do not fit, contradictions.
+    Raises LayoutError for a layout under which the model cannot be computed.
     """
     asked = asked or MoEConfig()
     known = names_of(provider)
@@ -86,23 +87,23 @@ def _fields(asked: MoEConfig) -> set[tuple[str, str]]:
 
 
 def _against_layout(name: str, value: Any, from_layout: Mapping[str, Any], layout: Layout) -> list[str]:
-    """The problem of a setting that the layout decides otherwise, if it is one."""
+    """The problem if `value` is not what the layout says; else an empty list."""
     if name not in from_layout or _agrees(name, value, from_layout[name], layout):
         return []
     return [f"{name}={value!r}, but the layout says {from_layout[name]!r}; change the layout instead"]
 
 
 def _agrees(name: str, value: Any, from_layout: Any, layout: Layout) -> bool:
-    if same(value, from_layout) or name == "sequence_parallel":  # this one has rules of its own
+    if same(value, from_layout) or name == "sequence_parallel":  # checked by the table of dispatchers
         return True
-    # None lets megatron-core take tp; with a layout string it finds the number of virtual stages itself.
+    # megatron-core replaces an ETP of None by tp, and reads the number of virtual stages from a layout string.
     if name == "expert_tensor_parallel_size":
         return value is None and layout.etp == layout.tp
     return name == "virtual_pipeline_model_parallel_size" and layout.vpp > 1 and same(value, layout.vpp)
 
 
 def _beyond_transformer(model: Model, known: frozenset[str] | None) -> dict[str, Setting]:
-    """What a model is given beside its TransformerConfig; providers hold it, TransformerConfig itself does not."""
+    """Arguments of GPTModel that are not fields of TransformerConfig; providers have them."""
     values = {
         "rotary_base": model.rope_theta,
         "rotary_percent": model.rotary_percent,

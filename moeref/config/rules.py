@@ -1,8 +1,8 @@
-"""The table of what cannot be combined, beside the dispatchers' own in `moeref.dispatcher.table`.
+"""The table of settings that cannot be combined. Dispatchers have their own in `moeref.dispatcher.table`.
 
-megatron-core checks some of this when a config is made, some when a layer is built, and some not at all: then one of
-two settings silently has no effect. Every rule of this table is checked before anything is built. Functions named in
-sources are megatron-core's unless another project is named.
+megatron-core checks some of these when a config is made, some when a layer is built, and some not at all, so that a
+setting silently has no effect. Here every rule is checked before anything is built. Functions named in sources are
+megatron-core's unless another project is named.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ASKED = ("field", "override")
 
 
 class Effective:
-    """The effective settings as rules read them; a name that nobody has set counts as None.
+    """The effective settings as rules read them; a name that is not set reads as None.
 
     `facts` are values of a run that are not settings of megatron-core: kernels, norms, experts, replay, parameters.
     """
@@ -50,9 +50,9 @@ class Effective:
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination that is refused. `names` are the settings and facts that the message shows with their values.
+    """A combination that is refused. `names` are the settings and facts that the message shows with their values.
 
-    stage: `settings` rules hold for any effective settings, `run` rules also read the facts of a run.
+    stage: `settings` rules read effective settings only, `run` rules also the facts of a run.
     """
 
     id: str
@@ -103,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         lambda now: now[_REPLAY] and now[_BALANCING] in ("sinkhorn", "quantile_balancing"),
     ),
     Rule(
-        # Not among the dispatchers' rules, since megatron-core takes it and ignores the backend.
+        # Not in the dispatchers' table, because megatron-core accepts this and ignores the backend.
         "backend-needs-flex", "settings", (_DISPATCHER, _BACKEND),
         "only flex has a backend, it would be ignored",
         "ask for dispatcher flex, or for None", "NVIDIA-NeMo/Megatron-Bridge#5207",
@@ -186,21 +186,21 @@ def _refused(now: Effective, stage: str) -> Iterator[str]:
 def _dispatcher(now: Effective) -> Iterator[str]:
     """What the table of dispatchers refuses on every machine and in every version.
 
-    Packages, GPU and rows depend on the machine, and `dispatcher.select` knows them.
+    What depends on the packages, the GPU and the rows of a run is checked by `dispatcher.select`.
     """
     if not now["num_moe_experts"]:
         return
     try:
         setup = setup_of({name: setting.value for name, setting in now.settings.items()}, now.layout)
     except DispatcherError:
-        return  # a value beyond the table: the choices of the provider's own class judge it, then its finalisation
+        return  # a value that the table does not know: `unfit` and the finalisation of the provider check it
     for refusal, names in contradictions_of(setup):
         yield f"{now.said(*names)}: {refusal}" if names else str(refusal)
 
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """A layout under which moeref cannot map a model."""
+    """A layout under which moeref cannot map a kind of model."""
 
     id: str
     text: str
@@ -232,7 +232,7 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
 
 
 def check_layout(model: Model, layout: Layout) -> None:
-    """Raise LayoutError for a layout under which megatron-core, or moeref, cannot compute `model`."""
+    """Raise LayoutError for a layout under which megatron-core or moeref cannot compute `model`."""
     for rule in LAYOUT_RULES:
         if rule.refuses(model, layout):
             raise LayoutError(f"{model.family}: {rule.text} ({layout.text}); {rule.fix} [{rule.id}]")
@@ -241,7 +241,7 @@ def check_layout(model: Model, layout: Layout) -> None:
 def derive(settings: Mapping[str, Setting], layout: Layout) -> dict[str, Setting]:
     """Settings that follow from others and were not asked for."""
     now, found = Effective(settings, layout), {}
-    # Two switches for one decision: clearing one leaves the other in charge (Megatron-Bridge#5740).
+    # The flag and the dispatcher type both select DeepEP: changing one alone leaves the other (Megatron-Bridge#5740).
     dispatcher = now[_DISPATCHER]
     if now["moe_enable_deepep"] and not now.asked("moe_enable_deepep") and dispatcher not in (None, "flex"):
         reason = f"DeepEP is a backend of flex, and the dispatcher is {dispatcher}"

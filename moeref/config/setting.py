@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: From the weakest: held by the class or object that is to be filled, moeref's own choice for RL, read from the Hugging
-#: Face config or fixed by its architecture, decided by the layout, asked for as a field of MoEConfig or as an override,
-#: and what Megatron makes of all of them when it is finalised.
+#: From the weakest: the value of the class or object that is filled; moeref's choice for RL; the Hugging Face config or
+#: its architecture; the layout; a field of MoEConfig; an override (`transformer_config_kwargs`); and what moeref, or
+#: Megatron when it is finalised, derives from all of them.
 Origin = Literal["provider default", "default", "hf", "layout", "field", "override", "derived"]
 
 

@@ -1,4 +1,4 @@
-"""What moeref itself knows of megatron-core's TransformerConfig, before anybody asks for anything."""
+"""TransformerConfig fields of a model under a layout, before the user asks for anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeref.config.setting import Setting
 from moeref.families.model import MLA, GatedDeltaNet, Model, Yarn
 from moeref.layout import Layout
 
-#: What GPTModel reads from its config by `getattr` for YaRN, though TransformerConfig has no such fields.
+#: YaRN attributes that GPTModel reads from its config by `getattr`; they are not fields of TransformerConfig.
 ATTRIBUTES = frozenset(
     "yarn_" + name
     for name in (
@@ -19,9 +19,9 @@ ATTRIBUTES = frozenset(
 )
 
 
-#: What every model gets unless asked otherwise.
+#: The defaults of every model.
 _DEFAULTS: dict[str, Any] = {
-    # No dropout in RL: the trainer's forward has to repeat what the engine computed.
+    # No dropout in RL: the trainer's forward must reproduce the engine's.
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "moe_router_load_balancing_type": "none",
@@ -32,7 +32,7 @@ _DEFAULTS: dict[str, Any] = {
 def transformer_settings(model: Model, layout: Layout) -> dict[str, Setting]:
     """TransformerConfig fields for `model` under `layout`.
 
-    Raises LayoutError for a layout under which megatron-core, or moeref, cannot compute this model.
+    Raises LayoutError for a layout under which megatron-core or moeref cannot compute this model.
     """
     check_layout(model, layout)
     settings = {k: Setting(v, "default") for k, v in _DEFAULTS.items()}
@@ -74,7 +74,8 @@ def _hf_settings(model: Model) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "add_bias_linear": model.linear_bias,
-        # Softmax over the chosen top-k equals a normalised softmax over all; without normalisation it comes first.
+        # Softmax over the top-k logits equals the normalised top-k of a softmax over all; without normalisation
+        # softmax comes before top-k.
         "moe_router_pre_softmax": model.score_function == "softmax" and not model.norm_topk_prob,
         "moe_router_topk_scaling_factor": model.routed_scaling_factor if model.routed_scaling_factor != 1.0 else None,
     }
@@ -103,21 +104,21 @@ def _layout_settings(layout: Layout) -> dict[str, Any]:
 
 
 def _attention_settings(model: Model) -> dict[str, Any]:
-    """What gpt-oss adds to grouped-query attention."""
+    """Sinks, sliding windows and YaRN: what gpt-oss adds to grouped-query attention."""
     fields: dict[str, Any] = {"softmax_type": "learnable"} if model.sinks else {}
     if model.window:
-        # How many tokens back and how many ahead, beside the query's own.
+        # Tokens before and after the query's own.
         fields |= {"window_size": (model.window.size - 1, 0)}
         fields |= {"window_attn_skip_freq": [int(slides) for slides in model.window.layers]}
     if model.yarn:
-        # GPTModel reads these from the config, where TransformerConfig itself has no such fields.
+        # See ATTRIBUTES.
         fields |= {f"yarn_{name}": value for name, value in _yarn_settings(model.yarn).items()}
         fields |= {"yarn_correction_range_round_to_int": model.yarn.truncate}
     return fields
 
 
 def _switches(model: Model) -> dict[str, bool]:
-    """Fields of TransformerConfig that only a model which has them names, off elsewhere."""
+    """Boolean fields that are set only for models that need them; off by default."""
     return {
         "attention_output_gate": model.output_gate,
         "moe_shared_expert_gate": model.shared_gate,
@@ -138,7 +139,7 @@ def _delta_settings(delta: GatedDeltaNet) -> dict[str, Any]:
 
 
 def _mla_settings(mla: MLA, theta: float) -> dict[str, Any]:
-    """Fields of MLATransformerConfig, which holds the rope of MLA too."""
+    """Fields of MLATransformerConfig, which include the RoPE of MLA."""
     fields: dict[str, Any] = {
         "multi_latent_attention": True,
         "q_lora_rank": mla.q_rank or None,
@@ -150,7 +151,7 @@ def _mla_settings(mla: MLA, theta: float) -> dict[str, Any]:
         "rotary_base": theta,
     }
     if mla.yarn is None:
-        # Softmax is scaled by m(mscale_all_dim)² whatever the rope type; a factor of 1 makes that 1.
+        # megatron-core scales softmax by m(mscale_all_dim)² for every rope type; with a factor of 1 this is 1.
         return fields | {"rotary_scaling_factor": 1.0}
     return fields | _yarn_settings(mla.yarn)
 

@@ -1,6 +1,7 @@
-"""What a user asks for: the first-class MoE fields, each unset or a value, and the settings passed through by name.
+"""What a user asks for: the first-class MoE fields, each unset or a value, and pass-through settings by name.
 
-Unset keeps what lies below (the provider's value, what the Hugging Face config says). `False` and `None` are values.
+An unset field keeps the value of lower precedence (the provider's, or the Hugging Face config's). `False` and `None`
+are values.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Unset(enum.Enum):
         return "UNSET"
 
 
-#: Not asked for. In YAML, where a schema wants every key, the text `unset` says the same.
+#: Not asked for. In YAML, where a schema may require every key, write the string `unset`.
 UNSET = Unset.UNSET
 _Unset = Literal[Unset.UNSET]
 
-#: First-class fields and the types of their values beside None.
+#: First-class fields and the types of their values besides None.
 _TYPES: dict[str, tuple[type, ...]] = {
     "moe_token_dispatcher_type": (str,),
     "moe_router_load_balancing_type": (str, list),
@@ -44,10 +45,10 @@ _THROUGH = "transformer_config_kwargs"
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Settings asked for. Names are those of megatron-core's TransformerConfig.
+    """Settings that the user asks for, under megatron-core's names in TransformerConfig.
 
-    `transformer_config_kwargs` takes any further name and wins over the fields. Raises ConfigError for a value of
-    another type than the field has.
+    `transformer_config_kwargs` takes any name and has precedence over the fields. Raises ConfigError for a value whose
+    type does not match the field.
     """
 
     moe_token_dispatcher_type: str | _Unset | None = UNSET
@@ -76,15 +77,15 @@ class MoEConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The first-class fields that are set."""
+        """The first-class fields that are set, by name."""
         return {name: value for name in _TYPES if (value := getattr(self, name)) is not UNSET}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> MoEConfig:
-        """The settings in a mapping: parsed YAML, or an OmegaConf or Hydra config, whose interpolations it resolves.
+        """The settings in a mapping: parsed YAML, or an OmegaConf or Hydra config with resolvable interpolations.
 
-        The text `unset` leaves a first-class field unset. Raises ConfigError for an unknown key (with the nearest
-        name), a mandatory value that is missing (`???`), and a text that still has an interpolation (`${…}`) in it.
+        The string `unset` leaves a first-class field unset. Raises ConfigError for an unknown key (with the nearest
+        name), a missing mandatory value (`???`), and a string with an unresolved interpolation (`${…}`).
         """
         names = [f.name for f in fields(cls)]
         problems: list[str] = []
@@ -96,7 +97,7 @@ class MoEConfig:
                 continue
             try:
                 found[key] = _plain(mapping[key])
-            except Exception as error:  # OmegaConf raises its own kinds for what is missing or cannot be resolved
+            except Exception as error:  # OmegaConf has its own exceptions for missing and unresolvable values
                 problems.append(f"{key} cannot be read: {error}")
         for path, text in _texts(found):
             if text == "???":
@@ -106,13 +107,13 @@ class MoEConfig:
                     f"{path}={text!r} is an interpolation; resolve it, e.g. OmegaConf.to_container(…, resolve=True)"
                 )
         raise_all("MoEConfig", problems)
-        if found.get(_THROUGH, {}) is None:  # `transformer_config_kwargs:` with nothing after it
+        if found.get(_THROUGH, {}) is None:  # YAML's `transformer_config_kwargs:` without a value
             del found[_THROUGH]
         values: dict[str, Any] = {k: UNSET if isinstance(v, str) and v == UNSET.value else v for k, v in found.items()}
         return cls(**values)
 
     def with_kwargs(self, **changes: Any) -> MoEConfig:
-        """These settings with further pass-through settings, which win over those there."""
+        """These settings with `changes` to the pass-through settings."""
         given = {name: getattr(self, name) for name in _TYPES}
         return MoEConfig(**given, transformer_config_kwargs={**self.transformer_config_kwargs, **changes})
 
@@ -122,7 +123,7 @@ def _is_texts(values: list[Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Containers as dict and list: megatron-core asks for `isinstance(…, list)`, which a ListConfig is not."""
+    """`value` with its containers as dict and list: megatron-core tests `isinstance(…, list)`."""
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in value}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple):

@@ -1,4 +1,4 @@
-"""Owns how tokens reach experts: which dispatcher may be used, what rows are padded to, what dispatch must compute."""
+"""Token dispatch: which dispatcher can be used, what rows are padded to, and what dispatch has to compute."""
 
 from moeref.dispatcher.from_config import contradictions, setup_of
 from moeref.dispatcher.select import AUTO, Selection, automatic, installed, read, select, settings

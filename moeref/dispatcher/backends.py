@@ -1,6 +1,6 @@
-"""The backends of megatron-core's flex dispatcher: one row each, with everything that is special about it.
+"""The backends of megatron-core's flex dispatcher, one row each.
 
-To add a backend, add a row here; a rule that holds for it alone goes into `table`.
+To add a backend, add a row here. A rule for it alone goes into `table`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 class Backend:
     """One backend.
 
-    name: megatron-core's `moe_flex_dispatcher_backend`. package: what it needs, as `Environment.packages` names it, and
-    in words as `needs`; `imports` are the (module, name) pairs that megatron-core imports of it, in the class
-    `manager`. takes_one_rank: from megatron-core 0.19, a group of etp·ep = 1 too. pads_to_capacity: whether it pads
-    expert inputs to capacity. equal_rows: all ranks of a group dispatch the same number of rows, a multiple of
-    `rows_multiple`, for the reason `rows_why`. settings: settings of megatron-core that only it reads, by the field of
-    `Setup` that holds them.
+    name: megatron-core's `moe_flex_dispatcher_backend`.
+    package: the package it needs, by its name in `Environment.packages`; `needs` is the same in words.
+    imports: (module, name) pairs of that package that megatron-core's class `manager` uses.
+    takes_one_rank: whether it accepts a group of etp·ep = 1, from megatron-core 0.19.
+    pads_to_capacity: whether it pads expert inputs to capacity.
+    equal_rows: whether all ranks of a group must dispatch the same number of rows, a multiple of `rows_multiple`;
+    `rows_why` is the reason.
+    settings: from a field of `Setup` to the setting of megatron-core that only this backend reads.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Backend:
 
     @property
     def choice(self) -> str:
-        """The dispatcher with this backend, as users write it."""
+        """The value of `Choice` with this backend: `flex-deepep`."""
         return f"flex-{self.name}"
 
 
@@ -63,5 +65,5 @@ BACKENDS: tuple[Backend, ...] = (
     ),
 )
 BY_NAME = {backend.name: backend for backend in BACKENDS}
-#: What `moe_flex_dispatcher_backend` is unless set.
+#: megatron-core's default of `moe_flex_dispatcher_backend`.
 DEFAULT = "deepep"

@@ -1,8 +1,8 @@
-"""Owns the two ways in which rows move between the ranks of a group, both differentiable and for unequal counts.
+"""Differentiable collectives over rows, with unequal numbers of rows per rank.
 
-Everything rests on one all-to-all with splits, whose gradient is the reverse all-to-all. A gather is rows repeated for
-everyone and sent; a reduce-scatter is pieces sent home and summed in rank order, so the result does not depend on how
-a backend reduces. That moves more bytes than the fused collectives do: this is a reference, not a fast path.
+All of them use one all-to-all with splits, whose gradient is the reverse all-to-all. A gather sends a copy of the rows
+to every rank. A reduce-scatter sends each piece to its rank, which sums the pieces in rank order, so the result does
+not depend on the backend's reduction. This moves more bytes than fused collectives: it is a reference, not a fast path.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Group = dist.ProcessGroup | None
 
 
 def size(group: Group) -> int:
-    """Ranks in `group`; None is the group of one."""
+    """The number of ranks in `group`; None is a group of one."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def rank(group: Group) -> int:
-    """This rank's place in `group`."""
+    """This rank's index in `group`."""
     return 0 if group is None else dist.get_rank(group)
 
 
@@ -38,14 +38,14 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        # Through apply, so that it can be differentiated once more.
+        # `exchange` calls apply, so the gradient is differentiable too.
         return exchange(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> torch.Tensor:
-    """All-to-all of leading-dimension rows: `send[r]` rows to rank r, `receive[r]` from it, in rank order.
+    """All-to-all over the first dimension: `send[r]` rows to rank r, `receive[r]` from it, in rank order.
 
-    Raises ValueError if the splits do not fit the group or the rows; that peers agree is the caller's to know.
+    Raises ValueError if the splits do not match the group or the rows. The caller ensures that ranks agree on them.
     """
     if not len(send) == len(receive) == size(group) or sum(send) != rows.shape[0]:
         raise ValueError(
@@ -58,7 +58,7 @@ def exchange(rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], gr
 
 
 def counts(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """int64 counts of every rank, (ranks, *own.shape), from this rank's own; on the device of `own`."""
+    """The counts of every rank, int64 (ranks, *own.shape) on the device of `own`; `own` are this rank's counts."""
     own = own.to(torch.int64).contiguous()
     if group is None:
         return own[None]
@@ -68,14 +68,14 @@ def counts(own: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather(rows: torch.Tensor, of_rank: Sequence[int], group: Group) -> torch.Tensor:
-    """Rows of all ranks in rank order, `of_rank[r]` from rank r; the gradient sums what every rank hands back."""
+    """Rows of all ranks in rank order, `of_rank[r]` from rank r. The gradient is summed over ranks."""
     ranks = size(group)
     everyone = rows.repeat(ranks, *[1] * (rows.dim() - 1))
     return exchange(everyone, [rows.shape[0]] * ranks, of_rank, group)
 
 
 def reduce_scatter(rows: torch.Tensor, of_rank: Sequence[int], group: Group) -> torch.Tensor:
-    """The inverse way: the sum over ranks of each rank's own `of_rank[r]` rows."""
+    """The sum over ranks of this rank's part of `rows`; rank r's part has `of_rank[r]` rows."""
     own = of_rank[rank(group)]
     pieces = exchange(rows, of_rank, [own] * size(group), group)
     return pieces.reshape(size(group), own, *rows.shape[1:]).sum(0)

@@ -1,7 +1,6 @@
-"""Owns what other systems pad to, by name: facts about their code, for comparing and for reproducing a run of theirs.
+"""What other systems pad to, by name: facts about their code, to compare with and to reproduce their runs.
 
-Each system is a function from a `Run` to `Multiples`. None of them is moeref's own plan; `protects` says which rows the
-numbers keep aligned. Read at these commits:
+Each system is a function from a `Run` to `Multiples`. moeref's own plan is in `padding`. The commits that were read:
 
 - ms-swift: modelscope/ms-swift 3602360a, swift/megatron/utils/utils.py `get_padding_to`, and swift/template/base.py
   for the 2·CP of a sample; `ms-swift#8393` is the pull request of that number (closed, not merged).
@@ -21,9 +20,9 @@ from moeref.dispatcher.padding import Packed, PaddingError, round_up
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The settings that some system's padding depends on. `fp8` and `fp4` hold formats; `recipe` is megatron-core's.
+    """The settings on which the padding of a system depends. `fp8` and `fp4` are formats, `recipe` is megatron-core's.
 
-    `max_length` is what hybridep pads to in ms-swift#8393 (its seq_length or max_length).
+    `max_length` is the length to which ms-swift#8393 pads with hybridep (its seq_length or max_length).
     """
 
     tp: int = 1
@@ -38,13 +37,13 @@ class Run:
 
     @property
     def split(self) -> int:
-        """Tensor parallel ranks that the rows are split over."""
+        """The number of tensor parallel ranks over which rows are split."""
         return self.tp if self.sequence_parallel else 1
 
 
 @dataclass(frozen=True)
 class Multiples:
-    """The multiple of each sample's length, that of the packed sequence, and which rows this keeps aligned."""
+    """Multiples of each sample's length and of the packed sequence's; `protects` says which rows they keep aligned."""
 
     sample: int
     total: int
@@ -56,7 +55,7 @@ def _chunks(run: Run) -> int:
 
 
 def ms_swift(run: Run) -> Multiples:
-    """TP (with SP) times CP times the recipe's rows; fused attention as a maximum, not a common multiple."""
+    """TP (with SP) times CP times the recipe's rows; with fused attention the maximum of that and 64 rows per rank."""
     split = run.split * run.cp
     total = split
     if run.recipe == "blockwise":
@@ -71,7 +70,7 @@ def ms_swift(run: Run) -> Multiples:
 
 
 def ms_swift_8393(run: Run) -> Multiples:
-    """The pull request: fp8 rows ×8 with a floor of 16, and hybridep replaces the multiple by the maximum length."""
+    """The pull request: times 8 and at least 16 under fp8; with hybridep the multiple is the maximum length."""
     split = run.split * run.cp
     total = split
     if run.recipe == "blockwise":
@@ -86,14 +85,14 @@ def ms_swift_8393(run: Run) -> Multiples:
 
 
 def skyrl(run: Run) -> Multiples:
-    """Per sample only: TP (with or without SP) times 2·CP, and under fp8 16 rows per CP rank, whatever the recipe."""
+    """Per sample only: TP (with or without SP) times 2·CP, and under fp8 16 rows per CP rank for every recipe."""
     layout = run.tp * _chunks(run)
     sample = math.lcm(layout, 16 * run.cp) if run.fp8 is not None else layout
     return Multiples(sample, 1, "rows after CP")
 
 
 def verl(run: Run) -> Multiples:
-    """Per sample TP·2·CP and under fp8 16 rows; the packed sequence a multiple of 128 times that, for any recipe."""
+    """Per sample TP·2·CP, under fp8 also 16 rows; under fp8 the packed sequence 128·TP·2·CP for every recipe."""
     layout = run.tp * _chunks(run)
     if run.fp8 not in ("e4m3", "hybrid"):
         return Multiples(layout, 1, "rows per rank after CP and SP")
@@ -101,7 +100,7 @@ def verl(run: Run) -> Multiples:
 
 
 def nemo_rl(run: Run) -> Multiples:
-    """Per sample TP (with SP) times 2·CP; the packed sequence that times the recipe's rows or hybridep's 128."""
+    """Per sample TP (with SP) times 2·CP; the packed sequence that times the recipe's rows (hybridep: at least 128)."""
     layout = run.split * _chunks(run)
     rows = 1
     if run.fp8 is not None:
@@ -121,16 +120,17 @@ SYSTEMS: dict[str, Callable[[Run], Multiples]] = {
 
 
 def multiples(system: str, run: Run) -> Multiples:
-    """What `system` pads a packed fp8 or high-precision run to. Raises PaddingError for an unknown name."""
+    """The multiples to which `system` pads a packed run. Raises PaddingError for an unknown system."""
     if system not in SYSTEMS:
         raise PaddingError(f"system {system!r} is none of {', '.join(SYSTEMS)}")
     return SYSTEMS[system](run)
 
 
 def pack(system: str, run: Run, lengths: Sequence[int]) -> Packed:
-    """Padded lengths as `system` makes them: each sample, then the whole behind the last sample.
+    """Padded lengths as in `system`: each sample is padded, then the packed sequence at its end.
 
-    `rows` is the integer part of rows per rank, since not every system promises that they divide.
+    `rows` per rank is rounded down, because not every system makes the total divisible. Raises PaddingError for an
+    unknown system.
     """
     found = multiples(system, run)
     samples = tuple(round_up(length, found.sample) for length in lengths)

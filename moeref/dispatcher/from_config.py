@@ -1,6 +1,6 @@
-"""From megatron-core's effective settings to the table of dispatchers: their setup, and what contradicts in it.
+"""From megatron-core's effective settings to a setup for the table of dispatchers, and its contradictions.
 
-`moeref.config` uses this, so that only the table says what goes together.
+`moeref.config` uses this, so that compatibility is written in the table only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moeref.dispatcher.setup import CORES, PACKAGES, DispatcherError, Environmen
 from moeref.dispatcher.table import CAPACITY_BALANCING, RULES, Refusal, Rule, refusals
 from moeref.layout import Layout
 
-#: Fields of Setup that one setting of megatron-core's holds, by its name.
+#: From a field of Setup to the setting of megatron-core with its value.
 SETTINGS = {
     "dispatcher": "moe_token_dispatcher_type",
     "backend": "moe_flex_dispatcher_backend",
@@ -32,22 +32,22 @@ SETTINGS = {
     "bias": "add_bias_linear",
     **{field: name for backend in BACKENDS for field, name in backend.settings.items()},
 }
-#: Every supported version with all packages and a GPU: what all of them refuse does not depend on the machine.
+#: Every supported version with all packages and a GPU. What all of these refuse is refused on any machine.
 ANYWHERE = tuple(Environment(core=core, packages=frozenset(PACKAGES), gpu=True) for core in CORES)
 
 
 def setup_of(settings: Mapping[str, Any], layout: Layout, **more: Any) -> Setup:
-    """The setup that effective settings of megatron-core's make; `more` says what settings do not.
+    """The setup of effective settings of megatron-core; `more` gives fields of Setup that the settings do not.
 
-    A name that is absent or None counts as Setup's own default, which refuses least; a backend of None is a value.
-    fp8 or fp4 settings are the precision; without them it is `more`'s, since params_dtype does not decide what rows
-    are dispatched in. Raises DispatcherError for a value that the table does not know.
+    A name that is absent or None gets the default of Setup, the most permissive value; only for the backend is None a
+    value. The precision is fp8 or fp4 if set, else that of `more`, because params_dtype does not decide the dtype of
+    dispatched rows. Raises DispatcherError for a value that the table does not know.
     """
     found = {field: value for field, name in SETTINGS.items() if (value := settings.get(name)) is not None}
     if SETTINGS["backend"] in settings:
         found["backend"] = settings[SETTINGS["backend"]]
     if isinstance(kinds := found.get("balancing"), list):
-        # megatron-core asks each of them.
+        # Each type must allow a capacity factor, so take one that does not, if any.
         found["balancing"] = next((kind for kind in kinds if kind not in CAPACITY_BALANCING), kinds[0])
     if settings.get("moe_router_padding_for_fp8"):  # the older name
         found["pad_for_quantization"] = True
@@ -62,9 +62,9 @@ def setup_of(settings: Mapping[str, Any], layout: Layout, **more: Any) -> Setup:
 
 
 def contradictions(setup: Setup) -> tuple[tuple[Refusal, tuple[str, ...]], ...]:
-    """What is refused whatever the machine and the version, each with megatron-core's names of the settings at fault.
+    """What is refused on every machine and in every version, each with the names of the settings at fault.
 
-    A setting is at fault if the refusal goes away without it: a switch turned, another value back at its default.
+    A setting is at fault if the refusal disappears when a boolean is negated or another value set to its default.
     """
     found = [refusals(setup, environment) for environment in ANYWHERE]
     everywhere = set.intersection(*({refusal.rule for refusal in one} for one in found))

@@ -1,10 +1,9 @@
-"""Padding plans: how many rows a sample, a packed sequence and an expert group are padded to, and for what.
+"""Padding plans: to how many rows a sample, a packed sequence and an expert group are padded, and why.
 
-Every factor of a plan names the level at which it has to hold: `sample` (each sample of a packed sequence), `total`
-(the packed sequence), `cp` (the rows that one context parallel rank holds), `rank` (the rows of one rank after context
-and sequence parallelism) or `group` (the rows of every rank of an etp·ep group: equal, and a multiple). Systems in the
-field give different numbers because they protect different levels; `compat` has theirs. Factors are combined by least
-common multiple, so that a plan keeps every promise that it lists.
+Every factor of a plan names the level at which it must hold: `sample` (each sample of a packed sequence), `total` (the
+packed sequence), `cp` (the rows of one context parallel rank), `rank` (the rows of one rank after context and sequence
+parallelism) or `group` (the rows of every rank of an etp·ep group: equal, and a multiple). Factors are combined by
+least common multiple, so all of them hold. Other systems pad for other levels; `compat` has their numbers.
 """
 
 from __future__ import annotations
@@ -19,21 +18,22 @@ from moeref.layout import Layout
 
 Level = Literal["sample", "total", "cp", "rank", "group"]
 
-#: Rows that a quantised GEMM needs, by recipe. 16 and 32 for fp8 are megatron-core's `get_fp8_align_size`, 32 for fp4
-#: the hardware's need by its `get_fp4_align_size` (which itself asks 128 of expert inputs, for speed); 128 is the
-#: block of blockwise scaling (NVIDIA-NeMo/RL 7ea279ab nemo_rl/models/megatron/data.py).
+#: The multiple of rows that a quantised GEMM needs, by recipe. For fp8, 16 and 32 are from megatron-core's
+#: `get_fp8_align_size`, and 128 is the block of blockwise scaling (NVIDIA-NeMo/RL 7ea279ab
+#: nemo_rl/models/megatron/data.py). For fp4, 32 is what the hardware needs according to `get_fp4_align_size`, which
+#: returns 128 for speed.
 RECIPES = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 32}
-#: Rows a fused attention kernel works on at a time (modelscope/ms-swift 3602360 swift/megatron/utils/utils.py).
+#: Rows in a block of fused attention (modelscope/ms-swift 3602360 swift/megatron/utils/utils.py).
 FUSED_ATTENTION = 64
 
 
 class PaddingError(ValueError):
-    """A length or a plan that cannot be; the message names the numbers."""
+    """An impossible length or plan; the message names the numbers."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A promise: the rows at `level` are a multiple of `multiple`, for the reason `why`."""
+    """The rows at `level` are a multiple of `multiple`; `why` is the reason."""
 
     multiple: int
     level: Level
@@ -47,9 +47,9 @@ def round_up(length: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Packed:
-    """Padded lengths of a packed sequence: of each sample, of the whole, and of one rank's rows.
+    """Padded lengths of a packed sequence: of each sample, in total, and the rows on one rank.
 
-    `samples` sum to at most `total`; the rest is padding behind the last sample.
+    `samples` sum to at most `total`; the difference is padding after the last sample.
     """
 
     samples: tuple[int, ...]
@@ -59,10 +59,10 @@ class Packed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a packed sequence is padded to. Made by `plan`.
+    """To what a packed sequence is padded. Made by `plan`.
 
-    `cp` and `tp` are the sizes that split the rows (tp 1 without sequence parallelism). `fixed`, if set, is the length
-    that every packed sequence gets, itself rounded up to keep the factors.
+    `cp` and `tp` are the sizes over which rows are split (tp 1 without sequence parallelism). If `fixed` is set, every
+    packed sequence is padded to this length, rounded up to keep the factors.
     """
 
     factors: tuple[Factor, ...]
@@ -71,7 +71,7 @@ class Plan:
     fixed: int | None = None
 
     def at(self, level: Level) -> int:
-        """The multiple promised at `level` itself: the least common one of its factors."""
+        """The least common multiple of the factors at `level`."""
         return math.lcm(1, *(factor.multiple for factor in self.factors if factor.level == level))
 
     @property
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def rows_per_unit(self) -> dict[Level, int]:
-        """How many rows of the packed sequence one row at a level stands for."""
+        """Rows of the packed sequence for each row at a level."""
         return {"sample": 1, "total": 1, "cp": self.cp, "rank": self.cp * self.tp, "group": self.cp * self.tp}
 
     @property
     def multiple(self) -> int:
-        """The multiple of the packed sequence's length: of every factor at every level, and of the split itself."""
+        """The multiple of the packed sequence's length that keeps every factor and divides over the ranks."""
         units = self.rows_per_unit
         return math.lcm(self.cp * self.tp, *(factor.multiple * units[factor.level] for factor in self.factors))
 
@@ -98,7 +98,7 @@ class Plan:
     def padded(self, length: int) -> int:
         """The padded length of a packed sequence of `length` rows: the least that keeps every factor.
 
-        With `fixed` that is `fixed` rounded up. Raises PaddingError for a negative length and for one beyond it.
+        With `fixed` it is `fixed` rounded up. Raises PaddingError for a negative length and for one that exceeds this.
         """
         _require(length)
         if self.fixed is None:
@@ -109,7 +109,7 @@ class Plan:
         return target
 
     def pack(self, lengths: Sequence[int]) -> Packed:
-        """Pad each sample, then the whole. Raises PaddingError as `padded` does."""
+        """Pad each sample, then the packed sequence. Raises PaddingError as `padded` does."""
         for length in lengths:
             _require(length)
         samples = tuple(round_up(length, self.sample) for length in lengths)
@@ -117,10 +117,10 @@ class Plan:
         return Packed(samples, total, total // (self.cp * self.tp))
 
     def group(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Padded lengths of the packed sequences that the ranks of one etp·ep group hold, one entry a rank.
+        """Padded lengths of the packed sequences on the ranks of one etp·ep group, one entry per rank.
 
-        If the plan needs equal rows, all entries are the padded largest one; every rank has to know all lengths, which
-        is a reduction over the group. Else each is padded for itself.
+        If the plan needs equal rows, all entries are the padded longest one, so every rank needs the lengths of all
+        ranks. Otherwise each is padded on its own. Raises PaddingError for no lengths, and as `padded` does.
         """
         if not lengths:
             raise PaddingError("a group has at least one rank")
@@ -158,11 +158,12 @@ def plan(
 ) -> Plan:
     """The padding plan of a run.
 
-    `sequence_parallel` defaults to tp > 1. `recipe` is one of RECIPES, or None in high precision; `quantised_at` is
-    the level that its rows are counted at (`rank` is the safe one: sequence parallel shards are quantised before they
-    are gathered). `zigzag` context parallelism cuts every sample into 2·cp chunks, contiguous into cp. `equal_rows`
-    defaults to what the dispatcher needs: allgather and some backends of flex exchange equal pieces only. `fixed`
-    pads every packed sequence to that length instead of the least one.
+    sequence_parallel: by default tp > 1.
+    recipe: one of RECIPES; None without quantisation.
+    quantised_at: the level of its rows. `rank` is safe: sequence parallel shards are quantised before the gather.
+    zigzag: context parallelism splits every sample into 2·cp chunks if True, into cp contiguous chunks if False.
+    equal_rows: by default what the dispatcher needs: allgather and some flex backends exchange equal pieces only.
+    fixed: pad every packed sequence to this length instead of the least one.
 
     Raises PaddingError for an unknown recipe, dispatcher or level, for sequence parallelism without tp, for unequal
     rows with a dispatcher that needs equal ones, and for a `fixed` below 1.
@@ -195,11 +196,13 @@ def plan(
 
 
 def pad_experts(row: int, topk: int, experts: int) -> tuple[int, ...]:
-    """The experts of padding row number `row`: topk distinct ones, next to those of the row before.
+    """The experts of padding row number `row`: topk distinct ones that follow those of the previous row.
 
-    Any run of rows loads experts that differ by at most one row. Such rows weigh zero and must stay out of expert
-    counts and bias updates (megatron-core's `padding_mask`, True for padding). One expert for all of them, as zero
-    padding has it, overloads that expert, and repeated indices break the dropless T·topk rows.
+    For any number of consecutive padding rows, the rows per expert differ by at most one. Padding rows have weight zero
+    and must not enter expert counts or bias updates (megatron-core's `padding_mask`, True for padding). Indices of zero
+    would overload one expert, and repeated indices break the T·topk rows of dropless dispatch.
+
+    Raises PaddingError for a topk that is not in 1 … experts, and for a negative row.
     """
     if not 1 <= topk <= experts:
         raise PaddingError(f"topk={topk} distinct experts out of {experts}")

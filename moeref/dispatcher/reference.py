@@ -1,9 +1,9 @@
-"""Owns what dispatch and combine have to compute, in plain torch over process groups: all-gather and all-to-all.
+"""Reference dispatch and combine in plain torch over process groups: all-gather and all-to-all.
 
-Shapes: T rows of this rank, H hidden, E experts in all, L experts of this rank, R rows that reach them. Both ways give
-every expert its rows and weights, and sum the experts' outputs back to the row they came from; the weight of a row is
-applied by whoever computes the expert, as in megatron-core. With expert tensor parallelism every rank of the etp group
-gets all rows of its experts and hands back a partial sum. Row orders are those of megatron-core's dispatchers.
+Shapes: T rows of this rank, H hidden, E experts in total, L experts of this rank, R rows that reach them. Both
+dispatchers send every expert its rows and weights, and sum the experts' outputs into the rows they came from. As in
+megatron-core, the expert applies the weights. With expert tensor parallelism every rank of the etp group gets all rows
+of its experts and returns a partial sum. Rows have the order of megatron-core's dispatchers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moeref.dispatcher.setup import DispatcherError
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of the experts; None stands for a group of one.
+    """Process groups of the experts; None is a group of one.
 
-    `etp_ep` joins the two, etp fastest (megatron-core's `tp_ep` group). Raises DispatcherError if it does not.
+    `etp_ep` is the product of the two, etp fastest (megatron-core's `tp_ep` group). Raises DispatcherError otherwise.
     """
 
     ep: Group = None
@@ -46,9 +46,9 @@ class Groups:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows at their experts: `rows_RH` and `weights_R`, expert by expert, `counts_L` rows each (int64).
+    """Dispatched rows: `rows_RH` and `weights_R` in the order of experts, `counts_L` rows per expert (int64).
 
-    `combine` takes the experts' outputs (R, H) and gives every row of this rank the sum of its experts' (T, H).
+    `combine` takes the experts' outputs (R, H) and returns the sum over experts of every row of this rank (T, H).
     """
 
     rows_RH: torch.Tensor
@@ -60,8 +60,8 @@ class Dispatched:
 def routing_map(experts_TK: torch.Tensor, experts: int) -> torch.Tensor:
     """Boolean (T, E) from expert indices (T, k).
 
-    Raises DispatcherError for an index out of range and for one that a row names twice: such a row would reach k−1
-    experts, where dropless dispatch counts on T·k.
+    Raises DispatcherError for an index out of range, and for an index that occurs twice in a row: the row would reach
+    fewer than k experts, and dropless dispatch assumes T·k rows.
     """
     if experts_TK.numel() and not 0 <= int(experts_TK.min()) <= int(experts_TK.max()) < experts:
         raise DispatcherError(f"expert indices {int(experts_TK.min())}…{int(experts_TK.max())} of {experts} experts")
@@ -75,9 +75,10 @@ def routing_map(experts_TK: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def allgather(rows_TH: torch.Tensor, weights_TE: torch.Tensor, map_TE: torch.Tensor, groups: Groups) -> Dispatched:
-    """Every rank of the etp·ep group gets all rows and keeps those of its experts; outputs are reduced and scattered.
+    """Every rank of the etp·ep group gets all rows and keeps those of its experts; outputs are reduce-scattered.
 
-    Unlike megatron-core's, unequal T are taken. Raises DispatcherError for tensors that do not fit together.
+    Unlike in megatron-core, T may differ between ranks. Raises DispatcherError for tensors whose shapes or dtypes do
+    not match.
     """
     local = _check(rows_TH, weights_TE, map_TE, groups)
     of_rank = counts(torch.tensor(rows_TH.shape[0], device=rows_TH.device), groups.etp_ep).tolist()
@@ -94,9 +95,10 @@ def allgather(rows_TH: torch.Tensor, weights_TE: torch.Tensor, map_TE: torch.Ten
 
 
 def alltoall(rows_TH: torch.Tensor, weights_TE: torch.Tensor, map_TE: torch.Tensor, groups: Groups) -> Dispatched:
-    """Rows go to the ep rank of their expert, then to the whole etp group; outputs take the same way back.
+    """Rows go to the ep rank of their expert, then to all ranks of its etp group; outputs return the same way.
 
-    Any T, empty experts and ranks without rows included. Raises DispatcherError for tensors that do not fit together.
+    T may differ between ranks and may be 0; experts may get no rows. Raises DispatcherError for tensors whose shapes or
+    dtypes do not match.
     """
     local = _check(rows_TH, weights_TE, map_TE, groups)
     ep, etp = size(groups.ep), size(groups.etp)
@@ -105,7 +107,7 @@ def alltoall(rows_TH: torch.Tensor, weights_TE: torch.Tensor, map_TE: torch.Tens
     send = map_TE.sum(0).reshape(ep, -1).sum(1).tolist()
     receive = every[:, rank(groups.etp)].sum(1).tolist()
     of_etp = every.sum((0, 2)).tolist()
-    # Chunks arrive as (etp, ep, expert) and are wanted as (expert, etp, ep).
+    # Chunks arrive in the order (etp, ep, expert); experts need them in the order (expert, etp, ep).
     chunks = every.transpose(0, 1).reshape(etp * ep, len(local))
     order = _by_expert(chunks)
 

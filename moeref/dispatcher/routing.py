@@ -1,6 +1,7 @@
-"""Owns what happens to a routing map before dispatch: dropping over capacity, alignment for quantisation, padding rows.
+"""Changes to a routing map before dispatch: dropping over capacity, alignment for quantisation, padding rows.
 
-Shapes: T rows, E experts, k experts a row. Weights are (T, E), zero where a row does not go, and maps are boolean.
+Shapes: T rows, E experts, k experts per row. Weights and boolean maps are (T, E); weights are zero where the map is
+False.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moeref.dispatcher.setup import DispatcherError
 
 
 def capacity(rows: int, topk: int, experts: int, factor: float) -> int:
-    """Places of an expert: ⌈rows·topk/experts · factor⌉, as megatron-core's `get_capacity` computes it."""
+    """The capacity of an expert: ⌈rows·topk/experts · factor⌉, as in megatron-core's `get_capacity`."""
     return math.ceil((rows * topk / experts) * factor)
 
 
@@ -27,11 +28,11 @@ def drop(
     policy: str = "probs",
     pad: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and map with at most `capacity` rows an expert; with `pad` exactly so many, more of weight zero.
+    """Weights and map with at most `capacity` rows per expert; with `pad` exactly as many, added rows of weight zero.
 
-    "probs" keeps the largest weights and "position" the first rows; among equals the first rows win, which
-    megatron-core leaves to its sort. Raises DispatcherError for another policy, and for `pad` with more places than
-    rows.
+    "probs" keeps the rows with the largest weights, "position" the first rows. Ties go to the first rows; in
+    megatron-core they depend on its sort. Raises DispatcherError for another policy, and for `pad` with a capacity
+    above the number of rows.
     """
     rows, experts = map_TE.shape
     places = capacity(rows, topk, experts, factor)
@@ -49,9 +50,9 @@ def drop(
 
 
 def aligned(map_TE: torch.Tensor, multiple: int) -> torch.Tensor:
-    """The map with rows added to each expert, first ones first, up to a multiple of `multiple`.
+    """The map with rows added to each expert, from the first row on, up to a multiple of `multiple`.
 
-    Added rows weigh zero, since weights stay as they are. If an expert runs out of rows it gets all of them.
+    Added rows have weight zero, because weights do not change. An expert gets at most all rows.
     """
     wanted = -map_TE.sum(0) % multiple
     return map_TE | ((~map_TE).cumsum(0) <= wanted)
@@ -60,7 +61,7 @@ def aligned(map_TE: torch.Tensor, multiple: int) -> torch.Tensor:
 def pad_rows(
     experts_TK: torch.Tensor, weights_TK: torch.Tensor, padding_T: torch.Tensor, experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and weights in which padding rows go to k distinct experts, spread over all, with weight zero."""
+    """Indices and weights in which padding rows have weight zero and k distinct experts, spread over all experts."""
     topk = experts_TK.shape[1]
     rows = [pad_experts(row, topk, experts) for row in range(int(padding_T.sum()))]
     found = experts_TK.clone()
@@ -69,5 +70,5 @@ def pad_rows(
 
 
 def expert_counts(map_TE: torch.Tensor, padding_T: torch.Tensor) -> torch.Tensor:
-    """Rows of each expert without padding rows: what bias updates and balance statistics have to be made from."""
+    """Rows per expert without padding rows, for bias updates and balance statistics."""
     return (map_TE & ~padding_T[:, None]).sum(0)

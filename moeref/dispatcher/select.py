@@ -1,7 +1,7 @@
 """The choice of a dispatcher: an explicit one is kept or refused, and `auto` follows a fixed order.
 
-megatron-core holds a choice in two fields, of which a fallback in the field once reset only one (Megatron-Bridge #5207,
-#5740); here both are written and read together.
+megatron-core stores a choice in two fields. Here both are written and read together: Megatron-Bridge once had a
+fallback that reset only one (#5207, #5740).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from moeref.dispatcher.setup import Choice, DispatcherError, Environment, Setup
 from moeref.dispatcher.table import FLEX, Refusal, check, refusals
 
 AUTO = "auto"
-#: Up to this etp·ep the all-to-all is preferred: megatron-core's maintainers advise it for ep ≤ 8 (Megatron-LM #1456).
-#: Reports on the kernels go both ways: HybridEP +14 % (Megatron-LM #2176), −4.2 % (Megatron-Bridge #3561).
+#: Up to this etp·ep `auto` prefers all-to-all: megatron-core's maintainers advise it for ep ≤ 8 (Megatron-LM #1456).
+#: Reports on HybridEP's speed differ: +14 % (Megatron-LM #2176), −4.2 % (Megatron-Bridge #3561).
 SMALL_GROUP = 8
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The dispatcher taken, why, and what was tried before it (each with its reasons)."""
+    """The selected dispatcher, why, and the choices refused before it, each with its reasons."""
 
     choice: Choice
     why: str
@@ -32,23 +32,23 @@ class Selection:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """megatron-core's two fields, as `settings` has them."""
+        """megatron-core's two fields, as the function `settings` gives them."""
         return settings(self.choice)
 
 
 def settings(choice: Choice) -> dict[str, Any]:
     """megatron-core's `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend` for `choice`, always both.
 
-    Without flex nothing reads the backend, and None says so.
+    The backend is None without flex, because nothing reads it then.
     """
     return {"moe_token_dispatcher_type": choice.dispatcher, "moe_flex_dispatcher_backend": choice.backend_name}
 
 
 def read(fields: Mapping[str, Any]) -> Choice:
-    """The choice that megatron-core's fields make.
+    """The choice in megatron-core's fields.
 
-    Raises DispatcherError for a backend other than the default without flex (it would be ignored), and for flex with
-    no backend or an unknown one.
+    Raises DispatcherError for a backend other than the default without flex (it would be ignored), for flex with no
+    backend or an unknown one, for an unknown dispatcher, and if `moe_enable_deepep` contradicts the other fields.
     """
     dispatcher = fields.get("moe_token_dispatcher_type", "allgather")
     backend = fields.get("moe_flex_dispatcher_backend", DEFAULT)
@@ -72,7 +72,7 @@ def read(fields: Mapping[str, Any]) -> Choice:
 
 
 def automatic(setup: Setup) -> tuple[Choice, ...]:
-    """The order of `auto`: all-to-all in a small group, the kernels first in a large one, all-gather last."""
+    """The order of `auto`: all-to-all first in a small group, the backends of flex first in a large one."""
     if setup.layout.etp * setup.layout.ep <= SMALL_GROUP:
         return (Choice.ALLTOALL, Choice.ALLGATHER)
     return (*FLEX, Choice.ALLTOALL, Choice.ALLGATHER)
@@ -85,10 +85,10 @@ def select(
     *,
     order: Callable[[Setup], Sequence[Choice]] = automatic,
 ) -> Selection:
-    """The dispatcher for `setup`, whose own dispatcher and backend are not read.
+    """The dispatcher for `setup`, whose own dispatcher and backend are ignored.
 
-    A `Choice` (or its name) is kept, or refused with DispatcherError; it is never replaced by another. "auto" takes the
-    first of `order(setup)` that the table does not refuse, and raises DispatcherError with all reasons if none is left.
+    A `Choice` (or its name) is kept or refused with DispatcherError, never replaced. "auto" takes the first of
+    `order(setup)` that the table accepts, and raises DispatcherError with all reasons if there is none.
     """
     if wanted != AUTO:
         try:
@@ -113,7 +113,7 @@ def _with(setup: Setup, choice: Choice) -> Setup:
 
 
 def installed(*, gpu: bool) -> Environment:
-    """The environment of this process; `gpu` is the caller's to say. Imports deep_ep if it is there.
+    """The environment of this process; the caller gives `gpu`. Imports deep_ep and Transformer Engine if installed.
 
     Raises importlib.metadata.PackageNotFoundError without megatron-core.
     """

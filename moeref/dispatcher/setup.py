@@ -1,4 +1,4 @@
-"""What a dispatcher has to agree with: the choices, the settings of a run, and the environment it runs in."""
+"""The input of the table of dispatchers: the choices, the settings of a run, and its environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeref.layout import Layout
 
 Precision = Literal["bf16", "fp32", "fp8", "fp4"]
 
-#: The versions of megatron-core that the table was enumerated against, by minor version.
+#: The minor versions of megatron-core against which the table is tested.
 CORES = ("0.16", "0.19")
 PACKAGES = (*(backend.package for backend in BACKENDS), "transformer_engine")
 
@@ -38,21 +38,21 @@ class Choice(StrEnum):
 
     @property
     def backend_name(self) -> str | None:
-        """megatron-core's `moe_flex_dispatcher_backend`; None where nothing reads it."""
+        """megatron-core's `moe_flex_dispatcher_backend`; None without flex."""
         return self.value.partition("-")[2] or None
 
     @property
     def row(self) -> Backend | None:
-        """The row of the backend; None without one."""
+        """The row of the backend in `backends`; None without flex."""
         return BY_NAME.get(self.backend_name or "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a dispatcher has to agree with; fields are named after what they mean and hold megatron-core's values.
+    """The settings that a dispatcher must be compatible with, as megatron-core's values under shorter names.
 
-    `backend` is read with flex only. `equal_rows` says that all ranks of an expert group dispatch the same number of
-    rows, as a padding plan for them ensures. Raises ValueError for a value outside the table.
+    `backend` is read with flex only. `equal_rows`: whether all ranks of an expert group dispatch the same number of
+    rows, as with a padding plan. Raises ValueError for a value that the table does not know.
     """
 
     dispatcher: str = "alltoall"
@@ -98,7 +98,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Where it runs: megatron-core's version, the optional packages that import, and whether there is a GPU.
+    """Where a run takes place: megatron-core's version, the importable optional packages, and whether there is a GPU.
 
     Raises ValueError for a version or package that the table does not know.
     """
@@ -120,4 +120,4 @@ class Environment:
 
 
 class DispatcherError(ValueError):
-    """A dispatcher that the table refuses; the message names every reason and what to do."""
+    """A dispatcher that the table refuses, or input that does not fit; the message has every reason and the fix."""

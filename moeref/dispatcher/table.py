@@ -1,9 +1,9 @@
-"""The table of dispatchers: which token dispatcher and backend goes with which settings, layout and environment.
+"""The table of dispatchers: which token dispatcher and backend works with which settings, layout and environment.
 
-`RULES` is the whole table, in the order in which megatron-core meets the conditions, so that the first rule that is not
-`stricter` is the exception megatron-core raises. An enumeration in the upstream tests holds it against real
-`TransformerConfig` and `MoELayer` construction of every supported version. Rules marked `stricter` refuse what
-megatron-core accepts at construction and then fails on, or computes wrongly, in the first step.
+`RULES` has the order in which megatron-core checks the conditions, so the first rule that refuses and is not `stricter`
+gives the exception megatron-core raises. The upstream tests compare the table with real `TransformerConfig` and
+`MoELayer` construction in every supported version. Rules marked `stricter` refuse what megatron-core accepts at
+construction, but fails on or computes wrongly in the first step.
 Functions named in sources are megatron-core's unless a repository is given.
 """
 
@@ -24,9 +24,10 @@ CAPACITY_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 @dataclass(frozen=True)
 class Rule:
-    """One condition. `refuses` is asked with a setup and an environment; `error` is megatron-core's exception class.
+    """One condition. `refuses` takes a setup and an environment; `error` names megatron-core's exception class.
 
-    `choices` are the rows it concerns. `stricter` rules have no exception of construction to name.
+    `choices` are the dispatchers that it concerns. For `stricter` rules `error` is raised in the first step; "" if
+    megatron-core raises nothing.
     """
 
     id: str
@@ -38,13 +39,13 @@ class Rule:
     source: str
     refuses: Callable[[Setup, Environment], bool]
     stricter: bool = False
-    #: Exception classes of single versions that differ from `error`, by minor version.
+    #: Exception classes that differ from `error`, by minor version.
     error_of: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a setup is refused, when megatron-core would have said so, and what to do."""
+    """Why a setup is refused, the stage at which megatron-core fails, and the fix."""
 
     rule: str
     stage: Stage
@@ -64,7 +65,7 @@ FLEX = tuple(Choice(backend.choice) for backend in BACKENDS)
 
 
 def _with(**facts: Any) -> tuple[Choice, ...]:
-    """The backends whose rows say so."""
+    """The choices whose backends have these values in their rows."""
     return tuple(Choice(b.choice) for b in BACKENDS if all(getattr(b, name) == value for name, value in facts.items()))
 
 
@@ -93,7 +94,7 @@ def _one_rank(setup: Setup, env: Environment) -> bool:
 
 
 def _capacity(setup: Setup) -> float | None:
-    """The factor in force: megatron-core reads a negative one as none."""
+    """The effective capacity factor: megatron-core reads a negative one as None."""
     return None if setup.capacity_factor is None or setup.capacity_factor < 0 else setup.capacity_factor
 
 
@@ -303,7 +304,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def refusals(setup: Setup, environment: Environment) -> tuple[Refusal, ...]:
-    """Every reason against `setup`, in the order of the table; empty if the dispatcher can be used."""
+    """Every reason to refuse `setup`, in the order of the table; empty if the dispatcher can be used."""
     return tuple(
         Refusal(
             rule=rule.id,
@@ -320,7 +321,7 @@ def refusals(setup: Setup, environment: Environment) -> tuple[Refusal, ...]:
 
 
 def check(setup: Setup, environment: Environment) -> None:
-    """Raise DispatcherError with every reason against `setup`."""
+    """Raise DispatcherError with every reason to refuse `setup`, if there is any."""
     if found := refusals(setup, environment):
         name = setup.choice or "flex without a backend"
         raise DispatcherError(
@@ -330,5 +331,5 @@ def check(setup: Setup, environment: Environment) -> None:
 
 
 def requirements(choice: Choice) -> tuple[Rule, ...]:
-    """The rows of the table that concern `choice`, for a page or a message."""
+    """The rules of the table that concern `choice`."""
     return tuple(rule for rule in RULES if choice in rule.choices)

@@ -1,8 +1,8 @@
-"""Attention in plain torch: what megatron-core leaves to Transformer Engine.
+"""Attention in plain torch, where megatron-core needs Transformer Engine.
 
-Its own DotProductAttention takes neither context parallelism nor head sizes that differ between keys and values, its
-local spec of multi-latent attention splits the down projections over TP where every training run on GPUs replicates
-them, and it has no linear with a norm of its own.
+megatron-core's DotProductAttention supports neither context parallelism nor head sizes that differ between keys and
+values. Its local spec of multi-latent attention splits the down projections over TP; with Transformer Engine they are
+replicated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeref.megatron.marks import mark_sequence_parallel
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal attention over `[S, B, heads, channels]`: fewer heads of keys and values, values of another width, CP.
+    """Causal attention over `[S, B, heads, channels]`, with grouped queries, values of another width, and CP.
 
     Under context parallelism S is this rank's part, and keys and values are gathered from all CP ranks.
     """
@@ -32,14 +32,14 @@ class CausalAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale  # None: one over the root of the queries' width
+        self.softmax_scale = softmax_scale  # None: 1 / sqrt(width of the queries)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = groups.cp if config.context_parallel_size > 1 else None
 
     def forward(
         self, query_SBHQ: torch.Tensor, key_SBHQ: torch.Tensor, value_SBHV: torch.Tensor, mask: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """`[S, B, heads · V]`. The mask is not read: it is causal. Raises ValueError for packed sequences."""
+        """`[S, B, heads · V]`. `mask` is ignored: attention is causal. Raises ValueError for packed sequences."""
         if kwargs.get("packed_seq_params") is not None:
             raise ValueError("packed sequences need Transformer Engine's attention")
         allowed_QS = None
@@ -61,7 +61,7 @@ class CausalAttention(torch.nn.Module):
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear that is whole on every TP rank. Unset until loaded."""
+    """A linear that is replicated on every TP rank. Its weight is uninitialised until loaded."""
 
     def __init__(self, input_size: int, output_size: int, config: Any, like: torch.Tensor) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class ReplicatedLinear(torch.nn.Module):
         mark_sequence_parallel(self.weight, config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """(output, no bias), as Megatron's linears answer."""
+        """(output, None): Megatron's linears return their bias too."""
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """MLASelfAttention with the modules of its spec taken as they are, and replicated down projections."""
+    """MLASelfAttention with replicated down projections and any modules in its spec."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         pg_collection: ProcessGroupCollection | None = None,
         **kwargs: Any,
     ) -> None:
-        # Past MLASelfAttention.__init__, which accepts Megatron's and TE's own linear classes only.
+        # Skips MLASelfAttention.__init__, which accepts only Megatron's and TE's own linear classes.
         super(MLASelfAttention, self).__init__(
             config=config,
             submodules=submodules,

@@ -1,4 +1,4 @@
-"""Adds GLM-4.7-Flash to versions of megatron-bridge without it.
+"""Adds GLM-4.7-Flash to versions of megatron-bridge that lack it.
 
 megatron-bridge is not a dependency of moeref; it is imported only when `register_glm4_moe_lite` is called.
 """
@@ -19,7 +19,7 @@ def register_glm4_moe_lite() -> Literal["registered", "already registered"]:
     """Register `Glm4MoeLiteForCausalLM` with megatron-bridge, unless the installed version already has it.
 
     Parameter mappings are those of DeepSeek-V3's bridge; the provider's values come from `moeref.families`.
-    Multi-token prediction layers are left out, as that bridge has no mapping for them. Raises ImportError without
+    Multi-token prediction layers are left out, because that bridge has no mapping for them. Raises ImportError without
     megatron-bridge.
     """
     from megatron.bridge import AutoBridge
@@ -35,7 +35,7 @@ def register_glm4_moe_lite() -> Literal["registered", "already registered"]:
         """DeepSeek-V3's bridge with a provider for GLM-4.7-Flash's config."""
 
         def provider_bridge(self, hf_pretrained: Any) -> Any:
-            """The provider for a GLM-4.7-Flash config, which is not changed."""
+            """The provider for a GLM-4.7-Flash config. The config is not modified."""
             model = families.read({**hf_pretrained.config.to_dict(), "model_type": MODEL_TYPE})
             provider = super().provider_bridge(_WithFlatRope(hf_pretrained, model.rope_theta))
             for name, setting in transformer_settings(model, Layout()).items():
@@ -51,10 +51,10 @@ def register_glm4_moe_lite() -> Literal["registered", "already registered"]:
 
 
 class _WithFlatRope:
-    """A pretrained model with a copy of its config in which RoPE is described as DeepSeek's bridge expects.
+    """A pretrained model with a copy of its config that describes RoPE as DeepSeek's bridge expects.
 
     That bridge reads `rope_theta` at the top level and treats any `rope_scaling` as scaled RoPE with an mscale.
-    GLM-4.7-Flash keeps its theta inside `rope_scaling` and scales nothing.
+    GLM-4.7-Flash has its theta inside `rope_scaling` and no scaling.
     """
 
     def __init__(self, given: Any, theta: float) -> None:

@@ -1,4 +1,4 @@
-"""The real GPTModel chunks of one rank, built from the record of a run."""
+"""Builds the GPTModel chunks of one rank from the record of a run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moeref.record import Record, installed_core
 class Built:
     """One rank's model: its chunks (one per virtual stage), their config, and the map of its shards.
 
-    `record` is what it was built from, `settings` every value that `config` holds with its origin.
+    `record` is the record it was built from, `settings` has every value of `config` with its origin.
     """
 
     chunks: list[GPTModel]
@@ -43,14 +43,14 @@ class Built:
 
 
 def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
-    """Settings that no record can hold: torch objects, and what follows from this machine."""
+    """Settings that are not in the record: torch objects, and what depends on this machine."""
     model, dtype = record.model, TORCH[record.model.param_dtype]
     values: dict[str, Any] = {
         "activation_func": quick_gelu if model.clamp else torch.nn.functional.silu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
-        # Else megatron-core allocates on the current CUDA device.
+        # If False, megatron-core allocates on the current CUDA device.
         "use_cpu_initialization": device == "cpu",
     }
     found = {name: Setting(value, "default") for name, value in values.items()}
@@ -61,9 +61,9 @@ def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
 
 
 def transformer_config(record: Record, device: str = "cpu") -> tuple[TransformerConfig, EffectiveSettings]:
-    """The real TransformerConfig of a record on a kind of device, and all that it holds, read back from it.
+    """megatron-core's TransformerConfig for a record on a type of device, and its values, read back from it.
 
-    Raises ConfigError where a value did not arrive, and whatever the config itself refuses.
+    Raises ConfigError if a value differs from the record's, and the config's own errors.
     """
     kind = MLATransformerConfig if record.model.mla else TransformerConfig
     settings = record.settings.with_settings(_of_the_machine(record, device))
@@ -75,12 +75,12 @@ def transformer_config(record: Record, device: str = "cpu") -> tuple[Transformer
 
 
 def build(record: Record, rank: int, device: str = "cpu") -> Built:
-    """Seed this rank's generators and build its chunks; `groups.initialise(record.layout)` comes first.
+    """Seed this rank's generators and build its chunks. Call `groups.initialise(record.layout)` first.
 
-    device: "cpu" or the current CUDA device. The weights are unset until `bridge.load`.
+    device: "cpu" or the current CUDA device. The weights are uninitialised until `bridge.load`.
 
-    Raises ConfigError for what cannot be built here, and DispatcherError for a flex dispatcher whose kernels are not
-    here.
+    Raises ConfigError for what cannot be built in this process, DispatcherError for a flex dispatcher whose kernels are
+    missing, LayoutError for process groups of another layout, and SeedError for refused seeds.
     """
     where = on.checked(device)
     _check_here(record, where)
@@ -95,7 +95,7 @@ def build(record: Record, rank: int, device: str = "cpu") -> Built:
 
 
 def _check_here(record: Record, where: torch.device) -> None:
-    """Raise an error if this process cannot build what the record says."""
+    """Raise the error that `build` documents if this process cannot build the record."""
     installed = installed_core()
     if minor_version(record.core) != minor_version(installed):
         raise ConfigError(f"the record is of megatron-core {record.core}, and {installed} is installed; check for that")
@@ -114,7 +114,7 @@ def _check_here(record: Record, where: torch.device) -> None:
 def _chunk(
     record: Record, shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, where: torch.device
 ) -> GPTModel:
-    """One virtual stage on its device, with dtypes and marks as training needs them."""
+    """One virtual stage on its device, with the dtypes and parameter attributes that training needs."""
     model, layout = record.model, record.layout
     block, mtp = _specs(shard_map, config, pp, vp, record.kernels)
     chunk = GPTModel(
@@ -132,10 +132,10 @@ def _chunk(
         vp_stage=vp if layout.vpp > 1 else None,
     )
     for parameter in chunk.parameters():
-        # torch's norm ignores params_dtype. Parameters only: the router's expert_bias is a buffer and stays fp32,
-        # where Float16Module's module.bfloat16() would round it until the first forward.
+        # torch's norm ignores params_dtype. Only parameters are cast: the router's expert_bias is a buffer and stays
+        # fp32. Float16Module's module.bfloat16() would round it.
         parameter.data = parameter.data.to(TORCH[model.param_dtype])
-    chunk.to(where)  # what plain torch modules hold is on the host until now
+    chunk.to(where)  # plain torch modules were created on the host
     _mark_experts(chunk)
     if model.linear_bias:
         patch_expert_biases(chunk)
@@ -144,7 +144,7 @@ def _chunk(
 
 
 def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, kernels: str) -> tuple[Any, Any]:
-    """The specs of one stage: of its block, and of the MTP block if it has that too."""
+    """The spec of a stage's block, and of its MTP block (None if it has none)."""
     model, layout, layers = shard_map.model, shard_map.layout, shard_map.stages.layers[pp, vp]
     vp_stage = vp if layout.vpp > 1 else None
     with_mtp, moe = shard_map.stages.mtp == (pp, vp), model.moe_layers
@@ -174,10 +174,11 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:
-    """Mark experts for DistributedDataParallel: their gradients are reduced over the expert grid's replicas.
+    """Mark experts for DistributedDataParallel, which then reduces their gradients over the expert grid's replicas.
 
-    0.16.1 marks them only at EP > 1, and with ETP other than TP reduces the others over the dense grid's. Both versions
-    mark biases behind a row-parallel linear to be summed over TP, which experts' replicas have done by then.
+    megatron-core 0.16.1 marks them only at EP > 1; unmarked experts are reduced over the dense grid's replicas, which
+    is wrong if ETP differs from TP. Both versions also mark the biases of row-parallel linears to be summed over TP.
+    For experts that would sum twice, so the mark is removed.
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
@@ -186,5 +187,5 @@ def _mark_experts(chunk: torch.nn.Module) -> None:
 
 
 def _pp_rank(pp: int) -> dict[str, int]:
-    """0.16.1 reads the pipeline rank from its globals; later versions also take it."""
+    """The argument `pp_rank` for versions of megatron-core that have it; 0.16.1 reads the rank from its globals."""
     return {"pp_rank": pp} if "pp_rank" in inspect.signature(get_gpt_decoder_block_spec).parameters else {}

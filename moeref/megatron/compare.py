@@ -1,4 +1,4 @@
-"""What differs between the record of a run and a model that was built."""
+"""The differences between the record of a run and a model that was built."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _DISPATCHERS = {
 
 
 def differences(record: Record, built: Built) -> tuple[str, ...]:
-    """Everything in which the chunks, config, groups and generators of this rank are not what `record` says.
+    """Every difference of this rank's chunks, config, groups and generators from `record`.
 
-    Each starts with the field of the record. Comes right after `build`, before random numbers are drawn.
+    Each starts with the field of the record. Call it right after `build`, before random numbers are drawn.
     """
     checks = (_model, _layout, _settings, _kernels, _names, _dispatcher, _replay, _seeds, _vocabulary, _core)
     return tuple(one for check in checks for one in check(record, built))
@@ -65,7 +65,7 @@ def _settings(record: Record, built: Built) -> Iterator[str]:
         read_back(record.settings, built.config)
     except ConfigError as error:
         yield from (f"settings: {problem}" for problem in error.problems)
-    # Also what nobody asked for: the record alone makes the same config once more.
+    # Values that are not in the record are compared with a second config made from it.
     kind = device.of(built.chunks).type
     again, _ = transformer_config(record, kind)
     for field in dataclasses.fields(again):
@@ -81,7 +81,7 @@ def _kernels(record: Record, built: Built) -> Iterator[str]:
 
 
 def _names(record: Record, built: Built) -> Iterator[str]:
-    """Names, shapes and dtypes of all parameters and buffers."""
+    """Compares names, shapes and dtypes of all parameters and buffers."""
     shard_map = ShardMap(record.model, record.layout, record.names, divisible_by=record.divisible_by)
     try:
         bind(shard_map, torch.distributed.get_rank(), built.chunks)

@@ -1,7 +1,7 @@
 """The device of a rank: checked before a model is built, and later read from its parameters.
 
-megatron-core allocates on the current CUDA device, whatever the caller asks for, while plain torch modules and inputs
-start on the host. This module is the one place that decides on the device.
+megatron-core always allocates on the current CUDA device, while plain torch modules and inputs are created on the host.
+Only this module decides on the device.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ def checked(device: str) -> torch.device:
 
 
 def of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """The device of the chunks' parameters; inputs are moved there."""
+    """The device of the chunks' parameters, to which inputs are moved; the CPU without parameters."""
     return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))

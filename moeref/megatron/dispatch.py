@@ -1,6 +1,6 @@
-"""Token dispatchers as megatron-core runs them: what a flex dispatcher needs is looked for before a model is built.
+"""Checks, before a model is built, that a flex dispatcher can run in this process.
 
-megatron-core finds out in the constructor of a layer, or in its first step, that kernels or a GPU are missing.
+megatron-core itself fails in the constructor of a layer, or in its first step, if kernels or a GPU are missing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ def check(record: Record, *, gpu: bool) -> None:
 
 
 def let_router_run() -> None:
-    """Say that there is no Transformer Engine where 0.16 leaves that open: its router reads `te_general_gemm`."""
+    """Set `te_general_gemm` to None if undefined: 0.16's router reads it also without Transformer Engine."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -1,4 +1,4 @@
-"""A patch that lets experts with biases be trained without Transformer Engine.
+"""A patch for training experts with biases without Transformer Engine.
 
 megatron-core's MLP adds the bias in place to the output of `linear_fc2`. In SequentialMLP that output is a view made by
 a custom autograd function, and an in-place add on such a view raises under autograd.

@@ -19,11 +19,12 @@ from moeref.megatron import context, device, precision, te_layers
 def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor) -> torch.Tensor | None:
     """The decoder's `logits_BSV` in fp32 over the unpadded vocabulary on ranks of the last stage, None elsewhere.
 
-    Each row is a microbatch. Multi-token prediction layers are left out. Every rank is given all tokens and, on the
-    last stage, gets all logits, under context parallelism too. Tokens may be on any device; logits are on the model's.
+    Each row is a microbatch. Multi-token prediction layers are skipped. Every rank takes all tokens, and every rank of
+    the last stage returns all logits, also under context parallelism. Tokens may be on any device; logits are on the
+    model's.
 
-    Raises LayoutError for a length that the layout does not divide, and PaddingError for one that the precision's
-    recipe does not allow.
+    Raises LayoutError for a length that the layout does not divide, and PaddingError for one that the FP8 recipe does
+    not allow.
     """
     layout, (_, length) = shard_map.layout, tokens_BS.shape
     precision.check_length(chunks[0].config, layout, length)
@@ -87,7 +88,7 @@ def mask_of(length: int, chunks: Sequence[torch.nn.Module], layout: Layout) -> t
 def _without_mtp(chunks: Sequence[GPTModel]) -> Iterator[None]:
     """Skip MTP layers in the forward: only their loss needs them, and megatron-core 0.16.1 fails without labels."""
     layers, process = chunks[0].config.mtp_num_layers, [chunk.mtp_process for chunk in chunks]
-    chunks[0].config.mtp_num_layers = None  # one config serves all chunks
+    chunks[0].config.mtp_num_layers = None  # all chunks share one config
     for chunk in chunks:
         chunk.mtp_process = False
     try:

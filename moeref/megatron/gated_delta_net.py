@@ -1,7 +1,7 @@
-"""Gated delta nets and zero-centred norms in plain torch: what megatron-core leaves to FLA and Transformer Engine.
+"""Gated delta nets and zero-centred norms in plain torch, where megatron-core needs FLA and Transformer Engine.
 
-megatron-core's own GatedDeltaNet runs, in its deterministic form, whose kernels are plain torch but for one function of
-flash-linear-attention. Its local norm does not know `layernorm_zero_centered_gamma`.
+The net is megatron-core's own GatedDeltaNet in its deterministic form, which is plain torch except for one function of
+flash-linear-attention (FLA). megatron-core's local norm ignores `layernorm_zero_centered_gamma`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeref.megatron.spec import LayerNormColumnParallelLinear
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm in fp32 that scales by `weight`, or by 1 + `weight` with `zero_centered`. Unset until loaded."""
+    """RMSNorm in fp32 that scales by `weight`, or by 1 + `weight` if `zero_centered`. Uninitialised until loaded."""
 
     zero_centered = False
 
@@ -34,26 +34,26 @@ class Norm(torch.nn.Module):
         mark_sequence_parallel(self.weight, config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The normalised input, in its own dtype."""
+        """The normalised input, in the dtype of `hidden`."""
         scale = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
         return torch.nn.functional.rms_norm(hidden.float(), scale.shape, scale, self.eps).type_as(hidden)
 
 
 class ZeroCenteredNorm(Norm):
-    """RMSNorm that scales by 1 + `weight`, as transformers' Qwen3NextRMSNorm."""
+    """RMSNorm that scales by 1 + `weight`, like transformers' Qwen3NextRMSNorm."""
 
     zero_centered = True
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """`x` over the length of its last dimension; flash-linear-attention's function of this name."""
+    """`x` divided by its L2 norm over the last dimension, as FLA's function of this name."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
 def without_fla() -> bool:
-    """Whether flash-linear-attention is not installed; then GatedDeltaNet is given its one missing function.
+    """Whether flash-linear-attention is not installed. If so, give megatron-core's module the one function it needs.
 
-    The module asks for the whole package before it is built, also for the deterministic form that needs no kernel.
+    GatedDeltaNet requires the whole package when it is built, even in the deterministic form, which uses no kernel.
     """
     home: Any = sys.modules[gated_delta_net.torch_chunk_gated_delta_rule.__module__]
     if home.chunk_gated_delta_rule is None:
@@ -62,7 +62,7 @@ def without_fla() -> bool:
 
 
 def attention_only(config: Any) -> Any:
-    """`config` for megatron-core's local block spec, which refuses gated delta nets: `adapted` puts them in."""
+    """`config` for megatron-core's local block spec, which refuses gated delta nets; `adapted` adds them."""
     if not config.experimental_attention_variant:
         return config
     plain = copy.copy(config)
@@ -71,7 +71,7 @@ def attention_only(config: Any) -> Any:
 
 
 def adapted(layers: Sequence[ModuleSpec], is_delta: Sequence[bool], *, fused: bool) -> list[ModuleSpec]:
-    """Layers of `spec.layer_spec` with zero-centred norms and, where `is_delta`, a gated delta net for attention."""
+    """Layers of `spec.layer_spec` with zero-centred norms and, where `is_delta`, a gated delta net as attention."""
     return [_adapted(layer, delta, fused) for layer, delta in zip(layers, is_delta, strict=True)]
 
 
@@ -91,7 +91,7 @@ def _adapted(local: ModuleSpec, delta: bool, fused: bool) -> ModuleSpec:
 def in_place_of_attention(
     layers: Sequence[ModuleSpec], is_delta: Sequence[bool], in_proj: type, out_proj: type
 ) -> list[ModuleSpec]:
-    """Layers as they are but, where `is_delta`, for a gated delta net of these linears for attention."""
+    """`layers` with a gated delta net, made of these linears, as attention where `is_delta`."""
     net = _net(in_proj, out_proj)
     return [
         replace(layer, submodules=replace(layer.submodules, self_attention=net)) if delta else layer
@@ -100,8 +100,8 @@ def in_place_of_attention(
 
 
 def _net(in_proj: type, out_proj: type) -> ModuleSpec:
-    # Its own norm is not zero-centred in the files. A zero-centred one, as Transformer Engine's spec builds it, would
-    # hold w - 1, which rounds where |w| < 0.5.
+    # The weight w of the inner norm is not zero-centred in checkpoints. A zero-centred norm, as in Transformer Engine's
+    # spec, would hold w - 1, which rounds where |w| < 0.5.
     parts = gated_delta_net.GatedDeltaNetSubmodules(
         in_proj=in_proj,
         out_norm=Norm,

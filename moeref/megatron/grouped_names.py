@@ -1,4 +1,4 @@
-"""Sequential experts under Transformer Engine's grouped parameter names, where Transformer Engine is not installed."""
+"""Sequential experts under the parameter names of Transformer Engine's grouped linears, without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 
 class GroupedNames(torch.nn.Module):
-    """The parameters of a SequentialMLP as `linear_fc{1,2}.weight{i}` and, where experts have one, `.bias{i}`.
+    """The parameters of a SequentialMLP as `linear_fc{1,2}.weight{i}` and, if experts have biases, `.bias{i}`.
 
-    The forward is the SequentialMLP's own. Shapes are unchanged: TE's grouped linear holds one [out, in] weight per
-    expert too.
+    The forward is the SequentialMLP's. Shapes do not change: TE's grouped linear also has one [out, in] weight per
+    expert.
     """
 
     def __init__(self, sequential: SequentialMLP) -> None:
         super().__init__()
-        # Kept out of the module tree: its parameters must appear once, under the grouped names.
+        # Not registered as a submodule: its parameters must appear once, under the grouped names.
         object.__setattr__(self, "_sequential", sequential)
         for linear in ("linear_fc1", "linear_fc2"):
             holder = torch.nn.Module()
@@ -29,13 +29,13 @@ class GroupedNames(torch.nn.Module):
             setattr(self, linear, holder)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As SequentialMLP."""
+        """The forward of the SequentialMLP."""
         forward: Callable[..., Any] = self.__dict__["_sequential"]
         return forward(*args, **kwargs)
 
 
 def with_grouped_names(chunk: GPTModel) -> GPTModel:
-    """Replace every SequentialMLP of `chunk` in place."""
+    """Replace every SequentialMLP of `chunk` by GroupedNames, in place."""
     for module in list(chunk.modules()):
         experts = getattr(module, "experts", None)
         if isinstance(experts, SequentialMLP):

@@ -1,4 +1,4 @@
-"""Megatron-core's process groups for a layout, and the coordinates it gives this rank."""
+"""megatron-core's process groups for a layout, and its coordinates of this rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def initialise(layout: Layout) -> int:
 
 
 def coordinates() -> dict[str, int]:
-    """This rank's coordinate on each axis, as megatron-core has it."""
+    """This rank's coordinate on each axis according to megatron-core."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_rank(),
         "cp": parallel_state.get_context_parallel_rank(),
@@ -48,7 +48,7 @@ def coordinates() -> dict[str, int]:
 
 
 def sizes() -> dict[str, int]:
-    """The sizes of megatron-core's groups, by axis."""
+    """The sizes of megatron-core's groups by axis; without edp, which follows from the others."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
@@ -60,7 +60,7 @@ def sizes() -> dict[str, int]:
 
 
 def check(layout: Layout) -> None:
-    """Raise LayoutError unless megatron-core's groups have the sizes of `layout`."""
+    """Raise LayoutError unless megatron-core is initialised with the group sizes of `layout`."""
     if not parallel_state.model_parallel_is_initialized():
         raise LayoutError(f"{layout.text}: megatron-core has no groups yet; call groups.initialise(layout) first")
     if wrong := [f"{axis}={size}" for axis, size in sizes().items() if size != getattr(layout, axis)]:

@@ -1,4 +1,4 @@
-"""The mark of sequence parallelism on a parameter."""
+"""The attribute `sequence_parallel` of a parameter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def mark_sequence_parallel(parameter: torch.nn.Parameter, marked: bool) -> None:
-    """Say whether the gradient of `parameter` is a part that `finalize_model_grads` has to sum over TP.
+    """Set whether `finalize_model_grads` sums the gradient of `parameter` over TP.
 
-    Under sequence parallelism each TP rank sees its own tokens only, so a parameter that is whole on every rank has a
-    gradient of those tokens alone. megatron-core reads the attribute; torch does not know it.
+    Under sequence parallelism each TP rank has only its own tokens, so the gradient of a replicated parameter covers
+    only these. megatron-core reads the attribute.
     """
     setattr(parameter, "sequence_parallel", marked)  # noqa: B010

@@ -1,7 +1,7 @@
 """torch's RMSNorm as a module of megatron-core's local spec.
 
-megatron-core's wrapper of it refuses sequence parallelism, and its local spec takes apex's norm where apex is
-installed, which knows no RMSNorm.
+megatron-core's wrapper of it refuses sequence parallelism. Its local spec uses apex's norm if apex is installed, which
+has no RMSNorm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF_MTP = ("enorm", "hnorm", "layer_norm")
 
 
 class TorchNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` of a Megatron config."""
+    """`torch.nn.RMSNorm` with the constructor of Megatron's norms."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -29,14 +29,14 @@ class TorchNorm(torch.nn.RMSNorm):
 
 
 def in_layer(local: ModuleSpec) -> ModuleSpec:
-    """A layer's spec with TorchNorm wherever it has a norm."""
+    """The spec of a layer with TorchNorm in place of every norm."""
     layer = local.submodules
     attention = replace(layer.self_attention, submodules=_replaced(layer.self_attention.submodules, _OF_ATTENTION))
     return replace(local, submodules=replace(_replaced(layer, _OF_A_LAYER), self_attention=attention))
 
 
 def in_mtp(block: Any) -> Any:
-    """The spec of an MTP block with TorchNorm around its transformer layers; None for no block."""
+    """The spec of an MTP block with TorchNorm for the norms outside its transformer layers; None for None."""
     if block is None:
         return None
     layers = [replace(layer, submodules=_replaced(layer.submodules, _OF_MTP)) for layer in block.layer_specs]

@@ -1,7 +1,7 @@
-"""FP8 recipes: the lengths and widths that their GEMMs take.
+"""FP8 recipes: the sequence lengths and widths of linears that their GEMMs support.
 
-A recipe's kernels work on whole blocks. What does not divide fails in a kernel, or is silently computed unquantised;
-here it is refused before anything is built or sent.
+The kernels of a recipe need whole blocks. Other sizes fail in a kernel or are silently computed without quantisation,
+so they are refused before anything is built or computed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from moeref.layout import Layout
 
 __all__ = ["FORMATS", "SINCE", "check_length", "check_widths"]
 
-#: The first Transformer Engine from which megatron-core's `get_fp8_recipe` takes each.
+#: The first version of Transformer Engine for which megatron-core's `get_fp8_recipe` accepts each recipe.
 SINCE = {"delayed": "1.7.0", "tensorwise": "2.2.0.dev0", "blockwise": "2.3.0.dev0", "mxfp8": "2.1.0"}
 _QUANTISED = re.compile(r"\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*$")
 
 
 def _recipe(config: Any) -> str | None:
-    """The recipe in force, by name. In megatron-core it is a text or an enumeration of texts."""
+    """The name of the FP8 recipe; None without FP8. In megatron-core it is a string or an enum of strings."""
     return str(getattr(config.fp8_recipe, "value", config.fp8_recipe)) if config.fp8 else None
 
 
 def check_length(config: Any, layout: Layout, length: int) -> None:
-    """Raise PaddingError for a sequence whose rows on each rank the recipe in `config` does not divide."""
+    """Raise PaddingError for a sequence whose rows per rank are not a multiple of what the FP8 recipe needs."""
     if (recipe := _recipe(config)) is None:
         return
     plan = padding.plan(layout, recipe=recipe)
@@ -41,7 +41,7 @@ def check_length(config: Any, layout: Layout, length: int) -> None:
 
 
 def check_widths(shard_map: ShardMap, rank: int, config: Any) -> None:
-    """Raise ConfigError for linears of this rank whose width, in or out, the recipe in `config` does not divide."""
+    """Raise ConfigError for linears of this rank with a width, in or out, that the FP8 recipe does not support."""
     if (recipe := _recipe(config)) is None:
         return
     rows = padding.RECIPES[recipe]

@@ -2,13 +2,14 @@
 
 `recording` stores the routes of every microbatch of one schedule (the first forward of R2). `replaying` sets the routes
 of each microbatch (the training forward of R2, both forwards of R3). Only the choice of experts is replayed: gate
-scores are the router's own and carry gradient.
+scores are the router's own and have gradients.
 
-Routers are found by walking the chunks. RouterReplay's global list also holds routers of other and of discarded models.
+Routers are found by walking the chunks. RouterReplay's global list is not used, because it also has routers of other
+and discarded models.
 
-The number of a microbatch is the number of forwards that its chunk has run: every schedule of megatron-core runs the
-microbatches of a chunk in order, and their backwards in the same order. Each router therefore keeps its targets in a
-FIFO, which each forward fills, recomputation reads, and which is empty before and after a schedule.
+The number of a microbatch is the number of earlier forwards of its chunk: every schedule of megatron-core runs the
+microbatches of a chunk in order, and their backwards in the same order. So each router has a FIFO of targets: a forward
+appends to it, recomputation takes from it, and it is empty before and after a schedule.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from moeref.replay import MISSING, RouteError, Routes, index_dtype, merge_layers
 from moeref.replay.routes import check_distinct
 
 AuxLoss = Literal["refuse", "native"]
-#: Routers inside a `recording` or `replaying` block. Their action alone does not show it before the first forward.
+#: Routers inside a `recording` or `replaying` block. Before the first forward they have no action that would show it.
 _SCOPED: weakref.WeakSet[RouterReplay] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Router:
-    """A router with the global number of its layer; multi-token prediction layers follow the decoder's."""
+    """A router and the global number of its layer; multi-token prediction layers are numbered after the decoder's."""
 
     layer: int
     module: TopKRouter
@@ -44,14 +45,14 @@ class Router:
 
     @property
     def replay(self) -> RouterReplay:
-        """Its RouterReplay."""
+        """megatron-core's RouterReplay of this router."""
         return self.module.router_replay
 
 
 def routers(chunk: torch.nn.Module) -> list[Router]:
     """The routers of one chunk, in the order in which they run.
 
-    Layers are numbered by module name, since `layer_number` starts again at 1 for multi-token prediction layers.
+    MTP layers are numbered by their module names, because their `layer_number` starts again at 1.
     """
     found = []
     for name, module in chunk.named_modules():
@@ -64,14 +65,14 @@ def routers(chunk: torch.nn.Module) -> list[Router]:
 
 
 class Recording:
-    """The routes of one schedule on this rank: its own tokens, and the MoE layers of all its chunks."""
+    """The routes of one schedule on this rank: for its tokens, in the MoE layers of all its chunks."""
 
     def __init__(self, experts: int, top_k: int) -> None:
         self._microbatches: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
         self._experts, self._top_k = experts, top_k
 
     def add(self, microbatch: int, routers: Sequence[Router]) -> None:
-        """Store what the routers of a chunk recorded in the forward that just ended."""
+        """Store what the routers of a chunk recorded in its last forward. Raises RouteError if one recorded nothing."""
         layers = self._microbatches.setdefault(microbatch, {})
         for router in routers:
             idx_TK = router.replay.get_recorded_indices()
@@ -81,11 +82,11 @@ class Recording:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches ran."""
+        """The number of microbatches recorded."""
         return len(self._microbatches)
 
     def routes(self, microbatch: int) -> Routes:
-        """The routes of one microbatch, layers ascending; no rows on a rank without MoE layers.
+        """The routes of one microbatch, in ascending order of layers; without rows on a rank without MoE layers.
 
         Raises KeyError for a microbatch that did not run.
         """
@@ -99,7 +100,7 @@ class Recording:
 
 @contextmanager
 def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterator[Recording]:
-    """Record the forwards of one schedule. Raises RouteError, before it changes anything, for unsupported routers."""
+    """Record the forwards of one schedule. Raises RouteError on entry for routers that cannot be recorded."""
     walked = [_checked(chunk, mtp=mtp, aux_loss="native") for chunk in chunks]
     config = _config(chunks[0])
     recorded = Recording(config.num_moe_experts, config.moe_router_topk)
@@ -124,15 +125,15 @@ def replaying(
 ) -> Iterator[None]:
     """Replay `given[m]` in the forward of microbatch m of one schedule, and in its recomputation.
 
-    given: one Routes for each microbatch, with a row for every token that this rank's routers see, in their order (s,
-    then b; after CP and sequence parallelism), and at least the layers of this rank's chunks. MISSING rows take the
-    router's own top-k.
+    given: one Routes per microbatch. Its rows are the tokens of this rank's routers in their order (s, then b; after CP
+    and sequence parallelism), its layers include those of this rank's chunks. For MISSING rows the router's own top-k
+    is used.
     mtp: replay the routers of multi-token prediction layers too; otherwise they route as usual.
     aux_loss: megatron-core computes load-balancing losses over the router's own top-k, not over the replayed routes.
-    "refuse" rejects models with such a loss; "native" accepts this.
+    "refuse" raises RouteError for models with such a loss; "native" accepts them.
 
     Raises RouteError on entry for models or routes that cannot be replayed, in the forward if the number of rows does
-    not match, and at the end if another number of microbatches ran. The routers are reset on any exit.
+    not match, and at the end if the number of microbatches does not. The routers are reset on any exit.
     """
     walked = [_checked(chunk, mtp=mtp, aux_loss=aux_loss) for chunk in chunks]
     targets = [[_targets(r, routers) for routers in walked] for r in given]
@@ -146,7 +147,7 @@ def replaying(
     def after(number: int, chunk: int) -> None:
         ran[chunk] = number + 1
         for router in walked[chunk]:
-            # From now on only recomputation runs this router; it reads the head of the FIFO.
+            # Until the next forward only recomputation runs this router; it takes the head of the FIFO.
             router.replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     with ExitStack() as stack:
@@ -160,7 +161,7 @@ def replaying(
 
 
 def _arm(walked: Sequence[Sequence[Router]], targets: Sequence[Sequence[torch.Tensor]], chunk: int) -> None:
-    """Set the targets of a microbatch in the routers of the chunk that runs next, and in no others."""
+    """Set the targets of a microbatch in the routers of one chunk."""
     for router, target_TK in zip(walked[chunk], targets[chunk], strict=True):
         router.replay.set_target_indices(target_TK)
         router.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -174,17 +175,17 @@ def _disarm(replays: Sequence[RouterReplay]) -> None:
 
 
 def _config(chunk: torch.nn.Module) -> TransformerConfig:
-    """The config of the model, which may be wrapped, for example in DistributedDataParallel."""
+    """The TransformerConfig of a model, also of a wrapped one, for example in DistributedDataParallel."""
     configs = (getattr(module, "config", None) for module in chunk.modules())
     return next(config for config in configs if isinstance(config, TransformerConfig))
 
 
 def _why_unsupported(config: TransformerConfig, *, mtp: bool) -> str:
-    """Why a model with this config cannot be recorded or replayed, or ""."""
+    """Why a model with this config cannot be recorded or replayed; "" if it can."""
     if config.overlap_moe_expert_parallel_comm:
         return "overlap_moe_expert_parallel_comm alternates between layers of two microbatches; set it to False"
     if config.cuda_graph_impl != "none":
-        # An empty list captures whole layers. The field is cuda_graph_modules in megatron-core 0.19, _scope in 0.16.
+        # An empty list captures whole layers. The field is cuda_graph_scope in megatron-core 0.16.
         parts = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
         names = {str(getattr(part, "name", part)) for part in ([parts] if isinstance(parts, str) else parts)}
         if not names or names & {"full", "full_iteration", "moe", "moe_router"}:
@@ -195,13 +196,13 @@ def _why_unsupported(config: TransformerConfig, *, mtp: bool) -> str:
 
 
 def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Router]:
-    """The routers of `chunk` to record or replay. Raises RouteError for one that cannot be."""
+    """The routers of `chunk` to record or replay. Raises RouteError if one cannot be."""
     if reason := _why_unsupported(_config(chunk), mtp=mtp):
         raise RouteError(reason)
     found = [router for router in routers(chunk) if mtp or not router.mtp]
     for router in found:
         config = router.module.config
-        kind = router.module.routing_type  # what the router itself reads; a list names auxiliary losses
+        kind = router.module.routing_type  # as the router reads it; a list of names for several losses
         where = f"layer {router.layer}"
         if router.module.router_replay is None:
             raise RouteError(f"{where}: build the model with moe_enable_routing_replay=True")
@@ -224,7 +225,7 @@ def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Ro
 
 
 def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
-    """The targets int64 [T, K] of each router; MISSING rows are -1."""
+    """The int64 targets [T, K] of each router; MISSING rows are -1. Raises RouteError for routes that do not fit."""
     for router in walked:
         config = router.module.config
         if (given.experts, given.top_k) != (config.num_moe_experts, router.module.topk):
@@ -243,7 +244,7 @@ def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
 
 @contextmanager
 def _native_where_missing(router: Router) -> Iterator[None]:
-    """Make RouterReplay route rows of -1 by the router's own top-k, and check the number of rows."""
+    """Make RouterReplay use the router's own top-k for rows of -1, and check the number of rows."""
     replay, original = router.replay, router.replay.get_replay_topk
 
     @functools.wraps(original)
@@ -266,7 +267,7 @@ def _native_where_missing(router: Router) -> Iterator[None]:
                 assert default_compute_topk is not None
                 _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
                 target_TK = torch.where(missing_T[:, None].to(own_TK.device), own_TK, target_TK.to(own_TK.device))
-                # Recomputation must take the same experts, whatever it would choose itself.
+                # Recomputation must use the same experts, even if its own top-k would differ.
                 replay.target_topk_idx = replay.replay_backward_list[-1] = target_TK
         return original(scores, topk, num_groups, group_topk, default_compute_topk)
 
@@ -284,7 +285,7 @@ def _scope(
     before: Callable[[int, int], None],
     after: Callable[[int, int], None],
 ) -> Iterator[None]:
-    """Call `before(microbatch, chunk)` and `after` around every forward; reset the routers before and after."""
+    """Call `before(microbatch, chunk)` and `after` around every forward. Reset the routers on exit."""
     counts, running = [0] * len(chunks), [False] * len(chunks)
     hooks = []
     for number, chunk in enumerate(chunks):

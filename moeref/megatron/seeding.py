@@ -18,8 +18,8 @@ from moeref.seeds import Formula, RankSeeds, SeedError, rank_seeds
 def here(layout: Layout) -> Coords:
     """This rank's coordinates in megatron-core.
 
-    Raises SeedError before model-parallel initialisation, when all coordinates read 0, and if `layout` gives this rank
-    other coordinates.
+    Raises SeedError before model-parallel initialisation, when all coordinates would be 0, and if `layout` gives this
+    rank other coordinates.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise SeedError("ranks are read before model-parallel initialisation; call groups.initialise(layout) first")
@@ -34,7 +34,7 @@ def seed_rank(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formu
     """Seed python, numpy, torch, CUDA and Megatron's RNG trackers on this rank, and return the seeds.
 
     Call it after model-parallel initialisation and before building the model. Raises SeedError as `rank_seeds` and
-    `here` do, before any generator is touched.
+    `here` do, and for equal seeds on one rank, before any generator is changed.
     """
     here(layout)
     seeds = rank_seeds(layout, torch.distributed.get_rank(), seed, per_dp=per_dp, formula=formula)
@@ -58,7 +58,8 @@ def seed_rank(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formu
 def save() -> dict[str, Any]:
     """The states of all generators of this rank, for a checkpoint.
 
-    Save after model and data are built, and restore after they are built again: then no draw is repeated or lost.
+    Save after model and data are built, and restore after they are built again. Then no random number is repeated or
+    skipped.
     """
     return {
         "python": random.getstate(),
@@ -70,7 +71,7 @@ def save() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Restore what `save` returned. Raises SeedError if a generator is missing, before any is touched."""
+    """Restore what `save` returned. Raises SeedError if a generator is missing, before any is changed."""
     missing = {"python", "numpy", "torch", "cuda", "trackers"} - states.keys()
     if missing:
         raise SeedError(f"saved generator states lack {', '.join(sorted(missing))}")
@@ -78,5 +79,5 @@ def restore(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["cuda"])
-    # The tracker writes to the dictionary it is given, so it gets a copy.
+    # The tracker modifies the dictionary it gets, so it gets a copy.
     tensor_parallel.get_cuda_rng_tracker().set_states(dict(states["trackers"]))

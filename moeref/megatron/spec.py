@@ -1,7 +1,7 @@
-"""Layer specs of plain torch modules under the parameter names of Transformer Engine's spec.
+"""Layer specs of plain torch modules, optionally with the parameter names of Transformer Engine's spec.
 
-megatron-core's `ModuleSpec` takes any module, so the names that training on GPUs uses exist without Transformer Engine:
-`linear_qkv.layer_norm_weight` in place of `input_layernorm.weight`, and so on.
+megatron-core's `ModuleSpec` takes any module, so Transformer Engine's names are possible without it, such as
+`linear_qkv.layer_norm_weight` instead of `input_layernorm.weight`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         mark_sequence_parallel(self.layer_norm_weight, self.config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As ColumnParallelLinear, of the normalised input."""
+        """The output of ColumnParallelLinear for the normalised input."""
         width = (self.input_size,)
         eps, scale = self.config.layernorm_epsilon, self.layer_norm_weight
         if self.config.layernorm_zero_centered_gamma:
-            # In fp32: a bf16 sum with 1 would round the weight.
+            # In fp32: adding 1 in bf16 would round the weight.
             normed = torch.nn.functional.rms_norm(hidden.float(), width, scale.float() + 1.0, eps).type_as(hidden)
         else:
             normed = torch.nn.functional.rms_norm(hidden, width, scale, eps)
@@ -47,7 +47,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class _FusedNorms(LocalSpecProvider):  # type: ignore[misc]
-    """megatron-core's local modules, but for linears that hold their norm."""
+    """megatron-core's local modules, with norms fused into the linears."""
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -58,9 +58,12 @@ class _FusedNorms(LocalSpecProvider):  # type: ignore[misc]
 
 def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, cp: bool) -> ModuleSpec:
     """A layer of megatron-core's local spec with MLA in plain torch and, if `fused`, norms inside the linears that
-    follow them. An MoE layer keeps `pre_mlp_layernorm` (a router and experts follow it), MLA keeps `input_layernorm`
-    (two linears follow it). Under context parallelism (`cp`) keys and values are gathered, which megatron-core's local
-    attention cannot do; without it that one stays."""
+    follow them.
+
+    An MoE layer keeps `pre_mlp_layernorm`, because a router and experts follow it. MLA keeps `input_layernorm`, because
+    two linears follow it. `cp`: whether to use CausalAttention, as megatron-core's local attention has no context
+    parallelism. MLA always uses it.
+    """
     local = norms.in_layer(local)
     layer = local.submodules
     if cp and not mla:
@@ -88,7 +91,7 @@ def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:
 
 
 def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, cp: bool, vp_stage: int | None) -> Any:
-    """The block of MTP layers, each with a `layer_spec` inside."""
+    """The spec of a block of MTP layers, each with a `layer_spec` inside."""
     local = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
         qk_layernorm=config.qk_layernorm,
@@ -100,6 +103,6 @@ def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, cp: bool, vp_sta
 
 
 def mtp_name() -> Literal["mtp_model_layer", "transformer_layer"]:
-    """What the installed megatron-core calls the transformer layer inside an MTP layer."""
+    """The name of the transformer layer inside an MTP layer in the installed megatron-core."""
     known = {field.name for field in fields(MultiTokenPredictionLayerSubmodules)}
     return "mtp_model_layer" if "mtp_model_layer" in known else "transformer_layer"

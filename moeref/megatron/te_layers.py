@@ -1,4 +1,4 @@
-"""Transformer Engine layers: megatron-core's own layer specs, and the checks that they can be built here.
+"""Transformer Engine layers: megatron-core's own layer specs, and checks that they can be built in this process.
 
 Their parameters have the names of `SpecNames(norms="fused")`. A module's quantisation state is its
 `_extra_state`, which is in its `state_dict` but is neither a parameter nor a buffer, so no shard map lists it.
@@ -23,7 +23,7 @@ from moeref.config import ConfigError
 from moeref.megatron import gated_delta_net, precision
 from moeref.record import Record
 
-#: The first version with a grouped linear and with the query and key norm that megatron-core uses.
+#: The first version with grouped linears and with the norm of queries and keys that megatron-core uses.
 SINCE = "1.9.0"
 #: The first version with attention sinks.
 SINKS = "2.8.0"
@@ -31,7 +31,7 @@ _DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 def check(record: Record) -> None:
-    """Raise ConfigError, with every reason, if the model cannot be built here with Transformer Engine."""
+    """Raise ConfigError, with every reason, if this process cannot build the model with Transformer Engine."""
     model, settings = record.model, record.settings
     where = f"{model.family} with kernels='te'"
     if not transformer_engine.HAVE_TE:
@@ -65,14 +65,14 @@ def in_use(chunks: Sequence[torch.nn.Module]) -> bool:
 def nets(layers: Sequence[ModuleSpec], is_delta: Sequence[bool]) -> list[ModuleSpec]:
     """Layer specs with a gated delta net in place of attention where `is_delta`.
 
-    megatron-core's own spec of that net makes its inner norm zero-centred; checkpoints hold a plain weight.
+    megatron-core's own spec of this net makes its inner norm zero-centred; in checkpoints it is not.
     """
     linears = transformer_engine.TELayerNormColumnParallelLinear, transformer_engine.TERowParallelLinear
     return gated_delta_net.in_place_of_attention(layers, is_delta, *linears)
 
 
 def mtp_spec(config: Any, *, moe: bool, mla: bool, vp_stage: int | None) -> Any:
-    """megatron-core's own spec of the block of MTP layers."""
+    """megatron-core's own spec of a block of MTP layers."""
     inner = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm,

@@ -25,11 +25,12 @@ def gradients(
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
-    The loss is the mean cross entropy of the next token over the unpadded vocabulary; the first token follows the last.
-    Each row is a microbatch, and every data-parallel replica gets all rows. Weights and buffers do not change.
+    The loss is the mean cross entropy of the next token over the unpadded vocabulary; the label of the last token is
+    the first token. Each row is a microbatch, and every data-parallel replica computes all rows. Weights and buffers do
+    not change.
 
-    Raises ValueError for a model with multi-token prediction layers, whose loss is not supported, and under VPP for
-    rows that are no multiple of PP; LayoutError and PaddingError as `logits` does.
+    Raises ValueError for a model with multi-token prediction layers, whose loss is not supported, and under VPP for a
+    number of rows that is not a multiple of PP; LayoutError and PaddingError as `logits` does.
     """
     layout, (rows, length) = shard_map.layout, tokens_BS.shape
     if shard_map.model.mtp_layers:
@@ -49,7 +50,7 @@ def gradients(
         out = chunk(tokens_S[None], at_S[None], mask_11SS)
 
         def loss(local_1SV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            # Megatron's vocabulary-parallel cross entropy includes the padding, which depends on TP.
+            # Megatron's vocabulary-parallel cross entropy includes the padding, whose size depends on TP.
             full_1SV = tensor_parallel.gather_from_tensor_model_parallel_region(local_1SV)
             logits_SV = full_1SV[0, :, : shard_map.model.vocab].float()
             # The schedule multiplies by CP and divides by the number of microbatches; DDP averages over DP and CP.
@@ -62,7 +63,7 @@ def gradients(
     for chunk in wrapped:
         chunk.train()
         chunk.zero_grad_buffer()
-    # With a rate above 0 finalising would also update the routers' expert bias, which belongs to the optimiser step.
+    # With a rate above 0, finalize_model_grads would also update the routers' expert bias.
     with _set(chunks[0].config, finalize_model_grads_func=finalize_model_grads, moe_router_bias_update_rate=0.0):
         run_schedule(step, batches, wrapped, length)
     return {
@@ -74,7 +75,7 @@ def gradients(
 
 @contextmanager
 def _set(config: Any, **values: Any) -> Iterator[None]:
-    """Set fields of a config inside the `with` block. All chunks share one config."""
+    """Set fields of a config inside the `with` block. All chunks share this config."""
     before = {name: getattr(config, name) for name in values}
     vars(config).update(values)
     try:

@@ -26,7 +26,7 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Info:
-    """Who is judged."""
+    """Name and version of a target."""
 
     name: str
     version: str
@@ -36,7 +36,7 @@ class Info:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Where one rank finds itself. Under `static` there are no processes and `rank` is -1."""
+    """What one rank runs in. In the static world there are no processes and `rank` is -1."""
 
     backend: str  # "gloo", "nccl", …
     rank: int
@@ -94,7 +94,7 @@ class Export(Protocol):
     """Facet `export`. All calls are made by all ranks in the same order."""
 
     def chunks(self) -> Sequence[torch.nn.Module]:
-        """The real model chunks of this rank, one per virtual stage: the kit's back door for looking and changing."""
+        """The model chunks of this rank, one per virtual stage. The kit reads and changes their parameters."""
         ...
 
     def load(self, checkpoint: Path) -> None:
@@ -141,7 +141,7 @@ class Gradients(Protocol):
 class Request:
     """Settings to ask a target for, by the names of megatron-core's TransformerConfig.
 
-    `fields` are set as the target's own settings, `overrides` passed through to Megatron; these win.
+    `fields` are set as the target's own settings, `overrides` are passed through to Megatron and win.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -150,15 +150,15 @@ class Request:
 
 @runtime_checkable
 class Config(Protocol):
-    """Facet `config`. Settings go by TransformerConfig's names; values that are not plain (functions, dtypes) may be
+    """Facet `config`. Settings have TransformerConfig's names; values that are not plain (functions, dtypes) may be
     left out."""
 
     def given(self) -> Mapping[str, Any]:
-        """What the model of this session was given; in the static world, would be given."""
+        """The settings that this session's model is built with; in the static world, would be built with."""
         ...
 
     def resolve(self, request: Request, role: str) -> Mapping[str, Any]:
-        """What a `policy` or `reference` model would be given if `request` is asked for both; nothing is built.
+        """The settings of a `policy` or `reference` model (`role`) if `request` holds for both. Nothing is built.
 
         Raises for a name that Megatron does not have, and for a setting that would have no effect.
         """
@@ -170,7 +170,7 @@ class Turn:
     """A part of one sample's routes: of a turn, or of a rollout up to where it was interrupted.
 
     `routes` are integers [rows, layers, top-k] from token `start` on. Where turns overlap, the engine recomputed tokens
-    when it continued; the rows of the earlier turn are those of sampling, and count.
+    when it continued; the rows of the earlier turn come from sampling and take precedence.
     """
 
     start: int
@@ -183,19 +183,19 @@ class Replay(Protocol):
 
     `routes` are what an engine sends: for each row integers [S - 1, layers, top-k], zeros for dense layers; a row of -1
     and the last token, which has none, are left to the router. A row's routes may come as a list of `Turn`s instead.
-    None (R2) stands for the routes that `record` saw last.
+    None (R2) means the routes that `record` saw last.
     """
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
-        """A forward without gradients whose routes are remembered; `logits_BSV` as `Forward.logits` gives them."""
+        """Run a forward without gradients and record its routes. Returns `logits_BSV` as `Forward.logits` does."""
         ...
 
     def replay(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> torch.Tensor | None:
-        """A forward without gradients under `routes`; logits as above. Raises for routes that do not fit."""
+        """Run a forward without gradients under `routes`; logits as in `record`. Raises for routes that do not fit."""
         ...
 
     def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> Mapping[tuple[int, str], torch.Tensor]:
-        """A training step under `routes`; gradients as `Gradients.gradients` gives them."""
+        """Take a training step under `routes`. Returns gradients as `Gradients.gradients` does."""
         ...
 
 
@@ -204,7 +204,7 @@ class Seeds(Protocol):
     """Facet `seeds`. Generators are `python`, `numpy`, `torch`, `cuda`, and Megatron's trackers `tp` and `expert`."""
 
     def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
-        """Seed by generator of `rank`; `per_dp`: replicas get seeds of their own. Pure; raises for a bad seed."""
+        """Each generator's seed on `rank`; with `per_dp` replicas get different ones. Pure; raises for a bad seed."""
         ...
 
     def install(self, seed: int, per_dp: bool) -> None:
@@ -216,7 +216,7 @@ class Seeds(Protocol):
         ...
 
     def restore(self, states: Any) -> None:
-        """Put back what `save` gave; the same states may be restored more than once."""
+        """Restore what `save` returned; the same states may be restored more than once."""
         ...
 
 
@@ -233,7 +233,7 @@ class PadRequest:
 class Padding:
     """Padded lengths of every sample, and of every rank's packed sequence before CP and TP split it.
 
-    What a total has beyond the sum of its samples is a tail of padding, split as one more sample.
+    A total may exceed the sum of its samples: the rest is padding at the end, split as one more sample.
     """
 
     samples: tuple[tuple[int, ...], ...]
@@ -242,10 +242,10 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherRequest:
-    """A dispatcher asked for by name, for training in `precision`, and what there is to run it.
+    """A request for a dispatcher by name, for training in `precision`, on a machine with `gpu` and `packages`.
 
-    `equal_rows`: all ranks of an etp·ep group dispatch the same number of rows. `packages` are those of deep_ep,
-    hybrid_ep and transformer_engine that import.
+    `equal_rows`: all ranks of an etp·ep group dispatch the same number of rows. `packages`: which of deep_ep,
+    hybrid_ep and transformer_engine can be imported.
     """
 
     dispatcher: str
@@ -257,9 +257,9 @@ class DispatcherRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedRows:
-    """Rows of this rank with their experts: T rows, H hidden, K experts a row, `experts` in all.
+    """Rows of this rank and their experts: T rows of width H, K experts for each row, `experts` in all.
 
-    Padding rows (`padding_T`) come with what a router makes of them: arbitrary weights and experts.
+    Padding rows (`padding_T`) have arbitrary weights and experts, as a router gives them.
     """
 
     x_TH: torch.Tensor
@@ -271,7 +271,7 @@ class RoutedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTrip:
-    """What comes back to this rank's rows, and what they count for in expert statistics."""
+    """The outputs [T, H] of this rank's rows, and how many of the rows count for each expert in statistics [E]."""
 
     y_TH: torch.Tensor
     counts_E: torch.Tensor
@@ -286,7 +286,7 @@ class Dispatch(Protocol):
         ...
 
     def settings(self, request: DispatcherRequest) -> Mapping[str, Any]:
-        """What Megatron is given for it: `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend`. Pure.
+        """Megatron's settings for it: `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend`. Pure.
 
         Raises for a dispatcher that cannot work here.
         """
@@ -305,7 +305,7 @@ class Dispatch(Protocol):
 class Session(Protocol):
     """One opened cell on one rank. A facet that is not claimed is None.
 
-    Facets come in the order in which they are asked; see `steps/facet.py`.
+    Facets are listed in the order in which they are called; see `steps/facet.py`.
     """
 
     @property
@@ -344,10 +344,10 @@ class Target(Protocol):
 
 @runtime_checkable
 class Recorded(Protocol):
-    """A target of records: its cells ran elsewhere, and nothing is run here."""
+    """A target made of records: its cells ran elsewhere, and nothing runs here."""
 
     def recorded_steps(self, cell: Cell) -> frozenset[str]:
-        """The steps of the cell that there are records of."""
+        """The steps of the cell that have a record."""
         ...
 
 

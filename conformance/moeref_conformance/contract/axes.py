@@ -11,7 +11,7 @@ from typing import Any
 class Axis:
     """One axis of a cell: a matrix lists its values under `name`, and a cell holds one of them in `field`.
 
-    `claim` is the field of `Claims` that covers a value: a set of values, a yes or no, or the largest number. An axis
+    `claim` is the field of `Claims` that covers a value: a set of values, a bool, or the largest number. An axis
     without one is always covered.
     """
 
@@ -22,8 +22,8 @@ class Axis:
     choices: tuple[str, ...] = ()  # empty: any value of the default's type
     about: str = "as the target claims"  # the values in words, where there are no choices
     claim: str = ""
-    noun: str = ""  # what a claim that is no set speaks of, such as "tied embeddings"
-    shown: str = "{}"  # a value in the cell id, where it is not the default; empty: the id shows it elsewhere or not
+    noun: str = ""  # what a bool allows or a number counts, such as "tied embeddings"
+    shown: str = "{}"  # how the cell id shows a value other than the default; empty: elsewhere or not at all
     shown_last: bool = False  # after the other axes
     of_size: bool = False  # a published model (axis `size`) decides it
     in_grid: bool = True  # grids list its values; otherwise they follow from the layout or the size

@@ -79,7 +79,7 @@ class Cell:
     size: str = field(default=TINY, metadata=axis(choices=tuple(published()), shown=""))
     #: Decoder layers. Uneven layouts ask for another number than the default.
     layers: int = field(default=8, metadata=axis(shown="L{}", of_size=True, in_grid=False))
-    #: Of the checkpoint and of the Megatron parameters.
+    #: Dtype of the checkpoint and of the Megatron parameters.
     dtype: str = field(default="float32", metadata=axis(choices=("float32", "bfloat16"), claim="dtypes", of_size=True))
     #: Hugging Face's tie_word_embeddings.
     tied: bool = field(default=False, metadata=axis(claim="tied", noun="tied embeddings", shown="tied", of_size=True))
@@ -102,9 +102,9 @@ class Cell:
     experts: str = field(default="sequential", metadata=axis(choices=("sequential", "grouped"), claim="experts"))
     dispatcher: str = field(default="alltoall", metadata=axis(claim="dispatchers", shown_last=True))
     replay: str = field(default="off", metadata=axis(choices=REPLAY_MODES, claim="replay", shown_last=True))
-    #: Of the layers: plain torch modules under any names, or Transformer Engine's.
+    #: Modules of the layers: plain torch ones under any names, or Transformer Engine's.
     kernels: str = field(default="torch", metadata=axis(choices=("torch", "te"), claim="kernels", hashed_if_set=True))
-    #: An FP8 recipe; empty for what `dtype` says.
+    #: An FP8 recipe; empty: products are computed in `dtype`.
     precision: str = field(
         default="", metadata=axis(choices=("", *FP8_RECIPES), claim="precisions", hashed_if_set=True)
     )

@@ -101,8 +101,8 @@ class RunOutcome:
 def mark_first(exits: Sequence[RankExit]) -> tuple[RankExit, ...]:
     """The exits with `first` set: on the failure that came before the others, or on the hung ranks furthest behind.
 
-    Echoes come last. Of failures seen at the same time a death precedes exceptions: it is what broke the connections.
-    Of hung ranks with equally few events, those that do not wait inside a collective are what the others wait for.
+    Echoes come last. Of failures seen at the same time a death comes before exceptions, since it broke the connections.
+    Of hung ranks with equally few events, the others wait for those that are not inside a collective.
     """
     own = [e for e in exits if e.kind in ("died", "raised")]
     hung = [e for e in exits if e.timed_out]

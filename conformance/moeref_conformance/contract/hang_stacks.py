@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
-#: Frames inside an operation such as `recv`: the operation is named, their files are left out.
+#: Files of an operation such as `recv`: its name is shown, these frames are not.
 _BELOW = ("/torch/", "/threading.py", "/moeref_conformance/worlds/collectives.py")
 #: Frames of the kit itself begin here.
 _KIT = "/moeref_conformance/steps/"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 EVENTS = "events.jsonl"
-#: In these steps an error is the good outcome.
+#: In these steps the target must raise.
 REFUSALS = ("refuse_parameter", "refuse_extra", "refuse_missing")
 
 
@@ -108,7 +108,7 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
         detail = f"{raised['error']['type']}: {raised['error']['message']}"
     if end.host and end.host not in detail:
         detail = f"on {end.host}: {detail}"
-    # A rank that hung usually waits for the others, and the world killed it after another had failed.
+    # Neither comes first: a hung rank usually waits for others, a killed one was ended after another had failed.
     late = math.inf if kind in ("hung", "killed") else at
     return (not end.first, kind == "killed", late), Crash(end.rank, step, kind, detail, end.coords)
 
@@ -122,7 +122,7 @@ def _tail(text: str, lines: int = 4) -> str:
 class Observation:
     """All that is known of one run of one cell. `crashes` begins with the rank that failed first.
 
-    `made` keeps what judges work out from the run, so that cells compared with the same run share it.
+    `made` caches what judges compute from the run, so that cells compared with the same run share it.
     """
 
     cell: Cell
@@ -168,7 +168,7 @@ class Observation:
 
 
 def write_events(cell_dir: Path, events: Mapping[int, list[dict[str, Any]]]) -> None:
-    """Put records that were kept in memory where those of other worlds lie."""
+    """Write records that were kept in memory to the folders where other worlds write theirs."""
     for rank, lines in events.items():
         folder = rank_dir(cell_dir, rank)
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,5 +186,5 @@ def free_key(taken: Mapping[str, Any], name: str) -> str:
 
 
 def rank_dir(cell_dir: Path, rank: int) -> Path:
-    """Where a rank of a cell keeps its record."""
+    """The record folder of a rank of a cell."""
     return cell_dir / f"rank{rank:04d}"

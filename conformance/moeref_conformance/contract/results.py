@@ -69,7 +69,7 @@ class Results:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of verdicts by status, each counted apart."""
+        """Number of verdicts by status."""
         counted = Counter(v.status for v in self.verdicts)
         return {status: counted[status] for status in STATUSES}
 
@@ -83,7 +83,7 @@ class Results:
 
     @property
     def headline(self) -> Headline:
-        """A cell is claimed if any of its rows is; it passes if a MUST passes and no claimed MUST does anything worse.
+        """A cell is claimed if any of its rows is; it passes if some MUST passes and none fails or has an error.
 
         A known failure (`xfail`) and a cell that could not be run (`untested` throughout) do not pass.
         """

@@ -20,7 +20,7 @@ from moeref_conformance.contract.checks import BadInput, check_keys, nearest, te
 
 LEVELS = ("MUST", "SHOULD")
 
-#: The table of `rules.toml` that is no rule: what each group of rules is about, for headings.
+#: The table of `rules.toml` that is not a rule: the subject of each group of rules, for headings.
 HEADINGS = "groups"
 
 
@@ -46,8 +46,8 @@ class Rule:
         return self.id.partition("-")[0]
 
     def applies(self, backend: str, replay: str = "off") -> bool:
-        """Whether cells of this backend and replay mode can be judged. `gloo` stands for every one with a process a
-        rank; a rule that names no mode is judged in all."""
+        """Whether the rule is judged in cells of this backend and replay mode. `gloo` means every backend with one
+        process per rank; a rule without modes is judged in all."""
         here = backend in self.backends or (backend != "static" and "gloo" in self.backends)
         return here and (not self.replay or replay in self.replay)
 
@@ -56,7 +56,7 @@ class Rule:
 def load_rules() -> dict[str, Rule]:
     """Every rule by id, prerequisites before those that require them, otherwise in the order of the file.
 
-    Raises `BadInput` for an entry that is not well formed, names an unknown rule, or closes a circle.
+    Raises `BadInput` for an entry that is not well formed, names an unknown rule, or closes a cycle.
     """
     rules = parse_rules(_text())
     for rule in rules.values():
@@ -67,7 +67,7 @@ def load_rules() -> dict[str, Rule]:
 
 @cache
 def judged_facets() -> frozenset[str]:
-    """The facets that a rule needs. A claim of any other would promise what nobody checks."""
+    """The facets that a rule needs. No rule checks a claim of any other."""
     return frozenset(facet for rule in load_rules().values() for facet in rule.facets)
 
 
@@ -82,7 +82,7 @@ def parse_rules(text: str) -> dict[str, Rule]:
         order = list(graphlib.TopologicalSorter({r.id: r.requires for r in rules.values()}).static_order())
     except graphlib.CycleError as error:
         raise BadInput(f"rules: circular requirements: {' -> '.join(error.args[1])}") from error
-    # Stable: a rule moves down only as far as its prerequisites demand.
+    # Stable: a rule moves down only as far as its prerequisites require.
     depth: dict[str, int] = {}
     for rule_id in order:
         depth[rule_id] = max((depth[needed] + 1 for needed in rules[rule_id].requires), default=0)
@@ -109,7 +109,7 @@ def select(prefixes: Iterable[str], rules: Mapping[str, Rule] | None = None) -> 
 
 
 def revision(rules: Mapping[str, Rule] | None = None) -> str:
-    """Eight hex digits over all that decides a verdict; reasons, links and comments may change without a new one."""
+    """A hash of eight hex digits over what decides a verdict; reasons, links and comments do not change it."""
     rules = load_rules() if rules is None else rules
     parts = [
         [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.replay] for r in rules.values()

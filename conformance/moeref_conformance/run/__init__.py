@@ -1,1 +1,1 @@
-"""Cells and rules to verdicts."""
+"""From cells and rules to verdicts."""

@@ -1,4 +1,4 @@
-"""What a run drives besides the target: worlds, the oracle of expected checkpoints, and judges."""
+"""What a run uses besides the target: worlds, the oracle of expected checkpoints, and judges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RunsCells(Protocol):
-    """A world, as a run needs it: opened once, then asked for one cell after another."""
+    """A world as a run uses it: opened once, then given one cell after another."""
 
     def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
         """Run one cell, leaving records in `cell_dir`."""
@@ -32,7 +32,7 @@ MakeWorld = Callable[[Plan], AbstractContextManager[RunsCells]]
 
 @dataclass(frozen=True, kw_only=True)
 class Machinery:
-    """Worlds by backend, the oracle, and judges by rule id. The kit's own tests put toys here."""
+    """Worlds by backend, the oracle, and judges by rule id. The kit's own tests replace them by simple ones."""
 
     worlds: Mapping[str, MakeWorld]
     expect: Callable[[Cell, Path], Any]  # oracles.checkpoint.expected
@@ -69,5 +69,5 @@ def _world_with_ranks(backend: str, coordinator: Coordinator | None, plan: Plan)
         else ForkedWorld(settings.target, deadline=settings.deadline, backend=backend)
     )
     with made as world:
-        world.start()  # a target that cannot be imported there ends the run here, not cell by cell
+        world.start()  # a target that cannot be imported ends the run here, and does not fail in every cell
         yield world

@@ -1,4 +1,4 @@
-"""Cells to observations: worlds that are opened once and shared, and a folder for the records of each cell."""
+"""Runs cells: worlds that are opened once and shared, and a folder for the records of each cell."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Worlds(AbstractContextManager["Worlds"]):
         self._stack.close()
 
     def open(self, cells: Iterable[Cell]) -> None:
-        """Open what `cells` need: as many worlds of a backend as run side by side. They belong to this thread."""
+        """Open as many worlds of each backend as run at the same time. This thread must live as long as they do."""
         for backend, number in sorted(Counter(cell.backend for cell in cells).items()):
             self._free[backend] = queue.LifoQueue()
             for _ in range(min(self.plan.workers, number)):
                 self._free[backend].put(self._stack.enter_context(self._make[backend](self.plan)))
 
     def observe(self, cell: Cell, inputs: Mapping[str, str]) -> Observation:
-        """Run a cell and read its records. Raises RuntimeError if the world broke: that says nothing of the target."""
+        """Run a cell and read its records. Raises RuntimeError if the world itself failed."""
         folder = self._cell_dir(cell)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

@@ -46,7 +46,7 @@ def run(plan: Plan, out: Path, progress: Progress, parts: Machinery | None = Non
 
 def _finished(plan: Plan, progress: Progress, parts: Machinery | None) -> Generator[tuple[Cell, list[Verdict], float]]:
     """Cells as they finish, with their verdicts and seconds. One-rank cells, which others wait for, start first."""
-    # The runner closes before the pool: on Ctrl-C its worlds end, and with them what the workers wait for.
+    # The runner closes before the pool: on Ctrl-C its worlds end first, so that no worker waits for them.
     with ThreadPoolExecutor(plan.workers) as pool, Runner(plan, parts) as runner:
 
         def judge(cell: Cell) -> tuple[Cell, list[Verdict], float]:
@@ -88,7 +88,7 @@ class Runner(AbstractContextManager["Runner"]):
         with ExitStack() as stack:
             temporary = tempfile.TemporaryDirectory(prefix="moeref-conformance-", ignore_cleanup_errors=True)
             self._dir = Path(stack.enter_context(temporary))
-            # The oracle makes the first model while worlds start in this thread, which outlives them: both are slow.
+            # Both are slow: the oracle makes the first model while the worlds start in this thread.
             for cell in cells[:1]:
                 stack.enter_context(ThreadPoolExecutor(1)).submit(self._expected, cell)
             self._worlds = stack.enter_context(Worlds(self.plan, self._parts.worlds, self._dir))

@@ -1,6 +1,6 @@
-"""Two targets load one checkpoint in the same cell: do their ranks hold the same shards, hash by hash?
+"""Compares the shards that the ranks of two targets hold after loading one checkpoint in the same cell.
 
-Each target runs in a world of its own. A rank opens the cell, loads, and writes a SHA-256 over dtype, shape and bytes
+Each target runs in a separate world. A rank opens the cell, loads, and writes a SHA-256 over dtype, shape and bytes
 of each tensor of its chunks. Nothing is compared with an expected value here; the rules do that.
 """
 
@@ -57,7 +57,7 @@ def digest(tensor: object) -> str:
 
 
 def compare(cell: str, left: Hashes, right: Hashes) -> ShardComparison:
-    """The hashes of two targets in one cell."""
+    """Compare the hashes of two targets in one cell."""
     both = left.keys() & right.keys()
     equal = {key for key in both if left[key] == right[key]}
     return ShardComparison(cell, len(equal), tuple(sorted(both - equal)), tuple(sorted(left.keys() ^ right.keys())))
@@ -110,7 +110,7 @@ def _compare_cell(
 
 
 def explained(comparison: ShardComparison, cell: Cell, known_failures: Sequence[KnownFailure]) -> ShardComparison:
-    """With the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001."""
+    """`comparison` with the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001."""
     rule = load_rules()["RUN-001" if comparison.error else "LOD-001"]
     entry = None if comparison.same else lookup(known_failures, cell, rule)
     return replace(comparison, known_failure=entry.reason) if entry else comparison

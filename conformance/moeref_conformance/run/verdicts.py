@@ -57,7 +57,7 @@ def judged(
     so_far: Mapping[str, Verdict],
     no_baseline: str,
 ) -> Verdict:
-    """The verdict of `judge`. `so_far` has those on the rule's prerequisites; `no_baseline` says why there is none."""
+    """The verdict of `judge`. `so_far` has the verdicts on its prerequisites; `no_baseline` says why there is none."""
     if reason := _unmet(rule, so_far):
         return verdict(plan, case.cell, rule, "untested", reason=reason)
     if judge is None:
@@ -79,7 +79,7 @@ def judged(
 
 
 def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:
-    """Which prerequisite keeps the rule from being judged. One that a dump has no record of does not."""
+    """The prerequisite that did not pass, or "". One that a dump has no record of (unclaimed) does not count."""
     for needed in rule.requires:
         if needed in so_far and so_far[needed].status not in ("pass", "unclaimed"):
             return f"requires {needed}, which did not pass ({so_far[needed].status})"
@@ -87,7 +87,7 @@ def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:
 
 
 def _crashed(plan: Plan, case: Case) -> Outcome | None:
-    """A target that raised fails the rule itself where RUN-001 is not judged: the static world has no processes."""
+    """Crashes as findings of the rule itself where RUN-001 is not judged (the static world), else None."""
     crashes = case.observation.crashes if case.observation else []
     if not crashes or plan.rules["RUN-001"].applies(case.cell.backend):
         return None

@@ -54,7 +54,7 @@ def each_row(change: Callable[[NameRow], NameRow]) -> Change:
 
 
 def stream(session: Any, change: Callable[[Iterator[Pair]], Iterator[Pair]]) -> Any:
-    """`session` with its stream passed through `change`, which keeps no tensor alive longer than it needs."""
+    """`session` with its stream passed through `change`, which must not keep tensors alive."""
     good = session.export
     return facet(session, "export", stream=lambda: change(good.stream()))
 
@@ -74,7 +74,7 @@ def each(change: Callable[[TensorMeta, torch.Tensor], Pair | None]) -> Change:
 
 
 def whole_stream(change: Callable[[Tensors], None]) -> Change:
-    """A fault's `wrap` that takes in the whole stream, lets `change` edit it by name, and only then sends it."""
+    """A fault's `wrap` that collects the whole stream, lets `change` edit it by name, and then sends it."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         metas, tensors = collected(pairs)
@@ -87,7 +87,7 @@ def whole_stream(change: Callable[[Tensors], None]) -> Change:
 
 
 def collected(pairs: Iterator[Pair]) -> tuple[list[TensorMeta], Tensors]:
-    """All descriptions of a stream in order and, on the writer, all tensors by name."""
+    """All metadata of a stream in order and, on the writer, all tensors by name."""
     metas, tensors = [], {}
     for meta, tensor in pairs:
         metas.append(meta)
@@ -97,7 +97,7 @@ def collected(pairs: Iterator[Pair]) -> tuple[list[TensorMeta], Tensors]:
 
 
 def described(change: Callable[[TensorMeta], TensorMeta | None]) -> Change:
-    """A fault's `wrap` that changes what plan and stream say of every tensor, on all ranks; None leaves it out."""
+    """A fault's `wrap` that changes the metadata of every tensor in plan and stream, on all ranks; None drops it."""
 
     def wrap(session: Any, cell: Cell, world: World) -> Any:
         good = session.export
@@ -169,7 +169,7 @@ def loaded(value: Callable[[NameRow, Tensors, Cell], torch.Tensor | None]) -> Ch
 
 
 def copied(folder: Path, world: World, change: Callable[[Tensors], Tensors]) -> Path:
-    """A Hugging Face folder of this rank's own, with what `change` makes of the tensors of `folder`."""
+    """A Hugging Face folder for this rank alone, with the tensors of `folder` passed through `change`."""
     into = world.workdir / "changed_checkpoint"
     into.mkdir(exist_ok=True)
     save_file(change(checkpoint(folder)), into / "model.safetensors")
@@ -179,8 +179,7 @@ def copied(folder: Path, world: World, change: Callable[[Tensors], Tensors]) -> 
 def both_ways(session: Any, wrong: Callable[[], None], right: Callable[[], None]) -> Any:
     """`session` whose loading and exporting share one mistake, so that a round trip is clean.
 
-    `wrong` turns the model's tensors from what they must be into what the mistake makes of them; `right` undoes it. The
-    stream of the good session runs on tensors that are put right for its time.
+    `wrong` applies the mistake to the model's tensors, `right` undoes it. It is undone while the good session streams.
     """
     good = session.export
 
@@ -199,10 +198,10 @@ def both_ways(session: Any, wrong: Callable[[], None], right: Callable[[], None]
 
 
 def rearranged(order: Callable[[NameRow, int, World], torch.Tensor | None], dim: int = 0) -> Change:
-    """A fault's `wrap` that loads some tensors in another order along `dim`, and exports them by that order as well.
+    """A fault's `wrap` that loads some tensors in another order along `dim`, and exports them by the same order.
 
-    `order(row, length, world)` says which row (or column) comes where in the shards of all TP or ETP ranks joined,
-    `length` in all. None leaves a tensor as it is.
+    `order(row, length, world)` is the order of the `length` rows (or columns) of the tensor joined over TP or ETP
+    ranks. None leaves a tensor as it is.
     """
 
     def wrap(session: Any, cell: Cell, world: World) -> Any:
@@ -236,7 +235,7 @@ def _joined(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.T
 
 
 def loads_by_table(session: Any, world: World) -> Any:
-    """`session` whose load goes by its names tables, and raises where they do not fit the model or the checkpoint."""
+    """`session` whose load raises where its names tables do not fit the model or the checkpoint."""
     if session.export is None:  # the static world
         return session
     good = session.export
@@ -256,7 +255,7 @@ def loads_by_table(session: Any, world: World) -> Any:
 
 
 def _check(row: NameRow, tensor: torch.Tensor | None) -> None:
-    """Raises if `tensor` is not what the row of a table says."""
+    """Raise if `tensor` does not match the row of a table."""
     if tensor is None:
         raise LookupError(f"chunk {row.chunk} has no {row.local} (global {row.global_name})")
     if tuple(tensor.shape) != row.shape:

@@ -64,7 +64,7 @@ class RouterReplayFacet:
             RouterReplay.clear_global_router_replay_action()
 
     def _cut(self, sample: Any, length: int) -> list[Any]:
-        """int64 [T, K] for each router of the rank, whose layers are taken for a run from the first router's on.
+        """Routes, int64 [T, K], of each router of the rank, whose layers are taken to be consecutive.
 
         Missing rows are -1.
         """

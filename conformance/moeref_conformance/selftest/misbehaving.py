@@ -18,7 +18,7 @@ from moeref_conformance.targets.moeref import MoerefTarget
 
 
 class _Forward:
-    """The facet `forward` with `value` for logits, which is raised if it is an error."""
+    """The facet `forward`, which returns `value` as logits, or raises it if it is an exception."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -15,7 +15,7 @@ from moeref_conformance.selftest.faults.steps import balanced
 from moeref_conformance.selftest.faulty import FaultyTarget
 from moeref_conformance.targets.moeref import MoerefTarget
 
-#: Right: steps with the whole of megatron-core's auxiliary loss.
+#: Correct: steps with megatron-core's auxiliary loss, unscaled.
 BALANCED = Fault(
     id="balanced",
     bug="none: the auxiliary loss as megatron-core has it",
@@ -32,7 +32,7 @@ def with_auxiliary_loss() -> FaultyTarget:
 
 
 def _noting_marks(cell: Cell, world: World) -> AbstractContextManager[Any]:
-    """Every parameter notes the marks that megatron-core gives it (`allreduce`, `sequence_parallel`)."""
+    """Every parameter records the attributes that megatron-core gives it (`allreduce`, `sequence_parallel`)."""
     from megatron.core.models.gpt import GPTModel
 
     good = GPTModel.__init__

@@ -14,7 +14,7 @@ from moeref_conformance.steps.facet import Context, Facet, Static, Step
 def recorded(config: Config, context: Context) -> dict[str, Any]:
     """What was given, what each different config of the modules holds, and the answer to every request.
 
-    An answer is what changes against the request for nothing, or the text of the refusal.
+    An answer is what differs from the answer to the empty request, or the text of the refusal.
     """
     base = _plain_values(config.resolve(Request(), "policy"))
     answers = {name: _answer(config, request, "policy", base) for name, request in REQUESTS.items()}
@@ -51,7 +51,7 @@ def _answer(config: Config, request: Request, role: str, base: Mapping[str, Any]
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that are plain: None, bool, numbers, text, and lists of them."""
+    """The plain ones of `values`: None, bool, numbers, strings, and lists of them."""
     return {str(k): list(v) if isinstance(v, tuple) else v for k, v in values.items() if _is_plain(v)}
 
 

@@ -1,4 +1,4 @@
-"""Facet `dispatch`: what is padded to what, which dispatchers are given, and rows to their experts and back."""
+"""Facet `dispatch`: padded lengths, the settings of dispatchers, and round trips of rows to their experts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def chosen(dispatch: Dispatch, context: Context) -> dict[str, dict[str, Any]]:
 
 
 def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
-    """Every exchange of EXCHANGES; outputs, counts, what every expert received and all gradients are saved.
+    """Every exchange of EXCHANGES. Saves outputs, counts, the rows that every expert received, and all gradients.
 
-    Rows and experts are on the rank's device, where the ranks' collectives take them.
-
-    The value has the refusal of each set of malformed rows; None if they were dispatched.
+    Rows and experts are on the rank's device, as collectives need. The value has the refusal of each set of malformed
+    rows; None if they were dispatched.
     """
     import torch
 
@@ -60,7 +59,7 @@ def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
 
 
 class LocalExperts:
-    """The experts of one rank, or its shares of them under ETP. They remember the rows that they received."""
+    """The experts of one rank, or its shares of them under ETP. They keep the rows that they received."""
 
     def __init__(self, layout: Layout, rank: int, experts: int, device: str | torch.device) -> None:
         from moeref_conformance.contract.requests.exchange import local_experts, parameters
@@ -84,7 +83,7 @@ class LocalExperts:
 
 
 def malformed(rows: RoutedRows) -> dict[str, RoutedRows]:
-    """Rows that no dispatcher may take, by what is wrong with the experts of the third."""
+    """Rows that a dispatcher must refuse, by what is wrong with the experts of the third row."""
 
     def put(first: int) -> RoutedRows:
         experts_TK = rows.experts_TK.clone()

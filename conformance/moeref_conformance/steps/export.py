@@ -1,6 +1,6 @@
 """Facet `export`: load, export, change the weights, export again, and what must be refused.
 
-The kit looks into the modules, and changes them, by `export.chunks()`.
+The kit reads and changes the modules through `export.chunks()`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan(export: Export, context: Context) -> list[Any] | None:
 
 
 def streamed(step: str) -> Callable[[Export, Context], list[dict[str, Any]]]:
-    """A step that saves the tensors of a whole stream. Its value is their metadata and how many earlier ones live."""
+    """A step that saves the tensors of a whole stream. Its value: metadata, and how many earlier ones are alive."""
 
     def stream(export: Export, context: Context) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ def streamed(step: str) -> Callable[[Export, Context], list[dict[str, Any]]]:
             if tensor is not None:
                 kept[free_key(kept, meta.name)] = copied(tensor)
                 earlier.append(weakref.ref(tensor))
-            # Our own references go before the next tensor is asked for: what is alive then, the target keeps alive.
+            # Drop this function's references: what is alive at the next tensor, the target keeps alive.
             del tensor
         context.save(step, kept)
         return rows
@@ -76,7 +76,7 @@ def change(export: Export, context: Context) -> None:
 
 
 def own(export: Export, context: Context) -> dict[str, list[str]]:
-    """Zero every tensor of a further stream: which tensors of the model, and which later ones, that has changed."""
+    """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed."""
     before = {(c, n): copied(t) for c, n, _, t in module_tensors(export.chunks())}
     later = _zeroed(export, context)
     changed = []
@@ -89,7 +89,7 @@ def own(export: Export, context: Context) -> dict[str, list[str]]:
 
 
 def refuse_parameter(export: Export, context: Context) -> None:
-    """Export while chunk 0 has a parameter that no table can know; drain the stream if the plan does not raise."""
+    """Export while chunk 0 has a parameter that is in no table; drain the stream if the plan does not raise."""
     chunk, holder = export.chunks()[0], torch.nn.Module()
     like = next(chunk.parameters(), torch.empty(0))
     holder.register_parameter("weight", torch.nn.Parameter(torch.ones(2, 3, dtype=like.dtype, device=like.device)))
@@ -117,7 +117,7 @@ def _items(export: Export) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
 
 
 def _zeroed(export: Export, context: Context) -> list[str]:
-    """Zero every tensor of a stream as it comes; the names of those that came other than in `export_changed`."""
+    """Zero every tensor of a stream as it comes. Returns the names of those that differ from `export_changed`."""
     file = context.folder / "export_changed.safetensors"
     was = load_file(file) if file.exists() else {}
     later = []

@@ -1,6 +1,6 @@
-"""What a facet is to the kit: its name, its protocol, and the steps in which it is asked.
+"""A facet: its name, its protocol, and its steps.
 
-Every facet of `api.FACETS` has a module of its name in this room, with a `FACET`. A rank and the static world take
+Every facet of `api.FACETS` has a module of its name in this package, with a `FACET`. A rank and the static world take
 their steps from there.
 """
 
@@ -38,7 +38,7 @@ class Static(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What a step may use besides its facet. `made` keeps what several steps or ranks share."""
+    """What a step may use besides its facet. `made` caches what several steps or ranks share."""
 
     rank: int
     cell: Cell
@@ -66,7 +66,7 @@ class Context:
 class Step:
     """One record of a rank. `ask` is called with the facet and the context; its value goes into the record.
 
-    `refusal`: an error is the good outcome, and the rank goes on.
+    `refusal`: the target must raise, and the rank goes on.
     """
 
     name: str
@@ -77,13 +77,13 @@ class Step:
     refusal: bool = False
 
     def take(self, facet: Facet, context: Context) -> Any:
-        """The answer of the context's session."""
+        """Take the step with the facet of the context's session."""
         return self.ask(context.facet(facet.name), context)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facet:
-    """One facet. `name` is the session's attribute; `needs` are further facets without which it is not asked."""
+    """One facet. `name` is the session's attribute; `needs` are other facets without which it has no steps."""
 
     name: str
     protocol: type
@@ -109,7 +109,7 @@ def static_steps(claims: Claims, cell: Cell, which: Static) -> list[tuple[Facet,
 
 
 def checked_rows(rows: Any, kind: type) -> list[Any]:
-    """A target's answer as a list. Raises TypeError that names what came instead of rows of `kind`."""
+    """A target's answer as a list. Raises TypeError, naming what it got, for anything but rows of `kind`."""
     if not isinstance(rows, Iterable):
         raise TypeError(f"expected rows of api.{kind.__name__}, the target gave {rows!r}")
     made = list(rows)

@@ -10,12 +10,12 @@ from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell takes a step: in fp32, where a sum in another order turns no route, and without a further loss."""
+    """Whether a cell takes a training step: in fp32, where the order of sums changes no route, without MTP's loss."""
     return cell.gradients and cell.dtype == "float32" and cell.mtp == 0
 
 
 def batch(tokens_BS: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The rows of a step: the kit's rows, repeated for an interleaved schedule, which leaves their mean as it is.
+    """The rows of a step: the kit's rows, repeated for an interleaved schedule, which does not change their mean.
 
     2·PP microbatches bring an interleaved schedule into its steady state, where sends of both directions cross.
     """

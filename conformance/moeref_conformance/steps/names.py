@@ -16,14 +16,14 @@ def table(names: Names, context: Context) -> tuple[NameRow, ...]:
 
 
 class SharedTables:
-    """Tables in one form, equal ones kept once: thousands of ranks of the static world have few different tables."""
+    """Tables as tuples, equal ones stored once: in the static world thousands of ranks have few different tables."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
         self._given: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
 
     def kept(self, given: Any) -> tuple[NameRow, ...]:
-        """The table to keep for `given`. Raises TypeError that names what came instead of rows of api.NameRow."""
+        """The table to keep for `given`. Raises TypeError, naming what it got, for anything but rows of NameRow."""
         # A tuple that came before and is still held cannot have changed; anything else is compared.
         if id(given) in self._given:
             return self._given[id(given)][1]

@@ -1,6 +1,6 @@
 """Records which hidden states enter each MoE layer, and which of them its local experts receive.
 
-Routers and replay buffers are not asked. Judges match rows by their bytes, whatever dispatcher or rank they came by.
+Routers and replay buffers are not read. Judges match rows by their bytes, whatever dispatcher or rank they came by.
 """
 
 from __future__ import annotations

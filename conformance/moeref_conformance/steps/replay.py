@@ -104,7 +104,7 @@ def resumed(whole: Routes, recomputed: Routes) -> list[Turn]:
 
 
 def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
-    """Routes that no replay may take, by what is wrong with them."""
+    """Routes that replay must refuse, by what is wrong with them."""
 
     def first(change: Callable[[Routes], Routes]) -> list[Routes]:
         return [change(routes[0].copy()), *routes[1:]]
@@ -150,7 +150,7 @@ def full_recompute(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def negated_routers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Negate every router's weight, as if trained since: every token's own choice of experts is another one."""
+    """Negate every router's weight, as if trained since: every token's own choice of experts changes."""
     layers: list[Any] = [
         m for chunk in chunks for m in chunk.modules() if hasattr(m, "experts") and hasattr(m, "router")
     ]

@@ -1,4 +1,4 @@
-"""What every rank does with a session: the steps of the facets that are claimed, each on record before and after."""
+"""What every rank does with a session: all steps of the claimed facets, each recorded before and after."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepRaised(Exception):
 
 
 class Log:
-    """Writes `events.jsonl`. Each line is flushed at once, so that the record of a killed rank ends where it was."""
+    """Writes `events.jsonl`. Each line is flushed at once, so that the record of a killed rank shows its last step."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

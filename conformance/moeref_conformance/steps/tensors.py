@@ -1,4 +1,4 @@
-"""Tensors as ranks look at them: those that modules hold, copies for a record, and equality of bytes."""
+"""The tensors of modules, copies of them for a record, and equality of bytes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class DumpTarget:
         return Info(name=str(manifest["name"]), version=str(manifest["version"]))
 
     def recorded_steps(self, cell: Cell) -> frozenset[str]:
-        """Steps that some rank recorded, `hf` where there is an export, and `close`, whose absence is a verdict."""
+        """Steps that some rank recorded, `hf` where there is an export, and always `close`: to lack it is a failure."""
         if cell.id not in self._steps:
             self._steps[cell.id] = self._read_steps(self.cells[cell.id])
         return self._steps[cell.id]

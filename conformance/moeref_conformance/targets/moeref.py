@@ -1,4 +1,4 @@
-"""moeref as a target: the kit's first customer, and the only file of the kit that imports it."""
+"""moeref as a target. No other file of the kit imports moeref."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class _Dispatch:
         return facets.Padding(samples=samples, totals=made.group([sum(padded) for padded in samples]))
 
     def settings(self, request: facets.DispatcherRequest) -> dict[str, Any]:
-        # Not as training: moeref's model mends the gradients for which the table refuses ETP at EP=1 under 0.16.
+        # Not as training: under 0.16 the table refuses ETP at EP=1 for its gradients, which moeref's model corrects.
         setup = dispatcher.Setup(
             layout=self._layout,
             sequence_parallel=self._layout.tp > 1,
@@ -219,12 +219,12 @@ class _Dispatch:
 
 
 class _Config:
-    """What moeref's one source of settings makes of requests, read back from a real TransformerConfig."""
+    """The settings that moeref makes of requests, read from a real TransformerConfig."""
 
     def __init__(self, model: families.Model, layout: Layout, cell: Cell, built: Built | None, device: str) -> None:
         self._model, self._layout, self._built, self._cell = model, layout, built, cell
         self._device = device.partition(":")[0]
-        # As a request may say otherwise, a cell's dispatcher and replay are fields that its own replace.
+        # A cell's dispatcher and replay are passed as fields, so that a request's fields replace them.
         chosen = dispatcher.settings(dispatcher.Choice(cell.dispatcher))
         self._fields = {name: value for name, value in chosen.items() if value is not None}
         if cell.replay != "off":
@@ -250,7 +250,7 @@ class _Config:
 
 
 def _options(cell: Cell) -> dict[str, Any]:
-    """What a cell asks of moeref beside the model and the layout."""
+    """moeref's options for a cell, besides the model and the layout."""
     names = ("dispatcher", "replay", "kernels", "norms", "experts")
     return {**{name: getattr(cell, name) for name in names}, "precision": cell.precision or None}
 
@@ -272,7 +272,7 @@ class _Session:
 
 
 class MoerefTarget:
-    """moeref, judged like anybody else. `divisible_by` times TP is what the vocabulary is padded to a multiple of."""
+    """moeref, judged like any other target. The vocabulary is padded to a multiple of `divisible_by` times TP."""
 
     def __init__(self, divisible_by: int = bridge.VOCAB_DIVISIBLE_BY) -> None:
         self._divisible_by = divisible_by
@@ -329,7 +329,7 @@ def target() -> MoerefTarget:
 
 
 def unpadded() -> MoerefTarget:
-    """moeref with no more vocabulary rows than TP needs, as bridges build it: to compare shards with theirs."""
+    """moeref with no more vocabulary rows than TP needs, as bridges build it, to compare shards with theirs."""
     return MoerefTarget(divisible_by=1)
 
 

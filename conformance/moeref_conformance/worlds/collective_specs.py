@@ -1,7 +1,7 @@
-"""Each collective in one language: how many units a member sends to, and expects from, each other member.
+"""Each collective in one form: how many units a member sends to, and expects from, each other member.
 
 `SPECS` maps a name in torch.distributed to the function that describes a call of it from its bound arguments. Whether
-the descriptions of all members fit together is judged in `collectives.py`.
+the descriptions of all members fit together is checked in `collectives.py`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _to_root(count: int, group: Any, n: int, root: int) -> list[int]:
 
 
 def _sized(pieces: Sequence[torch.Tensor], n: int) -> list[int]:
-    """Elements per member; -1, which nobody sends or expects, where the list is too short."""
+    """Elements per member; -1, which matches nothing, for a missing piece, or for all if there are too many."""
     return [pieces[j].numel() if j < len(pieces) else -1 for j in range(n)] if len(pieces) <= n else [-1] * n
 
 

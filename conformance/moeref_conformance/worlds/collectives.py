@@ -1,10 +1,10 @@
 """Checked collectives: before the data moves, the members of a group agree on what is about to move.
 
 gloo under-fills an all-to-all whose splits disagree, or aborts the process, and scatters wrong bytes from tensors that
-are not contiguous; NCCL waits for ever. So `install()` wraps torch.distributed's collectives: every member first sends
-a fixed-size int64 signature of its call (one small all-gather), all members judge the same table, and on disagreement
+are not contiguous; NCCL hangs. So `install()` wraps torch.distributed's collectives: every member first sends
+a fixed-size int64 signature of its call (one small all-gather), all members check the same table, and on disagreement
 all of them raise CollectiveMismatch. Then the output buffers are poisoned (NaN, or the largest integer), so that what a
-collective does not fill is seen. Install before megatron-core is imported: it captures collectives by name at import.
+collective does not fill shows. Install before megatron-core is imported: it captures collectives by name at import.
 
 Point-to-point calls are left alone but for poisoned receive buffers. With `async_op=True` the check still completes
 first; then the real Work is returned. What a call declares is described in `collective_specs.py`.
@@ -80,7 +80,7 @@ def _checked(op: str, real: Callable[..., Any], describe: Describe) -> Callable[
         finally:
             _guard.busy = False
 
-    # Stacks of hung ranks show code names: let them show the operation.
+    # Stacks of hung ranks show the names of code objects: make that the operation.
     named: Any = collective
     named.__code__ = named.__code__.replace(co_name=op)
     return collective
@@ -133,7 +133,7 @@ def _device(group: Any) -> torch.device:
 
 
 def _trouble(table: list[list[int]], n: int, call: Spec, me: int) -> Callable[[list[int]], str] | None:
-    """What is wrong, as a function of the group's global ranks, or None. All members reach the same verdict."""
+    """What is wrong, as a function of the group's global ranks, or None. All members get the same result."""
     h = len(HEADER)
     send = [row[h + SHOWN : h + SHOWN + n] for row in table]
     expect = [row[h + SHOWN + n :] for row in table]

@@ -38,14 +38,14 @@ class Coordinator:
     def __init__(self, places: Mapping[int, Place], lines: Mapping[int, Line], worker: Worker, store: Store) -> None:
         self.places, self._lines = dict(places), dict(lines)
         self.gone: dict[int, str] = {}
-        self._store = store  # it may be served here, for as long as the object lives
+        self._store = store  # this process may serve the store, which ends with this object
         self._questions = 0
         self._worker = threading.Thread(target=worker.serve, name="worker of rank 0")
         self._worker.start()
 
     @classmethod
     def gather(cls, place: Place, target_spec: str, entry: str = ENTRY) -> Coordinator:
-        """Wait for all others. Raises WorldError naming those that do not come, BadInput if they are not alike."""
+        """Wait for all others. Raises WorldError naming those that do not come, BadInput if they differ."""
         ours, theirs = Line.pair()
         lines, places, found = {0: ours}, {0: place}, {0: installed(target_spec)}
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
@@ -82,7 +82,7 @@ class Coordinator:
         self.close()
 
     def close(self) -> None:
-        """Tell all to stop. Returns when the ranks of this process are gone; the others end theirs likewise."""
+        """Tell all to stop. Returns when the ranks of this process are gone; other processes end theirs too."""
         self.tell(self.places, {"stop": True})
         self._worker.join()
         for line in self._lines.values():
@@ -113,7 +113,7 @@ class Coordinator:
                 raise BadInput(f"processes of torchrun differ in {key}: {told}{more}. Install the same everywhere")
 
     def tell(self, ranks: Iterable[int], message: Mapping[str, Any], load: bytes = b"") -> None:
-        """Send to those that are still there."""
+        """Send a message to those that are still connected."""
         for rank in ranks:
             if line := self._lines.get(rank):
                 try:
@@ -122,14 +122,14 @@ class Coordinator:
                     self.lose(rank, str(error))
 
     def question(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a number of its own, which answers repeat."""
+        """The message with a new number, which answers repeat."""
         self._questions += 1
         return {**message, "number": self._questions}
 
     def hear(self, ranks: Iterable[int], number: int, seconds: float) -> Iterator[tuple[int, dict[str, Any], bytes]]:
-        """Answers to question `number` by those of `ranks` who speak within `seconds`, one each.
+        """Answers to question `number` that come from `ranks` within `seconds`, at most one from each.
 
-        Those found gone are lost. Late answers to questions that were given up are dropped.
+        Ranks whose connection is closed are lost. Late answers to earlier questions are dropped.
         """
         lines = {line.connection: (rank, line) for rank in ranks if (line := self._lines.get(rank))}
         for ready in wait(list(lines), seconds):
@@ -143,7 +143,7 @@ class Coordinator:
                 yield rank, message, load
 
     def lose(self, rank: int, why: str) -> None:
-        """Note that the process of this rank is not there any more."""
+        """Record that the process of this rank is gone."""
         self.gone.setdefault(rank, f"the process that torchrun started for it is gone: {why}")
         if line := self._lines.pop(rank, None):
             line.close()
@@ -151,7 +151,7 @@ class Coordinator:
     def ask(
         self, ranks: Iterable[int], message: Mapping[str, Any], seconds: float, load: bytes = b""
     ) -> dict[int, Any]:
-        """The answers of all. Raises WorldError if one answers with an error, with nothing, or is gone."""
+        """The answers of all. Raises WorldError if one answers with an error, not in time, or is gone."""
         waiting, answers = set(ranks), dict[int, Any]()
         until, asked = time.monotonic() + seconds, self.question(message)
         self.tell(waiting, asked, load)
@@ -173,7 +173,7 @@ def join(place: Place, target_spec: str) -> Line:
     """The line to the process of rank 0. Raises WorldError if it does not come."""
     try:
         store, until = open_store(place), time.monotonic() + JOIN_SECONDS
-        while not store.check([prefix("coordinator")]):  # its own wait would not let a signal through
+        while not store.check([prefix("coordinator")]):  # `store.wait` would block signals
             if time.monotonic() > until:
                 raise WorldError(f"the process of rank 0 did not come in {JOIN_SECONDS:g} s")
             time.sleep(0.1)
@@ -188,7 +188,7 @@ def join(place: Place, target_spec: str) -> Line:
 
 
 def _hello(line: Line, token: str) -> dict[str, Any] | None:
-    """What a process that has connected says of itself; None, and no connection, for another program."""
+    """The first message of a process that has connected. For another program None, and the line is closed."""
     try:
         if line.connection.poll(HELLO_SECONDS):
             message, _ = line.receive(HELLO_MOST)
@@ -201,7 +201,7 @@ def _hello(line: Line, token: str) -> dict[str, Any] | None:
 
 
 def open_store(place: Place) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT: torchrun's own, or if it has none there, one of rank 0's process."""
+    """The store at MASTER_ADDR and MASTER_PORT: torchrun's own, or if there is none, one in rank 0's process."""
     from torch._C._distributed_c10d import TCPStore
 
     serve = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0
@@ -215,5 +215,5 @@ def address() -> tuple[str, int]:
 
 
 def prefix(name: str) -> str:
-    """A key of our own in the store, another one after every restart."""
+    """The kit's key `name` in the store, another one after every restart of the processes."""
     return f"moeref-conformance/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"

@@ -1,10 +1,10 @@
 """What unedited megatron-core needs to run on a machine without a GPU: a table of substitutions, each with its reason.
 
-Where a GPU is used only the entries marked `anywhere` are installed: these stand in for nothing of CUDA, they mend what
+Where a GPU is used only the entries marked `anywhere` are installed: they replace nothing of CUDA, but add what
 megatron-core's local layer spec lacks without Transformer Engine and Apex. The two stages follow the import order:
 "torch" entries must be in place before megatron-core is imported (it captures collectives at import), "megatron"
-entries patch its modules. Numerics are torch's own CPU kernels throughout; no entry computes anything of a model. They
-are known to hold for megatron-core 0.16.1 and 0.19.2 with the local (not Transformer Engine) layer spec.
+entries patch its modules. Numerics are torch's own CPU kernels throughout; no entry computes a part of a model. They
+are tested with megatron-core 0.16.1 and 0.19.2 with the local (not Transformer Engine) layer spec.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def synchronize() -> None:
 
 
 class Event:
-    """An event that has always happened already."""
+    """An event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, stream: Stream | None = None) -> None: ...
@@ -91,7 +91,7 @@ def streams() -> None:
     torch.cuda.stream = stream  # type: ignore[assignment]
 
 
-#: What makes a tensor on the device that it is given: functions of torch, and methods of a tensor.
+#: What makes a tensor on a given device: functions of torch, and methods of a tensor.
 FACTORIES = (
     *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like"),
     *("linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn"),
@@ -112,7 +112,7 @@ def device_literals() -> None:
     The functions are wrapped one by one. A torch function mode would do the same in fewer lines, but it also intercepts
     every other call of torch, which took a fifth of a rank's CPU time.
     """
-    # `with torch.device("meta")` knows these functions by identity, and looks them up once.
+    # `with torch.device("meta")` knows these functions by identity: let torch look them up before they are wrapped.
     _device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -153,7 +153,7 @@ def _seed(seed: int) -> None:
 
 
 def eager() -> None:
-    """`torch.compile` runs what it is given as it is: megatron-core compiles elementwise functions of its modules."""
+    """`torch.compile` runs functions eagerly: megatron-core compiles elementwise functions of its modules."""
     torch.compiler.set_stance("force_eager")
 
 
@@ -285,7 +285,7 @@ _installed: list[str] = []
 
 
 def install(device: str, stage: Stage) -> tuple[str, ...]:
-    """Install the entries of `stage` once and answer the names of all that are in place now.
+    """Install the entries of `stage` once and return the names of all that are in place now.
 
     For a CUDA `device` these are the entries marked `anywhere`. Raises RuntimeError for device "cpu" where torch sees a
     GPU: the substitutions would redirect real GPU work (hide it with CUDA_VISIBLE_DEVICES=""), ValueError for another

@@ -43,13 +43,13 @@ ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which some bridges import, starts a thread
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it under sequence parallelism
 }
-#: Besides, where ranks use GPUs.
+#: In addition, where ranks use GPUs.
 GPU_ENVIRONMENT = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() by NVML: the driver's own answer spoils forks
-    "NVIDIA_TF32_OVERRIDE": "0",  # fp32 is held to fp32 bounds: no TF32 in cuBLAS and cuDNN, so none in TE either
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() by NVML: asking the driver breaks CUDA in forks
+    "NVIDIA_TF32_OVERRIDE": "0",  # fp32 is judged by fp32 bounds: no TF32 in cuBLAS and cuDNN, so none in TE either
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS chooses the same algorithm every time
 }
-#: What every Megatron target imports; preloaded so that ranks do not.
+#: What every Megatron target imports; imported here, so that ranks need not.
 PRELOAD = (
     "megatron.core.parallel_state",
     "megatron.core.tensor_parallel",
@@ -85,13 +85,13 @@ def main() -> None:
     rank_main.prctl(rank_main.PR_SET_CHILD_SUBREAPER, 1)
 
     def leave(number: int, frame: Any) -> None:
-        # The kernel also sends this when the thread that started us ends; the parent itself may well be alive.
+        # The kernel also sends this when the thread that started us ends; the parent itself may still be alive.
         if os.getppid() != args.parent or number == signal.SIGINT:
             raise supervise.ParentGone
 
     signal.signal(signal.SIGTERM, leave)
     rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGTERM)
-    keep = supervise.children()  # helpers that the target's import started stay
+    keep = supervise.children()  # processes that the target's import started are not ended
     try:
         if os.getppid() != args.parent:
             raise supervise.ParentGone
@@ -105,7 +105,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the imports gave: the target, what each rank calls, the world they run in, and the facts for the parent."""
+    """Result of the imports: the target, what each rank calls, the backend, and the facts for the parent."""
 
     target: Target
     entry: Callable[..., Any]
@@ -114,7 +114,7 @@ class Prepared:
 
 
 def prepare(spec: str, entry: str, world: str) -> Prepared:
-    """Import and patch everything, in the order that matters.
+    """Import and patch everything, in the required order.
 
     Raises what the imports raise, and RuntimeError if they left a second thread running or initialised CUDA: forking
     would be unsafe.
@@ -154,7 +154,7 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
     one_thread()
     no_cuda(f"importing the target {spec!r}")
     gc.collect()
-    gc.freeze()  # collected objects are not touched again, so their pages stay shared with the ranks
+    gc.freeze()  # the collector leaves these objects alone, so their pages stay shared with the ranks
     return Prepared(target, function, world, facts)
 
 
@@ -170,10 +170,10 @@ def one_thread() -> None:
 
 
 def no_cuda(after: str) -> None:
-    """Raise RuntimeError if this process has initialised CUDA, or a process forked from it could not do so any more.
+    """Raise RuntimeError if this process has initialised CUDA, or if CUDA would not work in its forks.
 
-    torch notes the latter only in the child (asking the driver for the number of GPUs is enough), so one is forked,
-    where NVML sees a GPU: without one there is nothing to lose.
+    Asking the driver for the number of GPUs is enough for the latter, and torch notices it only in the child. So one
+    child is forked, if NVML sees a GPU.
     """
     import torch
 

@@ -45,7 +45,7 @@ class WorldError(RuntimeError):
 class Part:
     """The ranks of a cell that this world forks, where other ranks of it run elsewhere.
 
-    All ranks meet in the TCP store at `store`, which somebody else serves, under `prefix`. `local` has every rank of
+    All ranks meet in the TCP store at `store`, which another process serves, under `prefix`. `local` has every rank of
     the cell that runs on this machine, with its index there. `finished` is called once, when these ranks have done
     their work; they stay, so that no peer loses its connection, until `ForkedWorld.leave`.
     """
@@ -193,10 +193,10 @@ class ForkedWorld:
         """End the server and its ranks: a `start` or `run` under way fails. From any thread; `close` is still due."""
         channel, process = self._channel, self._process
         if channel is not None:
-            with contextlib.suppress(OSError):  # nobody is connected any more
+            with contextlib.suppress(OSError):  # already disconnected
                 channel.shutdown(socket.SHUT_RDWR)
         if process is not None and not self.facts:
-            process.kill()  # still importing, it would not notice
+            process.kill()  # still importing, it does not read the socket
 
     def _tell(self, word: str) -> None:
         channel = self._channel
@@ -274,7 +274,7 @@ class ForkedWorld:
         return self._log.read().decode(errors="replace")
 
     def _end_ranks(self) -> None:
-        """Process groups of ranks whose fork server died: the ranks die with it, what they had started may not."""
+        """End the process groups of ranks whose fork server died: what the ranks had started may outlive them."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)

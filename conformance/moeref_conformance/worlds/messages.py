@@ -18,14 +18,14 @@ from typing import Any
 
 #: Bytes one message may carry: the record of a rank of a tiny model is some megabytes.
 MOST = 2 << 30
-#: Of what a rank printed, the end travels.
+#: Files with a rank's output, and how many bytes of their end are sent.
 PRINTED, PRINTED_MOST = ("stdout.txt", "stderr.txt"), 1 << 20
 #: A machine that has not answered for this long, in seconds, is gone: idle, between probes, and with data under way.
 IDLE, INTERVAL, PROBES = 5, 2, 5
 
 
 class Gone(ConnectionError):
-    """The other side of a line is not there any more."""
+    """The other end of a line is gone."""
 
 
 class Line:
@@ -57,7 +57,7 @@ class Line:
         return cls(here), cls(there)
 
     def send(self, message: Mapping[str, Any], load: bytes = b"") -> None:
-        """Raises Gone if nobody is there. Interrupted, it closes the line: half a message cannot be taken back."""
+        """Send a message. Raises Gone if the line is lost. If interrupted, closes it, as half a message may be sent."""
         with self._lock:
             try:
                 self.connection.send_bytes(json.dumps(message).encode() + b"\n" + load)
@@ -80,7 +80,7 @@ class Line:
         return message, load
 
     def close(self) -> None:
-        """Let the other side know that nobody is here. Safe to call more than once."""
+        """Close this end, so that the other end raises Gone. Safe to call more than once."""
         with self._lock:
             self.connection.close()
 
@@ -88,7 +88,7 @@ class Line:
 def pack(paths: Mapping[str, Path]) -> bytes:
     """Files and folders as a tar file in memory, each by its own name below its key, which may be empty.
 
-    A rank's scratch folder stays where it is. Raises ValueError if there is too much to be sent.
+    A rank's scratch folder is left out. Raises ValueError if there is too much to send.
     """
     size, out = 0, io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:

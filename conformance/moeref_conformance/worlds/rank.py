@@ -39,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Job:
-    """All ranks of a cell get the same one. `entry(target, cell, world, inputs, record_dir)` is called in each.
+    """What all ranks of a cell share. `entry(target, cell, world, inputs, record_dir)` is called in each.
 
     `store` is {"file": path} or {"tcp": [host, port], "prefix": text}. `local` gives each rank on this machine its
     index there. `staged`: the CPU world goes through the staged backend too, as if its tensors were on a GPU.
@@ -73,7 +73,7 @@ def record_dir(cell_dir: Path, rank: int) -> Path:
 def main(job: Job, rank: int, parent: int, close: tuple[int, ...]) -> NoReturn:
     """Run one rank in a freshly forked process and exit: 0 finished, 3 something raised.
 
-    `parent` is the pid of the fork server, `close` the file descriptors of it that a rank must not hold open.
+    `parent` is the pid of the fork server, `close` its file descriptors that a rank must close.
     """
     code = EXIT_RAISED
     try:
@@ -95,7 +95,7 @@ def main(job: Job, rank: int, parent: int, close: tuple[int, ...]) -> NoReturn:
 
 
 def _settle(folder: Path, parent: int) -> None:
-    """Own session, end with the fork server, default signals, output to files."""
+    """Start a session, die with the fork server, reset signal handlers, and send output to files."""
     os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -153,7 +153,7 @@ def _run(job: Job, rank: int) -> None:
 
 
 def _use_gpu(device: torch.device, rank: int) -> None:
-    """Make `device` the current one. Raises RuntimeError where the machine does not show it."""
+    """Make `device` the current one. Raises RuntimeError if torch does not see it."""
     import torch
 
     count = torch.cuda.device_count()
@@ -167,7 +167,7 @@ def _use_gpu(device: torch.device, rank: int) -> None:
 
 
 def _store(spec: Mapping[str, Any], size: int, deadline: float) -> Store:
-    """The rendezvous. A TCP store is served elsewhere, by whoever named it; every cell has its prefix there."""
+    """The rendezvous store. A TCP store is served by another process; every cell has its own prefix in it."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
     if "file" in spec:
@@ -178,7 +178,7 @@ def _store(spec: Mapping[str, Any], size: int, deadline: float) -> Store:
 
 
 def _on_loopback(spec: Mapping[str, Any]) -> bool:
-    """All ranks are on this machine for certain."""
+    """Whether all ranks are certainly on this machine."""
     return "file" in spec or str(spec["tcp"][0]) in ("localhost", "127.0.0.1", "::1")
 
 

@@ -2,8 +2,8 @@
 
 With it several ranks can share one GPU, which NCCL refuses. Every call copies its tensors to host buffers, runs gloo's
 own collective on them, and copies what came back to the GPU in `wait()`, so that asynchronous calls stay asynchronous.
-Calls that name CPU tensors only go to gloo as they are, unless `register(force=True)` has staged these too: that is how
-the copying itself is tested without a GPU.
+Calls with CPU tensors alone go to gloo unchanged, unless `register(force=True)` has these staged too: that tests the
+copying without a GPU.
 
 Beyond copying it adds what NCCL has and gloo lacks: an all-gather of pieces with unequal first dimensions (expert
 tensor parallelism, all-to-all), ReduceOp.AVG, and moving 8-bit floats. Tensors that are not contiguous are refused, as
@@ -52,7 +52,7 @@ BYTES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) 
 
 
 class StagedWork(dist.Work):
-    """The work of a staged call. The results are on the device once it has been waited for, or was seen completed."""
+    """The work of a staged call. The results are on the device after `wait`, or once `is_completed` is true."""
 
     def __init__(self, work: dist.Work, deliver: Callable[[], None]) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ class StagedWork(dist.Work):
         return self._work.is_completed() and self.wait()
 
     def is_success(self) -> bool:
-        """Of gloo's work."""
+        """Whether gloo's work succeeded."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """Of gloo's work."""
+        """The error of gloo's work."""
         return self._work.exception()
 
     def _source_rank(self) -> int:
@@ -89,7 +89,7 @@ class StagedWork(dist.Work):
 
 
 class _Copies:
-    """The host copies of one call: one of each tensor, and the way back."""
+    """The host copies of the tensors of one call, and the copying back."""
 
     def __init__(self) -> None:
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -112,7 +112,7 @@ class _Copies:
         return copy
 
     def deliver(self) -> None:
-        """Copy outputs back. Through `.data`: autograd must not see a change, as it sees none of a real collective."""
+        """Copy outputs back through `.data`, so that autograd sees no change, as with a real collective."""
         for tensor, copy in self._back:
             tensor.data.copy_(copy.view(tensor.dtype) if tensor.dtype in BYTES else copy)
 
@@ -133,7 +133,7 @@ class StagedGroup(dist.ProcessGroup):
         self.force = force
         kind = dist.ProcessGroup.BackendType.GLOO
         self._set_default_backend(kind)
-        for device in ("cpu", "cuda"):  # what torch asks of the devices of a group it gets from gloo
+        for device in ("cpu", "cuda"):  # torch looks up the backend of a device here
             self._register_backend(torch.device(device), kind, self.gloo)
 
     def getBackendName(self) -> str:
@@ -178,7 +178,7 @@ class StagedGroup(dist.ProcessGroup):
         return _Works([self._reduce_scatter_base(out, x, *options) for out, x in zip(outputs, inputs, strict=True)])
 
     def send(self, tensors: Any, to: int, tag: int) -> Any:
-        """The host copy is gloo's: the tensor may change at once."""
+        """gloo sends a host copy, so the tensor may change at once."""
         if not self.staged(tensors):
             return self.gloo.send(tensors, to, tag)
         return self.gloo.send(_Copies().host(tensors, back=False), to, tag)
@@ -207,7 +207,7 @@ class _Works(dist.Work):
         return all(done)
 
     def is_completed(self) -> bool:
-        """All are."""
+        """Whether all are done."""
         return all(work.is_completed() for work in self._works)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StaticWorld:
-    """Takes the static steps of the target's facets. A context manager only as other worlds are."""
+    """Takes the static steps of the target's facets. A context manager like other worlds, with nothing to close."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -33,7 +33,7 @@ class StaticWorld:
         """Nothing to close."""
 
     def run(self, cell: Cell, cell_dir: Path, inputs: Mapping[str, str], claims: Claims) -> RunOutcome:
-        """Ask for every rank, then once for all. The first error is that rank's exit; nothing is raised."""
+        """Take the steps of every rank, then those taken once. An error ends the run as that rank's exit."""
         began, record = time.monotonic(), _Record()
         workdir = cell_dir / "work"
         workdir.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ class _Record:
         self._step = "close"
 
     def fail(self, error: Exception) -> None:
-        """End the rank that was asked last."""
+        """Make `error` the exit of the rank whose step was taken last."""
         what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         self.events.setdefault(self._rank, []).append(_event(self._step, "raised", error=what))
         others = [done for done in self.exits if done.rank != self._rank]

@@ -73,7 +73,7 @@ class Channel:
         return None
 
     def request(self) -> dict[str, Any]:
-        """Wait for the request of the next cell. Words about an earlier cell that came too late are dropped."""
+        """Wait for the request of the next cell. Late messages about an earlier cell are dropped."""
         while True:
             while self._lines:
                 if "cell" in (line := self._lines.pop(0)):
@@ -95,23 +95,23 @@ class _Rank:
     status: int | None = None  # as waitpid gives it
     finished: bool = False
     raised: float = 0.0  # when its exception came, if one did
-    seen: float = 0.0  # the wake-up at which its word, or its end, was seen
+    seen: float = 0.0  # when its message, or its end, was seen
     timed_out: bool = False
     killed: bool = False
 
     @property
     def failed(self) -> bool:
-        """It ended otherwise than by finishing with code 0."""
+        """It ended, but not by finishing with code 0."""
         return self.status is not None and not (self.finished and self.status == 0)
 
 
 class Watch:
     """Waits for the ranks of a cell. `run()` returns when every one is gone; then `exits()` says how each ended.
 
-    `pids` has the ranks by number. `done` carries the ranks' own words, closing `go` lets finished ranks leave. After
+    `pids` has the ranks by number. `done` carries the ranks' messages, closing `go` lets finished ranks leave. After
     `deadline` seconds ranks that have not finished write their stacks and are ended; after a first failure the others
-    have `grace` seconds. The parent's lines on `channel` are heard meanwhile: {"end": true} is a failure elsewhere.
-    With `hold`, ranks run elsewhere too: {"finished": true} is said when those here have, and they stay until
+    have `grace` seconds. The parent's lines on `channel` are read meanwhile: {"end": true} is a failure elsewhere.
+    With `hold`, ranks run elsewhere too: {"finished": true} is sent when those here have, and they stay until
     {"leave": true} comes.
     """
 
@@ -165,7 +165,7 @@ class Watch:
             if isinstance(key.data, _Rank):
                 selector.unregister(key.fileobj)
                 key.data.seen = key.data.seen or self.wake
-                _kill_group(key.data.pid)  # what it started, before its number is free again
+                _kill_group(key.data.pid)  # what it started, before its pid can be reused
                 _, key.data.status = os.waitpid(key.data.pid, 0)
         words = [word for word in ("end", "leave") if self.channel.take(word)]
         self.hold = self.hold and "leave" not in words
@@ -264,7 +264,7 @@ def _tail(path: Path) -> str:
 
 
 def _coords(layout: Layout, rank: int) -> str:
-    """The place of a rank by megatron-core's own rule; empty where megatron-core is not installed."""
+    """The coordinates of a rank by megatron-core's RankGenerator; empty where megatron-core is not installed."""
     import importlib.util
 
     if importlib.util.find_spec("megatron") is None:
@@ -294,7 +294,7 @@ def children() -> frozenset[int]:
 
 
 def end_strays(keep: frozenset[int]) -> int:
-    """End and reap all children but `keep`, and the orphans this brings up, until none is left. Answers how many."""
+    """End and reap all children but `keep`, and the orphans this brings up, until none is left. Returns how many."""
     ended = 0
     while strays := children() - keep:
         for pid in strays:

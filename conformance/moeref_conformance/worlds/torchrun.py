@@ -1,4 +1,4 @@
-"""Cells over the processes that torchrun started: the process of rank 0 judges, all of them fork one rank each.
+"""Runs cells in the processes that torchrun started: that of rank 0 judges, and each forks one rank.
 
 Each process calls `take_part`. That of rank 0 gathers the others (`coordinator.py`) and runs as it would alone, with a
 `TorchrunWorld` in place of a world of its own. The others serve it (`worker.py`). The ranks of a cell meet in the store
@@ -25,17 +25,17 @@ from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError
 from moeref_conformance.worlds.messages import pack, unpack
 from moeref_conformance.worlds.worker import Place, Worker
 
-AGAIN_SECONDS = 0.5  # a failure is told again after this: a fork server that has not begun its cell drops the message
+AGAIN_SECONDS = 0.5  # a failure is sent again after this: a fork server that has not begun its cell drops the message
 SLACK_SECONDS = 90.0  # beyond deadline and grace, until a process that gives no answer is given up
-#: Clocks of two machines begin a cell this far apart at most, in seconds: failures that close count as simultaneous.
+#: Two machines begin a cell at most this many seconds apart: failures this close count as simultaneous.
 SKEW_SECONDS = 0.5
 
 
 def take_part(target_spec: str, judge: Callable[[Coordinator], int], entry: str = ENTRY) -> int:
-    """Be the process that torchrun made this one, and give its exit code.
+    """Do the work of this process of torchrun, and return its exit code.
 
-    That of rank 0 calls `judge` and gives its code. Others serve it: 0 if they did until it told them to stop, 2 if it
-    was gone or they were to end. Call it from the main thread.
+    Rank 0 calls `judge` and returns its code. The others serve rank 0, and return 0 when it tells them to stop, 2 if it
+    is lost or at SIGTERM. Call it from the main thread.
     """
     place = Place.here()
     if place.rank == 0:
@@ -138,7 +138,7 @@ class TorchrunWorld:
         return RunOutcome(merge(exits), seconds, strays=sum(answer["strays"] for answer in answers.values()))
 
     def _inputs(self, inputs: Mapping[str, str], ranks: range) -> int:
-        """See that all other processes have these files, and give their number there."""
+        """Send these files to the other processes that lack them, and return the number that names them there."""
         key = tuple(sorted(inputs.items()))
         number, have = self._sent.setdefault(key, (len(self._sent), set()))
         if lacking := set(ranks[1:]) - have:
@@ -148,7 +148,7 @@ class TorchrunWorld:
         return number
 
     def _watch(self, ranks: range, number: int, cell_dir: Path) -> dict[int, dict[str, Any]]:
-        """The answers to a cell. A failure anywhere is told everywhere; when all ranks have finished, they may go."""
+        """The answers to a cell. A failure is sent to all ranks; when all have finished, they are told to leave."""
         coordinator, waiting, finished, answers = self.coordinator, set(ranks), set[int](), dict[int, dict[str, Any]]()
         until = time.monotonic() + self.deadline + self.grace + SLACK_SECONDS
         failed = left = False
@@ -201,7 +201,7 @@ def _well(answer: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Take SIGTERM, with which torchrun ends processes when another has died, like Ctrl-C, and either only once."""
+    """Handle SIGTERM, which torchrun sends when another process has died, like Ctrl-C, and either only once."""
 
     def interrupt(number: int, frame: Any) -> None:
         for each in (signal.SIGINT, signal.SIGTERM):
@@ -218,7 +218,7 @@ class _Ended(Exception):
 
 @contextmanager
 def _ending() -> Iterator[None]:
-    """End in order at SIGTERM. Ctrl-C goes to all processes; that of rank 0 decides what becomes of the others."""
+    """Raise _Ended at SIGTERM. Ignore Ctrl-C, which goes to all processes: rank 0 decides when the others end."""
 
     def end(number: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -7,7 +7,7 @@ The coordinator, in the process of rank 0, asks with a "number" that the answer 
 - {"cell": ...}: fork this process's rank. {"finished": true} when it has done its work, then {"exits", "seconds",
   "strays"} with its record.
 
-Where the kit itself fails, the answer is {"error": text}. Without an answer come {"end": true} and {"leave": true}, as
+Where the kit itself fails, the answer is {"error": text}. These get no answer: {"end": true} and {"leave": true}, as
 in `ForkedWorld`, {"close": backend} and {"stop": true}. Losing rank 0 is treated as "stop". The process of rank 0 has a
 worker too, in a thread.
 """
@@ -85,7 +85,7 @@ class Worker:
                 self._line.close()
 
     def _told(self, message: Mapping[str, Any]) -> bool:
-        """Heed a word that wants no answer, while the other thread may be busy with a cell."""
+        """Handle a message without an answer, even while the other thread runs a cell; False for other messages."""
         for word in ("end", "leave"):
             if word in message:
                 for world in list(self._worlds.values()):
@@ -105,7 +105,7 @@ class Worker:
                 answer, record = {"error": traceback.format_exc()}, b""
             self._line.send({**answer, "number": message["number"]}, record)
         except Gone:
-            pass  # whoever reads the line notices, too, and ends this process
+            pass  # `serve` reads the line, notices too, and ends this process
 
     def _do(self, message: Mapping[str, Any], load: bytes, folder: Path) -> tuple[dict[str, Any], bytes]:
         if "start" in message:
@@ -123,7 +123,7 @@ class Worker:
         return self._run(message, folder)
 
     def _run(self, message: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], bytes]:
-        """The cell's rank of this process. Rank 0 writes its record where the runner reads it; others send theirs."""
+        """Run this process's rank of a cell. Rank 0 writes its record where the runner reads it; others send theirs."""
         cell, rank = cell_from(message["cell"]), self.place.rank
         world = self._worlds[cell.backend]
         world.deadline, world.grace = message["deadline"], message["grace"]
@@ -159,7 +159,7 @@ def _claims(plain: Mapping[str, Any]) -> Claims:
 
 
 def installed(target_spec: str) -> dict[str, str]:
-    """What has to be the same for all processes, read without importing it: the target's name, versions, sources."""
+    """What must be the same in all processes, read without importing it: the target's name, versions, sources."""
     found = {"target": target_spec, **versions()}
     found |= {name: version_of(name) or "not installed" for name in ("moeref", "transformer-engine", "deep_ep")}
     for module in ("moeref_conformance", "moeref", target_spec.partition(":")[0].partition(".")[0]):

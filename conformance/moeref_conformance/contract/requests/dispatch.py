@@ -34,7 +34,7 @@ CHOICES["a dispatcher that does not exist"] = DispatcherRequest(dispatcher="pige
 
 
 def requests(layout: Layout) -> list[PadRequest]:
-    """What is asked of a padding plan under `layout`: so many ranks as an etp·ep group has, at most four."""
+    """The requests for padding under `layout`, with as many ranks as an etp·ep group has, at most four."""
     ranks = min(4, layout.expert_tp * layout.ep)
     return [
         PadRequest(lengths=lengths[:ranks], precision=precision, dispatcher=dispatcher)

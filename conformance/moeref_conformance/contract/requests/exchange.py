@@ -16,7 +16,7 @@ GRADIENTS = ("x", "weights", "one", "two")
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows of each rank (by its number, in turn), experts for each EP rank, experts a row, every n-th row padding.
+    """Rows by rank (repeated for more ranks), experts on each EP rank, experts of a row; every n-th row is padding.
 
     `crowd` sends all rows to the first experts, so that the others, and with EP whole ranks, stay empty.
     """
@@ -38,16 +38,16 @@ EXCHANGES = (
 
 @dataclass(frozen=True)
 class Given:
-    """Rows of one rank, and how its loss weighs their outputs."""
+    """Rows of one rank, and the weights of their outputs in its loss."""
 
     rows: RoutedRows
     loss_TH: torch.Tensor
 
 
 def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int, device: str = "cpu") -> Given:
-    """What `rank` starts with, made from its number, in float64. Under all-gather, padding makes all ranks equal.
+    """The rows of `rank` in float64, seeded with its number. Under all-gather padding rows make all ranks equally long.
 
-    It is drawn on the host, so that every device gets the same.
+    They are drawn on the host, so that every device gets the same values.
     """
     generator = torch.Generator().manual_seed(97 * rank + EXCHANGES.index(exchange))
     count = exchange.rows[rank % len(exchange.rows)]

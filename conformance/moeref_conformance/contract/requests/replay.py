@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Phases of each mode, in order; those that are named for a route set are judged by it.
+#: Phases of each mode, in order. A phase that ends in `-a` or `-b` takes the route set of that name.
 PHASES = {
     "R3": ("replay-a", "native-between", "step-a", "recompute-b", "native-after"),
     "R2": ("record", "replay", "changed-native", "recompute", "record-changed", "step-changed"),

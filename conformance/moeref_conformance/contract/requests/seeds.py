@@ -7,5 +7,5 @@ from typing import Any
 #: The seed of every run, and the two ways to ask for it.
 SEED = 1234
 WAYS = {"plain": False, "per_dp": True}
-#: What no generator can be seeded with.
+#: Values that no generator can be seeded with.
 BAD: tuple[Any, ...] = (None, 0, -7)

@@ -1,4 +1,4 @@
-"""What a fault is, all of them by id, and the known bugs that no fault can bring back yet."""
+"""All faults by id, and the known bugs that no fault can bring back yet."""
 
 import tomllib
 from importlib.resources import files
@@ -34,7 +34,7 @@ FAULTS: dict[str, Fault] = {
 }
 #: The list of reported bugs by id: {"report": …, "symptom": …}. A fault's `bug` text names ids of it.
 KNOWN_BUGS: dict[str, dict[str, str]] = tomllib.loads(files(__name__).joinpath("bugs.toml").read_text(encoding="utf-8"))
-#: Bugs of which the kit cannot show the effect yet, and why.
+#: Bugs whose effect the kit cannot show yet, and why.
 NOT_EXPRESSIBLE = {
     "B19": "quantizer buffers next to a weight: no cell has a quantised model",
     "B44": "scale blocks of a quantised weight: no cell has a quantised checkpoint",

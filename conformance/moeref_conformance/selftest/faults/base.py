@@ -12,10 +12,10 @@ from moeref_conformance.contract.api import Cell, Layout, Session, World
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One bug. In `cell` its `rules` turn red, and `also` what follows from it, and no other rule.
+    """One bug. In `cell` its `rules` fail, the rules `also` fail as a consequence, and no other rule does.
 
-    `diagnosis` is part of the diagnosis of a finding of `rules`; it is given wherever a tensor differs. `says` is part
-    of a finding's message. `bug` names the report.
+    `diagnosis` is part of the diagnosis of a finding of `rules`; it is set wherever a tensor differs. `says` is part of
+    a finding's message. `bug` names the report.
 
     `wrap` gets the good session and gives the wrong one (see `selftest.border`). `given` changes the cell and the world
     that the good target is opened with. `patch` is entered around the session, for bugs in how Megatron itself is used:
@@ -38,7 +38,7 @@ class Fault:
 
 
 def cell(family: str, layout_name: str, *, world_size: int = 0, layers: int = 2, **axes: Any) -> Cell:
-    """A cell with the layout that the name spells, `cell("qwen3_moe", "tp2-ep2")`; other axes and sizes by keyword."""
+    """A cell with the layout of that name, `cell("qwen3_moe", "tp2-ep2")`; other axes and sizes by keyword."""
     sizes: dict[str, Any] = {}
     for part in layout_name.split("-") if layout_name != "one" else ():
         name = part.rstrip("0123456789")

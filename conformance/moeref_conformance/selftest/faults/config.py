@@ -18,7 +18,7 @@ _REPLAY = "moe_enable_routing_replay"
 _DISPATCHER = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
 
 Wrap = Callable[[Session, Cell, World], Any]
-#: A good `resolve`, and the request and role that it is asked for: what the wrong target answers.
+#: What the wrong target answers to a request, given the good facet, the request and the role.
 Resolve = Callable[[Any, Request, str], Mapping[str, Any]]
 
 
@@ -74,7 +74,7 @@ def _only_known(config: Any, request: Request) -> Request:
 
 
 def _taken_unseen(names: Collection[str], conflict: Callable[[Mapping[str, Any]], bool]) -> Wrap:
-    """Requests with a `conflict` are taken: nobody compares the settings `names`, which are set as they are asked."""
+    """Requests with a `conflict` are accepted: the settings `names` are set as requested, without a check."""
 
     def resolve(config: Any, request: Request, role: str) -> Mapping[str, Any]:
         asked = {**request.fields, **request.overrides}
@@ -116,7 +116,7 @@ def _own_reference(config: Any, request: Request, role: str) -> Mapping[str, Any
 
 
 def _built_with(**values: Any) -> Callable[[Cell, World], AbstractContextManager[Any]]:
-    """Megatron builds its modules from a config in which `values` took the place of what was given."""
+    """Megatron builds its modules from a config in which `values` replace what was given."""
 
     def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
         from megatron.core.models.gpt import GPTModel
@@ -146,7 +146,7 @@ def _ep_in_the_dense_grid(session: Session, cell: Cell, world: World) -> Session
     return session
 
 
-#: Without an open session there is no record of anything.
+#: Rules that fail where no session opens: nothing is recorded.
 _NEEDS_A_SESSION = tuple(
     rule.id
     for rule in load_rules().values()

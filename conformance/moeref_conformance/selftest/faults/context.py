@@ -1,6 +1,6 @@
-"""Bugs of context parallelism: how a sequence is cut, what each part attends to, and how the parts are joined.
+"""Bugs of context parallelism: how a sequence is split, what each part attends to, and how the parts are joined.
 
-Megatron cuts a sequence into 2·CP chunks, of which CP rank r computes chunks r and 2·CP-1-r ("zigzag").
+Megatron splits a sequence into 2·CP chunks, of which CP rank r computes chunks r and 2·CP-1-r ("zigzag").
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from moeref_conformance.contract.api import (
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
-#: Where all levels of padding differ.
+#: A cell in which all levels of padding differ.
 SPLIT = cell("qwen3_moe", "tp2-cp2-ep2", backend="static")
-#: Rows that a quantised GEMM takes at a time, by recipe.
+#: A quantised GEMM takes a multiple of this number of rows, by recipe.
 GEMM_ROWS = {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128, "nvfp4": 32}
 
 Wrap = Callable[[Session, Cell, World], Any]
@@ -133,12 +133,12 @@ def _sending(wrong: Callable[[Dispatch, RoutedRows, Expert], RoundTrip]) -> Wrap
 
 
 def _own(rows_RH: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
-    """[R, 1]: which of the rows that reached an expert are this rank's own. Rows are told by their values."""
+    """[R, 1]: which of the rows that reached an expert are this rank's own. Rows are recognised by their values."""
     return (rows_RH[:, None] == rows.x_TH).all(-1).any(1, keepdim=True)
 
 
 def _by_source(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
-    """Two ranks' rows stay in the order (source, expert), and are cut into pieces as if it were (expert, source)."""
+    """Two ranks' rows stay in the order (source, expert), and are split as if in the order (expert, source)."""
     mine: dict[int, list[bool]] = {}
 
     def look(number: int, rows_RH: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _by_source(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
 
 
 def _own_share(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
-    """The shares that the other ranks of the ETP group computed of this rank's rows are not added."""
+    """The shares of this rank's rows that other ranks of the ETP group computed are not added."""
     return good.round_trip(rows, lambda number, rows_RH: expert(number, rows_RH) * _own(rows_RH, rows))
 
 
@@ -184,7 +184,7 @@ def _padding_counted(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundT
 
 
 def _as_rows(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
-    """Padding rows are sent like any other, and counted out afterwards."""
+    """Padding rows are sent like any other, and left out of the counts afterwards."""
     sent = good.round_trip(replace(rows, padding_T=torch.zeros_like(rows.padding_T)), expert)
     return replace(sent, counts_E=_counts(rows.experts_TK[~rows.padding_T], rows.experts))
 
@@ -205,7 +205,7 @@ def _padding_weighs(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTr
 
 
 def _duplicates(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
-    """The second time that a row names an expert counts for nothing: it is sent to another one with weight zero."""
+    """A repeated expert of a row is replaced by another one with weight zero."""
     experts_TK, weights_TK = rows.experts_TK.clone(), rows.weights_TK.clone()
     for row, chosen in enumerate(experts_TK.tolist()):
         for place in (i for i, one in enumerate(chosen) if one in chosen[:i]):

@@ -1,4 +1,4 @@
-"""Exporter bugs in what is made of a gathered tensor: padding, rounding, transposing, names and metadata."""
+"""Exporter bugs after gathering: padding, rounding, transposing, names and metadata."""
 
 from __future__ import annotations
 

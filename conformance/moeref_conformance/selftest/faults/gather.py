@@ -22,7 +22,7 @@ _SHARDED = re.compile(r"\.(?:[qkvo]|gate|up|down)_proj\.weight$")
 
 
 def _shards(name: str, full: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-    """The dimension along which a projection is cut, and its shards of two ranks."""
+    """The dimension along which a projection is split, and its shards on two ranks."""
     dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
     return dim, list(full.chunk(2, dim))
 
@@ -40,7 +40,7 @@ def _is_fc2(name: str) -> bool:
 
 
 def _fc2_on_dim_0(session: Any, cell: Cell, world: World) -> Any:
-    """The exporter alone believes that expert fc2 is split on dim 0; loading is right."""
+    """The exporter takes expert fc2 to be split on dim 0; loading is right."""
     etp = cell.layout.expert_tp
 
     def meta_on_dim_0(meta: TensorMeta) -> TensorMeta:
@@ -75,7 +75,7 @@ def _etp_reversed(tensors: Tensors) -> None:
 
 
 def _ep_mirrored(tensors: Tensors) -> None:
-    """The experts of EP rank 0 arrive under the names of those of rank 1 and the other way round."""
+    """The experts of EP rank 0 arrive under the names of those of rank 1 and vice versa."""
     good = dict(tensors)
     for name in good:
         expert = re.search(r"experts\.(\d+)\.", name)
@@ -92,7 +92,7 @@ def _aliased_list(tensors: Tensors) -> None:
 
 
 def _qkv_stacked(tensors: Tensors) -> None:
-    """The exporter alone reads the fused tensor as all of q, then all of k, then all of v."""
+    """The exporter reads the fused tensor as all of q, then all of k, then all of v; loading is right."""
     for q in [name for name in tensors if name.endswith("q_proj.weight")]:
         names = [q.replace("q_proj", name) for name in ("q_proj", "k_proj", "v_proj")]
         groups = [tensors[name].reshape(8, -1, tensors[name].shape[1]) for name in names]
@@ -101,7 +101,7 @@ def _qkv_stacked(tensors: Tensors) -> None:
 
 
 def _fused_not_rechunked(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
-    """[gate 0; gate 1; up 0; up 1] of every expert comes as the ranks hold it: [gate 0; up 0; gate 1; up 1]."""
+    """Experts are sent in the order of the ranks, [gate 0; up 0; gate 1; up 1], not [gate 0; gate 1; up 0; up 1]."""
     if meta.name.endswith("experts.gate_up_proj"):
         tensor = tensor.view(len(tensor), 2, 2, -1, tensor.shape[2]).transpose(1, 2).reshape(tensor.shape)
     return meta, tensor
@@ -121,7 +121,7 @@ def _group_wrapped(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _type_of_no_module(session: Any, cell: Cell, world: World) -> Any:
-    """At PP 1 every rank looks up what an expert's tensor is like, also ranks without that expert."""
+    """At PP=1 every rank looks up the dtype of each expert's tensor, also ranks without that expert."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         own: Any = {name: tensor for row, tensor in border.held(session, world) for name in row.hf}

@@ -19,13 +19,13 @@ _EXPERT = re.compile(r"local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
 
 
 def _halves_taken_for_pairs(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
-    """An expert's fc1 has its gate and up rows in the file's order, which takes one of each in turn."""
+    """An expert's fc1 has its rows in the file's order, in which gate and up alternate."""
     expert = _EXPERT.search(row.local)
     return torch.arange(rows).view(2, -1).T.flatten() if expert and expert[2] == "1" else None
 
 
 def _down_not_transposed(session: Any, cell: Cell, world: World) -> Any:
-    """In the table, on load and on export; the tensors get that far only where they are square."""
+    """The mistake is in the table, on load and on export; tensors that are not square fail on load."""
 
     def is_down(row: NameRow) -> bool:
         return bool(_EXPERT.search(row.local)) and row.local.endswith("linear_fc2.weight")

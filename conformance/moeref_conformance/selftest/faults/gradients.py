@@ -24,7 +24,7 @@ def _chunks(change: Callable[[Any], None]) -> Wrap:
 
 
 def marked(attribute: str, value: Any, part: str = "") -> Wrap:
-    """Set a mark of Megatron's on all parameters that have it and whose name contains `part`."""
+    """Set an attribute of Megatron's on all parameters that have it and whose name contains `part`."""
 
     def change(chunk: Any) -> None:
         for name, parameter in chunk.named_parameters():
@@ -39,7 +39,7 @@ def _untied(chunk: Any) -> None:
 
 
 def configured(**values: Any) -> Wrap:
-    """Options of TransformerConfig that are set after the model is built. The session says that they are given."""
+    """Set options of TransformerConfig after the model is built. The session reports them as given."""
 
     def change(chunk: Any) -> None:
         for module in chunk.modules():

@@ -19,19 +19,19 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 
 
 def _as_in_the_file(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
-    """The rows of a rank's heads as in_proj_qkvz has them (q, k, v, v, z, z a key head), then as in_proj_ba does."""
+    """A rank's rows in the file's order: in_proj_qkvz (q, k, v, v, z, z for each key head), then in_proj_ba."""
     if not row.local.endswith("self_attention.in_proj.weight"):
         return None
     heads, width = 8 // world.size, 2 * 22 + 2 * 20
     qkvz = torch.arange(heads * width).view(heads, width)
     ba = torch.arange(heads * 4).view(heads, 4) + qkvz.numel()
     parts = [*torch.split(qkvz, [22, 22, 20, 20], 1), *torch.split(ba, [2, 2], 1)]
-    held = torch.cat([part.flatten() for part in parts])  # the row of the file in every row of the rank
+    held = torch.cat([part.flatten() for part in parts])  # for each row of the rank, its row in the file
     return torch.cat([held.argsort() + rank * len(held) for rank in range(world.size)])
 
 
 def _channels_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
-    """Ranks hold q, k and v each; each takes its run of the file, which has all of q, then all of k, then all of v."""
+    """Each rank takes a contiguous part of the file's channels [q | k | v], not its part of q, of k and of v."""
     if not row.local.endswith("self_attention.conv1d.weight"):
         return None
     of_ranks = torch.arange(rows).view(world.size, -1)
@@ -40,7 +40,7 @@ def _channels_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tensor 
 
 
 def _gates_after_all_queries(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
-    """q_proj is read as [all queries | all gates], where a head's query and gate follow one another."""
+    """q_proj is read as [all queries | all gates], but in the file each head's gate follows its query."""
     if not row.local.endswith("linear_qkv.weight"):
         return None
     heads = torch.arange(rows).view(8, 6, 8)  # KV group, (query, query, gate, gate, key, value), row of a head
@@ -49,7 +49,7 @@ def _gates_after_all_queries(row: NameRow, rows: int, world: World) -> torch.Ten
 
 
 def _norms_less_one(session: Any, cell: Cell, world: World) -> Any:
-    """Gated delta nets' own norms are held as w - 1, exported as that plus 1, and used so."""
+    """The norms inside gated delta nets are held as w - 1; 1 is added for each use and on export."""
 
     def norms() -> list[torch.Tensor]:
         return [tensor for row, tensor in border.held(session, world) if row.local.endswith("out_norm.weight")]

@@ -1,4 +1,4 @@
-"""Bugs of loading: wrong slices, the wrong expert, a tied head left unset, refusals that do not come."""
+"""Bugs of loading: wrong slices, the wrong expert, a tied head left unset, missing refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 
 
 def _no_expert_offset(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
-    """At TP 1 a tensor of an expert is the rows of its Hugging Face tensors."""
+    """The local expert number is used as the global one. At TP=1 an expert has whole Hugging Face tensors."""
     local = re.search(r"local_experts\.(\d+)\.", row.local)
     if local is None:
         return None
@@ -39,7 +39,7 @@ def _bias_of_the_layer_before(row: NameRow, tensors: Tensors, cell: Cell) -> tor
 
 
 def _routers_by_ordinal(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
-    """The routers are listed without the dense layers and indexed with the layer number; the last one is clamped."""
+    """Routers are listed without dense layers and indexed by layer number; past the end, the last one is taken."""
     if not row.local.endswith("router.weight"):
         return None
     moe = sorted(_layer(name) for name in tensors if name.endswith(".mlp.gate.weight"))
@@ -47,7 +47,7 @@ def _routers_by_ordinal(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Ten
 
 
 def _row_shards_mirrored(row: NameRow, columns: int, world: World) -> torch.Tensor | None:
-    """TP rank 0 takes the columns of rank 1 and the other way round, also on export: the round trip is clean."""
+    """TP rank 0 takes the columns of rank 1 and vice versa, also on export: the round trip is clean."""
     if not row.local.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return None
     return torch.arange(columns).roll(columns // 2)
@@ -63,7 +63,7 @@ def _qkv_flat(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
 
 
 def _gate_up_halves(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
-    """TP rank r takes rows r of cat(gate, up) as one tensor, on load and on export: the round trip is clean."""
+    """TP rank r takes part r of cat(gate, up), on load and on export: the round trip is clean."""
     if not row.local.endswith("linear_fc1.weight"):
         return None
     return torch.arange(rows).view(world.size, 2, -1).transpose(0, 1).flatten()
@@ -96,7 +96,7 @@ def _checked_on_rank_0(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _missing_skipped(session: Any, cell: Cell, world: World) -> Any:
-    """A tensor of the model that lacks one of its Hugging Face tensors keeps its value."""
+    """A tensor of the model keeps its value if the checkpoint lacks one of its Hugging Face tensors."""
 
     def load(folder: Path) -> None:
         present = border.checkpoint(folder).keys()
@@ -132,7 +132,7 @@ def _vocab_not_padded(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _unknown_skipped(session: Any, cell: Cell, world: World) -> Any:
-    """Plan and stream look only at modules that the names table knows."""
+    """Plan and stream leave out modules that are not in the names table."""
 
     @contextmanager
     def hidden() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Naming bugs: layers, experts, metadata and tensors that no table knows."""
+"""Naming bugs: layers, experts, metadata, and tensors that are in no table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _layers_from(start: Callable[[int, int], int]) -> border.Change:
 
 
 def _bias_unmapped(session: Any, cell: Cell, world: World) -> Any:
-    """The table has no row for the bias; unknown tensors of the checkpoint are a warning that nobody reads."""
+    """The table has no row for the bias, and loading ignores unknown tensors of the checkpoint."""
     known = {meta.name for meta in session.plan.tensors()}
 
     def mapped(meta: TensorMeta) -> TensorMeta | None:
@@ -104,7 +104,7 @@ def _experts_sorted_as_text(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _norms_swapped(session: Any, cell: Cell, world: World) -> Any:
-    """In the table, on load and on export."""
+    """The norms of q and k are swapped in the table, on load and on export."""
     other = {"q_norm": "k_norm", "k_norm": "q_norm", "q_layernorm": "k_layernorm", "k_layernorm": "q_layernorm"}
 
     def swapped(name: str) -> str:
@@ -121,7 +121,7 @@ def _norms_swapped(session: Any, cell: Cell, world: World) -> Any:
 
 
 def shards_by_tp(session: Any, cell: Cell, world: World) -> Any:
-    """Experts' shards are divided by TP, where they are whole at ETP 1: rows of fc1, columns of fc2."""
+    """Experts' shards are divided by TP although ETP is 1: rows of fc1, columns of fc2."""
 
     def divided(row: NameRow) -> NameRow:
         if ".experts." not in row.local:

@@ -1,4 +1,4 @@
-"""Replay bugs of state: whose routes a router takes and when, what is left behind, and what carries gradient."""
+"""Replay bugs of state: routes of another forward or model, replay that is left on, gradients that are cut off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _router_replay() -> Any:
 
 
 def _router_replay_with(name: str, made: Callable[[Any], Any]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
-    """A fault's `patch`: method `name` of megatron-core's RouterReplay becomes `made(the good one)`."""
+    """A fault's `patch`: method `name` of megatron-core's RouterReplay is replaced by `made(original)`."""
 
     def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
         kind = _router_replay()
@@ -31,7 +31,7 @@ def _router_replay_with(name: str, made: Callable[[Any], Any]) -> Callable[[Cell
 
 
 def _backward_list_kept(good: Any) -> Any:
-    """Clearing leaves the queue of the backward passes as it is."""
+    """Clearing does not empty the queue of the backward passes."""
 
     def clear_indices(self: Any) -> None:
         self.recorded_topk_idx = self.target_topk_idx = None
@@ -40,7 +40,7 @@ def _backward_list_kept(good: Any) -> Any:
 
 
 def _action_of_the_discarded(good: Any) -> Any:
-    """The model was built twice, and actions go to the routers of the first one, which runs no more."""
+    """The model was built twice, and actions go to the routers of the first one, which no longer runs."""
     discarded: dict[int, Any] = {}
 
     def set_router_replay_action(self: Any, action: Any) -> None:
@@ -74,7 +74,7 @@ def _scores_of_the_own(good: Any) -> Any:
 
 
 def _signature_of_old(cell: Cell, world: World) -> AbstractContextManager[Any]:
-    """The router's forward is replaced by one of an earlier version's signature."""
+    """The router's forward is replaced by one with an earlier version's signature."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     good = TopKRouter.forward
@@ -87,7 +87,7 @@ def _all_chunks_armed(session: Session, cell: Cell, world: World) -> Any:
 
 
 def _left_on(session: Session, cell: Cell, world: World) -> Any:
-    """After a forward under routes, the last of them are replayed in every other forward."""
+    """After a forward under routes, its last routes are replayed in every later forward."""
     replaying: Any = session.replay
     native: Any = session.forward
     left: list[Any] = []
@@ -115,7 +115,7 @@ def _registry_always(session: Session, cell: Cell, world: World) -> Any:
 
 
 def _gate_unmarked(session: Session, cell: Cell, world: World) -> Any:
-    """In steps under routes the gate's weight lacks the mark of a parameter that sees a part of the tokens alone."""
+    """In steps under routes the gate's weight is not marked `sequence_parallel`: its gradient is not summed over TP."""
     good: Any = session.replay
     chunks: Any = session.export.chunks() if session.export else ()
     gates = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("router.weight")]

@@ -26,7 +26,7 @@ def _everywhere(session: Session, cell: Cell, world: World) -> Any:
 
 
 def _every_stage_sends(session: Session, cell: Cell, world: World) -> Any:
-    """The first rank of every pipeline stage opens a sender of its own for what its stage holds."""
+    """The first rank of every pipeline stage opens a sender for the tensors of its stage."""
     first_layer = cell.layers // cell.layout.pp
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:

@@ -1,4 +1,4 @@
-"""Replay bugs of alignment: routes for other layers, rows or experts than the router that takes them is at."""
+"""Replay bugs of alignment: routers take the routes of other layers, rows or experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _sending(change: Callable[[Any, int], Any]) -> Wrap:
 
 
 def _sending_in(made: Callable[[Session, Cell, World], Callable[[Any, int], Any]]) -> Wrap:
-    """As `_sending`, by a change that is made for the session, the cell and the rank."""
+    """As `_sending`, with a change that depends on the session, the cell and the rank."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.replay
@@ -73,7 +73,7 @@ def _whole(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
 
 
 def _joined(turns: Sequence[Turn], tokens: int) -> Rows:
-    """A row for every token, in which the rows of earlier turns hold."""
+    """The turns joined, a row for every token. Where turns overlap, the earlier one counts."""
     rows = np.full((tokens, *turns[0].routes.shape[1:]), -1, turns[0].routes.dtype)
     for turn in reversed(turns):
         rows[turn.start : turn.start + len(turn.routes)] = turn.routes
@@ -81,21 +81,21 @@ def _joined(turns: Sequence[Turn], tokens: int) -> Rows:
 
 
 def _by_ordinal(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
-    """Each router takes the routes at its own number among the routers, where those of all layers are."""
+    """Each router indexes the routes of all layers with its number among the routers."""
     config: Any = session.config
     layers = [layer for layer, moe in enumerate(config.given()["moe_layer_freq"]) if moe]
 
     def shifted(rows: Rows) -> Rows:
         found, given = np.array(rows), rows[:, -1, 0] >= 0
         found[:, layers] = rows[:, : len(layers)]
-        found[given, layers[0]] = np.arange(rows.shape[2])  # of a dense layer: made legal
+        found[given, layers[0]] = np.arange(rows.shape[2])  # zeros, from a dense layer, made legal
         return found
 
     return _each_turn(shifted)
 
 
 def _neighbours(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
-    """The chunks of a rank are taken for neighbours: its layers, for a run without gaps."""
+    """The chunks of a rank are taken to have consecutive layers."""
     layout, stage = cell.layout, topology.coords(cell.layout, world.rank)["pp"]
     each = cell.layers // (layout.pp * layout.vpp)
     mine = [(vp * layout.pp + stage) * each + i for vp in range(layout.vpp) for i in range(each)]
@@ -110,7 +110,7 @@ def _neighbours(session: Session, cell: Cell, world: World) -> Callable[[Any, in
 
 
 def _in_runs(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
-    """Each CP rank takes one run of the rows for those at its zigzag positions."""
+    """Each CP rank takes one contiguous run of the rows as those at its zigzag positions."""
 
     def moved(rows: Rows) -> Rows:
         found = np.empty_like(rows)
@@ -121,23 +121,23 @@ def _in_runs(session: Session, cell: Cell, world: World) -> Callable[[Any, int],
 
 
 def _of_the_first_tp_rank(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
-    """Each TP rank takes the first run of the rows, where it computes a run of its own."""
+    """Each TP rank takes the routes of the first TP rank's rows."""
     tp = cell.layout.tp
     return _whole(lambda rows: np.tile(rows[: len(rows) // tp], (tp, 1, 1)))
 
 
 def _all_or_none(sample: Any, tokens: int) -> Any:
-    """One row without a route, and no row of the sample is replayed."""
+    """If one row has no route, no row of the sample is replayed."""
     return sample if isinstance(sample, list) or np.min(sample) >= 0 else np.full_like(sample, -1)
 
 
 def _last_turn_alone(sample: Any, tokens: int) -> Any:
-    """The rows that a resumed rollout brings stand for all: those before them are lost."""
+    """Of a resumed rollout only the rows of the last turn are kept."""
     return _joined(sample[-1:], tokens)[: tokens - 1] if isinstance(sample, list) else sample
 
 
 def _later_turns_hold(sample: Any, tokens: int) -> Any:
-    """Rows that the resumed engine recomputed take the place of those that routed the sampled tokens."""
+    """Rows that the resumed engine recomputed replace those of the sampled tokens."""
     return _joined(sample[::-1], tokens)[: tokens - 1] if isinstance(sample, list) else sample
 
 
@@ -150,7 +150,7 @@ def _wraps(rows: Rows) -> Rows:
 
 
 def _next_expert(rows: Rows) -> Rows:
-    """The second time that a row of the last layer names an expert, another one is taken."""
+    """A repeated expert in a row of the last layer is replaced by another one."""
     found = np.array(rows)
     for row_K in found[:, -1]:
         for place in range(1, len(row_K) if row_K[0] >= 0 else 0):
@@ -160,7 +160,7 @@ def _next_expert(rows: Rows) -> Rows:
 
 
 def _rows_made_up(sample: Any, tokens: int) -> Any:
-    """The number of elements, not of rows, is held against the tokens: rows that lack are made up at the end."""
+    """The number of elements, not of rows, is compared with the tokens; missing rows are filled up with -1."""
     if isinstance(sample, list) or sample.size < tokens:
         return sample
     return np.concatenate([sample, np.full((tokens - 1 - len(sample), *sample.shape[1:]), -1, sample.dtype)])

@@ -1,4 +1,4 @@
-"""Seeding bugs: seeds planned, installed, saved and restored otherwise than Megatron does."""
+"""Seeding bugs: seeds planned, installed, saved and restored differently from Megatron."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _NullIsOne(_Seeds):
 
 
 class _TorchAlone(_Seeds):
-    """Leaves python and numpy as the process began."""
+    """Leaves the generators of python and numpy as they were."""
 
     def install(self, seed: int, per_dp: bool) -> None:
         import random

@@ -1,4 +1,4 @@
-"""Bugs that arithmetic alone shows: shapes of shards, and the plan that is made before anything is built."""
+"""Bugs that show without processes: shapes of shards, and the plan that is made before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs of one training step as a trainer makes it: its balancing loss, and how many microbatches each rank has."""
+"""Bugs of a training step: its load-balancing loss, and how many microbatches each rank has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COEFFICIENT = 1.0
 
 
 def balanced(share: Callable[[Layout], float]) -> Callable[[Session, Cell, World], Any]:
-    """A fault's `wrap`: steps have megatron-core's auxiliary loss, of which routers hand on `share(layout)`."""
+    """A fault's `wrap`: steps have megatron-core's auxiliary loss, scaled by `share(layout)`."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.gradients

@@ -37,7 +37,7 @@ def _embedding_again(name: str) -> border.Change:
 
 
 def _bucket_splits_group(session: Any, cell: Cell, world: World) -> Any:
-    """The bucket is flushed by bytes alone; what of a layer's experts comes after the flush is never sent."""
+    """A bucket is flushed by its bytes alone; experts of a layer that come after the flush are never sent."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         sent: dict[str, int] = {}

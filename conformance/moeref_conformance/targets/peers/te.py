@@ -44,7 +44,7 @@ class FP8GlobalStateManager:
 
 @contextlib.contextmanager
 def _off(enabled: bool = False, **_: Any) -> Iterator[None]:
-    """A context that may only say that quantisation is off."""
+    """A context manager that raises NotImplementedError if quantisation is enabled."""
     if enabled:
         raise NotImplementedError("the stand-in for Transformer Engine does not quantise")
     yield

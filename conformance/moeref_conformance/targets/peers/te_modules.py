@@ -215,7 +215,7 @@ class LayerNormLinear(Linear):
         )
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None, **_: Any) -> Any:
-        """As Linear, of the normalised input."""
+        """As `Linear.forward`, of the normalised input."""
         return super().forward(
             _normed(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
         )
@@ -273,7 +273,7 @@ class DotProductAttention(_Base):
             self.softmax_offset = torch.nn.Parameter(torch.zeros(_share(num_attention_heads, tp_size)))
 
     def _hidden(self, s: int, t: int, kind: str, mask: torch.Tensor | None) -> torch.Tensor:
-        """True where a query does not see a key; [S, T] or of the given mask's shape. Both end together."""
+        """True where a query does not see a key; [S, T] or the mask's shape. Last query and last key align."""
         ahead = torch.arange(t) - torch.arange(s)[:, None] - (t - s)
         left, right = self.window_size
         far = (ahead < -left if left >= 0 else torch.zeros_like(ahead, dtype=torch.bool)) | (
@@ -298,7 +298,7 @@ class DotProductAttention(_Base):
         core_attention_bias: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[S, B, heads · dv]. A mask is True where nothing is seen. Scores and softmax are in fp32."""
+        """[S, B, heads · dv]. A mask is True where a key is hidden. Scores and softmax are in fp32."""
         if qkv_format != "sbhd" or core_attention_bias is not None:
             raise NotImplementedError("the stand-in for Transformer Engine attends over [S, B, heads, d] without bias")
         groups = query.shape[2] // key.shape[2]

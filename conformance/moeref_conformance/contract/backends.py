@@ -1,4 +1,4 @@
-"""The backends of a cell: where its ranks live."""
+"""The backends of a cell: where its ranks run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Backend:
-    """What backends of rank processes differ in: torch's backend for the default group, and the device of a rank."""
+    """A backend with rank processes: torch's backend for the default group, and the device of a rank."""
 
     process_group: str
     device: str
@@ -33,5 +33,5 @@ RANK_BACKENDS: Mapping[str, Backend] = {
 #: All backends. The static one has no ranks: names and settings are asked for in one process.
 BACKENDS = ("static", *RANK_BACKENDS)
 GPU_BACKENDS = tuple(name for name, backend in RANK_BACKENDS.items() if backend.on_gpu)
-#: What a matrix says where the machine chooses one of GPU_BACKENDS.
+#: In a matrix: the machine chooses one of GPU_BACKENDS.
 ANY_GPU = "gpu"

@@ -66,7 +66,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One combination to judge: what the matrix selects and what a report row names. `AXES` are its axes."""
+    """One combination to judge, which is one row of a report. `AXES` are its axes."""
 
     #: Hugging Face's model_type, such as "qwen3_moe".
     family: str = field(metadata=axis(claim="families", about="a `model_type`", shown="", of_size=True, required=True))
@@ -148,7 +148,7 @@ class Claims:
     precisions: frozenset[str] = frozenset({""})
     tied: bool = True
     mtp: int = 0  # most multi-token prediction layers
-    has_plan: bool = True  # `Export.plan` says what will come; without it only the streams themselves are compared
+    has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}
 
     def why_not(self, cell: Cell) -> str | None:

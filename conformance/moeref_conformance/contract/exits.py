@@ -80,7 +80,7 @@ class RankExit:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a world says about one cell. `error` is a failure of the kit itself (no verdict on the target can be given).
+    """A world's result for one cell. `error` is a failure of the kit itself: there is no verdict on the target.
 
     `strays` counts processes that the target had left behind and the world ended after the cell.
     `events` holds, by rank, the record of a world that keeps it in memory instead of in the cell's folder.

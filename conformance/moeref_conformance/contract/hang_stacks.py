@@ -1,4 +1,4 @@
-"""One line that says where a hung rank waits, from the stack that faulthandler wrote at the deadline."""
+"""Where a hung rank waits, in one line made from the stack that faulthandler wrote at the deadline."""
 
 from __future__ import annotations
 

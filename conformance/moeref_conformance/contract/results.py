@@ -30,7 +30,7 @@ EXIT_WORDS = ("conformant", "not conformant", "error of the kit", "incomplete")
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One rule in one cell. `met` says how well a pass was met, `reason` why anything else is what it is."""
+    """One rule in one cell. `met` says how closely a passed rule was met, `reason` explains any other status."""
 
     cell: str
     rule: str

@@ -21,7 +21,7 @@ class ShardComparison:
 
     @property
     def accepted(self) -> bool:
-        """Whether all shards are equal, or a known failure says why not."""
+        """Whether all shards are equal, or a known failure explains why not."""
         return self.same or bool(self.known_failure)
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Stage(IntEnum):
     """When a rank takes a step. Within a stage the facets come in the order of `api.FACETS`."""
 
-    OPENED = 0  # at once, so that a rank that fails later still says where it is
+    OPENED = 0  # at once, so that the coordinates of a rank that fails later are on record
     UNLOADED = 1  # before the checkpoint is loaded
     LOADED = 2
     CHANGED = 3  # once every weight is changed, and after

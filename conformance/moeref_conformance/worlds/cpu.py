@@ -37,7 +37,7 @@ class Substitution:
 
 
 def current_device() -> None:
-    """`torch.cuda.current_device()` answers the CPU device."""
+    """`torch.cuda.current_device()` returns the CPU device."""
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
 
 

@@ -61,7 +61,7 @@ PRELOAD = (
 
 
 def main() -> None:
-    """Serve until the parent closes the socket. Started by worlds.forked, never by hand."""
+    """Serve until the parent closes the socket. Only `worlds.forked` starts it."""
     parser = argparse.ArgumentParser(description="fork server of the conformance kit")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -205,7 +205,7 @@ def serve(channel: supervise.Channel, prepared: Prepared, keep: frozenset[int]) 
 def run_cell(
     channel: supervise.Channel, request: dict[str, Any], prepared: Prepared, keep: frozenset[int]
 ) -> dict[str, Any]:
-    """Fork the ranks of one cell, watch them, and answer their exits."""
+    """Fork the ranks of one cell, watch them, and return their exits."""
     import torch
 
     one_thread()

@@ -26,7 +26,7 @@ from moeref_conformance.worlds.messages import pack, unpack
 from moeref_conformance.worlds.worker import Place, Worker
 
 AGAIN_SECONDS = 0.5  # a failure is sent again after this: a fork server that has not begun its cell drops the message
-SLACK_SECONDS = 90.0  # beyond deadline and grace, until a process that gives no answer is given up
+SLACK_SECONDS = 90.0  # beyond deadline and grace: a process without an answer then counts as lost
 #: Two machines begin a cell at most this many seconds apart: failures this close count as simultaneous.
 SKEW_SECONDS = 0.5
 

@@ -57,5 +57,5 @@ OF_THE_REFERENCE = "other values"
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equality that tells True from 1."""
+    """Equality that distinguishes True from 1."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

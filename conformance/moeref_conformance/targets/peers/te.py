@@ -34,7 +34,7 @@ def _absent(name: str) -> type:
 
 
 class FP8GlobalStateManager:
-    """Says that nothing is quantised."""
+    """Reports that nothing is quantised."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:

@@ -39,8 +39,9 @@ class Split:
 def splits(layout: Layout, num_layers: int, *, mtp: int = 0, most: int = 3) -> tuple[Split, ...]:
     """The `most` best-balanced splits of `num_layers` over the stages of `layout`, best first.
 
-    The split in `layout` is ignored. megatron-core's three ways to divide unevenly are tried: the number of layers on the
-    first and last pipeline rank, counting the embedding and the loss as layers, and, if neither works, a layout string.
+    The split in `layout` is ignored. megatron-core's three ways to divide unevenly are tried: the number of layers on
+    the first and last pipeline rank, counting the embedding and the loss as layers, and, if neither works, a layout
+    string.
     """
     found = []
     for candidate in _candidates(layout, num_layers):

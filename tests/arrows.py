@@ -41,7 +41,7 @@ def arrows(module: tuple[str, ...], is_package: bool, source: str, packages: tup
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     loaders = [call for call in calls.values() if _identifier(call.func) in LOADERS]
     loads = [call for call in loaders if call.args and isinstance(call.args[0], ast.Constant)]
-    # The argument of a loader is told with the loader.
+    # The argument of a loader is reported with the loader.
     skipped = _docstrings(tree) | {id(argument) for call in loaders for argument in call.args}
     skipped |= {id(call.func) for call in loads}
     yield from (Arrow(call.lineno, str(ast.literal_eval(call.args[0]))) for call in loads)

@@ -1,4 +1,4 @@
-"""The world of forked ranks: every way a rank can end is told apart, named, and survived; no process is left."""
+"""The world of forked ranks: every way a rank can end is recognised, named and survived. No process is left."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def grandchildren(target: Target, cell: Cell, world: World, inputs: dict[str, st
 
 
 def splits_disagree(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
-    """Rank 1 expects three rows of rank 0, which sends one: gloo alone under-fills without a word."""
+    """Rank 1 expects three rows of rank 0, which sends one: gloo alone under-fills silently."""
     event(folder, "forward", "begin")
     send, expect = ([1, 1], [1, 0]) if world.rank == 0 else ([0, 0], [3, 0])
     out = torch.zeros(sum(expect), 4)

@@ -208,7 +208,7 @@ def test_a_problem_is_told_once_and_with_what_to_do() -> None:
 
 
 def test_what_is_asked_for_decides_what_the_dispatcher_is_judged_by() -> None:
-    """Sequences of one length are the default, and all-gather takes them; what is chosen is told as settings."""
+    """Sequences of one length are the default, and all-gather takes them; the report has its settings."""
     report = check("glm-4.5", "ep=8", dispatcher="allgather")
     assert report.works
     assert report.settings is not None

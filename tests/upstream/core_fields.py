@@ -37,7 +37,7 @@ def _of(kind: type) -> dict[str, dict[str, Any]]:
 
 
 def _known(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
-    """A plain default, and of the type what moeref judges by: a truth value, a number, or a list of choices."""
+    """A plain default, and what moeref checks values by: a bool, a number, or a list of choices."""
     known: dict[str, Any] = {}
     made = field.default_factory is not dataclasses.MISSING
     default = field.default_factory() if made else field.default

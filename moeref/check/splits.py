@@ -24,7 +24,7 @@ class Split:
         found = [f"{k}={v}" for k in ("first", "last") if (v := getattr(self.layout, k)) is not None]
         found += [f"{k}=1" for k in ("embedding", "loss") if getattr(self.layout, k)]
         if self.layout.pipeline_layout is not None:
-            found.append(f"layout={self.layout.pipeline_layout}")
+            found.append(f"pipeline_layout={self.layout.pipeline_layout}")
         return ",".join(found) or "no first=, last=, embedding=, loss= or pipeline_layout="
 
     @property

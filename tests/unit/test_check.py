@@ -87,6 +87,7 @@ def test_every_split_offered_holds_every_layer_once(layers: int, pp: int, vpp: i
         again = Layout.parse(split.layout.text).stages(layers, mtp=mtp or None)
         assert sorted(i for stage in again.layers.values() for i in stage) == list(range(layers))
         assert sum(split.per_rank) == layers
+        assert split.text.startswith("no ") or Layout.parse(f"{layout.text},{split.text}") == split.layout
     assert list(found) == sorted(found, key=lambda s: (*s.cost, s.text))
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell, Layout, Target, to_plain
 from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of
 from moeref_conformance.worlds import rank as rank_main
 from moeref_conformance.worlds import supervise
@@ -217,7 +218,7 @@ def run_cell(
     ranks = request.get("ranks", list(range(size)))
     file = cell_dir / "store"
     for rank in ranks:
-        rank_main.record_dir(cell_dir, rank).mkdir(parents=True)
+        rank_dir(cell_dir, rank).mkdir(parents=True)
     done_read, done = os.pipe()
     go, go_write = os.pipe()
     job = rank_main.Job(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from moeref_conformance.contract.api import Cell, Target, World
 from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.exits import EXIT_RAISED
+from moeref_conformance.contract.records import rank_dir
 
 if TYPE_CHECKING:
     import torch
@@ -65,11 +66,6 @@ def prctl(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def record_dir(cell_dir: Path, rank: int) -> Path:
-    """`<cell_dir>/rank0003`."""
-    return cell_dir / f"rank{rank:04d}"
-
-
 def main(job: Job, rank: int, parent: int, close: tuple[int, ...]) -> NoReturn:
     """Run one rank in a freshly forked process and exit: 0 finished, 3 something raised.
 
@@ -79,7 +75,7 @@ def main(job: Job, rank: int, parent: int, close: tuple[int, ...]) -> NoReturn:
     try:
         for fd in close:
             os.close(fd)
-        _settle(record_dir(job.cell_dir, rank), parent)
+        _settle(rank_dir(job.cell_dir, rank), parent)
         _run(job, rank)
         _flush()
         os.write(job.done, f"finished {rank}\n".encode())
@@ -136,7 +132,7 @@ def _run(job: Job, rank: int) -> None:
         timeout=timedelta(seconds=job.deadline + 60),
         device_id=device if "nccl" in process_group else None,
     )
-    folder = record_dir(job.cell_dir, rank)
+    folder = rank_dir(job.cell_dir, rank)
     scratch = folder / "scratch"
     scratch.mkdir()
     world = World(

@@ -18,7 +18,8 @@ from typing import Any
 
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.exits import RankExit, mark_first
-from moeref_conformance.worlds.rank import STACKS, record_dir
+from moeref_conformance.contract.records import rank_dir
+from moeref_conformance.worlds.rank import STACKS
 
 STDERR_TAIL = 8000  # characters
 STACK_SECONDS = 0.5  # for hung ranks to write their stacks
@@ -220,7 +221,7 @@ class Watch:
         """How each rank ended, with the first failure marked."""
         found = []
         for number, rank in self.ranks.items():
-            folder = record_dir(cell_dir, number)
+            folder = rank_dir(cell_dir, number)
             events, tail = _events(folder), _tail(folder / "stderr.txt")
             status = 0 if rank.status is None else rank.status
             found.append(

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance.contract.api import Claims
+from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of, versions
 from moeref_conformance.worlds.fork_server import cell_from
 from moeref_conformance.worlds.forked import ENTRY, ForkedWorld, Part, WorldError
 from moeref_conformance.worlds.messages import Gone, Line, pack, unpack
-from moeref_conformance.worlds.rank import record_dir
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Worker:
             )
             if outcome.error:
                 return {"error": outcome.error}, b""
-            record = b"" if cell_dir else pack({"": record_dir(Path(here.name), rank)})
+            record = b"" if cell_dir else pack({"": rank_dir(Path(here.name), rank)})
         exits = [asdict(end) for end in outcome.exits]
         return {"exits": exits, "seconds": outcome.seconds, "strays": outcome.strays}, record
 

@@ -17,14 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.published_models import TINY
+from moeref_conformance.contract.results import EXIT_WORDS, Results, read
 from moeref_conformance.contract.rules import Rule, load_rules, select
 from moeref_conformance.plan import gpu_requirements, known_failures
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
+from moeref_conformance.plan.plan import DEADLINE, Settings, prepare
+from moeref_conformance.resolve import resolve
 
 OUT = Path("conformance-report")
 
@@ -53,98 +57,61 @@ def _parser() -> argparse.ArgumentParser:
         prog="moeref-conformance", description=__doc__.splitlines()[0] if __doc__ else None
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add in (_add_list, _add_run, _add_smoke, _add_inputs, _add_report, _add_diff, _add_shards, _add_table):
-        add(commands)
+
+    def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text)
+        made.set_defaults(command=act)
+        return made
+
+    made = command("list", _list, "cells of a matrix and rules")
+    made.add_argument("--target", help="also say which cells this target claims")
+    made.add_argument("--json", action="store_true", help="machine-readable")
+    counting = "only count cells by the backend they have with 1, 4, 8 and 2 × 8 GPUs"
+    made.add_argument("--backends", action="store_true", help=counting)
+    _add_selection(made)
+    _add_judging(command("run", _run, "judge a target"), matrix="cpu")
+    _add_judging(command("smoke", _run, "judge the adapter in seconds"), matrix="smoke")
+    made = command("inputs", _inputs, "write the checkpoint and tokens of a cell, for a run recorded elsewhere")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
+    _add_selection(made)
+    made = command("report", _report, "write the reports of a results.jsonl again")
+    made.add_argument("results", type=Path)
+    made.add_argument("--out", type=Path, metavar="DIR", help="default: next to the results")
+    made = command("diff", _diff, "what changed between two runs; 1 if anything is worse")
+    made.add_argument("old", type=Path)
+    made.add_argument("new", type=Path)
+    made = command("shards", _shards, "whether two targets load the same shards; 1 if not, known failures excepted")
+    made.add_argument("left", help="a target, as for `run`")
+    made.add_argument("right", help="another one")
+    made.add_argument("--out", type=Path, metavar="FILE", help="write the comparison as JSON")
+    _add_selection(made, rules=False)
+    made = command("table", _table, "one Markdown page on several results: rules × cells, with causes")
+    several = "results.jsonl, with shards.json next to it if there is one"
+    made.add_argument("results", type=Path, nargs="+", help=several)
+    made.add_argument("--out", type=Path, required=True, metavar="FILE")
     return parser
 
 
-def _add_list(commands: Any) -> None:
-    parser = commands.add_parser("list", help="cells of a matrix and rules")
-    parser.add_argument("--target", help="also say which cells this target claims")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
-    parser.add_argument(
-        "--backends", action="store_true", help="only count cells by the backend they have with 1, 4, 8 and 2 × 8 GPUs"
-    )
-    _add_selection(parser)
-    parser.set_defaults(command=_list)
-
-
-def _add_run(commands: Any) -> None:
-    _add_judging(commands.add_parser("run", help="judge a target"), matrix="cpu")
-
-
-def _add_smoke(commands: Any) -> None:
-    _add_judging(commands.add_parser("smoke", help="judge the adapter in seconds"), matrix="smoke")
-
-
 def _add_judging(parser: argparse.ArgumentParser, matrix: str) -> None:
-    parser.add_argument("--target", required=True, help="a name, module:attr or dump:DIR; `moeref` is built in")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"folder of the results (default: {OUT})")
-    parser.add_argument(
-        "--backend",
-        default="auto",
-        metavar="BACKEND",
-        help="gloo, gloo-cuda or nccl for all cells (default: auto, by GPUs for cells that leave it open)",
-    )
-    parser.add_argument("--known", type=Path, metavar="FILE", help="known failures (default: known/<target>.toml)")
-    parser.add_argument("--deadline", type=float, default=120.0, metavar="S", help="seconds a cell may take")
-    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="cells side by side (default: by cores)")
-    parser.add_argument("--strict", action="store_true", help="known failures and SHOULD rules count as failures")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the records of all ranks here")
-    _add_selection(parser, matrix=matrix)
-    parser.set_defaults(command=_run)
-
-
-def _add_inputs(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inputs", help="write the checkpoint and tokens of a cell, for a run recorded elsewhere"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
-    _add_selection(parser)
-    parser.set_defaults(command=_inputs)
-
-
-def _add_report(commands: Any) -> None:
-    parser = commands.add_parser("report", help="write the reports of a results.jsonl again")
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: next to the results")
-    parser.set_defaults(command=_report)
-
-
-def _add_diff(commands: Any) -> None:
-    parser = commands.add_parser("diff", help="what changed between two runs; 1 if anything is worse")
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
-    parser.set_defaults(command=_diff)
-
-
-def _add_shards(commands: Any) -> None:
-    parser = commands.add_parser(
-        "shards", help="whether two targets load the same shards; 1 if not, known failures excepted"
-    )
-    parser.add_argument("left", help="a target, as for `run`")
-    parser.add_argument("right", help="another one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the comparison as JSON")
-    _add_selection(parser, rules=False)
-    parser.set_defaults(command=_shards)
-
-
-def _add_table(commands: Any) -> None:
-    parser = commands.add_parser("table", help="one Markdown page on several results: rules × cells, with causes")
-    parser.add_argument(
-        "results", type=Path, nargs="+", help="results.jsonl, with shards.json next to it if there is one"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.set_defaults(command=_table)
+    add = parser.add_argument
+    add("--target", required=True, help="a name, module:attr or dump:DIR; `moeref` is built in")
+    add("--out", type=Path, default=OUT, metavar="DIR", help=f"folder of the results (default: {OUT})")
+    backend = "gloo, gloo-cuda or nccl for all cells (default: auto, by GPUs for cells that leave it open)"
+    add("--backend", default="auto", metavar="BACKEND", help=backend)
+    add("--known", type=Path, metavar="FILE", help="known failures (default: known/<target>.toml)")
+    add("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds a cell may take")
+    add("--jobs", type=int, default=0, metavar="N", help="cells side by side (default: by cores)")
+    add("--strict", action="store_true", help="known failures and SHOULD rules count as failures")
+    add("--keep", type=Path, metavar="DIR", help="keep the records of all ranks here")
+    _add_selection(parser, matrix)
 
 
 def _add_selection(parser: argparse.ArgumentParser, matrix: str = "cpu", rules: bool = True) -> None:
-    parser.add_argument("--matrix", default=matrix, help=f"a shipped matrix or a file (default: {matrix})")
-    parser.add_argument("--cell", action="append", default=[], help="only cells of this id, glob or tag; repeatable")
+    add = parser.add_argument
+    add("--matrix", default=matrix, help=f"a shipped matrix or a file (default: {matrix})")
+    add("--cell", action="append", default=[], help="only cells of this id, glob or tag; repeatable")
     if rules:
-        parser.add_argument(
-            "--rule", action="append", default=[], help="only rules with this prefix, and what they require"
-        )
+        add("--rule", action="append", default=[], help="only rules with this prefix, and what they require")
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -172,8 +139,6 @@ def _why_not(spec: str | None, cells: Sequence[Cell]) -> list[str | None]:
     """Why the target does not claim each cell; None for one that it claims, or without a target."""
     if not spec:
         return [None] * len(cells)
-    from moeref_conformance.resolve import resolve
-
     claims = resolve(spec).claims
     # An open backend is listed as on a machine that has just the GPUs the cell needs.
     return [claims.why_not(replace(cell, backend=Machine().backend(cell))) for cell in cells]
@@ -208,33 +173,18 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
-    from moeref_conformance.plan.plan import Settings, prepare
     from moeref_conformance.report import write_all
     from moeref_conformance.report.progress import Progress
-    from moeref_conformance.resolve import resolve
     from moeref_conformance.run.machinery import machinery
     from moeref_conformance.run.runner import run
 
-    settings = Settings(
-        target=options.target,
-        matrix=options.matrix,
-        cells=tuple(options.cell),
-        rules=tuple(options.rule),
-        backend=options.backend,
-        known_failures=options.known,
-        deadline=options.deadline,
-        jobs=options.jobs,
-        strict=options.strict,
-        keep=options.keep,
-    )
-    plan = prepare(settings, resolve(options.target))
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    plan = prepare(Settings.of(**given), resolve(options.target))
     with Progress(len(plan.cells)) as progress:
         results = run(plan, options.out, progress, machinery(coordinator))
     if plan.machine is not None and not plan.machine.count and any(plan.lacks(cell) for cell in plan.cells):
-        from rich.console import Console
-
         print(f"No GPU: {plan.machine.why_not['gpu']}. What would run where there are some:")
-        Console().print(gpu_requirements.table(matrices.load(options.matrix).select(options.cell)))
+        print(gpu_requirements.markdown(matrices.load(options.matrix).select(options.cell)))
     return _say(results, write_all(results, options.out))
 
 
@@ -258,7 +208,6 @@ def _inputs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from moeref_conformance.contract.results import read
     from moeref_conformance.report import write_all
 
     results = read(options.results)
@@ -266,7 +215,6 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from moeref_conformance.contract.results import read
     from moeref_conformance.report.diff import diff
 
     changes = diff(read(options.old), read(options.new))
@@ -275,26 +223,22 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _shards(options: argparse.Namespace) -> int:
-    from moeref_conformance.contract.shards import write
-    from moeref_conformance.resolve import resolve
-    from moeref_conformance.run import shards
+    from moeref_conformance.run.shards import run
 
     matrix, comparisons = matrices.load(options.matrix), []
     files = {known_failures.find(matrix, resolve(spec).info.name) for spec in (options.left, options.right)}
     failures = [entry for file in files if file for entry in known_failures.load(file, matrix)]
-    for comparison in shards.run(options.left, options.right, matrix.select(options.cell), failures):
+    for comparison in run(options.left, options.right, matrix.select(options.cell), failures):
         print(comparison.text, flush=True)
         comparisons.append(comparison)
     if options.out:
-        write(options.out, options.left, options.right, comparisons)
+        shards.write(options.out, options.left, options.right, comparisons)
     equal, same = sum(c.equal for c in comparisons), sum(c.same for c in comparisons)
     print(f"{equal} shards equal; {same} of {len(comparisons)} cells equal throughout")
     return 0 if all(comparison.accepted for comparison in comparisons) else 1
 
 
 def _table(options: argparse.Namespace) -> int:
-    from moeref_conformance.contract import shards
-    from moeref_conformance.contract.results import read
     from moeref_conformance.report.table import render
 
     pairs = [(read(path), shards.read(path.parent / "shards.json")) for path in options.results]
@@ -302,11 +246,9 @@ def _table(options: argparse.Namespace) -> int:
     return 0
 
 
-def _say(results: Any, page: Path) -> int:
-    from moeref_conformance.contract.results import EXIT_WORDS
-
+def _say(results: Results, page: Path) -> int:
     counts = ", ".join(f"{number} {status}" for status, number in results.counts.items() if number)
     print(f"{results.header['target']['name']} {results.header['target']['version']}: {counts}")
     print(f"report: {page}")
     print(f"{EXIT_WORDS[results.exit_code]}: {results.headline}")
-    return int(results.exit_code)
+    return results.exit_code

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moeref_conformance.plan.plan import Plan
 
 PACKAGE = "moeref_conformance"
+OPTIONS = ("target", "matrix", "cell", "rule", "known", "deadline")
 _ACTIVE = pytest.StashKey[bool]()
 _PLAN = pytest.StashKey["Plan"]()
 
@@ -55,17 +56,8 @@ def plan_of(config: pytest.Config) -> Plan:
         if not config.stash.get(_ACTIVE, False) or not config.getoption("--target"):
             raise pytest.UsageError(f"run as: pytest --pyargs {PACKAGE} --target NAME|module:attr")
         try:
-            config.stash[_PLAN] = prepare(
-                Settings(
-                    target=config.getoption("--target"),
-                    matrix=config.getoption("--matrix"),
-                    cells=tuple(config.getoption("--cell")),
-                    rules=tuple(config.getoption("--rule")),
-                    known_failures=config.getoption("--known"),
-                    deadline=config.getoption("--deadline"),
-                ),
-                resolve(config.getoption("--target")),
-            )
+            given = {name: config.getoption(name) for name in OPTIONS}
+            config.stash[_PLAN] = prepare(Settings.of(**given), resolve(given["target"]))
         except BadInput as error:
             raise pytest.UsageError(str(error)) from error
     return config.stash[_PLAN]

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from handmade import MANY, ONE, Run, read_run, write_run
-from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.exits import RankExit
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.records import Observation, rank_dir
+from moeref_conformance.contract.records import Observation, RankRecord, rank_dir
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import JUDGES, Case, grouped, judges
 from moeref_conformance.oracles.checkpoint import expected
@@ -408,11 +407,10 @@ def test_what_cannot_be_judged_says_why(run: Run) -> None:
 
 
 def test_names_alone_are_enough_for_the_static_rules(run: Run) -> None:
-    tables = {}
-    for record in run.case.observation.ranks:  # type: ignore[union-attr]
-        rows = [{**r, "hf": tuple(r["hf"]), "shape": tuple(r["shape"])} for r in record.value("names")]
-        tables[record.rank] = [NameRow(**r) for r in rows]
-    run.case.observation = Observation.from_tables(MANY, tables)
+    ranks = [RankRecord(record.rank, Path()) for record in run.case.observation.ranks]  # type: ignore[union-attr]
+    for bare, record in zip(ranks, run.case.observation.ranks, strict=True):  # type: ignore[union-attr]
+        bare.events = [event for event in record.events if event["step"] == "names"]
+    run.case.observation = Observation(MANY, ranks)
     for rule in ("NAM-001", "NAM-002", "NAM-003", "NAM-004"):
         assert judge(run, rule) == ()
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from moeref_conformance.contract.cells import Cell, Claims, Layout
+from moeref_conformance.contract.cells import Cell as Cell
+from moeref_conformance.contract.cells import Claims as Claims
+from moeref_conformance.contract.cells import Layout as Layout
 
 if TYPE_CHECKING:
     import torch
@@ -362,37 +364,3 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [to_plain(v) for v in (sorted(value) if isinstance(value, set | frozenset) else value)]
     return str(value) if isinstance(value, Path) else value
-
-
-__all__ = [
-    "API_VERSION",
-    "FACETS",
-    "Cell",
-    "Claims",
-    "Config",
-    "Dispatch",
-    "DispatcherRequest",
-    "Export",
-    "Forward",
-    "Gradients",
-    "Info",
-    "Layout",
-    "NameRow",
-    "Names",
-    "PadRequest",
-    "Padding",
-    "Plan",
-    "Recorded",
-    "Replay",
-    "Request",
-    "RoundTrip",
-    "RoutedRows",
-    "Seeds",
-    "Session",
-    "Target",
-    "TensorMeta",
-    "Turn",
-    "Unsupported",
-    "World",
-    "to_plain",
-]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,3 +51,22 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: not valid TOML: {error}") from error
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """The value of every line. A last line that was cut off while it was written is left out.
+
+    Raises `BadInput` for a file that cannot be read and for any other line that is not JSON.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error})") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise BadInput(f"{path}:{number}: not JSON: {error}") from error
+    return rows

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.contract.api import Cell, NameRow, to_plain
+from moeref_conformance.contract.api import Cell, to_plain
+from moeref_conformance.contract.checks import read_json_lines
 from moeref_conformance.contract.exits import RankExit
 from moeref_conformance.contract.hang_stacks import waits
 
@@ -52,15 +53,9 @@ class RankRecord:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """All complete lines of `events.jsonl`; a last line cut off by the death of the rank is left out."""
+        """What the rank wrote to `events.jsonl`, without a last line that its death cut off."""
         path = self.dir / EVENTS
-        if not path.exists():
-            return []
-        lines = path.read_text().split("\n")
-        events = [json.loads(line) for line in lines[:-1] if line]
-        if lines[-1].endswith("}"):
-            events.append(json.loads(lines[-1]))
-        return events
+        return read_json_lines(path) if path.exists() else []
 
     def _event(self, step: str, phase: str) -> dict[str, Any] | None:
         return next((e for e in self.events if e["step"] == step and e["phase"] == phase), None)
@@ -155,16 +150,6 @@ class Observation:
                 crashes.append(crash)
         crashes.sort(key=lambda c: (c[0], c[1].rank))
         return cls(cell, ranks, [c for _, c in crashes], seconds)
-
-    @classmethod
-    def from_tables(cls, cell: Cell, tables: Mapping[int, Sequence[NameRow]]) -> Observation:
-        """An observation of names alone, without processes: the names table of every rank."""
-        ranks = []
-        for rank, rows in sorted(tables.items()):
-            record = RankRecord(rank, Path())
-            record.events = [{"step": "names", "phase": "ok", "at": 0.0, "seconds": 0.0, "value": to_plain(list(rows))}]
-            ranks.append(record)
-        return cls(cell, ranks)
 
 
 def write_events(cell_dir: Path, events: Mapping[int, list[dict[str, Any]]]) -> None:

@@ -12,12 +12,12 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
-from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.checks import BadInput, read_json_lines
 from moeref_conformance.contract.findings import Finding
 
 SCHEMA = 1
@@ -127,7 +127,7 @@ class Results:
         return any(rule["id"] == rule_id and rule["level"] == "MUST" for rule in self.header["rules"]["list"])
 
 
-class Writer:
+class Writer(AbstractContextManager["Writer"]):
     """Writes `results.jsonl` line by line and keeps what it wrote as `results`. Leaving it cleanly writes no footer."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -137,10 +137,7 @@ class Writer:
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._line(self.results.header)
 
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def cell(self, cell_id: str, verdicts: list[Verdict], seconds: float) -> None:
@@ -153,16 +150,9 @@ class Writer:
 
     def footer(self) -> None:
         """The last line: the run is complete."""
-        head = self.results.headline
         self.results.complete = True
-        self._line(
-            {
-                "kind": "footer",
-                "counts": self.results.counts,
-                "headline": str(head),
-                "exit": self.results.exit_code,
-            }
-        )
+        counts, code = self.results.counts, self.results.exit_code
+        self._line({"kind": "footer", "counts": counts, "headline": str(self.results.headline), "exit": code})
 
     def _line(self, value: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
@@ -184,7 +174,7 @@ def read(path: Path) -> Results:
 
     A last line that was cut while it was written is dropped: such a file has no footer and is incomplete.
     """
-    rows = _rows(path)
+    rows = read_json_lines(path)
     if not rows or not isinstance(rows[0], dict) or rows[0].get("kind") != "header":
         raise BadInput(f"{path}: does not begin with a header; is it a results.jsonl?")
     if rows[0].get("schema") != SCHEMA:
@@ -198,21 +188,6 @@ def read(path: Path) -> Results:
     order = {cell["id"]: number for number, cell in enumerate(results.header["cells"])}
     results.verdicts.sort(key=lambda v: order.get(v.cell, len(order)))
     return results
-
-
-def _rows(path: Path) -> list[Any]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: cannot be read ({error})") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise BadInput(f"{path}:{number}: not JSON: {error}") from error
-    return rows
 
 
 def _add(results: Results, row: Mapping[str, Any]) -> None:

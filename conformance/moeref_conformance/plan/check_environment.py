@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 
 #: Module -> its distribution, and the least version that works.
@@ -54,12 +55,7 @@ def _version(distribution: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(map(int, itertools.takewhile(str.isdigit, version.partition("+")[0].split("."))))
 
 
 def main() -> int:

@@ -6,9 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rich import box
-from rich.table import Table
-
 from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.plan.machine import NEEDS, RECIPES, Machine, concerned, needs
@@ -57,11 +54,3 @@ def markdown(cells: Iterable[Cell]) -> str:
     """The rows as a Markdown table."""
     rows = [HEAD, ("---", "--:", *["---"] * len(MACHINES)), *requirements(cells)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def table(cells: Iterable[Cell]) -> Table:
-    """The rows for a terminal."""
-    shown = Table(*HEAD, box=box.SIMPLE, title="cells by backend")
-    for row in requirements(cells):
-        shown.add_row(*row)
-    return shown

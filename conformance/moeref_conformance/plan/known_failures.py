@@ -121,15 +121,14 @@ def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> KnownFailure:
     # A TOML date-time is a date too for Python; only a plain date is meant.
     if type(table["expires"]) is not datetime.date:
         raise BadInput(f"{spot}: expires={table['expires']!r} is not a date such as 2027-02-01")
+    texts = {key: table[key].strip() for key in ("reason", *EVIDENCE) if key in table}
     return KnownFailure(
         rules=tuple(ids),
         where=check_where(spot, table["where"]),
         outcome=table["outcome"],
-        reason=table["reason"].strip(),
         expires=table["expires"],
-        link=table.get("link", ""),
-        reproduce=table.get("reproduce", "").strip(),
         matrix=tuple(text_list(f"{spot}: matrix", table["matrix"])) if "matrix" in table else (),
+        **texts,
     )
 
 

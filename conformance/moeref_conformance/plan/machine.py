@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class Machine:
     processes torchrun started on all its machines, each with a GPU of its own; 0 without torchrun.
     """
 
-    gpus: tuple[str, ...] = ()
-    has: frozenset[str] = frozenset()
+    gpus: Sequence[str] = ()
+    has: Collection[str] = ()
     why_not: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 0
@@ -63,12 +63,10 @@ class Machine:
 
         A machine with fewer GPUs than `cell.gpus`, or none, answers as one that has just that many.
         """
-        if cell.backend == "static":
+        if cell.backend == "static" or (asked == "auto" and cell.backend != ANY_GPU):
             return cell.backend
         if asked != "auto":
             return asked
-        if cell.backend != ANY_GPU:
-            return cell.backend
         # Each process of torchrun has a GPU of its own, so none is shared.
         fits = cell.layout.world <= max(self.count, cell.gpus, 1) or bool(self.ranks)
         return "nccl" if fits else "gloo-cuda"
@@ -115,14 +113,7 @@ def detect() -> Machine:
 
     Raises `BadInput` if torchrun started more ranks on this machine than it has GPUs.
     """
-    facts = _ask()
-    machine = Machine(
-        gpus=tuple(facts["gpus"]),
-        has=frozenset(facts["has"]),
-        why_not=facts["why_not"],
-        versions=facts["versions"],
-        ranks=started(),
-    )
+    machine = Machine(**_ask(), ranks=started())
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if machine.ranks and machine.gpus and here > len(machine.gpus):
         have = len(machine.gpus)
@@ -135,16 +126,9 @@ def _ask() -> dict[str, Any]:
         return _nothing("no NVIDIA device under /dev (no driver, or nothing is passed into this container)")
     # As multiprocessing does, so that the process can import what this one can.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    command = [sys.executable, "-m", "moeref_conformance.plan.machine"]
+    command, env = [sys.executable, "-m", "moeref_conformance.plan.machine"], {**os.environ, "PYTHONPATH": path}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS, env=env)
         # Imports may print lines before it.
         facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from moeref_conformance.contract.api import Recorded, Target
 from moeref_conformance.contract.backends import ANY_GPU, GPU_BACKENDS
@@ -39,6 +40,11 @@ class Settings:
     jobs: int = 0  # worlds side by side; 0 leaves it to `Plan.workers`
     strict: bool = False
     keep: Path | None = None  # records of all cells are kept here
+
+    @classmethod
+    def of(cls, *, cell: Iterable[str], rule: Iterable[str], known: Path | None, **others: Any) -> Settings:
+        """Settings by the names of their options, on the command line and in pytest."""
+        return cls(cells=tuple(cell), rules=tuple(rule), known_failures=known, **others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +98,7 @@ class Plan:
         """
         # DeepEP refuses a group of one rank, and which dispatcher moves the rows does not change what is computed.
         dispatcher = "alltoall" if cell.dispatcher.startswith("flex-") else cell.dispatcher
-        made = replace(
-            cell,
-            layout_name="one",
-            layout=ONE_RANK,
-            dispatcher=dispatcher,
-            needs=(),
-            gpus=0,
-            gradients=True,
-            tags=(),
-        )
+        made = replace(cell, layout_name="one", layout=ONE_RANK, dispatcher=dispatcher, needs=(), gpus=0, tags=())
         if cell.backend == "gloo-cuda" and self.settings.backend == "auto":
             over_nccl = replace(made, backend="nccl")
             if not self.lacks(over_nccl) and self.target.claims.why_not(over_nccl) is None:

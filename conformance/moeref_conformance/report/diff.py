@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.results import RED, Results, Verdict
 
-BAD = (*RED, "error")
+#: How bad a verdict is; every status that is not here is 2.
+BADNESS = {"exact": 0, "within tolerance": 1, **dict.fromkeys((*RED, "error"), 3)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
+class Change(NamedTuple):
     """One rule in one cell whose verdict changed."""
 
     cell: str
@@ -53,20 +54,14 @@ def diff(old: Results, new: Results) -> Diff:
         before, after = old.header[what]["hash"], new.header[what]["hash"]
         if before != after:
             raise BadInput(f"the runs do not compare: {what} {before} in the old one, {after} in the new one")
-    result = Diff()
-    before_all = {(v.cell, v.rule): v for v in old.verdicts}
-    after_all = {(v.cell, v.rule): v for v in new.verdicts}
-    for key, after_one in after_all.items():
-        if key not in before_all:
-            continue
-        before_one = before_all[key]
-        if _state(before_one) == _state(after_one):
-            continue
-        change = Change(cell=key[0], rule=key[1], old=_state(before_one), new=_state(after_one))
-        ranks = (_rank(before_one), _rank(after_one))
-        (result.worse if ranks[1] > ranks[0] else result.better if ranks[1] < ranks[0] else result.other).append(change)
-    result.only_old = len(before_all.keys() - after_all.keys())
-    result.only_new = len(after_all.keys() - before_all.keys())
+    before, after = ({(v.cell, v.rule): _state(v) for v in run.verdicts} for run in (old, new))
+    result = Diff(only_old=len(before.keys() - after.keys()), only_new=len(after.keys() - before.keys()))
+    for (cell, rule), state in after.items():
+        was = before.get((cell, rule), state)
+        if was != state:
+            gain = BADNESS.get(was, 2) - BADNESS.get(state, 2)
+            changes = result.better if gain > 0 else result.worse if gain < 0 else result.other
+            changes.append(Change(cell, rule, was, state))
     return result
 
 
@@ -75,9 +70,3 @@ def _state(verdict: Verdict) -> str:
     if verdict.status == "pass":
         return "exact" if verdict.met == "exact" else "within tolerance"
     return verdict.status
-
-
-def _rank(verdict: Verdict) -> int:
-    if verdict.status == "pass":
-        return 0 if verdict.met == "exact" else 1
-    return 3 if verdict.status in BAD else 2

@@ -51,7 +51,6 @@ class Row:
     ranks: int
     seconds: float
     marks: list[Mark]
-    passing: bool
 
 
 @dataclass
@@ -177,15 +176,13 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
             judged = [rule for rule in rules if rule.applies(cell["backend"], cell.get("replay", "off"))]
             blocks[key] = Block(*key, rules=judged)
         verdicts = table[cell["id"]]
-        marks = [_mark(verdicts.get(rule.id)) for rule in blocks[key].rules]
         row = Row(
             id=cell["id"],
             name=cell["layout_name"],
             layout=f"{cell['text']} ({cell['layers']} layers)",
             ranks=cell["layout"]["world"],
             seconds=results.seconds.get(cell["id"], 0.0),
-            marks=marks,
-            passing={mark.status for mark in marks} <= {"pass", "unclaimed", "disabled"},
+            marks=[_mark(verdicts.get(rule.id)) for rule in blocks[key].rules],
         )
         blocks[key].rows.append(row)
     for block in blocks.values():

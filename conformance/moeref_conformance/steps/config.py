@@ -8,7 +8,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Config, Request
 from moeref_conformance.contract.requests.config import OF_THE_REFERENCE, REQUESTS, same
-from moeref_conformance.steps.facet import Context, Facet, Static, Step
+from moeref_conformance.steps.facet import Context, Facet, Static, Step, answer
 
 
 def recorded(config: Config, context: Context) -> dict[str, Any]:
@@ -17,14 +17,18 @@ def recorded(config: Config, context: Context) -> dict[str, Any]:
     An answer is what differs from the answer to the empty request, or the text of the refusal.
     """
     base = _plain_values(config.resolve(Request(), "policy"))
-    answers = {name: _answer(config, request, "policy", base) for name, request in REQUESTS.items()}
-    reference = {name: _answer(config, REQUESTS[name], "reference", base) for name in ("nothing", OF_THE_REFERENCE)}
+
+    def changes(request: Request, role: str) -> dict[str, Any]:
+        values = _plain_values(config.resolve(request, role))
+        changed = {k: v for k, v in values.items() if k not in base or not same(base[k], v)}
+        return {"changed": changed, "gone": sorted(base.keys() - values.keys())}
+
     has_modules = "export" in context.claims.facets and context.world.backend != "static"
     return {
         "given": _plain_values(config.given()),
         "nothing": base,
-        "requests": answers,
-        "reference": reference,
+        "requests": {name: answer(changes, request, "policy") for name, request in REQUESTS.items()},
+        "reference": {n: answer(changes, REQUESTS[n], "reference") for n in ("nothing", OF_THE_REFERENCE)},
         "held": held_by(context.facet("export").chunks()) if has_modules else None,
     }
 
@@ -39,15 +43,6 @@ def held_by(chunks: Sequence[Any]) -> list[dict[str, Any]]:
                 values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
                 by_object[id(config)] = {"module": f"{number}:{name}", "values": _plain_values(values)}
     return list(by_object.values())
-
-
-def _answer(config: Config, request: Request, role: str, base: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        values = _plain_values(config.resolve(request, role))
-    except Exception as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
-    changed = {k: v for k, v in values.items() if k not in base or not same(base[k], v)}
-    return {"changed": changed, "gone": sorted(base.keys() - values.keys())}
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.contract.api import Dispatch, Layout, RoutedRows, to_plain
+from moeref_conformance.contract.api import Dispatch, DispatcherRequest, Layout, RoutedRows, to_plain
 from moeref_conformance.contract.requests.dispatch import CHOICES, requests
-from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
+from moeref_conformance.steps.facet import Context, Facet, Static, Step, answer, refusal
 
 if TYPE_CHECKING:
     import torch
@@ -16,16 +14,16 @@ if TYPE_CHECKING:
 
 def padded(dispatch: Dispatch, context: Context) -> list[dict[str, Any]]:
     """The answer to every request of `requests`, in order: `samples` and `totals`, or `refused`."""
-    return [_answer(partial(dispatch.padded, request)) for request in requests(context.cell.layout)]
+    return [to_plain(answer(dispatch.padded, request)) for request in requests(context.cell.layout)]
 
 
 def chosen(dispatch: Dispatch, context: Context) -> dict[str, dict[str, Any]]:
     """The answer to every request of CHOICES: `given`, or `refused`."""
 
-    def settings(name: str) -> dict[str, Any]:
-        return {"given": dict(dispatch.settings(CHOICES[name]))}
+    def settings(request: DispatcherRequest) -> dict[str, Any]:
+        return {"given": dict(dispatch.settings(request))}
 
-    return {name: _answer(partial(settings, name)) for name in CHOICES}
+    return {name: to_plain(answer(settings, request)) for name, request in CHOICES.items()}
 
 
 def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
     def sent(wrong: RoutedRows) -> None:
         dispatch.round_trip(wrong, LocalExperts(cell.layout, rank, wrong.experts, device).compute)
 
-    return {"refused": {what: refusal(partial(sent, wrong)) for what, wrong in malformed(rows).items()}}
+    return {"refused": {what: refusal(sent, wrong) for what, wrong in malformed(rows).items()}}
 
 
 class LocalExperts:
@@ -95,14 +93,6 @@ def malformed(rows: RoutedRows) -> dict[str, RoutedRows]:
         "an expert that does not exist": put(rows.experts),
         "a negative expert": put(-1),
     }
-
-
-def _answer(call: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = to_plain(call())
-    except Exception as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
-    return answer
 
 
 FACET = Facet(

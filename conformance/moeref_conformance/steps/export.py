@@ -28,9 +28,9 @@ def inventory(export: Export, context: Context) -> list[dict[str, Any]]:
     ]
 
 
-def load(export: Export, context: Context) -> None:
-    """Load the expected checkpoint."""
-    export.load(context.input("checkpoint"))
+def loading(name: str) -> Callable[[Export, Context], None]:
+    """A step that loads an input of the cell."""
+    return lambda export, context: export.load(context.input(name))
 
 
 def shards(export: Export, context: Context) -> None:
@@ -138,7 +138,7 @@ FACET = Facet(
     steps=(
         Step(name="topology", ask=lambda export, context: process_groups(), stage=Stage.OPENED),
         Step(name="inventory", ask=inventory),
-        Step(name="load", ask=load, stage=Stage.LOADED),
+        Step(name="load", ask=loading("checkpoint"), stage=Stage.LOADED),
         Step(name="shards", ask=shards, stage=Stage.LOADED),
         Step(name="plan", ask=plan, stage=Stage.LOADED),
         Step(name="export", ask=streamed("export"), stage=Stage.LOADED),
@@ -146,17 +146,7 @@ FACET = Facet(
         Step(name="export_changed", ask=streamed("export_changed"), stage=Stage.CHANGED),
         Step(name="own", ask=own, stage=Stage.CHANGED),
         Step(name="refuse_parameter", ask=refuse_parameter, stage=Stage.CHANGED, refusal=True),
-        Step(
-            name="refuse_extra",
-            ask=lambda export, context: export.load(context.input("checkpoint_extra")),
-            stage=Stage.CHANGED,
-            refusal=True,
-        ),
-        Step(
-            name="refuse_missing",
-            ask=lambda export, context: export.load(context.input("checkpoint_missing")),
-            stage=Stage.CHANGED,
-            refusal=True,
-        ),
+        Step(name="refuse_extra", ask=loading("checkpoint_extra"), stage=Stage.CHANGED, refusal=True),
+        Step(name="refuse_missing", ask=loading("checkpoint_missing"), stage=Stage.CHANGED, refusal=True),
     ),
 )

@@ -121,10 +121,18 @@ def checked_rows(rows: Any, kind: type) -> list[Any]:
     return made
 
 
-def refusal(call: Callable[[], Any]) -> str | None:
-    """The error that `call` raised, with its type; None if it raised nothing."""
+def answer(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What `call` gives for the arguments, or `{"refused": …}` with the error that it raised and its type."""
     try:
-        call()
+        return call(*arguments)
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+
+
+def refusal(call: Callable[..., Any], *arguments: Any) -> str | None:
+    """The error that `call` raised for the arguments, with its type; None if it raised nothing."""
+    try:
+        call(*arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -5,6 +5,7 @@ Routers and replay buffers are not read. Judges match rows by their bytes, whate
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,9 @@ def observed(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], p
     number, rows [N, H] that its local experts receive, and how many of these each local expert has."""
     handles = []
     for chunk in chunks:
-        for name, module in chunk.named_modules():
-            if hasattr(module, "experts") and hasattr(module, "router") and "mtp" not in name.split("."):
-                handles += _observe(module, into, phase)
+        for name, layer in moe_layers(chunk):
+            if "mtp" not in name.split("."):
+                handles += _observe(layer, into, phase)
     try:
         yield
     finally:
@@ -28,20 +29,25 @@ def observed(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], p
             handle.remove()
 
 
+def moe_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The MoE layers of a chunk by name."""
+    for name, module in chunk.named_modules():
+        if hasattr(module, "experts") and hasattr(module, "router"):
+            yield name, module
+
+
 def _observe(module: Any, into: dict[str, torch.Tensor], phase: str) -> list[Any]:
-    layer, calls = int(module.layer_number) - 1, {"in": 0, "sent": 0}
+    layer, entered, received = int(module.layer_number) - 1, itertools.count(), itertools.count()
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().reshape(-1, tensor.shape[-1]).cpu().clone()
 
     def enter(_: Any, args: tuple[Any, ...]) -> None:
-        into[f"{phase}.{layer}.{calls['in']}.in"] = rows(args[0])
-        calls["in"] += 1
+        into[f"{phase}.{layer}.{next(entered)}.in"] = rows(args[0])
 
     def receive(_: Any, args: tuple[Any, ...]) -> None:
-        key = f"{phase}.{layer}.{calls['sent']}"
+        key = f"{phase}.{layer}.{next(received)}"
         into[f"{key}.sent"] = rows(args[0])
         into[f"{key}.count"] = torch.as_tensor(args[1]).detach().cpu().to(torch.int64).clone()
-        calls["sent"] += 1
 
     return [module.register_forward_pre_hook(enter), module.experts.register_forward_pre_hook(receive)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Replay, Turn
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch
-from moeref_conformance.steps.observed_routes import observed
+from moeref_conformance.steps.observed_routes import moe_layers, observed
 
 Routes = np.ndarray[Any, Any]
 
@@ -33,12 +32,8 @@ def run(replay: Replay, context: Context) -> dict[str, Any]:
     routes = read_routes(context.inputs["routes"])
     phases.given(routes["a"], routes["b"])
     context.save("replay", phases.observed)
-    return {
-        "refused": {
-            defect: refusal(partial(replay.replay, phases.tokens_BS, wrong))
-            for defect, wrong in malformed(routes["a"]).items()
-        }
-    }
+    wrong = malformed(routes["a"])
+    return {"refused": {defect: refusal(replay.replay, phases.tokens_BS, rows) for defect, rows in wrong.items()}}
 
 
 class _Phases:
@@ -106,55 +101,42 @@ def resumed(whole: Routes, recomputed: Routes) -> list[Turn]:
 def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
     """Routes that replay must refuse, by what is wrong with them."""
 
-    def first(change: Callable[[Routes], Routes]) -> list[Routes]:
-        return [change(routes[0].copy()), *routes[1:]]
+    first_TLK = routes[0]
+    row_K = first_TLK[3, -1]
+    absent = next(expert for expert in range(len(row_K) + 1) if expert not in row_K)
 
-    def put(value: int) -> Callable[[Routes], Routes]:
-        def change(idx_TLK: Routes) -> Routes:
-            idx_TLK[3, -1, 0] = value
-            return idx_TLK
-
-        return change
-
-    def twice(idx_TLK: Routes) -> Routes:
-        idx_TLK[3, -1, 0] = idx_TLK[3, -1, 1]
-        return idx_TLK
+    def put(expert: int) -> list[Routes]:
+        wrong_TLK = first_TLK.copy()
+        wrong_TLK[3, -1, 0] = expert
+        return [wrong_TLK, *routes[1:]]
 
     return {
-        "three rows too few": first(lambda idx_TLK: idx_TLK[:-3]),
-        "a layer too few": first(lambda idx_TLK: idx_TLK[:, 1:-1]),
-        "an expert that does not exist": first(put(255)),
-        "an expert that wraps to one in 8 bits": first(put(256 + _another(routes[0][3, -1]))),
-        "an expert twice in a row": first(twice),
+        "three rows too few": [first_TLK[:-3], *routes[1:]],
+        "a layer too few": [first_TLK[:, 1:-1], *routes[1:]],
+        "an expert that does not exist": put(255),
+        "an expert that wraps to one in 8 bits": put(256 + absent),
+        "an expert twice in a row": put(row_K[1]),
         "a sample too few": list(routes[:-1]),
     }
-
-
-def _another(row_K: Routes) -> int:
-    """The first expert that is not in the row."""
-    return next(expert for expert in range(len(row_K) + 1) if expert not in row_K)
 
 
 @contextmanager
 def full_recompute(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Recompute every layer's forward in the backward pass. All chunks share one config."""
     config: Any = chunks[0].config
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-    before = [getattr(config, name) for name in names]
-    vars(config).update(zip(names, ("full", "uniform", 1), strict=True))
+    asked = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    before = {name: getattr(config, name) for name in asked}
+    vars(config).update(asked)
     try:
         yield
     finally:
-        vars(config).update(zip(names, before, strict=True))
+        vars(config).update(before)
 
 
 @contextmanager
 def negated_routers(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Negate every router's weight, as if trained since: every token's own choice of experts changes."""
-    layers: list[Any] = [
-        m for chunk in chunks for m in chunk.modules() if hasattr(m, "experts") and hasattr(m, "router")
-    ]
-    routers = [layer.router.weight for layer in layers]
+    routers = [layer.router.weight for chunk in chunks for _, layer in moe_layers(chunk)]
     for weight in routers:
         weight.data.neg_()
     try:

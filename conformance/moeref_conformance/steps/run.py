@@ -6,7 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,8 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     `tokens`, and in replay mode R3 the file `routes`.
     """
     log = Log(record_dir)
-    opened: list[AbstractContextManager[Session]] = []
-
-    def enter() -> Session:
-        opened.append(target.open(cell, world))
-        return opened[0].__enter__()
-
-    session: Session = log.step("open", enter)
+    opened = ExitStack()
+    session: Session = log.step("open", lambda: opened.enter_context(target.open(cell, world)))
     context = Context(
         rank=world.rank,
         cell=cell,
@@ -96,8 +91,8 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     except BaseException as error:
         # The outcome is already on record; a second error on the way out must not hide it.
         try:
-            opened[0].__exit__(type(error), error, error.__traceback__)
+            opened.__exit__(type(error), error, error.__traceback__)
         except Exception as second:
             log.write("close", "raised", time.time(), error={"type": type(second).__name__, "message": str(second)})
         raise
-    log.step("close", lambda: bool(opened[0].__exit__(None, None, None)))
+    log.step("close", opened.close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from functools import partial
 from typing import Any
 
 from moeref_conformance.contract.api import Seeds
@@ -16,7 +15,7 @@ def planned(seeds: Seeds, context: Context) -> dict[str, Any]:
     """The seeds of the context's rank, both ways, and the refusal of each bad seed; None if it was taken."""
     rank = context.rank
     plans: dict[str, Any] = {way: dict(seeds.planned(rank, SEED, per_dp)) for way, per_dp in WAYS.items()}
-    return {**plans, "refused": {repr(bad): refusal(partial(seeds.planned, rank, bad, False)) for bad in BAD}}
+    return {**plans, "refused": {repr(bad): refusal(seeds.planned, rank, bad, False) for bad in BAD}}
 
 
 def installed(seeds: Seeds, context: Context) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def installed(seeds: Seeds, context: Context) -> dict[str, Any]:
         seeded(SEED + 1)  # building the model may have left the very seeds that are asked for
         seeds.install(SEED, per_dp)
         value[way] = states()
-    value["refused"] = {repr(bad): refusal(partial(seeds.install, bad, False)) for bad in BAD}
+    value["refused"] = {repr(bad): refusal(seeds.install, bad, False) for bad in BAD}
     value["megatron"] = {way: _megatron(per_dp) for way, per_dp in WAYS.items()}
     return value
 
@@ -43,22 +42,21 @@ def resumed(seeds: Seeds, context: Context) -> dict[str, list[Any]]:
     return draws
 
 
-def _trackers() -> dict[str, Any]:
-    """Megatron's tracker states under the kit's names."""
+def _trackers() -> dict[str, str]:
+    """Megatron's trackers by the kit's names."""
     from megatron.core.tensor_parallel import random as megatron_random
 
-    held = megatron_random.get_cuda_rng_tracker().get_states()
-    names = {
+    return {
         "tp": megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
         "expert": megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
     }
-    return {name: held.get(key) for name, key in names.items()}
 
 
 def states() -> dict[str, str]:
     """A digest of the state of every generator; empty for a tracker that does not exist."""
     import numpy as np
     import torch
+    from megatron.core.tensor_parallel import random as megatron_random
 
     kind, keys, *rest = np.random.get_state()
     digests = {
@@ -67,7 +65,10 @@ def states() -> dict[str, str]:
         "torch": _digest(bytes(torch.get_rng_state().numpy())),
         "cuda": _digest(bytes(torch.cuda.get_rng_state().cpu().numpy())),
     }
-    return {**digests, **{k: _digest(bytes(v.cpu().numpy())) if v is not None else "" for k, v in _trackers().items()}}
+    held = megatron_random.get_cuda_rng_tracker().get_states()
+    for name, tracker in _trackers().items():
+        digests[name] = _digest(bytes(held[tracker].cpu().numpy())) if tracker in held else ""
+    return digests
 
 
 def _digest(content: bytes) -> str:
@@ -107,10 +108,7 @@ def _draws() -> list[float]:
     drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
     tracker = megatron_random.get_cuda_rng_tracker()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in (
-        megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME,
-        megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME,
-    ):
+    for name in _trackers().values():
         with tracker.fork(name):
             drawn.append(float(torch.rand((), device=device)))
     return drawn

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.contract.topology import AXES
+
 
 def process_groups() -> dict[str, Any] | None:
     """This rank's place in every group and the members of its groups; None if the target initialised none."""
@@ -28,6 +30,5 @@ def process_groups() -> dict[str, Any] | None:
         "emp": ps.get_expert_tensor_model_pipeline_parallel_group(),
     }
     members = {axis: torch.distributed.get_process_group_ranks(group) for axis, group in groups.items()}
-    axes = ("tp", "pp", "cp", "dp", "ep", "etp", "edp")
-    place: dict[str, Any] = {axis: torch.distributed.get_rank(groups[axis]) for axis in axes}
+    place: dict[str, Any] = {axis: torch.distributed.get_rank(groups[axis]) for axis in AXES}
     return {**place, "groups": members}

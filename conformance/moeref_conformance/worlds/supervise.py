@@ -18,7 +18,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.exits import RankExit, mark_first
-from moeref_conformance.contract.records import rank_dir
+from moeref_conformance.contract.records import RankRecord, rank_dir
 from moeref_conformance.worlds.rank import STACKS
 
 STDERR_TAIL = 8000  # characters
@@ -222,7 +222,7 @@ class Watch:
         found = []
         for number, rank in self.ranks.items():
             folder = rank_dir(cell_dir, number)
-            events, tail = _events(folder), _tail(folder / "stderr.txt")
+            record, tail = RankRecord(number, folder), _tail(folder / "stderr.txt")
             status = 0 if rank.status is None else rank.status
             found.append(
                 RankExit(
@@ -230,7 +230,7 @@ class Watch:
                     code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
                     signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
                     timed_out=rank.timed_out,
-                    last_step=str(events[-1].get("step", "start")) if events else "start",
+                    last_step=record.last_step,
                     stderr_tail=tail,
                     coords=_coords(layout, number),
                     killed=rank.killed,
@@ -238,22 +238,11 @@ class Watch:
                     echo=rank.raised > 0 and any(text in tail for text in ECHOES),
                     seen=rank.seen if rank.failed else 0.0,
                     raised=rank.raised,
-                    events=len(events),
+                    events=len(record.events),
                     waits=rank.timed_out and any(frame in tail for frame in COLLECTIVE_FRAMES),
                 )
             )
         return mark_first(found)
-
-
-def _events(folder: Path) -> list[dict[str, Any]]:
-    """The events a rank has written. The last line may be cut off where the rank was ended while writing it."""
-    path = folder / "events.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text(errors="replace").split("\n")
-    if lines[-1]:
-        lines[-1] = ""
-    return [json.loads(line) for line in lines if line]
 
 
 def _tail(path: Path) -> str:

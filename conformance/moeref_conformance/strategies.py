@@ -1,7 +1,6 @@
 """Hypothesis strategies for your own property tests: layouts, routes, packed lengths, and requests for padding.
 
-Hypothesis is imported when a strategy is called; the kit itself does not need it. Examples shrink towards one rank,
-few rows and short samples::
+Only this module of the kit needs Hypothesis. Examples shrink towards one rank, few rows and short samples::
 
     from moeref_conformance import strategies
 
@@ -14,101 +13,85 @@ Shapes: T rows, H hidden, K experts a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from moeref_conformance.contract import api
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
 from moeref_conformance.contract.api import PadRequest, RoutedRows
+from moeref_conformance.contract.cells import Layout
 from moeref_conformance.contract.requests.dispatch import DISPATCHERS, PRECISIONS
-
-if TYPE_CHECKING:
-    import torch
-    from hypothesis.strategies import DrawFn, SearchStrategy
 
 SIZES = (1, 2, 3, 4, 8)
 
 
+@st.composite
 def layouts(
-    sizes: Sequence[int] = SIZES, *, replicas: Sequence[int] = (1, 3), pp: Sequence[int] | None = None
-) -> SearchStrategy[api.Layout]:
+    draw: DrawFn, sizes: Sequence[int] = SIZES, *, replicas: Sequence[int] = (1, 3), pp: Sequence[int] | None = None
+) -> Layout:
     """Layouts whose world is a multiple of both grids: TP, EP, CP and ETP of `sizes`, PP of `pp` (default `sizes`).
 
     `replicas` are multiples of the smallest world. VPP is 1, 2 or 3 where PP exceeds 1. Whether a model's layers
     and experts divide is another matter.
     """
-    from hypothesis import strategies as st
-
-    @st.composite
-    def found(draw: DrawFn) -> api.Layout:
-        size, stages = st.sampled_from(sizes), st.sampled_from(pp or sizes)
-        made = api.Layout(tp=draw(size), pp=draw(stages), ep=draw(size), cp=draw(size), etp=draw(st.none() | size))
-        vpp = draw(st.sampled_from((1, 2, 3))) if made.pp > 1 else 1
-        return api.Layout(**{**vars(made), "vpp": vpp, "world": made.world * draw(st.sampled_from(replicas))})
-
-    return found()
+    size, stages = st.sampled_from(sizes), st.sampled_from(pp or sizes)
+    made = Layout(tp=draw(size), pp=draw(stages), ep=draw(size), cp=draw(size), etp=draw(st.none() | size))
+    vpp = draw(st.sampled_from((1, 2, 3))) if made.pp > 1 else 1
+    return replace(made, vpp=vpp, world=made.world * draw(st.sampled_from(replicas)))
 
 
+@st.composite
 def routes(
-    *, rows: SearchStrategy[int] | None = None, experts: SearchStrategy[int] | None = None, most_topk: int = 8
-) -> SearchStrategy[tuple[torch.Tensor, int]]:
+    draw: DrawFn,
+    *,
+    rows: SearchStrategy[int] | None = None,
+    experts: SearchStrategy[int] | None = None,
+    most_topk: int = 8,
+) -> tuple[torch.Tensor, int]:
     """Routes `experts_TK` (int64, distinct in each row) and how many experts there are.
 
     `rows` defaults to 0…12, `experts` to 1…8. Half of them are skewed, so that some experts stay without rows.
     """
-    import torch
-    from hypothesis import strategies as st
-
-    @st.composite
-    def found(draw: DrawFn) -> tuple[torch.Tensor, int]:
-        of = draw(experts or st.integers(1, 8))
-        topk, count = draw(st.integers(1, min(of, most_topk))), draw(rows or st.integers(0, 12))
-        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-        skew = draw(st.sampled_from((0.0, 1.0)))
-        scores_TE = torch.rand(count, of, generator=generator) + skew * torch.arange(of)
-        return scores_TE.topk(topk).indices, of
-
-    return found()
+    of = draw(experts or st.integers(1, 8))
+    topk, count = draw(st.integers(1, min(of, most_topk))), draw(rows or st.integers(0, 12))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    skew = draw(st.sampled_from((0.0, 1.0)))
+    scores_TE = torch.rand(count, of, generator=generator) + skew * torch.arange(of)
+    return scores_TE.topk(topk).indices, of
 
 
+@st.composite
 def routed_rows(
+    draw: DrawFn,
     *,
     rows: SearchStrategy[int] | None = None,
     experts: SearchStrategy[int] | None = None,
     hidden: int = 3,
     padding: bool = True,
-) -> SearchStrategy[RoutedRows]:
+) -> RoutedRows:
     """Rows of one rank in float64 with `routes` and positive weights; any may be padding unless `padding` is off."""
-    import torch
-    from hypothesis import strategies as st
-
-    @st.composite
-    def found(draw: DrawFn) -> RoutedRows:
-        experts_TK, of = draw(routes(rows=rows, experts=experts))
-        count = len(experts_TK)
-        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-        padded = draw(st.lists(st.booleans(), min_size=count, max_size=count)) if padding else [False] * count
-        return RoutedRows(
-            x_TH=torch.randn(count, hidden, generator=generator, dtype=torch.float64),
-            weights_TK=torch.rand(experts_TK.shape, generator=generator, dtype=torch.float64) + 0.1,
-            experts_TK=experts_TK,
-            padding_T=torch.tensor(padded, dtype=torch.bool),
-            experts=of,
-        )
-
-    return found()
+    experts_TK, of = draw(routes(rows=rows, experts=experts))
+    count = len(experts_TK)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    padded = draw(st.lists(st.booleans(), min_size=count, max_size=count)) if padding else [False] * count
+    return RoutedRows(
+        x_TH=torch.randn(count, hidden, generator=generator, dtype=torch.float64),
+        weights_TK=torch.rand(experts_TK.shape, generator=generator, dtype=torch.float64) + 0.1,
+        experts_TK=experts_TK,
+        padding_T=torch.tensor(padded, dtype=torch.bool),
+        experts=of,
+    )
 
 
 def lengths(most: int = 2000, samples: int = 6) -> SearchStrategy[tuple[int, ...]]:
     """Lengths of at most `samples` samples of one packed sequence, 1…`most` each; short ones come often."""
-    from hypothesis import strategies as st
-
     one = st.integers(1, min(9, most)) | st.integers(1, most)
     return st.lists(one, max_size=samples).map(tuple)
 
 
 def pad_requests(ranks: int | None = None, *, most: int = 2000) -> SearchStrategy[PadRequest]:
     """Requests for padding: lengths of `ranks` ranks of a group (default 1…4), of any precision and dispatcher."""
-    from hypothesis import strategies as st
-
     return st.builds(
         PadRequest,
         lengths=st.lists(lengths(most), min_size=ranks or 1, max_size=ranks or 4).map(tuple),

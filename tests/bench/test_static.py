@@ -28,7 +28,7 @@ def test_a_trillion_parameters_on_8192_ranks() -> None:
     began = time.monotonic()
     published.tensors("kimi-k2", "per_expert")
     oracle = time.monotonic() - began
-    with Runner(plan) as runner:
+    with Runner.opened(plan) as runner:
         began = time.monotonic()
         verdicts, asked = runner.cell(plan.cells[0])
         seconds = time.monotonic() - began

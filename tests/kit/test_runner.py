@@ -153,7 +153,7 @@ def test_two_jobs_keep_the_order_of_the_matrix(tmp_path):
 
 def test_cells_run_once_even_when_asked_again(tmp_path):
     plan, world = make_plan(tmp_path), ToyWorld()
-    with Runner(plan, machinery(world)) as runner:
+    with Runner.opened(plan, machinery(world)) as runner:
         assert runner.cell(plan.cells[1]) == runner.cell(plan.cells[1])
     assert world.ran == ["qwen3_moe/one/gloo", TP2]
 
@@ -219,7 +219,7 @@ def test_static_target_that_raises_fails_its_rules(tmp_path):
         expect=lambda cell, folder: SimpleNamespace(inputs={"hf_config": str(folder)}),
         judges=JUDGES,
     )
-    with Runner(plan, parts) as runner:
+    with Runner.opened(plan, parts) as runner:
         verdicts, _ = runner.cell(plan.cells[0])
     claimed = {v.rule: v.status for v in verdicts if v.status != "unclaimed"}
     assert set(claimed.values()) == {"fail"}

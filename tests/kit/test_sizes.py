@@ -64,7 +64,7 @@ def test_a_count_that_is_not_the_published_one_stops_the_kit() -> None:
 @pytest.mark.parametrize("cell", CELLS)
 def test_moeref_is_green_at_published_sizes(cell: str) -> None:
     plan = prepare(Settings(target="moeref", matrix="static", cells=(cell,), rules=("NAM", "PLN")), resolve("moeref"))
-    with Runner(plan) as runner:
+    with Runner.opened(plan) as runner:
         verdicts, _ = runner.cell(plan.cells[0])
     judged = {v.rule: (v.status, v.reason) for v in verdicts if v.status != "disabled"}
     static = ("NAM-001", "NAM-002", "NAM-003", "NAM-004", "NAM-007", "PLN-001")

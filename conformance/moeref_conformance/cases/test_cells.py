@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Runs cells; its worlds stay open for the whole session."""
-    with Runner(plan_of(request.config)) as opened:
+    with Runner.opened(plan_of(request.config)) as opened:
         yield opened
 
 

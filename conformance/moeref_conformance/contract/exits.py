@@ -63,19 +63,18 @@ class RankExit:
         """For people: `rank 1 (tp1 pp0) died in step load: SIGKILL`."""
         where = self.coords + (f" on {self.host}" if self.host else "")
         place = f"rank {self.rank}" + (f" ({where.strip()})" if where else "")
-        match self.kind:
-            case "ok":
-                return f"{place} finished"
-            case "raised":
-                return f"{place} raised in step {self.last_step}"
-            case "hung":
-                return f"{place} hung in step {self.last_step} until the deadline"
-            case "killed":
-                return f"{place} was ended in step {self.last_step} because another rank had failed"
-        if self.code == 0:
-            return f"{place} left with exit code 0 in step {self.last_step} before its work was over"
+        step = f"in step {self.last_step}"
         how = f"exit code {self.code}" if self.signal is None else signal_name(self.signal)
-        return f"{place} died in step {self.last_step}: {how}"
+        said = {
+            "ok": "finished",
+            "raised": f"raised {step}",
+            "hung": f"hung {step} until the deadline",
+            "killed": f"was ended {step} because another rank had failed",
+            "died": f"left with exit code 0 {step} before its work was over"
+            if self.code == 0
+            else f"died {step}: {how}",
+        }
+        return f"{place} {said[self.kind]}"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ error) and one `<step>.safetensors` for every step that has tensors. `steps/run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -162,12 +163,8 @@ def write_events(cell_dir: Path, events: Mapping[int, list[dict[str, Any]]]) -> 
 
 def free_key(taken: Mapping[str, Any], name: str) -> str:
     """`name`, or `name#2`, `name#3`, … for a tensor that a stream sends again."""
-    if name not in taken:
-        return name
-    again = 2
-    while f"{name}#{again}" in taken:
-        again += 1
-    return f"{name}#{again}"
+    names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
+    return next(free for free in names if free not in taken)
 
 
 def rank_dir(cell_dir: Path, rank: int) -> Path:

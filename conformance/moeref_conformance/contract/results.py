@@ -204,10 +204,8 @@ def _add(results: Results, row: Mapping[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what decides a verdict, read without importing it."""
-    versions_by_name = {"python": platform.python_version()}
-    for name in ("torch", "megatron-core", "transformers"):
-        versions_by_name[name] = version_of(name) or "not installed"
-    return versions_by_name
+    installed = {name: version_of(name) or "not installed" for name in ("torch", "megatron-core", "transformers")}
+    return {"python": platform.python_version(), **installed}
 
 
 def version_of(distribution: str) -> str:

@@ -232,20 +232,13 @@ def _tally(block: Block, group: str) -> Mark:
     if not claimed:
         return Mark(worst[0], worst[0], f"all {len(rows)} cells: {worst[0]}")
     texts = [mark.text for marks in rows for mark in marks if mark.status == "near"]
-    text = f"≤ {max(texts, key=_value)}" if texts else "exact"
+    text = f"≤ {max(texts, key=float)}" if texts else "exact"
     return Mark("near" if texts else "pass", text, f"{claimed} of {len(rows)} cells pass")
 
 
 def _worst(marks: Iterable[Mark]) -> str:
     order = ("fail", "error", "xpass", "xfail", "missing", "untested", "near", "pass", "unclaimed", "disabled")
     return min((mark.status for mark in marks), key=order.index)
-
-
-def _value(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
 
 
 def _failures(results: Results, rules: dict[str, Rule], statuses: tuple[str, ...]) -> list[Failure]:

@@ -26,7 +26,16 @@ def header(plan: Plan) -> dict[str, Any]:
         "target": {"spec": settings.target, **to_plain(plan.target.info), "claims": to_plain(claims)},
         "matrix": {"name": plan.matrix.name, "hash": plan.matrix.hash, "cells": len(plan.matrix.cells)},
         "seed": TINY_SEED,
-        "settings": _settings(plan),
+        "settings": {
+            "cells": list(settings.cells),
+            "rules": list(settings.rules),
+            "backend": settings.backend,
+            "known": plan.known_failures_file.name if plan.known_failures_file else "",
+            "known entries": len(plan.known_failures),
+            "deadline": settings.deadline,
+            "jobs": plan.workers,
+            "strict": settings.strict,
+        },
         "rules": {"hash": revision(plan.rules), "list": [asdict(rule) for rule in rules]},
         "cells": [
             {
@@ -39,18 +48,4 @@ def header(plan: Plan) -> dict[str, Any]:
             for cell in plan.cells
         ],
         "excluded": [{"cell": cell_id, "reason": reason} for cell_id, reason in plan.matrix.excluded],
-    }
-
-
-def _settings(plan: Plan) -> dict[str, Any]:
-    settings = plan.settings
-    return {
-        "cells": list(settings.cells),
-        "rules": list(settings.rules),
-        "backend": settings.backend,
-        "known": plan.known_failures_file.name if plan.known_failures_file else "",
-        "known entries": len(plan.known_failures),
-        "deadline": settings.deadline,
-        "jobs": plan.workers,
-        "strict": settings.strict,
     }

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from moeref_conformance.contract.results import Results, Verdict, Writer
 from moeref_conformance.judges import Case
 from moeref_conformance.plan.plan import Plan, is_one_rank
 from moeref_conformance.run.header import header
-from moeref_conformance.run.machinery import Machinery, machinery
-from moeref_conformance.run.observe import Worlds
+from moeref_conformance.run.machinery import Machinery, Worlds, machinery
 from moeref_conformance.run.verdicts import describe, judged, not_judged
 from moeref_conformance.run.verdicts import verdict as make_verdict
 
+#: The one-rank run of a variant, and why there is none.
+Baseline = tuple[Observation | None, str]
 #: Called with "begin" or "end", the cell, and at the end its verdicts.
 Progress = Callable[[str, Cell, list[Verdict]], None]
 
@@ -47,7 +47,7 @@ def run(plan: Plan, out: Path, progress: Progress, parts: Machinery | None = Non
 def _finished(plan: Plan, progress: Progress, parts: Machinery | None) -> Generator[tuple[Cell, list[Verdict], float]]:
     """Cells as they finish, with their verdicts and seconds. One-rank cells, which others wait for, start first."""
     # The runner closes before the pool: on Ctrl-C its worlds end first, so that no worker waits for them.
-    with ThreadPoolExecutor(plan.workers) as pool, Runner(plan, parts) as runner:
+    with ThreadPoolExecutor(plan.workers) as pool, Runner.opened(plan, parts) as runner:
 
         def judge(cell: Cell) -> tuple[Cell, list[Verdict], float]:
             progress("begin", cell, [])
@@ -62,44 +62,42 @@ def _finished(plan: Plan, progress: Progress, parts: Machinery | None) -> Genera
             raise
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """The one-rank run of a variant, or why there is none."""
+class Runner:
+    """Runs and judges cells of a plan; every cell runs once. Call `cell` from one or several threads."""
 
-    observation: Observation | None = None
-    why_not: str = ""
-
-
-class Runner(AbstractContextManager["Runner"]):
-    """Runs and judges cells of a plan; every cell runs once. Enter it, then call `cell` from one or several threads."""
-
-    def __init__(self, plan: Plan, parts: Machinery | None = None) -> None:
+    def __init__(self, plan: Plan, parts: Machinery, worlds: Worlds, folder: Path) -> None:
         self.plan = plan
-        self._parts = parts or machinery()
-        self._stack = ExitStack()
+        self._parts, self._worlds, self._dir = parts, worlds, folder
         self._expecting = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
         self._baselines: dict[str, Baseline] = {}
         self._done: dict[str, tuple[list[Verdict], float]] = {}
 
-    def __enter__(self) -> Runner:
+    @classmethod
+    @contextmanager
+    def opened(cls, plan: Plan, parts: Machinery | None = None) -> Iterator[Runner]:
+        """A runner with open worlds."""
+        parts = parts or machinery()
+        with (
+            tempfile.TemporaryDirectory(prefix="moeref-conformance-", ignore_cleanup_errors=True) as folder,
+            ThreadPoolExecutor(1) as beside,
+            Worlds(plan, parts.worlds, Path(folder)) as worlds,
+        ):
+            runner = cls(plan, parts, worlds, Path(folder))
+            runner._open(beside)
+            yield runner
+
+    def _open(self, beside: Executor) -> None:
+        """Open the worlds of the cells that run, and of the one-rank cells they are compared with."""
         cells = [cell for cell in self.plan.cells if self._runs(cell)]
         one_rank = {cell.id: cell for cell in map(self.plan.one_rank, cells)}
         self._locks = {cell_id: threading.Lock() for cell_id in one_rank}
-        with ExitStack() as stack:
-            temporary = tempfile.TemporaryDirectory(prefix="moeref-conformance-", ignore_cleanup_errors=True)
-            self._dir = Path(stack.enter_context(temporary))
-            # Both are slow: the oracle makes the first model while the worlds start in this thread.
-            for cell in cells[:1]:
-                stack.enter_context(ThreadPoolExecutor(1)).submit(self._expected, cell)
-            self._worlds = stack.enter_context(Worlds(self.plan, self._parts.worlds, self._dir))
-            backends = {cell.backend for cell in cells}
-            more = {cell.backend: cell for cell in one_rank.values() if self._runs(cell)}
-            self._worlds.open([*cells, *(cell for backend, cell in more.items() if backend not in backends)])
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        # Both are slow: the oracle makes the first model while the worlds start in this thread.
+        for cell in cells[:1]:
+            beside.submit(self._expected, cell)
+        backends = {cell.backend for cell in cells}
+        more = {cell.backend: cell for cell in one_rank.values() if self._runs(cell)}
+        self._worlds.open([*cells, *(cell for backend, cell in more.items() if backend not in backends)])
 
     def cell(self, cell: Cell) -> tuple[list[Verdict], float]:
         """Verdicts of all rules that apply to the cell's backend, and how many seconds its run took."""
@@ -137,13 +135,14 @@ class Runner(AbstractContextManager["Runner"]):
 
     def _case(self, cell: Cell) -> tuple[Case, str]:
         """What judges look at: the run of the cell and its baseline. The text says why there is no baseline."""
-        baseline = Baseline() if cell.backend == "static" else self._baseline(self.plan.one_rank(cell))
-        expected, one_rank = self._expected(cell), baseline.observation
+        static = cell.backend == "static"
+        one_rank, no_baseline = (None, "") if static else self._baseline(self.plan.one_rank(cell))
+        expected = self._expected(cell)
         own = one_rank is not None and one_rank.cell == cell
         observation = one_rank if own else self._worlds.observe(cell, expected.inputs)
         case = Case(cell=cell, expected=expected, observation=observation, baseline=one_rank, target=self.plan.target)
         if one_rank is None or not one_rank.crashes:
-            return case, baseline.why_not
+            return case, no_baseline
         case.baseline = one_rank if own else None
         crash = one_rank.crashes[0]
         return case, f"the one-rank run {one_rank.cell.id} did not finish: {crash.step}: {crash.detail}"
@@ -156,10 +155,10 @@ class Runner(AbstractContextManager["Runner"]):
 
     def _run_baseline(self, one_rank: Cell) -> Baseline:
         if why_not := self.plan.target.claims.why_not(one_rank):
-            return Baseline(why_not=f"the one-rank run is not claimed: {why_not}")
+            return None, f"the one-rank run is not claimed: {why_not}"
         if gap := self._gap(one_rank):
-            return Baseline(why_not=f"the one-rank run {gap}")
-        return Baseline(self._worlds.observe(one_rank, self._expected(one_rank).inputs))
+            return None, f"the one-rank run {gap}"
+        return self._worlds.observe(one_rank, self._expected(one_rank).inputs), ""
 
     def _expected(self, cell: Cell) -> Any:
         with self._expecting:

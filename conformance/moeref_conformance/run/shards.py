@@ -13,18 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from moeref_conformance.contract.api import Target, World
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.contract.shards import ShardComparison
+from moeref_conformance.oracles.placement import plain_local
 from moeref_conformance.plan.known_failures import KnownFailure, lookup
 from moeref_conformance.resolve import resolve
-
-if TYPE_CHECKING:
-    from moeref_conformance.worlds.forked import ForkedWorld
+from moeref_conformance.steps.tensors import module_tensors
+from moeref_conformance.worlds.forked import ForkedWorld
 
 HASHES = "hashes.json"
 #: Hash by rank, chunk and local name as text, such as `3:0:decoder.final_layernorm.weight`.
@@ -33,9 +34,6 @@ Hashes = Mapping[str, str]
 
 def hash_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
     """Entry of a rank: load and write the hashes. Raises what the target raises."""
-    from moeref_conformance.oracles.placement import plain_local
-    from moeref_conformance.steps.tensors import module_tensors
-
     with target.open(cell, world) as session:
         if session.export is None:
             raise TypeError("the target's session has no export")
@@ -45,11 +43,8 @@ def hash_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str
     (record_dir / HASHES).write_text(json.dumps(hashes))
 
 
-def digest(tensor: object) -> str:
+def digest(tensor: torch.Tensor) -> str:
     """SHA-256 over dtype, shape and bytes of a torch tensor."""
-    import torch
-
-    assert isinstance(tensor, torch.Tensor)
     plain = tensor.detach().cpu().contiguous()
     sha = hashlib.sha256(f"{plain.dtype} {list(plain.shape)}".encode())
     sha.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -74,8 +69,6 @@ def run(
 
     Raises BadInput if there is no such cell.
     """
-    from moeref_conformance.worlds.forked import ForkedWorld
-
     targets = {spec: resolve(spec) for spec in (left, right)}
     claimed = [
         cell
@@ -105,7 +98,8 @@ def _compare_cell(
         failed = next((f"{spec}: {end.text}" for end in outcome.exits if end.kind != "ok"), "")
         if error := outcome.error or failed:
             return ShardComparison(cell.id, error=error)
-        hashes.append(_read(records))
+        files = sorted(records.glob(f"rank*/{HASHES}"))
+        hashes.append(dict(item for file in files for item in json.loads(file.read_text()).items()))
     return compare(cell.id, *hashes)
 
 
@@ -114,10 +108,3 @@ def explained(comparison: ShardComparison, cell: Cell, known_failures: Sequence[
     rule = load_rules()["RUN-001" if comparison.error else "LOD-001"]
     entry = None if comparison.same else lookup(known_failures, cell, rule)
     return replace(comparison, known_failure=entry.reason) if entry else comparison
-
-
-def _read(folder: Path) -> dict[str, str]:
-    hashes: dict[str, str] = {}
-    for file in sorted(folder.glob(f"rank*/{HASHES}")):
-        hashes |= json.loads(file.read_text())
-    return hashes

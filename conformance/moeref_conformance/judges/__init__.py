@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,19 +43,28 @@ if TYPE_CHECKING:
 MOST = 20
 
 
-def judges(rule: str) -> Callable[[Judge], Judge]:
-    """Register a function as the judge of a rule; ValueError if the rule has one."""
+def judges(rule: str) -> Callable[[Callable[[Case], Outcome | Iterable[Finding]]], Judge]:
+    """Register a function as the judge of a rule; ValueError if the rule has one.
 
-    def register(function: Judge) -> Judge:
+    It yields findings, or returns an Outcome where there is more to say.
+    """
+
+    def register(function: Callable[[Case], Outcome | Iterable[Finding]]) -> Judge:
         if rule in _REGISTRY:
             raise ValueError(f"rule {rule} has two judges: {_REGISTRY[rule].__name__} and {function.__name__}")
-        _REGISTRY[rule] = function
-        return function
+
+        @functools.wraps(function)
+        def judge(case: Case) -> Outcome:
+            answer = function(case)
+            return answer if isinstance(answer, Outcome) else Outcome(findings=grouped(answer))
+
+        _REGISTRY[rule] = judge
+        return judge
 
     return register
 
 
-def grouped(findings: list[Finding], most: int = MOST) -> tuple[Finding, ...]:
+def grouped(findings: Iterable[Finding], most: int = MOST) -> tuple[Finding, ...]:
     """At most `most` findings: the first of every pattern, then more while there is room.
 
     A pattern is the stage with the diagnosis (or the message without its numbers); the first finding of a pattern that

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
+from moeref_conformance.diagnosis.compare import dtype_name
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, grouped
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement, hf_numbers
+
+#: Where a run on one rank is the reference, and there is none.
+NO_BASELINE = Outcome(untested="there is no one-rank run of this variant to compare with")
+#: How a one-rank run meets what it is the reference for.
+ITSELF = "the one-rank run itself"
 
 
 def observed(case: Case) -> Observation:
@@ -29,41 +38,72 @@ def expected(case: Case) -> Expected:
     return case.expected
 
 
-def outcome(findings: list[Finding], met: str = "exact") -> Outcome:
+def outcome(findings: Iterable[Finding], met: str = "exact") -> Outcome:
     """Findings grouped and cut to a readable number."""
     return Outcome(findings=grouped(findings), met=met)
 
 
-def finding(case: Case, rank: int | None, stage: str, message: str, **more: Any) -> Finding:
+def finding(
+    case: Case, rank: int | None, stage: str, message: str, *, expected: object = "", got: object = "", **more: Any
+) -> Finding:
     """A finding; coordinates come from the rank, layer and expert from the Hugging Face name."""
     if more.get("hf_name"):
         layer, expert = hf_numbers(more["hf_name"])
-        more.setdefault("layer", layer)
-        more.setdefault("expert", expert)
-    return Finding(stage, message, rank=rank, coords=place(case, rank), **more)
-
-
-def place(case: Case, rank: int | None) -> str:
-    """`tp0 pp1 ep0 etp0 dp0`, or nothing for a rank outside the layout."""
+        more = {"layer": layer, "expert": expert, **more}
     inside = rank is not None and 0 <= rank < case.cell.layout.world
-    return topology.coords_text(case.cell.layout, rank) if inside and rank is not None else ""
+    coords = topology.coords_text(case.cell.layout, rank) if inside and rank is not None else ""
+    return Finding(stage, message, rank=rank, coords=coords, expected=str(expected), got=str(got), **more)
 
 
 def without(case: Case, *steps: str) -> list[Finding]:
     """A finding for every rank that has no record of one of the steps."""
-    run = observed(case)
-    have = {record.rank: record for record in run.ranks}
-    findings = []
-    for rank in range(case.cell.layout.world):
-        for step in steps:
-            if rank not in have or not have[rank].has(step):
-                findings.append(finding(case, rank, step, f"no record of step {step}"))
-    return findings
+    have = {record.rank: record for record in observed(case).ranks}
+    return [
+        finding(case, rank, step, f"no record of step {step}")
+        for rank in range(case.cell.layout.world)
+        for step in steps
+        if rank not in have or not have[rank].has(step)
+    ]
 
 
 def unanswered(case: Case, step: str) -> list[Finding]:
     """`without` for a step that the static world takes once: there rank 0 answers for all."""
     return [missing for missing in without(case, step) if case.cell.backend != "static" or missing.rank == 0]
+
+
+def records(case: Case, *steps: str) -> list[RankRecord]:
+    """The records of the ranks that have all these steps."""
+    return [record for record in observed(case).ranks if all(record.has(step) for step in steps)]
+
+
+def values(case: Case, step: str) -> Iterator[tuple[int, Any]]:
+    """Rank and value of this step, of the ranks that have it."""
+    return ((record.rank, record.value(step)) for record in records(case, step))
+
+
+def not_refused(case: Case, step: str, taken: str) -> list[Finding]:
+    """Bad inputs, by what is wrong with them, that a rank recorded no error for. `taken` has a place for what."""
+    return [
+        finding(case, rank, step, taken.format(what))
+        for rank, value in values(case, step)
+        for what, answer in value["refused"].items()
+        if answer is None
+    ]
+
+
+def once_each(case: Case, rank: int, step: str, names: Iterable[str], never: str, again: str) -> Iterator[Finding]:
+    """Missing, surplus and repeated names of the checkpoint's. `never` and `again` say what is done with a name."""
+    want, times = expected(case).tensors, Counter(names)
+    said = {name: never for name in want if not times[name]}
+    said |= {name: "is not in the checkpoint" for name in times if name not in want}
+    said |= {name: f"{again} {number} times" for name, number in times.items() if name in want and number > 1}
+    for name, what in said.items():
+        yield finding(case, rank, step, f"{name} {what}", hf_name=name)
+
+
+def shape_and_dtype(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
+    """What metadata has to say of a tensor, by name."""
+    return ("shape", list(tensor.shape)), ("dtype", dtype_name(tensor.dtype))
 
 
 def name_rows(record: RankRecord) -> tuple[NameRow, ...]:
@@ -93,9 +133,7 @@ def tables(case: Case) -> list[Given]:
         by_place: dict[tuple[Any, ...], Given] = {}
         same: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
         kept: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
-        for record in observed(case).ranks:
-            if not record.has("names"):
-                continue
+        for record in records(case, "names"):
             rows = name_rows(record)
             # Of a table that several records share, only the first is compared with the others.
             # Both are held: the number of an object that is gone may come again.
@@ -119,11 +157,19 @@ def placement(case: Case) -> Placement:
     return made
 
 
-def context(case: Case, factor: float = 1.0) -> Context:
-    """The whole expected checkpoint, times `factor`, for diagnosis."""
+def context(case: Case, factor: float = 1.0, of: Mapping[str, torch.Tensor] | None = None) -> Context:
+    """The whole expected checkpoint, times `factor`, for diagnosis; or the tensors `of` another export."""
     model = expected(case)
-    tensors = model.tensors if factor == 1.0 else {k: v * factor for k, v in model.tensors.items()}
+    tensors = model.tensors if of is None else of
+    if factor != 1.0:
+        tensors = {name: tensor * factor for name, tensor in tensors.items()}
     return Context(tensors, int(model.config.get("first_k_dense_replace") or 0))
+
+
+def one_rank(case: Case, step: str) -> RankRecord | None:
+    """The record of the one-rank run; None if there is no such run, or it lacks the step."""
+    ranks = case.baseline.ranks if case.baseline is not None else []
+    return ranks[0] if ranks and ranks[0].has(step) else None
 
 
 def tolerance(case: Case, limit: float) -> str:
@@ -133,7 +179,7 @@ def tolerance(case: Case, limit: float) -> str:
 
 def within(case: Case, worst: float, limit: float) -> str:
     """How a pass within a tolerance was met."""
-    return f"{worst:.1e} ≤ {tolerance(case, limit)}"
+    return f"{worst:.1e} ≤ {tolerance(case, limit)}" if worst else "exact"
 
 
 def unmeasured(case: Case) -> Outcome | None:
@@ -141,6 +187,12 @@ def unmeasured(case: Case) -> Outcome | None:
     if case.cell.kernels == "torch":
         return None
     return Outcome(untested="no tolerance is measured for Transformer Engine's kernels yet")
+
+
+def distance(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
+    """How far every element is off, in fp64. NaN is never greater than a limit, so it counts as infinitely far."""
+    apart = (got.double() - want.double()).abs()
+    return torch.where(apart.isnan(), torch.inf, apart)
 
 
 def names_text(names: Iterable[str], most: int = 4) -> str:

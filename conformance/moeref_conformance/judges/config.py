@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moeref_conformance.contract.api import Request
-from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.requests.config import HONOURED, OF_THE_REFERENCE, SILENT, TWICE, UNKNOWN, same
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import expected, finding, observed, outcome, unanswered
+from moeref_conformance.judges.common import expected, finding, unanswered, values
 from moeref_conformance.oracles import settings
 
 STEP = "config"
@@ -17,106 +17,88 @@ STEP = "config"
 _WIDTH, _WIDTHS = "ffn_hidden_size", ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 
-def _records(case: Case) -> Iterator[tuple[int, dict[str, Any]]]:
-    for record in observed(case).ranks:
-        if record.has(STEP):
-            yield record.rank, record.value(STEP)
+def _said(case: Case, rank: int, message: str, want: Any, have: Any) -> Finding:
+    return finding(case, rank, STEP, message, expected=repr(want), got=repr(have))
 
 
-def _differ(case: Case, rank: int, name: str, want: Any, have: Mapping[str, Any], where: str) -> list[Finding]:
+def _differ(case: Case, rank: int, name: str, want: Any, have: Mapping[str, Any], where: str) -> Iterator[Finding]:
     if name not in have:
-        return [finding(case, rank, STEP, f"{where} says nothing of {name}", expected=repr(want), got="nothing")]
-    if settings.fits(name, want, have[name]):
-        return []
-    message = f"{where} has {name}={have[name]!r}, not {want!r}"
-    return [finding(case, rank, STEP, message, expected=repr(want), got=repr(have[name]))]
+        yield finding(case, rank, STEP, f"{where} says nothing of {name}", expected=repr(want), got="nothing")
+    elif not settings.fits(name, want, have[name]):
+        yield _said(case, rank, f"{where} has {name}={have[name]!r}, not {want!r}", want, have[name])
+
+
+def _given(case: Case, wanted: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings where the config of a rank differs from the wanted settings."""
+    yield from unanswered(case, STEP)
+    for rank, value in values(case, STEP):
+        for name, want in wanted.items():
+            yield from _differ(case, rank, name, want, value["given"], "the config")
 
 
 @judges("CFG-001")
-def the_model_s(case: Case) -> Outcome:
+def the_model_s(case: Case) -> Iterator[Finding]:
     """Against transformers' config object and the checkpoint."""
-    findings = unanswered(case, STEP)
-    wanted = settings.of_the_model(case.cell, expected(case))
-    for rank, value in _records(case):
-        for name, want in wanted.items():
-            findings += _differ(case, rank, name, want, value["given"], "the config")
-    return outcome(findings)
+    return _given(case, settings.of_the_model(case.cell, expected(case)))
 
 
 @judges("CFG-002")
-def the_layout_s(case: Case) -> Outcome:
+def the_layout_s(case: Case) -> Iterator[Finding]:
     """Parallel sizes."""
-    findings = unanswered(case, STEP)
-    wanted = settings.of_the_layout(case.cell.layout)
-    for rank, value in _records(case):
-        for name, want in wanted.items():
-            findings += _differ(case, rank, name, want, value["given"], "the config")
-    return outcome(findings)
+    return _given(case, settings.of_the_layout(case.cell.layout))
 
 
 @judges("CFG-003")
-def what_is_asked_for_arrives(case: Case) -> Outcome:
+def what_is_asked_for_arrives(case: Case) -> Iterator[Finding]:
     """Every name of every request that has to be honoured."""
-    findings = unanswered(case, STEP)
-    for rank, value in _records(case):
-        for title, request in HONOURED.items():
-            findings += _arrived(case, rank, title, {**request.fields, **request.overrides}, value)
-    return outcome(findings)
+    return _arrived(case, {title: {**request.fields, **request.overrides} for title, request in HONOURED.items()})
 
 
 @judges("CFG-004")
-def what_is_not_asked_for_stays(case: Case) -> Outcome:
+def what_is_not_asked_for_stays(case: Case) -> Iterator[Finding]:
     """Nothing but the names of a request changes."""
-    findings = unanswered(case, STEP)
-    for rank, value in _records(case):
-        for title, request in {**HONOURED, **TWICE}.items():
-            answer = value["requests"][title]
-            asked = {*request.fields, *request.overrides}
-            for name in sorted(answer.get("changed", {}).keys() - asked):
-                message = f"asked for {title}: {name} became {answer['changed'][name]!r}"
-                was = repr(value["nothing"].get(name, "nothing"))
-                findings.append(finding(case, rank, STEP, message, expected=was, got=repr(answer["changed"][name])))
+    yield from unanswered(case, STEP)
+    for rank, value in values(case, STEP):
         nothing, given = value["nothing"], value["given"]
+        for title, request in {**HONOURED, **TWICE}.items():
+            changed = value["requests"][title].get("changed", {})
+            for name in sorted(changed.keys() - {*request.fields, *request.overrides}):
+                was, message = nothing.get(name, "nothing"), f"asked for {title}: {name} became {changed[name]!r}"
+                yield _said(case, rank, message, was, changed[name])
         own = {"moe_token_dispatcher_type", "moe_enable_routing_replay"}  # which the cell asks for
         for name in sorted(nothing.keys() & given.keys() - own):
             if not same(nothing[name], given[name]):
                 message = f"asked for nothing, {name} is {nothing[name]!r}; the model was given {given[name]!r}"
-                findings.append(finding(case, rank, STEP, message, expected=repr(given[name]), got=repr(nothing[name])))
-    return outcome(findings)
+                yield _said(case, rank, message, given[name], nothing[name])
 
 
 @judges("CFG-005")
-def overrides_win(case: Case) -> Outcome:
+def overrides_win(case: Case) -> Iterator[Finding]:
     """Requests that name a setting on both levels."""
-    findings = unanswered(case, STEP)
-    for rank, value in _records(case):
-        for title, request in TWICE.items():
-            findings += _arrived(case, rank, title, request.overrides, value)
-    return outcome(findings)
+    return _arrived(case, {title: request.overrides for title, request in TWICE.items()})
 
 
 @judges("CFG-006")
-def unknown_names_are_refused(case: Case) -> Outcome:
+def unknown_names_are_refused(case: Case) -> Iterator[Finding]:
     """By an error that names them."""
-    return outcome([*unanswered(case, STEP), *_not_refused(case, UNKNOWN)])
+    return _not_refused(case, UNKNOWN)
 
 
 @judges("CFG-007")
-def silent_losers_are_refused(case: Case) -> Outcome:
+def silent_losers_are_refused(case: Case) -> Iterator[Finding]:
     """By an error that names one of the two."""
-    return outcome([*unanswered(case, STEP), *_not_refused(case, SILENT)])
+    return _not_refused(case, SILENT)
 
 
 @judges("CFG-008")
-def the_reference_is_given_the_same(case: Case) -> Outcome:
+def the_reference_is_given_the_same(case: Case) -> Iterator[Finding]:
     """With and without a request."""
-    findings = unanswered(case, STEP)
-    for rank, value in _records(case):
+    yield from unanswered(case, STEP)
+    for rank, value in values(case, STEP):
         for title in ("nothing", OF_THE_REFERENCE):
             mine, other = value["requests"][title], value["reference"][title]
             if "refused" in other:
-                message = f"asked for {title}: the reference refuses it: {other['refused']}"
-                findings.append(finding(case, rank, STEP, message))
+                yield finding(case, rank, STEP, f"asked for {title}: the reference refuses it: {other['refused']}")
                 continue
             policy = {**value["nothing"], **mine.get("changed", {})}
             reference = {**value["nothing"], **other["changed"]}
@@ -124,54 +106,53 @@ def the_reference_is_given_the_same(case: Case) -> Outcome:
                 a, b = policy.get(name, "nothing"), reference.get(name, "nothing")
                 if not same(a, b) or name in other["gone"]:
                     message = f"asked for {title}: {name} is {a!r} for the policy and {b!r} for the reference"
-                    findings.append(finding(case, rank, STEP, message, expected=repr(a), got=repr(b)))
-    return outcome(findings)
+                    yield _said(case, rank, message, a, b)
 
 
 @judges("CFG-009")
-def modules_hold_it(case: Case) -> Outcome:
+def modules_hold_it(case: Case) -> Iterator[Finding]:
     """Every config object in the built modules."""
-    findings = unanswered(case, STEP)
+    yield from unanswered(case, STEP)
     own = {
         "moe_token_dispatcher_type": case.cell.dispatcher,
         "moe_enable_routing_replay": case.cell.replay != "off",
     }
-    for rank, value in _records(case):
+    for rank, value in values(case, STEP):
+        given = value["given"]
+        widths = [given.get(name) for name in _WIDTHS]
         for held in value["held"] or []:
-            for name, want in own.items():
-                findings += _differ(case, rank, name, want, held["values"], f"module {held['module']}")
-            widths = [value["given"].get(name) for name in _WIDTHS]
-            for name in sorted(value["given"].keys() & held["values"].keys() - own.keys()):
-                if name == _WIDTH and held["values"][name] in widths:
-                    continue
-                findings += _differ(case, rank, name, value["given"][name], held["values"], f"module {held['module']}")
+            have, where = held["values"], f"module {held['module']}"
+            wanted = {**own, **{name: given[name] for name in sorted(given.keys() & have.keys() - own.keys())}}
+            for name, want in wanted.items():
+                if name != _WIDTH or have[name] not in widths:
+                    yield from _differ(case, rank, name, want, have, where)
         if not value["held"]:
-            findings.append(finding(case, rank, STEP, "no module has a config that could be read"))
-    return outcome(findings)
+            yield finding(case, rank, STEP, "no module has a config that could be read")
 
 
-def _arrived(case: Case, rank: int, title: str, wanted: Mapping[str, Any], value: dict[str, Any]) -> list[Finding]:
-    answer = value["requests"][title]
-    if "refused" in answer:
-        return [finding(case, rank, STEP, f"asked for {title}: refused: {answer['refused']}")]
-    effective = {**value["nothing"], **answer["changed"]}
-    findings = []
-    for name, want in wanted.items():
-        have = effective.get(name, "nothing")
-        if name in answer["gone"] or name not in effective or not same(have, want):
-            message = f"asked for {title}: {name} is {have!r}, not {want!r}"
-            findings.append(finding(case, rank, STEP, message, expected=repr(want), got=repr(have)))
-    return findings
+def _arrived(case: Case, wanted: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Findings where a request, by title, does not lead to the wanted settings."""
+    yield from unanswered(case, STEP)
+    for rank, value in values(case, STEP):
+        for title, named in wanted.items():
+            answer = value["requests"][title]
+            if "refused" in answer:
+                yield finding(case, rank, STEP, f"asked for {title}: refused: {answer['refused']}")
+                continue
+            effective = {**value["nothing"], **answer["changed"]}
+            for name, want in named.items():
+                have = effective.get(name, "nothing")
+                if name in answer["gone"] or name not in effective or not same(have, want):
+                    yield _said(case, rank, f"asked for {title}: {name} is {have!r}, not {want!r}", want, have)
 
 
-def _not_refused(case: Case, requests: Mapping[str, Request]) -> list[Finding]:
-    findings = []
-    for rank, value in _records(case):
+def _not_refused(case: Case, requests: Mapping[str, Request]) -> Iterator[Finding]:
+    yield from unanswered(case, STEP)
+    for rank, value in values(case, STEP):
         for title, request in requests.items():
             refusal = value["requests"][title].get("refused")
             names = [*request.fields, *request.overrides]
             if refusal is None:
-                findings.append(finding(case, rank, STEP, f"{title}: {' with '.join(names)} was taken"))
+                yield finding(case, rank, STEP, f"{title}: {' with '.join(names)} was taken")
             elif not any(name in refusal for name in names):
-                findings.append(finding(case, rank, STEP, f"{title}: the refusal names nothing", got=refusal))
-    return findings
+                yield finding(case, rank, STEP, f"{title}: the refusal names nothing", got=refusal)

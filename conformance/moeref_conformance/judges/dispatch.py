@@ -12,11 +12,10 @@ import torch
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Padding, PadRequest
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.dispatch import CHOICES, requests
 from moeref_conformance.contract.requests.exchange import EXCHANGES, GRADIENTS, Exchange, given
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, observed, outcome, unanswered
+from moeref_conformance.judges.common import finding, not_refused, outcome, records, unanswered, values
 from moeref_conformance.oracles import dispatch
 from moeref_conformance.oracles.dispatch import Looped, looped, row_bytes
 
@@ -31,126 +30,115 @@ def _title(request: PadRequest) -> str:
 
 def _paddings(case: Case) -> Iterator[tuple[int, PadRequest, dict[str, Any]]]:
     """Rank, request and answer, of all ranks."""
-    for record in observed(case).ranks:
-        if record.has("padding"):
-            for request, answer in zip(requests(case.cell.layout), record.value("padding"), strict=True):
-                yield record.rank, request, answer
+    for rank, answers in values(case, "padding"):
+        for request, answer in zip(requests(case.cell.layout), answers, strict=True):
+            yield rank, request, answer
 
 
 def _answered(case: Case) -> Iterator[tuple[int, PadRequest, Padding]]:
     """Those that were answered for every rank of the request."""
     for rank, request, answer in _paddings(case):
-        if "refused" not in answer and _fits(request, answer):
+        if not _unfit(request, answer):
             samples = tuple(tuple(lengths) for lengths in answer["samples"])
             yield rank, request, Padding(samples=samples, totals=tuple(answer["totals"]))
 
 
-def _fits(request: PadRequest, answer: dict[str, Any]) -> bool:
-    return len(answer["samples"]) == len(answer["totals"]) == len(request.lengths)
+def _unfit(request: PadRequest, answer: dict[str, Any]) -> str:
+    """Why an answer cannot be judged any further, or ""."""
+    if "refused" in answer:
+        return f"samples of {list(request.lengths)} refused: {answer['refused']}"
+    if len(answer["samples"]) == len(answer["totals"]) == len(request.lengths):
+        return ""
+    return f"{len(request.lengths)} ranks asked, {len(answer['totals'])} answered"
 
 
 @judges("DSP-001")
-def padding_keeps_what_it_is_for(case: Case) -> Outcome:
+def padding_keeps_what_it_is_for(case: Case) -> Iterator[Finding]:
     """Split each padded sequence as CP and TP split it."""
-    findings = unanswered(case, "padding")
+    yield from unanswered(case, "padding")
     for rank, request, answer in _paddings(case):
-        if "refused" in answer:
-            message = f"{_title(request)}: samples of {list(request.lengths)} refused: {answer['refused']}"
-            findings.append(finding(case, rank, "padding", message))
-        elif not _fits(request, answer):
-            message = f"{_title(request)}: {len(request.lengths)} ranks asked, {len(answer['totals'])} answered"
-            findings.append(finding(case, rank, "padding", message))
+        if unfit := _unfit(request, answer):
+            yield finding(case, rank, "padding", f"{_title(request)}: {unfit}")
     for rank, request, padding in _answered(case):
         for of in range(len(request.lengths)):
             for message in dispatch.broken(case.cell.layout, request, of, padding):
-                findings.append(finding(case, rank, "padding", f"{_title(request)}: {message}"))
-    return outcome(findings)
+                yield finding(case, rank, "padding", f"{_title(request)}: {message}")
 
 
 @judges("DSP-002")
-def padding_is_the_least(case: Case) -> Outcome:
+def padding_is_the_least(case: Case) -> Iterator[Finding]:
     """Against the least padding found by counting up."""
-    findings = unanswered(case, "padding")
+    yield from unanswered(case, "padding")
     for rank, request, padding in _answered(case):
-        want = dispatch.least(case.cell.layout, request)
+        want, pairs = dispatch.least(case.cell.layout, request), list[tuple[str, int, int]]()
         for lengths, have, best in zip(request.lengths, padding.samples, want.samples, strict=True):
-            for length, sample, least in zip(lengths, have, best, strict=False):
-                if sample > least:
-                    message = f"{_title(request)}: a sample of {length} became {sample}, where {least} would do"
-                    findings.append(finding(case, rank, "padding", message, expected=str(least), got=str(sample)))
-        for lengths, total, least in zip(request.lengths, padding.totals, want.totals, strict=True):
-            if total > least:
-                message = f"{_title(request)}: samples of {list(lengths)} became {total}, where {least} would do"
-                findings.append(finding(case, rank, "padding", message, expected=str(least), got=str(total)))
-    return outcome(findings)
+            pairs += zip((f"a sample of {length}" for length in lengths), have, best, strict=False)
+        whole = (f"samples of {list(lengths)}" for lengths in request.lengths)
+        for what, made, least in [*pairs, *zip(whole, padding.totals, want.totals, strict=True)]:
+            if made > least:
+                message = f"{_title(request)}: {what} became {made}, where {least} would do"
+                yield finding(case, rank, "padding", message, expected=least, got=made)
 
 
 @judges("DSP-003")
-def equal_pieces(case: Case) -> Outcome:
+def equal_pieces(case: Case) -> Iterator[Finding]:
     """For dispatchers that exchange equal pieces only."""
-    findings = unanswered(case, "padding")
+    yield from unanswered(case, "padding")
     split = case.cell.layout.tp * case.cell.layout.cp
     for rank, request, padding in _answered(case):
         if request.dispatcher not in dispatch.EQUAL:
             continue
         if len(set(padding.totals)) > 1:
             message = f"{_title(request)}: ranks of one group were padded to {list(padding.totals)}, not to one length"
-            findings.append(finding(case, rank, "padding", message))
-        piece = dispatch.EQUAL[request.dispatcher] * split
-        uneven = sorted({total for total in padding.totals if total % piece})
-        if uneven:
-            message = f"{_title(request)}: {uneven} rows over {split} ranks are no multiple of {piece // split} each"
-            findings.append(finding(case, rank, "padding", message))
-    return outcome(findings)
+            yield finding(case, rank, "padding", message)
+        each = dispatch.EQUAL[request.dispatcher]
+        if uneven := sorted({total for total in padding.totals if total % (each * split)}):
+            message = f"{_title(request)}: {uneven} rows over {split} ranks are no multiple of {each} each"
+            yield finding(case, rank, "padding", message)
 
 
 @judges("DSP-004")
-def kept_or_refused(case: Case) -> Outcome:
+def kept_or_refused(case: Case) -> Iterator[Finding]:
     """Both fields, as asked for."""
-    findings = unanswered(case, "dispatchers")
-    for record in observed(case).ranks:
-        answers = record.value("dispatchers") if record.has("dispatchers") else {}
+    yield from unanswered(case, "dispatchers")
+    for rank, answers in values(case, "dispatchers"):
         for title, answer in answers.items():
-            request = CHOICES[title]
+            asked = CHOICES[title].dispatcher
             if "refused" in answer:
-                if request.dispatcher == "alltoall":
+                if asked == "alltoall":
                     message = f"{title}: refused, and it always works: {answer['refused']}"
-                    findings.append(finding(case, record.rank, "dispatchers", message))
+                    yield finding(case, rank, "dispatchers", message)
                 continue
-            dispatcher, _, backend = request.dispatcher.partition("-")
+            dispatcher, _, backend = asked.partition("-")
             have = [answer["given"].get(name, "nothing") for name in FIELDS]
             # Without flex nothing reads the backend; megatron-core's default for it is deepep.
             if have[0] != dispatcher or have[1] not in ([backend] if backend else [None, "deepep"]):
                 message = f"{title}: {FIELDS[0]} is {have[0]!r} with {FIELDS[1]} {have[1]!r}"
-                findings.append(finding(case, record.rank, "dispatchers", message, expected=request.dispatcher))
-    return outcome(findings)
+                yield finding(case, rank, "dispatchers", message, expected=asked)
 
 
 @judges("DSP-005")
-def what_cannot_work_is_refused(case: Case) -> Outcome:
+def what_cannot_work_is_refused(case: Case) -> Iterator[Finding]:
     """By an error that names the dispatcher."""
-    findings = unanswered(case, "dispatchers")
-    for record in observed(case).ranks:
-        answers = record.value("dispatchers") if record.has("dispatchers") else {}
+    yield from unanswered(case, "dispatchers")
+    for rank, answers in values(case, "dispatchers"):
         for title, answer in answers.items():
             why, name = dispatch.cannot_work(case.cell.layout, CHOICES[title]), CHOICES[title].dispatcher
             if why and "refused" not in answer:
-                findings.append(finding(case, record.rank, "dispatchers", f"{title}: taken, but {why}"))
+                yield finding(case, rank, "dispatchers", f"{title}: taken, but {why}")
             elif why and name.rpartition("-")[2] not in answer["refused"]:
                 message = f"{title}: the refusal does not name {name}"
-                findings.append(finding(case, record.rank, "dispatchers", message, got=answer["refused"]))
-    return outcome(findings)
+                yield finding(case, rank, "dispatchers", message, got=answer["refused"])
 
 
-def _exchanges(case: Case) -> Iterator[tuple[RankRecord, Exchange, Looped, dict[str, torch.Tensor]]]:
+def _exchanges(case: Case) -> Iterator[tuple[int, Exchange, Looped, dict[str, torch.Tensor]]]:
     """Every exchange of every rank: what the loop gives, and what was seen."""
-    for record in observed(case).ranks:
-        if record.has("exchange"):
-            seen = record.tensors("exchange")
-            for number, exchange in enumerate(EXCHANGES):
-                prefix = f"{exchange.name}."
-                mine = {k.removeprefix(prefix): t for k, t in seen.items() if k.startswith(prefix)}
-                yield record, exchange, looped(case.cell.layout, case.cell.dispatcher, number, record.rank), mine
+    for record in records(case, "exchange"):
+        seen = record.tensors("exchange")
+        for number, exchange in enumerate(EXCHANGES):
+            prefix = f"{exchange.name}."
+            mine = {k.removeprefix(prefix): t for k, t in seen.items() if k.startswith(prefix)}
+            yield record.rank, exchange, looped(case.cell.layout, case.cell.dispatcher, number, record.rank), mine
 
 
 def _padding(case: Case, exchange: Exchange, rank: int) -> torch.Tensor:
@@ -161,7 +149,7 @@ def _padding(case: Case, exchange: Exchange, rank: int) -> torch.Tensor:
 def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
     """What every expert received, and what every row got."""
     findings = unanswered(case, "exchange")
-    for record, exchange, want, have in _exchanges(case):
+    for rank, exchange, want, have in _exchanges(case):
         padding = {row for rows in want.padding.values() for row in rows}
         for expert, rows in want.received.items():
             got = Counter(row_bytes(row) for row in have.get(f"received.{expert}", ()))
@@ -171,10 +159,10 @@ def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
                 if real.total() == sum(rows.values()):
                     what = "other rows than those routed to it"
                 message = f"{exchange.name}: expert {expert} received {what}"
-                findings.append(finding(case, record.rank, "exchange", message, expert=expert))
-        keep = ~_padding(case, exchange, record.rank)
+                findings.append(finding(case, rank, "exchange", message, expert=expert))
+        keep = ~_padding(case, exchange, rank)
         if problem := _apart(have["y"], want.y_TH, keep):
-            findings.append(finding(case, record.rank, "exchange", f"{exchange.name}: rows come back {problem}"))
+            findings.append(finding(case, rank, "exchange", f"{exchange.name}: rows come back {problem}"))
     return outcome(findings, met=f"rtol {RTOL:g}")
 
 
@@ -183,80 +171,67 @@ def gradients_are_the_loop_s(case: Case) -> Outcome:
     """Of rows, weights and experts."""
     findings = unanswered(case, "exchange")
     titles = dict(zip(GRADIENTS, ("rows", "weights", "experts' first weight", "experts' second weight"), strict=True))
-    for record, exchange, want, have in _exchanges(case):
+    for rank, exchange, want, have in _exchanges(case):
         for name in GRADIENTS:
             if problem := _apart(have[name], want.gradients[name]):
                 message = f"{exchange.name}: the gradient of the {titles[name]} is {problem}"
-                findings.append(finding(case, record.rank, "exchange", message))
+                findings.append(finding(case, rank, "exchange", message))
     return outcome(findings, met=f"rtol {RTOL:g}")
 
 
 @judges("DSP-008")
-def padding_rows_count_for_nothing(case: Case) -> Outcome:
+def padding_rows_count_for_nothing(case: Case) -> Iterator[Finding]:
     """Which experts received them, what came back for them, and the counts."""
-    findings = unanswered(case, "exchange")
-    for record, exchange, want, have in _exchanges(case):
-        padding_T = _padding(case, exchange, record.rank)
+    yield from unanswered(case, "exchange")
+    for rank, exchange, want, have in _exchanges(case):
+        padding_T = _padding(case, exchange, rank)
         if have["y"].shape == want.y_TH.shape and bool(have["y"][padding_T].any()):
-            message = f"{exchange.name}: a padding row does not weigh zero"
-            findings.append(finding(case, record.rank, "exchange", message))
-        if have["counts"].tolist() != want.counts_E.tolist():
-            message = f"{exchange.name}: rows that count for each expert are {have['counts'].tolist()}"
-            more = {"expected": str(want.counts_E.tolist()), "got": str(have["counts"].tolist())}
-            findings.append(finding(case, record.rank, "exchange", message, **more))
+            yield finding(case, rank, "exchange", f"{exchange.name}: a padding row does not weigh zero")
+        right, counts = want.counts_E.tolist(), have["counts"].tolist()
+        if counts != right:
+            message = f"{exchange.name}: rows that count for each expert are {counts}"
+            yield finding(case, rank, "exchange", message, expected=right, got=counts)
     receivers = _receivers(case)
-    for record, exchange, want, _ in _exchanges(case):
-        group = _group(case, record.rank)[0]
-        chosen = [receivers.get((exchange.name, group, row), []) for row in want.padding[record.rank]]
-        findings += _spread(case, record.rank, exchange, chosen)
-    return outcome(findings)
+    for rank, exchange, want, _ in _exchanges(case):
+        chosen = [receivers.get((exchange.name, _group(case, rank), row), []) for row in want.padding[rank]]
+        yield from _spread(case, rank, exchange, chosen)
 
 
 def _receivers(case: Case) -> dict[tuple[str, int, bytes], list[int]]:
     """(exchange, first rank of the group, row) -> experts that received the row."""
     receivers: dict[tuple[str, int, bytes], list[int]] = {}
-    for record, exchange, want, have in _exchanges(case):
+    for rank, exchange, want, have in _exchanges(case):
         # All ranks of an ETP group receive the same rows; its first speaks for all.
-        if topology.coords(case.cell.layout, record.rank)["etp"] == 0:
-            group = _group(case, record.rank)[0]
+        if topology.coords(case.cell.layout, rank)["etp"] == 0:
             for expert in want.received:
                 for row in have.get(f"received.{expert}", ()):
-                    receivers.setdefault((exchange.name, group, row_bytes(row)), []).append(expert)
+                    receivers.setdefault((exchange.name, _group(case, rank), row_bytes(row)), []).append(expert)
     return receivers
 
 
-def _spread(case: Case, rank: int, exchange: Exchange, chosen: list[list[int]]) -> list[Finding]:
+def _spread(case: Case, rank: int, exchange: Exchange, chosen: list[list[int]]) -> Iterator[Finding]:
     """Findings where padding rows went to too few experts, or too many of them to one. `chosen`: experts by row."""
-    findings = []
     for experts in chosen:
         if not len(experts) == len(set(experts)) == exchange.topk:
             message = f"{exchange.name}: a padding row went to experts {experts}, not {exchange.topk} distinct ones"
-            findings.append(finding(case, rank, "exchange", message))
+            yield finding(case, rank, "exchange", message)
     loads = Counter(expert for experts in chosen for expert in experts)
     most = math.ceil(len(chosen) * exchange.topk / (exchange.experts * case.cell.layout.ep))
     if loads and max(loads.values()) > most:
         expert, load = loads.most_common(1)[0]
         message = f"{exchange.name}: {load} of {len(chosen)} padding rows went to expert {expert}, not {most}"
-        findings.append(finding(case, rank, "exchange", message, expert=expert))
-    return findings
+        yield finding(case, rank, "exchange", message, expert=expert)
 
 
 @judges("DSP-009")
-def malformed_routes_are_refused(case: Case) -> Outcome:
+def malformed_routes_are_refused(case: Case) -> list[Finding]:
     """On every rank, so that no rank waits for another."""
-    findings = unanswered(case, "exchange")
-    for record in observed(case).ranks:
-        refused = record.value("exchange")["refused"] if record.has("exchange") else {}
-        findings += [
-            finding(case, record.rank, "exchange", f"a row with {what} was dispatched")
-            for what, answer in refused.items()
-            if answer is None
-        ]
-    return outcome(findings)
+    return unanswered(case, "exchange") + not_refused(case, "exchange", "a row with {} was dispatched")
 
 
-def _group(case: Case, rank: int) -> list[int]:
-    return next(group for group in topology.groups(case.cell.layout)["etp_ep"] if rank in group)
+def _group(case: Case, rank: int) -> int:
+    """The first rank of the etp·ep group."""
+    return next(group[0] for group in topology.groups(case.cell.layout)["etp_ep"] if rank in group)
 
 
 def _apart(have: torch.Tensor, want: torch.Tensor, rows: torch.Tensor | None = None) -> str:

@@ -10,6 +10,9 @@ from moeref_conformance.contract.records import Observation
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
+    ITSELF,
+    NO_BASELINE,
+    distance,
     expected,
     finding,
     observed,
@@ -35,13 +38,11 @@ def _holders(case: Case) -> list[Finding]:
     if findings:
         return findings
     have, layout = _logits(observed(case)), case.cell.layout
+    wrong = {True: "no logits on a rank of the last stage", False: "logits on a rank that is not of the last stage"}
     for rank in range(layout.world):
         last = topology.coords(layout, rank)["pp"] == layout.pp - 1
         if last != (rank in have):
-            message = (
-                "no logits on a rank of the last stage" if last else "logits on a rank that is not of the last stage"
-            )
-            findings.append(finding(case, rank, "forward", message))
+            findings.append(finding(case, rank, "forward", wrong[last]))
     return findings
 
 
@@ -55,32 +56,17 @@ def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
             continue
         if same(want, got):
             continue
-        apart = (got.double() - want.double()).abs()
-        # NaN is never greater than a limit, so it counts as infinitely far.
-        apart = torch.where(apart.isnan(), torch.inf, apart)
+        apart = distance(want, got)
         far = float(apart.max())
         worst = max(worst, far)
         if far > limit:
-            findings.append(_far(case, rank, want, got, apart, f"{whose} by {far:.2g} > {tolerance(case, limit)}"))
-    if limit == 0.0 or worst == 0.0:
-        return outcome(findings)
+            index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+            by, positions = f"{far:.2g} > {tolerance(case, limit)}", apart.amax(-1) > 0
+            message = f"logits differ from {whose} by {by} at [batch, position, token] {list(index)}"
+            said = _diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ"
+            told = {"expected": float(want[index]), "got": float(got[index]), "diagnosis": said}
+            findings.append(finding(case, rank, "forward", message, index=index, **told))
     return outcome(findings, met=within(case, worst, limit))
-
-
-def _far(case: Case, rank: int, want: torch.Tensor, got: torch.Tensor, apart: torch.Tensor, text: str) -> Finding:
-    flat = int(apart.reshape(-1).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), apart.shape))
-    positions = apart.amax(-1) > 0
-    return finding(
-        case,
-        rank,
-        "forward",
-        f"logits differ from {text} at [batch, position, token] {list(index)}",
-        index=index,
-        expected=repr(float(want[index])),
-        got=repr(float(got[index])),
-        diagnosis=_diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ",
-    )
 
 
 def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
@@ -111,12 +97,12 @@ def logits_are_transformers(case: Case) -> Outcome:
 def logits_are_the_one_rank_runs(case: Case) -> Outcome:
     """Bitwise where only pipeline or data parallelism differs, else within a tolerance in fp32."""
     if case.baseline is None:
-        return Outcome(untested="there is no one-rank run of this variant to compare with")
+        return NO_BASELINE
     one = _logits(case.baseline)
     if not one:
         return Outcome(untested="the one-rank run gave no logits")
     if case.baseline is case.observation:
-        return Outcome(met="the one-rank run itself")
+        return Outcome(met=ITSELF)
     layout = case.cell.layout
     bitwise = layout.tp == layout.expert_tp == layout.ep == layout.cp == 1
     if not bitwise and case.cell.dtype != "float32":

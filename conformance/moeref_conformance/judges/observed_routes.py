@@ -11,7 +11,7 @@ import torch
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.judges import Case
-from moeref_conformance.judges.common import expected, finding, observed
+from moeref_conformance.judges.common import expected, finding, records
 from moeref_conformance.oracles.sequence import positions
 
 Place = tuple[int, int]  # sample, position
@@ -23,8 +23,7 @@ ByRank = Mapping[int, Mapping[tuple[int, int], Mapping[str, torch.Tensor]]]  # r
 def replayed(case: Case) -> dict[int, dict[str, torch.Tensor]]:
     """The tensors of the step by rank, read once for all judges."""
     if "replayed" not in case.made:
-        records = [record for record in observed(case).ranks if record.has("replay")]
-        case.made["replayed"] = {record.rank: record.tensors("replay") for record in records}
+        case.made["replayed"] = {record.rank: record.tensors("replay") for record in records(case, "replay")}
     tensors: dict[int, dict[str, torch.Tensor]] = case.made["replayed"]
     return tensors
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
@@ -9,9 +11,10 @@ from moeref_conformance.contract.requests.replay import PHASES
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
+    distance,
     expected,
     finding,
-    observed,
+    not_refused,
     outcome,
     tolerance,
     unmeasured,
@@ -35,25 +38,13 @@ def _against(case: Case, phase: str, want: Seen, *, only_missing: bool = False, 
                 continue
             have = went.get(layer, {}).get(place, frozenset())
             if have != experts:
-                findings.append(_elsewhere(case, phase, layer, place, want, have, whose))
+                message = f"{phase}: token {place[1]} of sample {place[0]} went to other experts of layer {layer} than"
+                more = {"expected": sorted(experts), "got": sorted(have) if have else "no expert"}
+                said = _diagnosis(case, want, layer, place, have)
+                findings.append(
+                    finding(case, None, "replay", f"{message} {whose}", layer=layer, diagnosis=said, **more)
+                )
     return findings
-
-
-def _elsewhere(
-    case: Case, phase: str, layer: int, place: Place, want: Seen, have: frozenset[int], whose: str
-) -> Finding:
-    experts = want[layer][place]
-    message = f"{phase}: token {place[1]} of sample {place[0]} went to other experts of layer {layer} than {whose}"
-    return finding(
-        case,
-        None,
-        "replay",
-        message,
-        layer=layer,
-        expected=str(sorted(experts)),
-        got=str(sorted(have)) if have else "no expert",
-        diagnosis=_diagnosis(case, want, layer, place, have),
-    )
 
 
 def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset[int]) -> str:
@@ -102,16 +93,14 @@ def _in_bf16(case: Case) -> Outcome | None:
 
 
 @judges("RPL-001")
-def tokens_take_their_routes(case: Case) -> Outcome:
+def tokens_take_their_routes(case: Case) -> list[Finding]:
     """In every phase that is replayed; of R3 the given rows, of R2 all rows as recorded."""
-    findings = without(case, "replay")
-    if findings:
-        return outcome(findings)
+    if findings := without(case, "replay"):
+        return findings
     if case.cell.replay == "R2":
-        for phase in ("replay", "recompute"):
-            findings += _against(case, phase, seen_routes(case, "record")[0], whose="the recorded forward's")
-        changed = seen_routes(case, "record-changed")[0]
-        return outcome(findings + _against(case, "step-changed", changed, whose="the recorded forward's"))
+        for phase, source in (("replay", "record"), ("recompute", "record"), ("step-changed", "record-changed")):
+            findings += _against(case, phase, seen_routes(case, source)[0], whose="the recorded forward's")
+        return findings
     missing = _without_route(case)
     for phase in PHASES["R3"]:
         if phase.startswith("native"):
@@ -119,57 +108,57 @@ def tokens_take_their_routes(case: Case) -> Outcome:
         want = _oracle(case, phase[-1]).experts
         given = {layer: {p: e for p, e in places.items() if p not in missing} for layer, places in want.items()}
         findings += _against(case, phase, given, whose="its route says")
-    return outcome(findings)
+    return findings
 
 
 @judges("RPL-002")
-def other_forwards_are_native(case: Case) -> Outcome:
+def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
     """Forwards before, between and after replays: R3 against transformers, R2 with negated routers."""
-    if (no := _in_bf16(case)) is not None:
+    if no := _in_bf16(case):
         return no
-    findings = without(case, "replay")
-    if findings:
-        return outcome(findings)
+    if findings := without(case, "replay"):
+        return findings
+    native = _oracle(case, "native").experts
     if case.cell.replay == "R3":
         for phase in ("native-between", "native-after"):
-            findings += _against(case, phase, _first(_oracle(case, "native").experts), whose="the router chooses")
-        return outcome(findings)
+            findings += _against(case, phase, _first(native), whose="the router chooses")
+        return findings
     recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]
-    findings += _against(case, "record", _oracle(case, "native").experts, whose="the router chooses")
+    findings += _against(case, "record", native, whose="the router chooses")
     for layer, places in sorted(_first(recorded).items()):
         if places and all(turned.get(layer, {}).get(place) == experts for place, experts in places.items()):
             message = f"changed-native: layer {layer} still takes the recorded routes outside of replay"
             findings.append(finding(case, None, "replay", message, layer=layer))
-    return outcome(findings)
+    return findings
 
 
 @judges("RPL-003")
-def rows_without_a_route_are_native(case: Case) -> Outcome:
+def rows_without_a_route_are_native(case: Case) -> Outcome | list[Finding]:
     """They take what transformers' router chooses while the other rows are replayed."""
-    if (no := _in_bf16(case)) is not None:
+    if no := _in_bf16(case):
         return no
-    findings = without(case, "replay")
-    for phase in ("replay-a", "step-a", "recompute-b") if not findings else ():
+    if findings := without(case, "replay"):
+        return findings
+    for phase in ("replay-a", "step-a", "recompute-b"):
         want = _oracle(case, phase[-1]).experts
         findings += _against(case, phase, want, only_missing=True, whose="the router chooses")
-    return outcome(findings)
+    return findings
 
 
 @judges("RPL-004")
-def logits_under_routes_are_transformers(case: Case) -> Outcome:
+def logits_under_routes_are_transformers(case: Case) -> Outcome | list[Finding]:
     """In fp32, on every rank of the last stage."""
-    if (no := _in_bf16(case) or unmeasured(case)) is not None:
+    if no := _in_bf16(case) or unmeasured(case):
         return no
     if findings := without(case, "replay"):
-        return outcome(findings)
+        return findings
     phase, want, worst = "replay-a", _oracle(case, "a").logits_BSV, 0.0
     for rank, got in _logits(case, phase).items():
         if got.shape != want.shape:
             message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"
             findings.append(finding(case, rank, "replay", message))
             continue
-        apart = (got.double() - want.double()).abs()
-        far = float(torch.where(apart.isnan(), torch.inf, apart).max())
+        far = float(distance(want, got).max())
         worst = max(worst, far)
         if far > TRANSFORMERS:
             apart_by = f"{far:.2g} > {tolerance(case, TRANSFORMERS)}"
@@ -179,47 +168,38 @@ def logits_under_routes_are_transformers(case: Case) -> Outcome:
 
 
 @judges("RPL-005")
-def replayed_logits_are_the_recorded_ones(case: Case) -> Outcome:
+def replayed_logits_are_the_recorded_ones(case: Case) -> Iterator[Finding]:
     """Bit for bit, on the same layout with the same weights."""
-    findings = without(case, "replay")
-    if not findings:
-        recorded, again = _logits(case, "record"), _logits(case, "replay")
-        if not recorded or recorded.keys() != again.keys():
-            message = f"logits of the recorded forward on ranks {sorted(recorded)}, of the replayed on {sorted(again)}"
-            findings.append(finding(case, None, "replay", message))
-        for rank in recorded.keys() & again.keys():
-            if not same(recorded[rank], again[rank]):
-                far = float((recorded[rank].double() - again[rank].double()).abs().max())
-                message = f"the logits replayed are off the recorded ones by {far:.2g}"
-                findings.append(finding(case, rank, "replay", message))
-    return outcome(findings)
+    if missing := without(case, "replay"):
+        yield from missing
+        return
+    recorded, again = _logits(case, "record"), _logits(case, "replay")
+    if not recorded or recorded.keys() != again.keys():
+        message = f"logits of the recorded forward on ranks {sorted(recorded)}, of the replayed on {sorted(again)}"
+        yield finding(case, None, "replay", message)
+    for rank in recorded.keys() & again.keys():
+        if not same(recorded[rank], again[rank]):
+            far = float((recorded[rank].double() - again[rank].double()).abs().max())
+            yield finding(case, rank, "replay", f"the logits replayed are off the recorded ones by {far:.2g}")
 
 
 @judges("RPL-006")
-def gates_learn(case: Case) -> Outcome:
+def gates_learn(case: Case) -> list[Finding]:
     """Every router's weight has a gradient that is not zero."""
-    findings = without(case, "replay")
-    for rank, tensors in replayed(case).items() if not findings else ():
-        for phase in ("step-a", "recompute-b") if case.cell.replay == "R3" else ("recompute", "step-changed"):
-            prefix = f"{phase}.gradients."
-            gates = {k: t for k, t in tensors.items() if k.startswith(prefix) and "router.weight" in k}
-            findings += [
-                finding(case, rank, "replay", f"{phase}: the gate {key.removeprefix(prefix)} has no gradient")
-                for key, gradient in gates.items()
-                if not bool(gradient.any())
-            ]
-    return outcome(findings)
+    phases = ("step-a", "recompute-b") if case.cell.replay == "R3" else ("recompute", "step-changed")
+    return without(case, "replay") or [
+        finding(case, rank, "replay", f"{phase}: the gate {key.removeprefix(f'{phase}.gradients.')} has no gradient")
+        for rank, tensors in replayed(case).items()
+        for phase in phases
+        for key, gradient in tensors.items()
+        if key.startswith(f"{phase}.gradients.") and "router.weight" in key and not bool(gradient.any())
+    ]
 
 
 @judges("RPL-007")
-def malformed_routes_are_refused(case: Case) -> Outcome:
+def malformed_routes_are_refused(case: Case) -> list[Finding]:
     """On every rank, so that no rank waits for another."""
-    findings = without(case, "replay")
-    for record in observed(case).ranks if not findings else ():
-        for what, answer in record.value("replay")["refused"].items():
-            if answer is None:
-                findings.append(finding(case, record.rank, "replay", f"routes with {what} were replayed"))
-    return outcome(findings)
+    return without(case, "replay") or not_refused(case, "replay", "routes with {} were replayed")
 
 
 def _logits(case: Case, phase: str) -> dict[int, torch.Tensor]:

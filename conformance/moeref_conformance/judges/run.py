@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 from moeref_conformance.contract import topology
-from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import REFUSALS
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, observed, outcome, without
+from moeref_conformance.judges.common import finding, observed, values, without
 
 #: Name of the error of the checked collectives.
 MISMATCH = "CollectiveMismatch"
 
 
 @judges("RUN-001")
-def every_rank_finishes(case: Case) -> Outcome:
+def every_rank_finishes(case: Case) -> Iterable[Finding]:
     """Crashes in the order in which ranks failed, so that the first finding is the one to look at.
 
     In the last steps the target is given bad input. NAM-006, LOD-002 and LOD-003 judge failures there, hangs included.
@@ -24,17 +27,15 @@ def every_rank_finishes(case: Case) -> Outcome:
     for i, crash in enumerate(crashes):
         first = "failed first: " if i == 0 and len(crashes) > 1 else ""
         message = f"{first}{crash.kind} in step {crash.step}: {crash.detail}"
-        findings.append(
-            finding(case, crash.rank, crash.step, message, diagnosis="" if i == 0 else f"{crash.kind} later")
-        )
-    return outcome(findings or [missing for missing in without(case, "close") if missing.rank not in late])
+        later = f"{crash.kind} later" if i else ""
+        findings.append(finding(case, crash.rank, crash.step, message, diagnosis=later))
+    return findings or [missing for missing in without(case, "close") if missing.rank not in late]
 
 
 @judges("RUN-002")
-def collectives_agree(case: Case) -> Outcome:
+def collectives_agree(case: Case) -> Outcome | list[Finding]:
     """A disagreement raises in every member; one finding a rank."""
-    run = observed(case)
-    findings = []
+    run, findings = observed(case), []
     for record in run.ranks:
         for event in record.events:
             error = event.get("error") or {}
@@ -43,33 +44,26 @@ def collectives_agree(case: Case) -> Outcome:
     if not findings and run.crashes:
         crash = run.crashes[0]
         return Outcome(untested=f"rank {crash.rank} {crash.kind} in step {crash.step}, with no disagreement seen")
-    return outcome(findings or without(case, "close"))
+    return findings or without(case, "close")
 
 
 @judges("TOP-001")
-def groups_are_megatrons(case: Case) -> Outcome:
+def groups_are_megatrons(case: Case) -> Iterator[Finding]:
     """Coordinates and members of every group, against RankGenerator."""
     # Read at once after opening, so a rank that failed later still tells why.
-    findings = [] if observed(case).crashes else without(case, "topology")
+    if not observed(case).crashes:
+        yield from without(case, "topology")
     layout = case.cell.layout
     groups = topology.groups(layout)
-    for record in observed(case).ranks:
-        if not record.has("topology"):
-            continue
-        value = record.value("topology")
+    for rank, value in values(case, "topology"):
         if value is None:
-            message = "megatron.core.parallel_state is not initialised"
-            findings.append(finding(case, record.rank, "topology", message))
+            yield finding(case, rank, "topology", "megatron.core.parallel_state is not initialised")
             continue
-        for axis, want in topology.coords(layout, record.rank).items():
-            if value[axis] != want:
-                message = f"{axis} rank is {value[axis]}, expected {want}"
-                findings.append(
-                    finding(case, record.rank, "topology", message, expected=str(want), got=str(value[axis]))
-                )
+        coords = topology.coords(layout, rank)
+        pairs: list[tuple[str, Any, Any]] = [(f"{axis} rank", want, value[axis]) for axis, want in coords.items()]
         for kind, members in value["groups"].items():
-            right = next(group for group in groups[kind] if record.rank in group)
-            if list(members) != right:
-                message = f"{kind} group is {members}, expected {right}"
-                findings.append(finding(case, record.rank, "topology", message, expected=str(right), got=str(members)))
-    return outcome(findings)
+            right = next(group for group in groups[kind] if rank in group)
+            pairs.append((f"{kind} group", right, list(members)))
+        for what, want, got in pairs:
+            if got != want:
+                yield finding(case, rank, "topology", f"{what} is {got}, expected {want}", expected=want, got=got)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import NameRow
-from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.findings import Finding
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import Given, expected, finding, outcome, tables, without
-from moeref_conformance.oracles.cuts import VOCABULARY, cut, elements, shard, whole
+from moeref_conformance.judges.common import Given, expected, finding, tables, without
+from moeref_conformance.oracles.cuts import VOCABULARY, cut, shard, whole
 from moeref_conformance.oracles.placement import hf_numbers, plain_local
 
 
 @judges("NAM-007")
-def shards_cover_the_checkpoint(case: Case) -> Outcome:
+def shards_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
     """Shapes rank by rank, then elements over all ranks of one replica. Names that no rank lists are NAM-001's."""
-    findings = without(case, "names")
+    yield from without(case, "names")
     sizes = {name: tensor.numel() for name, tensor in expected(case).tensors.items()}
     held: Counter[str] = Counter()
     for given in tables(case):
@@ -27,17 +28,14 @@ def shards_cover_the_checkpoint(case: Case) -> Outcome:
             parts = _parts(case, row)
             if not parts:
                 continue
-            findings += _shape(case, given.rank, row, parts)
+            yield from _shape(case, given.rank, row, parts)
             if first := expert if _is_expert(row) else dense:
                 for name, share in _held(at, row, parts).items():
                     held[name] += share * first
     for name, number in held.items():
         if number != sizes[name]:
             message = f"{name}: the ranks of one replica hold {number:,} of its {sizes[name]:,} elements"
-            findings.append(
-                finding(case, None, "names", message, hf_name=name, expected=str(sizes[name]), got=str(number))
-            )
-    return outcome(findings)
+            yield finding(case, None, "names", message, hf_name=name, expected=sizes[name], got=number)
 
 
 def _is_expert(row: NameRow) -> bool:
@@ -66,13 +64,10 @@ def _of_all_experts(row: NameRow, name: str) -> bool:
     return _is_expert(row) and hf_numbers(name)[1] is None
 
 
-def _size(case: Case, row: NameRow) -> int:
-    return case.cell.layout.expert_tp if _is_expert(row) else case.cell.layout.tp
-
-
-def _shape(case: Case, rank: int, row: NameRow, parts: dict[str, tuple[int, ...]]) -> list[Finding]:
+def _shape(case: Case, rank: int, row: NameRow, parts: dict[str, tuple[int, ...]]) -> Iterator[Finding]:
     """The shard's shape, where Megatron lays a tensor out as Hugging Face does; else its number of elements."""
-    local, size = plain_local(row.local), _size(case, row)
+    local, layout = plain_local(row.local), case.cell.layout
+    size = layout.expert_tp if _is_expert(row) else layout.tp
     full, dim = whole(list(parts.values())), cut(local)
     if local in VOCABULARY:
         if full is None:
@@ -80,16 +75,15 @@ def _shape(case: Case, rank: int, row: NameRow, parts: dict[str, tuple[int, ...]
         good = row.shape[1:] == full[1:] and row.shape[0] * size >= full[0]
         want = f"at least [{-(-full[0] // size)}, {', '.join(str(n) for n in full[1:])}]"
     elif full is None or any(_of_all_experts(row, name) for name in parts):
-        number = sum(elements(p) for p in parts.values()) // (1 if dim is None else size)
-        good, want = elements(row.shape) == number, f"{number} elements"
+        number = sum(prod(p) for p in parts.values()) // (1 if dim is None else size)
+        good, want = prod(row.shape) == number, f"{number} elements"
     else:
         right = shard(full, dim, size)
         good, want = row.shape == right, str(list(right))
-    if good:
-        return []
-    message = f"{row.local} is {list(row.shape)} here, a shard of {' and '.join(parts)} is {want}"
-    names = {"local_name": row.local, "global_name": row.global_name, "hf_name": next(iter(parts))}
-    return [finding(case, rank, "names", message, **names, expected=want, got=str(list(row.shape)))]
+    if not good:
+        message = f"{row.local} is {list(row.shape)} here, a shard of {' and '.join(parts)} is {want}"
+        names = {"local_name": row.local, "global_name": row.global_name, "hf_name": next(iter(parts))}
+        yield finding(case, rank, "names", message, **names, expected=want, got=list(row.shape))
 
 
 def _held(at: Mapping[str, int], row: NameRow, parts: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -103,6 +97,6 @@ def _held(at: Mapping[str, int], row: NameRow, parts: Mapping[str, tuple[int, ..
         if "embedding" in local and (at["pp"], row.chunk) != (0, 0):
             return {}
         (name, full), rows = next(iter(parts.items())), row.shape[0]
-        return {name: max(0, min(full[0] - index * rows, rows)) * elements(full[1:])}
-    total = sum(elements(p) for p in parts.values())
-    return {name: elements(row.shape) * elements(part) // total for name, part in parts.items()}
+        return {name: max(0, min(full[0] - index * rows, rows)) * prod(full[1:])}
+    total = sum(prod(p) for p in parts.values())
+    return {name: prod(row.shape) * prod(part) // total for name, part in parts.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 
 _COLUMN = re.compile(
     r"(?:^|\.)(?:(?:linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|in_proj|conv1d)\.(?:weight|bias)"
@@ -42,8 +41,3 @@ def shard(full: tuple[int, ...], dim: int | None, size: int) -> tuple[int, ...]:
     if full[dim] % size:
         raise ValueError(f"{list(full)} does not divide by {size} along dimension {dim}")
     return (*full[:dim], full[dim] // size, *full[dim + 1 :])
-
-
-def elements(shape: Sequence[int]) -> int:
-    """How many elements a shape has."""
-    return prod(shape)

@@ -1,22 +1,23 @@
 """Brute force: what every local Megatron tensor of every rank must hold, byte for byte.
 
-Written to be slow and obvious: rows are picked one by one. Layer numbers come from megatron-core's own functions,
-coordinates from its RankGenerator (`topology`). The tables below say, name by name, of which Hugging Face tensors a
-local tensor is made.
+Layer numbers come from megatron-core's own functions, coordinates from its RankGenerator (`topology`), and what a local
+tensor is made of from the tables of `shares`.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.oracles import gpt_oss, hybrid
+from moeref_conformance.oracles import gpt_oss, hybrid, shares
+from moeref_conformance.oracles.shares import AROUND_MTP, Share, Table
 from moeref_conformance.oracles.stages import mtp_stage, stage_layers
 
 _EXPERT_HF = re.compile(r"\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.")
@@ -28,44 +29,9 @@ _EXPERT_LOCAL = re.compile(
     r"^mlp\.experts\.(?:local_experts\.(?P<seq>\d+)\.linear_fc[12]\.(?:weight|bias)"
     r"|linear_fc[12]\.(?:weight|bias)(?P<grp>\d+))$"
 )
-#: Rest of the local name -> rest of the Hugging Face name, for tensors every TP rank holds whole.
-_WHOLE = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-}
-#: Around the transformer layer of a multi-token prediction layer.
-_MTP_WHOLE = {
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "final_layernorm.weight": "shared_head.norm.weight",
-}
-#: The same for multi-latent attention, where q_layernorm means something else.
-_LATENT_WHOLE = {
-    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
-    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
-}
-#: Multi-latent attention's projections whose rows are one head after the other.
-_LATENT_HEADS = {
-    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
-    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
-}
 
 
-#: Hugging Face tensors, and what a rank holds of them.
-Sources = tuple[tuple[str, ...], Callable[[], torch.Tensor]]
-
-
+@dataclass
 class ExpectedShard:
     """What a local tensor must hold: `hf` are the Hugging Face tensors, `tensor` the values, made when first asked for.
 
@@ -73,21 +39,17 @@ class ExpectedShard:
     `read` is False for a replica that no export reads (a tied head on the last stage).
     """
 
-    def __init__(
-        self,
-        make: Callable[[], torch.Tensor],
-        hf: tuple[str, ...],
-        layer: int | None = None,
-        expert: int | None = None,
-        rows: int | None = None,
-        read: bool = True,
-    ) -> None:
-        self._make, self.hf, self.layer, self.expert, self.rows, self.read = make, hf, layer, expert, rows, read
+    make: Callable[[], torch.Tensor]
+    hf: tuple[str, ...]
+    layer: int | None = None
+    expert: int | None = None
+    rows: int | None = None
+    read: bool = True
 
-    @functools.cached_property
+    @cached_property
     def tensor(self) -> torch.Tensor:
         """The values this rank must hold, in the shape of the local tensor."""
-        return self._make()
+        return self.make()
 
 
 class Unknown(LookupError):
@@ -105,16 +67,13 @@ class Placement:
         self.cell, self.layout, self.config, self.tensors = cell, cell.layout, config, tensors
         experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
         self.experts = int(experts or 0)
-        self.latent, self.hybrid = bool(config.get("kv_lora_rank")), config.get("model_type") == "qwen3_next"
-        self.fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
         self.layers = stage_layers(cell)
         end = max(self.layers, key=lambda stage: (stage[1], stage[0]))
         #: Where the multi-token prediction layers are, and the final norm, which with them follows the last layer.
         self.mtp = mtp_stage(cell) if cell.mtp else (-1, -1)
         self.final = next(s for s, ids in self.layers.items() if cell.layers - 1 in ids) if cell.mtp else end
         self.moe_layers = {hf_numbers(name)[0] for name in tensors if _GATE_HF.search(name)}
-        self.mixtral = any(".block_sparse_moe." in name for name in tensors)
-        self.sinks = any(name.endswith(".self_attn.sinks") for name in tensors)
+        self._layer, self._expert = _tables(config, tensors)
         self._coords: dict[int, dict[str, int]] = {}
         self._largest: dict[str, float] = {}
 
@@ -142,24 +101,18 @@ class Placement:
 
     def hf_names(self, rank: int) -> set[str]:
         """All Hugging Face tensors of which this rank holds elements that an export reads; needs no module."""
-        pp, experts = self.coords(rank)["pp"], self.expert_range(rank)
-        mine = {layer for (stage, _), layers in self.layers.items() if stage == pp for layer in layers}
+        pp, experts, last = self.coords(rank)["pp"], self.expert_range(rank), self.layout.pp - 1
+        stage_of: dict[int | None, int] = {layer: stage for (stage, _), ids in self.layers.items() for layer in ids}
         names = set()
         for name in self.tensors:
             layer, expert = hf_numbers(name)
             if name.endswith(".embed_tokens.weight"):
-                here = pp in (0, self.mtp[0])
-            elif name.endswith(".shared_head.head.weight"):
-                here = pp == self.layout.pp - 1
-            elif layer is not None and layer >= self.cell.layers:
-                here = pp == self.mtp[0] and (expert is None or expert in experts)
-            elif layer is not None:
-                here = layer in mine and (expert is None or expert in experts)
-            elif name == "model.norm.weight":
-                here = pp == self.final[0]
+                stages = {0, self.mtp[0]}
+            elif layer is None or name.endswith(".shared_head.head.weight"):
+                stages = {self.final[0] if name == "model.norm.weight" else last}
             else:
-                here = pp == self.layout.pp - 1
-            if here:
+                stages = {stage_of.get(layer, self.mtp[0])}
+            if pp in stages and (expert is None or expert in experts):
                 names.add(name)
         return names
 
@@ -191,73 +144,23 @@ class Placement:
             return self._outer(name, at, chunk, shape)
         mtp = _MTP_LOCAL.match(name)
         rest, prefix = mtp[2] if mtp else name.split(".", 3)[3], f"model.layers.{layer}."
-        if expert is not None:
-            return self._expert(prefix, layer, expert, rest, at["etp"])
-        for look_up in (self._whole, self._around_mtp if mtp else None, self._attention, self._mlp):
-            if look_up and (sources := look_up(prefix, rest, at["tp"])):
-                names, make = sources
-                return ExpectedShard(make, names, layer)
-        raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
+        if expert is None:
+            entry, tp, size = {**self._layer, **(AROUND_MTP if mtp else {})}.get(rest), at["tp"], self.layout.tp
+        else:
+            linear = "linear_" + rest.partition("linear_")[2].rstrip("0123456789")
+            entry, tp, size = self._expert.get(linear), at["etp"], self.layout.expert_tp
+        if entry is None:
+            raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
+        names, make = entry
+        sources = tuple(self._need(prefix + name.format(expert)) for name in names)
 
-    def _whole(self, prefix: str, rest: str, tp: int) -> Sources | None:
-        """Tensors that every TP rank holds whole."""
-        table = _LATENT_WHOLE if self.latent and "attention" in rest else _WHOLE
-        if self.hybrid:
-            table = {**_WHOLE, **hybrid.WHOLE}
-        if self.sinks:
-            table = {**_WHOLE, **gpt_oss.WHOLE}
-        if rest not in table:
-            return None
-        mixtral_router = rest == "mlp.router.weight" and self.mixtral
-        source = self._need(prefix + ("block_sparse_moe.gate.weight" if mixtral_router else table[rest]))
-        return (source,), lambda: self.tensors[source]
+        def values() -> torch.Tensor:
+            full = [self.tensors[source] for source in sources]
+            if expert is not None and "{}" not in names[0]:
+                full = [of_all[expert] for of_all in full]
+            return make(Share(self.config, tp, size), *full)
 
-    def _around_mtp(self, prefix: str, rest: str, tp: int) -> Sources | None:
-        """What a multi-token prediction layer has around its transformer layer."""
-        if rest in _MTP_WHOLE:
-            source = self._need(prefix + _MTP_WHOLE[rest])
-            return (source,), lambda: self.tensors[source]
-        if rest == "eh_proj.weight":
-            source = self._need(prefix + rest)
-            return (source,), lambda: _row_shard(self.tensors[source], tp, self.layout.tp)
-        return None
-
-    def _attention(self, prefix: str, rest: str, tp: int) -> Sources | None:
-        """Tensors of attention that are cut over TP ranks."""
-        if self.hybrid and rest in hybrid.CUT:
-            rests, make = hybrid.CUT[rest]
-            sources = {name: self._need(prefix + name) for name in rests}
-            heads = hybrid.Heads(self.config, tp, self.layout.tp)
-            given = {name: self.tensors[source] for name, source in sources.items()}
-            return tuple(sources.values()), lambda: make(heads, given)
-        if self.latent and rest in _LATENT_HEADS:
-            source = self._need(prefix + _LATENT_HEADS[rest])
-            return (source,), lambda: self._heads(source, tp)
-        if rest in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
-            kind = rest.rsplit(".", 1)[1]
-            parts = tuple(self._need(f"{prefix}self_attn.{x}_proj.{kind}") for x in "qkv")
-            return parts, lambda: self._qkv(parts, tp)
-        if self.sinks and rest == "self_attention.core_attention.softmax_offset":
-            sinks = self._need(prefix + "self_attn.sinks")
-            return (sinks,), lambda: self._heads(sinks, tp)
-        if rest == "self_attention.linear_proj.weight":
-            output = self._need(prefix + "self_attn.o_proj.weight")
-            return (output,), lambda: _column_shard(self.tensors[output], tp, self.layout.tp)
-        return None
-
-    def _mlp(self, prefix: str, rest: str, tp: int) -> Sources | None:
-        """A dense MLP, or shared experts."""
-        mlp, _, linear = rest.rpartition("linear_")
-        if mlp not in ("mlp.", "mlp.shared_experts."):
-            return None
-        base = prefix + (mlp.replace("experts", "expert") if self.hybrid else mlp)
-        if linear == "fc1.weight":
-            gate, up = self._need(f"{base}gate_proj.weight"), self._need(f"{base}up_proj.weight")
-            return (gate, up), lambda: _gate_up(self.tensors[gate], self.tensors[up], tp, self.layout.tp)
-        if linear == "fc2.weight":
-            down = self._need(f"{base}down_proj.weight")
-            return (down,), lambda: _column_shard(self.tensors[down], tp, self.layout.tp)
-        return None
+        return ExpectedShard(values, sources, layer, expert)
 
     def _outer(self, name: str, at: Mapping[str, int], chunk: int, shape: Sequence[int]) -> ExpectedShard:
         """Embedding, final norm and head, at the first and the last stage only."""
@@ -293,69 +196,18 @@ class Placement:
         names = (source, *(self._need(f"model.layers.{layer}.{alias}") for layer in after))
         return ExpectedShard(make, names if read else (), rows=len(rows), read=read)
 
-    def _qkv(self, parts: tuple[str, ...], tp: int) -> torch.Tensor:
-        """For each KV group of this TP rank: its query heads, then its key head, then its value head, row by row."""
-        q, k, v = (self.tensors[name] for name in parts)
-        heads, groups = int(self.config["num_attention_heads"]), int(self.config["num_key_value_heads"])
-        width = q.shape[0] // heads
-        parts_of_groups: list[torch.Tensor] = []
-        for group in range(groups):
-            if group * self.layout.tp // groups != tp:
-                continue
-            for head in range(heads):
-                if head * groups // heads == group:
-                    parts_of_groups.append(q[[head * width + i for i in range(width)]])
-            of_group = [group * width + i for i in range(width)]
-            parts_of_groups += [k[of_group], v[of_group]]
-        return torch.cat(parts_of_groups)
 
-    def _heads(self, source: str, tp: int) -> torch.Tensor:
-        """The rows of this TP rank's attention heads; each head has equally many."""
-        full, heads = self.tensors[source], int(self.config["num_attention_heads"])
-        width = len(full) // heads
-        mine = [head for head in range(heads) if head * self.layout.tp // heads == tp]
-        return full[[head * width + i for head in mine for i in range(width)]]
-
-    def _expert(self, prefix: str, layer: int, expert: int, rest: str, etp: int) -> ExpectedShard:
-        """fc1 or fc2 of one expert, from either expert_format of the checkpoint."""
-        size, first = self.layout.expert_tp, "linear_fc1" in rest
-        if self.sinks:
-            hf, make = gpt_oss.EXPERT["linear_fc1" if first else "linear_fc2", "bias" if ".bias" in rest else "weight"]
-            source = self._need(prefix + hf)
-            return ExpectedShard(lambda: make(self.tensors[source], expert, etp, size), (source,), layer, expert)
-        if self.fused:
-            name = self._need(f"{prefix}mlp.experts.{'gate_up_proj' if first else 'down_proj'}")
-            full = self.tensors[name][expert]
-            half = len(full) // 2
-            if first:
-                return ExpectedShard(lambda: _gate_up(full[:half], full[half:], etp, size), (name,), layer, expert)
-            return ExpectedShard(lambda: _column_shard(full, etp, size), (name,), layer, expert)
-        base = f"{prefix}{'block_sparse_moe' if self.mixtral else 'mlp'}.experts.{expert}."
-        names = ("w1", "w3", "w2") if self.mixtral else ("gate_proj", "up_proj", "down_proj")
-        if first:
-            gate, up = self._need(f"{base}{names[0]}.weight"), self._need(f"{base}{names[1]}.weight")
-            return ExpectedShard(
-                lambda: _gate_up(self.tensors[gate], self.tensors[up], etp, size), (gate, up), layer, expert
-            )
-        down = self._need(f"{base}{names[2]}.weight")
-        return ExpectedShard(lambda: _column_shard(self.tensors[down], etp, size), (down,), layer, expert)
-
-
-def _gate_up(gate: torch.Tensor, up: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The rank's chunk of gate, then its chunk of up."""
-    return torch.cat([_row_shard(gate, rank, size), _row_shard(up, rank, size)])
-
-
-def _row_shard(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The rank-th of `size` equal runs of rows."""
-    count = full.shape[0]
-    return full[[i for i in range(count) if i * size // count == rank]]
-
-
-def _column_shard(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The rank-th of `size` equal runs of columns."""
-    width = full.shape[1]
-    return full[:, [j for j in range(width) if j * size // width == rank]]
+def _tables(config: Mapping[str, Any], names: Collection[str]) -> tuple[Table, Table]:
+    """The tables of a layer and of an expert; names of the checkpoint tell what it is of."""
+    layer = {**shares.LAYER, **(shares.LATENT if config.get("kv_lora_rank") else shares.ATTENTION)}
+    if config.get("model_type") == "qwen3_next":
+        layer |= hybrid.LAYER
+    if any(name.endswith(".self_attn.sinks") for name in names):
+        return {**layer, **gpt_oss.LAYER}, gpt_oss.EXPERT
+    if any(".block_sparse_moe." in name for name in names):
+        return {**layer, **shares.MIXTRAL}, shares.MIXTRAL_EXPERT
+    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+    return layer, shares.FUSED_EXPERT if fused else shares.EXPERT
 
 
 def plain_local(local: str) -> str:

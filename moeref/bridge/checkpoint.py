@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,13 +25,14 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 DERIVED = (".rotary_emb.inv_freq",)
 #: Scales of weights that are quantised in blocks, as in the files of DeepSeek-V3, Kimi-K2 and gpt-oss (`_scales`).
 SCALES = ("_scale_inv", "_scale", "_scales")
+_AGAIN = "download or write it again"
 
 
 class Checkpoint:
     """An opened folder. A context manager: files stay memory-mapped until it closes.
 
-    Raises BridgeError if there is no safetensors file, a file is truncated or corrupt, two files hold one tensor, or
-    the index and the files disagree.
+    Raises BridgeError if there is no safetensors file, a file is truncated, corrupt or no regular file, two files hold
+    one tensor, the index is not one or names files outside the folder, or the index and the files disagree.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -38,43 +40,63 @@ class Checkpoint:
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
         try:
+            weight_map = self._weight_map()
             for path in self._files():
                 self._open(path)
-            self._check_index()
+            if weight_map is not None:
+                self._compare(weight_map)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _index(self) -> Path:
+        return self.folder / "model.safetensors.index.json"
+
+    def _weight_map(self) -> dict[str, str] | None:
+        """The file of each tensor as the index says; None without an index."""
+        if not os.path.lexists(self._index):
+            return None
+        _require_regular(self._index)
+        try:
+            index = json.loads(self._index.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise BridgeError(f"{self._index}: not a safetensors index ({error}); {_AGAIN}") from error
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise BridgeError(
+                f"{self._index}: not a safetensors index: weight_map must give each tensor a file; {_AGAIN}"
+            )
+        outside = sorted({file for file in weight_map.values() if Path(file).name != file})
+        if outside:
+            raise BridgeError(f"{self._index}: {outside[0]!r} is no file of this folder; {_AGAIN}")
+        return weight_map
 
     def _files(self) -> list[Path]:
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise BridgeError(f"{self.folder}: no *.safetensors file; expected a Hugging Face checkpoint folder")
+        for path in files:
+            _require_regular(path)
         return files
 
     def _open(self, path: Path) -> None:
         try:
             handle = self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise BridgeError(f"{path}: not a whole safetensors file ({error}); download or write it again") from error
+            raise BridgeError(f"{path}: not a whole safetensors file ({error}); {_AGAIN}") from error
         for name in handle.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)
             if name in self._where:
                 raise BridgeError(f"{path}: tensor {name} is already in another file of {self.folder}")
             self._where[name] = handle.get_slice(name)
 
-    def _check_index(self) -> None:
-        index = self.folder / "model.safetensors.index.json"
-        if not index.exists():
-            return
-        try:
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise BridgeError(f"{index}: not a safetensors index ({error!r})") from error
-        absent = sorted({f for f in weight_map.values() if not (self.folder / f).exists()})
+    def _compare(self, weight_map: dict[str, str]) -> None:
+        absent = sorted(set(weight_map.values()) - {path.name for path in self._files()})
         if absent:
-            raise BridgeError(f"{index}: names files that are not there: {', '.join(absent)}")
+            raise BridgeError(f"{self._index}: names files that are not there: {', '.join(absent)}")
         lost = sorted(set(weight_map) ^ set(self._where))
         if lost:
-            raise BridgeError(f"{index}: index and files disagree on {len(lost)} tensors, first {lost[0]}")
+            raise BridgeError(f"{self._index}: index and files disagree on {len(lost)} tensors, first {lost[0]}")
 
     @property
     def names(self) -> set[str]:
@@ -104,6 +126,12 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_regular(path: Path) -> None:
+    """Raise BridgeError for a pipe, which would block the reader for ever, a folder or a broken link."""
+    if not path.is_file():
+        raise BridgeError(f"{path}: not a regular file; {_AGAIN}")
 
 
 def check_headers(

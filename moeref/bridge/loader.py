@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from moeref.bridge.agreement import all_or_none, check_place, device_of
 from moeref.bridge.checkpoint import Checkpoint, check_headers
 from moeref.bridge.regions import BridgeError, bounding, relative
 from moeref.bridge.shard_map import HFTensor, LocalShard, ShardMap
@@ -58,29 +61,57 @@ def hf_tensors(shard_map: ShardMap) -> list[HFTensor]:
     return list({t.name: t for p in shard_map.global_params if p.exports for t in p.hf}.values())
 
 
-def load(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
+def load(
+    shard_map: ShardMap,
+    rank: int,
+    chunks: Sequence[torch.nn.Module],
+    folder: str | Path,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Fill the chunks of `rank` from a Hugging Face folder, in either expert format; vocabulary padding becomes zero.
 
     Names, shapes and dtypes of the whole checkpoint are checked against the headers before the first byte is written;
     then each Hugging Face tensor is read once, and only the slice whose elements this rank holds.
-    Raises BridgeError as `bind` and `check_headers` do, and for an alias that differs from its tensor.
+
+    With `torch.distributed` all ranks of `group` call this (default: the world), and all raise if one does. Without it
+    a process may load any rank.
+
+    Raises BridgeError as `bind` and `check_headers` do, for an alias that differs from its tensor, for a group with
+    other ranks than the layout, and if another rank of the group refused or loads another model, before it is written
+    where possible.
     """
-    with Checkpoint(folder) as checkpoint:
-        shard_map = shard_map.for_checkpoint(checkpoint.names)
-        pairs = bind(shard_map, rank, chunks)
-        model = shard_map.model
-        check_headers(checkpoint, hf_tensors(shard_map), model.family, shard_map.layout.text, model.ignored)
-        for shard, tensor in pairs:
-            if shard.param.mapping.sharding == "vocab":
-                tensor.zero_()
-            for number in sorted({region.tensor for region in shard.regions}):
-                base = bounding(shard.regions, number)
-                data = checkpoint.read(shard.param.hf[number].name, base)
-                for region in shard.regions:
-                    if region.tensor == number:
-                        piece = data[relative(region.hf_index, base)]
-                        into = tensor[region.shard_index]
-                        _put(shard_map, shard, number, into, piece.mT if region.transposed else piece)
+    where = f"{shard_map.model.family}, rank {rank}"
+
+    def together(consequence: str) -> AbstractContextManager[None]:
+        digest, device = shard_map.digest, device_of(chunks, group)
+        return all_or_none(digest, device, group, lambda reason: BridgeError(f"{where}: {reason}; {consequence}"))
+
+    with ExitStack() as opened:
+        with together("nothing was written"):
+            if dist.is_initialized() and dist.get_world_size(group) != 1:
+                check_place(shard_map.layout, rank, group)
+            checkpoint = opened.enter_context(Checkpoint(folder))
+            in_format = shard_map.for_checkpoint(checkpoint.names)
+            pairs = bind(in_format, rank, chunks)
+            model = shard_map.model
+            check_headers(checkpoint, hf_tensors(in_format), model.family, shard_map.layout.text, model.ignored)
+        with together("the model is loaded in part"):
+            for shard, tensor in pairs:
+                _fill(in_format, checkpoint, shard, tensor)
+
+
+def _fill(shard_map: ShardMap, checkpoint: Checkpoint, shard: LocalShard, tensor: torch.Tensor) -> None:
+    """Read the regions of one shard."""
+    if shard.param.mapping.sharding == "vocab":
+        tensor.zero_()
+    for number in sorted({region.tensor for region in shard.regions}):
+        base = bounding(shard.regions, number)
+        data = checkpoint.read(shard.param.hf[number].name, base)
+        for region in shard.regions:
+            if region.tensor == number:
+                piece = data[relative(region.hf_index, base)]
+                into = tensor[region.shard_index]
+                _put(shard_map, shard, number, into, piece.mT if region.transposed else piece)
 
 
 def _put(shard_map: ShardMap, shard: LocalShard, number: int, into: torch.Tensor, data: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ go from local to global by PP and VPP, experts by EP, each on its own.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,11 @@ from moeref.layout import Coords, Layout, Stages
 
 #: Megatron-LM's default `make_vocab_size_divisible_by`.
 VOCAB_DIVISIBLE_BY = 128
+
+
+def hashed(*parts: object) -> int:
+    """63 bits of a hash of the `repr` of `parts`."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,12 @@ class ShardMap:
     def stages(self) -> Stages:
         """The decoder layers of every (pp, vp). Raises LayoutError if they cannot be split so."""
         return self.layout.stages(self.model.num_layers, mtp=self.model.mtp_layers)
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """63 bits of a hash of everything that decides the shards: model, table, layout, names, expert format and
+        vocabulary padding. Ranks that exchange weights must have the same."""
+        return hashed(self, self._mappings)
 
     @functools.cached_property
     def _pp_of(self) -> dict[int, int]:

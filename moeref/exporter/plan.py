@@ -6,10 +6,13 @@ Every rank makes the same plan from the shard map alone. Names and order depend 
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import dataclass
 
-from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap
+from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap, hashed
+
+
+class ExportError(RuntimeError):
+    """An export that cannot begin: the writer is no rank, or the ranks do not agree. The message names them."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an export sends, in order."""
+    """What an export sends, in order, and the rank that gets it. Raises ExportError for a writer that is no rank."""
 
     shard_map: ShardMap
     writer: int = 0
+
+    def __post_init__(self) -> None:
+        layout = self.shard_map.layout
+        if type(self.writer) is not int or not 0 <= self.writer < layout.world:
+            raise ExportError(f"writer={self.writer!r} is none of the {layout.world} ranks of {layout.text}")
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -44,6 +52,5 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits of a hash of tensors, layout and writer. Nothing is sent unless it is equal on all ranks."""
-        text = repr((self.shard_map.layout.text, self.writer, [(t.name, t.shape, t.dtype) for t in self.tensors]))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+        """63 bits of a hash of shard map, tensors and writer. Nothing is sent unless it is equal on all ranks."""
+        return hashed(self.shard_map.digest, self.writer, [(t.name, t.shape, t.dtype) for t in self.tensors])

@@ -10,15 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from moeref.bridge.agreement import all_or_none, check_place, device_of
 from moeref.bridge.loader import bind
-from moeref.bridge.regions import BridgeError
 from moeref.bridge.shard_map import GlobalParam, HFTensor
 from moeref.dtypes import TORCH
-from moeref.exporter.plan import Plan
-
-
-class ExportError(RuntimeError):
-    """The ranks do not agree on what to export; the message names them."""
+from moeref.exporter.plan import ExportError, Plan
 
 
 def export(
@@ -30,17 +26,14 @@ def export(
     tensor shares no memory with the model or with a later one. It is on the device of the parameters, except where they
     are offloaded to the host and the group is NCCL's, which cannot send from there: then on the current CUDA device.
     Padded vocabulary rows are left out; a tied head appears once, as the embedding.
-    Raises BridgeError if the chunks hold a tensor that the shard map does not list; ExportError on every rank, before
-    anything is sent, if any rank's plan differs or was refused.
+    Before anything is sent, raises BridgeError if the chunks hold a tensor that the shard map does not list or if the
+    group is not the layout's; ExportError on the other ranks, and on all of them if their plans differ.
     """
-    refused: BridgeError | None = None
-    held: dict[str, torch.Tensor] = {}
-    try:
+    device = device_of(chunks, group)
+    where = f"{plan.shard_map.model.family}, rank {rank}"
+    with all_or_none(plan.digest, device, group, lambda reason: ExportError(f"{where}: {reason}; nothing was sent")):
+        check_place(plan.shard_map.layout, rank, group)
         held = {shard.param.name: tensor for shard, tensor in bind(plan.shard_map, rank, chunks) if shard.param.exports}
-    except BridgeError as error:
-        refused = error
-    device = _where(chunks, group)
-    _agree(plan, rank, refused, device, group)
     for step in plan.steps:
         if len(step.tensors) == 1:
             tensor = step.tensors[0]
@@ -63,35 +56,8 @@ def _global(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def _where(chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None) -> torch.device:
-    """The device on which full tensors are put together."""
-    held = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
-    if held.type == "cpu" and dist.is_initialized() and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return held
-
-
 def _empty(tensor: HFTensor, device: torch.device) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=TORCH[tensor.dtype], device=device)
-
-
-def _agree(
-    plan: Plan, rank: int, refused: BridgeError | None, device: torch.device, group: dist.ProcessGroup | None
-) -> None:
-    """One 8-byte all-gather before anything is sent: a rank that cannot export must not leave the others waiting."""
-    if plan.shard_map.layout.world > 1:
-        mine = torch.tensor([-1 if refused else plan.digest], dtype=torch.int64, device=device)
-        all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(all_ranks, mine, group=group)
-        said = [int(t) for t in all_ranks]
-        if not refused and any(s != plan.digest for s in said):
-            bad = [r for r, s in enumerate(said) if s != plan.digest]
-            why = (
-                "refused their plan (their own error says why)" if any(said[r] == -1 for r in bad) else "plan otherwise"
-            )
-            raise ExportError(f"{plan.shard_map.model.family}, rank {rank}: ranks {bad} {why}; nothing was sent")
-    if refused:
-        raise refused
 
 
 def _collect(

@@ -65,9 +65,11 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     if not isinstance(config, Mapping):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
+        if path.exists() and not path.is_file():  # a pipe would block the reader for ever
+            raise FamilyError(f"cannot read a Hugging Face config from {path}: not a regular file")
         try:
-            config = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise FamilyError(f"cannot read a Hugging Face config from {path}: {error}") from error
         if not isinstance(config, Mapping):
             raise FamilyError(f"{path} holds a JSON {type(config).__name__}, not a config object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,43 @@ def _index_broken(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{}")
 
 
+def _index_text(text: str) -> Any:
+    """The change that replaces the index by a text, of which each character is a byte."""
+    return lambda folder: (folder / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+
+
+def _first_of_the_map(file: Any) -> Any:
+    """The change that gives the first tensor of the index another file."""
+
+    def change(folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        found = json.loads(index.read_text())
+        found["weight_map"][next(iter(found["weight_map"]))] = file
+        index.write_text(json.dumps(found))
+
+    return change
+
+
+def _outside(folder: Path) -> None:
+    """A file that exists, but not in the folder."""
+    (folder.parent / "other.safetensors").write_bytes(b"")
+    _first_of_the_map("../other.safetensors")(folder)
+
+
+def _pipe_in_place_of(pattern: str) -> Any:
+    def change(folder: Path) -> None:
+        path = sorted(folder.glob(pattern))[0]
+        path.unlink()
+        os.mkfifo(path)
+
+    return change
+
+
+def _index_is_a_broken_link(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").symlink_to(folder / "gone")
+
+
 def _no_files(folder: Path) -> None:
     for path in folder.glob("*"):
         path.unlink()
@@ -71,7 +109,25 @@ def _no_files(folder: Path) -> None:
         (_file_lost, "names files that are not there: model-00003-of-00003.safetensors$"),
         (_two_files_lost, "not there: model-00002-of-00003.safetensors, model-00003-of-00003.safetensors$"),
         (_index_lies, "disagree on 1 tensors, first model.ghost.weight"),
-        (_index_broken, "not a safetensors index"),
+        (_index_broken, "index.json: not a safetensors index.*weight_map"),
+        (_index_text("[1]"), "index.json: not a safetensors index.*weight_map.*again"),
+        (_index_text("7"), "index.json: not a safetensors index.*weight_map.*again"),
+        (_index_text('{"weight_map": [["a", "b"]]}'), "index.json: not a safetensors index.*weight_map.*again"),
+        (_index_text('{"weight_map": "a"}'), "index.json: not a safetensors index.*weight_map.*again"),
+        (_index_text('{"weight_map": null}'), "index.json: not a safetensors index.*weight_map.*again"),
+        (_index_text('{"weight_map": {"a": "b\xff"}}'), "index.json: not a safetensors index.*utf-8.*again"),
+        (_index_text("{"), "index.json: not a safetensors index.*again"),
+        (_index_text("[" * 100_000), "index.json: not a safetensors index.*again"),
+        (_first_of_the_map(3), "index.json: not a safetensors index.*weight_map.*again"),
+        (_first_of_the_map(["a"]), "index.json: not a safetensors index.*weight_map.*again"),
+        (_outside, "index.json: '../other.safetensors' is no file of this folder; .*again"),
+        (_first_of_the_map("/etc/hostname"), "index.json: '/etc/hostname' is no file of this folder; .*again"),
+        (_first_of_the_map(""), "index.json: names files that are not there: $"),
+        (_first_of_the_map(".."), r"index.json: names files that are not there: \.\.$"),
+        (_first_of_the_map("a\0b"), "names files that are not there: a"),
+        (_pipe_in_place_of("*.safetensors"), "00001-of-00003.safetensors: not a regular file; .*again"),
+        (_pipe_in_place_of("*.index.json"), "index.json: not a regular file; .*again"),
+        (_index_is_a_broken_link, "index.json: not a regular file; .*again"),
         (_no_files, "no .*safetensors file"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from moeref import families
 from moeref.bridge import BridgeError, ShardMap
-from moeref.exporter import Plan
+from moeref.exporter import ExportError, Plan
 from moeref.families import SpecNames
 from moeref.layout import Layout, LayoutError
 from tests.unit.models import CONFIGS, model
@@ -284,3 +286,42 @@ def test_the_names_of_a_checkpoint_say_its_format(name: str) -> None:
         assert files.for_checkpoint(names[1]) == memory
         assert files.for_checkpoint(names[1] - names[0]) == memory
     assert files.for_checkpoint({"model.layers.99.mlp.experts.gate_up_proj"}) is files
+
+
+def _plan(writer: int = 0, layout: str = "tp=2", of: dict[str, Any] | None = None, **facts: Any) -> Plan:
+    return Plan(ShardMap(model("qwen3_moe", **(of or {})), Layout.parse(layout), **facts), writer)
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"writer": 1},
+        {"layout": "pp=2"},
+        {"layout": "tp=2,order=tp-cp-ep-pp-dp"},
+        {"divisible_by": 64},
+        {"expert_format": "fused"},
+        {"names": SpecNames(norms="fused")},
+        {"names": SpecNames(experts="grouped")},
+        # The same shapes, cut otherwise: half as many heads of twice the width.
+        {"of": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 12}},
+        {"of": {"tie_word_embeddings": True}},
+        {"of": {"rms_norm_eps": 1e-5}},
+    ],
+    ids=str,
+)
+def test_a_plan_that_differs_has_another_digest(otherwise: dict[str, Any]) -> None:
+    assert _plan().digest == _plan().digest
+    assert 0 <= _plan().digest < 2**63
+    assert _plan(**otherwise).digest != _plan().digest
+
+
+def test_the_digest_does_not_depend_on_what_was_asked_before() -> None:
+    asked = _plan()
+    assert asked.shard_map.local_shards(1)
+    assert asked.digest == _plan().digest
+
+
+@pytest.mark.parametrize("writer", [5, 2, -1, True, None, 0.0, "0"])
+def test_a_writer_that_is_no_rank_is_refused(writer: Any) -> None:
+    with pytest.raises(ExportError, match=f"^writer={writer!r} is none of the 2 ranks of tp=2"):
+        _plan(writer=writer)

@@ -92,7 +92,16 @@ def _extra_skipped(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _checked_on_rank_0(session: Any, cell: Cell, world: World) -> Any:
-    return session if world.rank == 0 else _extra_skipped(session, cell, world)
+    """All ranks load without the surplus tensor; then rank 0 alone refuses it."""
+    planned = {meta.name for meta in session.plan.tensors()}
+    skipping = _extra_skipped(session, cell, world)
+
+    def load(folder: Path) -> None:
+        skipping.export.load(folder)
+        if world.rank == 0 and (surplus := border.checkpoint(folder).keys() - planned):
+            raise LookupError(f"the model has no {', '.join(sorted(surplus))}")
+
+    return border.facet(session, "export", load=load)
 
 
 def _missing_skipped(session: Any, cell: Cell, world: World) -> Any:
@@ -250,7 +259,7 @@ FAULTS = (
     ),
     Fault(
         id="checked-on-rank-0-alone",
-        bug="one rank reads the headers and raises, the others go on and wait for it",
+        bug="one rank reads the headers and raises, the others go on",
         rules=("LOD-002",),
         cell=cell("qwen3_moe", "ep2"),
         wrap=_checked_on_rank_0,

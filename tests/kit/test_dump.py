@@ -52,7 +52,9 @@ def test_a_good_record_is_judged_without_an_adapter(recorded: Path, tmp_path: Pa
     assert passed == {"RUN-001", "LOD-001", "EXP-001", "EXP-002", "EXP-003", "EXP-005", "FWD-001"}
     assert {s for rule, s in status.items() if rule not in passed} == {"unclaimed", "untested"}
     assert {rule for rule, s in status.items() if s == "untested"} == {"EXP-007", "FWD-002"}  # no one-rank record
-    assert read(tmp_path / "out" / "results.jsonl").header["target"]["version"] == "7"
+    target = read(tmp_path / "out" / "results.jsonl").header["target"]
+    assert target["version"] == "7"
+    assert target["claims"]["families"] == ["qwen3_moe"]
 
 
 def _copy(recorded: Path, to: Path) -> Path:
@@ -146,3 +148,9 @@ def test_kept_records_of_a_run_are_a_dump(tmp_path: Path) -> None:
     )
     del before["RUN-002"], after["RUN-002"]  # collectives were checked in the run, and are not in its record
     assert json.dumps(before, sort_keys=True) == json.dumps(after, sort_keys=True)
+
+
+def test_a_dump_claims_the_families_of_its_cells(tmp_path: Path) -> None:
+    for name in ("glm4_moe+tied__tp2__gloo", "qwen3-30b-a3b__tp2__gloo", "glm4_moe__pp2__gloo"):
+        (tmp_path / name / "hf").mkdir(parents=True)
+    assert resolve(f"dump:{tmp_path}").claims.families == {"glm4_moe", "qwen3_moe"}

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from moeref_conformance.contract.api import FACETS, Cell, Claims, Info, Session, Unsupported, World
 from moeref_conformance.contract.checks import BadInput, check_keys
+from moeref_conformance.contract.published_models import published
 from moeref_conformance.contract.records import RankRecord
 
 HF = "hf"
@@ -28,6 +29,12 @@ class DumpClaims(Claims):
     def why_not(self, cell: Cell) -> str | None:
         """None for a cell with a folder of its own."""
         return None if cell.id in self.cells else "the dump has no folder of this cell"
+
+
+def _family(cell: str) -> str:
+    """The family in a cell's id, which begins with it or with the name of a published model."""
+    name = cell.partition("/")[0].partition("+")[0]
+    return str(published()[name].axes["family"]) if name in published() else name
 
 
 class DumpTarget:
@@ -46,9 +53,11 @@ class DumpTarget:
         self.cells = cells
         self._steps: dict[str, frozenset[str]] = {}
         self.info = self._info()
-        every = frozenset({"float32"})
         self.claims = DumpClaims(
-            facets=frozenset(FACETS), families=every, backends=frozenset({"gloo"}), cells=frozenset(cells)
+            facets=frozenset(FACETS),
+            families=frozenset(map(_family, cells)),
+            backends=frozenset({"gloo"}),
+            cells=frozenset(cells),
         )
 
     def _info(self) -> Info:

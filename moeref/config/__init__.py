@@ -7,7 +7,7 @@ config and reads them back.
 from moeref.config.apply import apply, read_back
 from moeref.config.effective import Difference, EffectiveSettings, plain
 from moeref.config.errors import ConfigError
-from moeref.config.policy_reference import barrier_needed, declared_differences, for_reference
+from moeref.config.policy_reference import declared_differences, for_reference
 from moeref.config.resolve import resolve
 from moeref.config.setting import Origin, Setting
 from moeref.config.settings import transformer_settings
@@ -23,7 +23,6 @@ __all__ = [
     "Setting",
     "Unset",
     "apply",
-    "barrier_needed",
     "declared_differences",
     "for_reference",
     "plain",

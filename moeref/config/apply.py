@@ -62,7 +62,7 @@ def apply(record: EffectiveSettings, target: Any, *, optimizer: Any = None, fina
         if finalise:
             _finalise(record, target)
         kept = replace(record, trails={n: t for n, t in record.trails.items() if n not in gone})
-        return replace(read_back(kept, target), unchecked=(), written=tuple(n for n in writes if n not in gone))
+        return replace(read_back(kept, target), unchecked=())
 
 
 def read_back(record: EffectiveSettings, target: Any) -> EffectiveSettings:

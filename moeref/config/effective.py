@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -39,7 +39,6 @@ class EffectiveSettings:
     asked: MoEConfig
     trails: Mapping[str, tuple[Setting, ...]]
     unchecked: tuple[str, ...] = ()
-    written: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trails", MappingProxyType(dict(self.trails)))
@@ -65,16 +64,6 @@ class EffectiveSettings:
         """Where the effective value comes from."""
         return self.trails[name][-1].origin
 
-    @property
-    def consumed(self) -> dict[str, str]:
-        """For every name that was asked for: `effective`, or what replaced it."""
-        found = {}
-        for name in (*self.asked.fields, *self.asked.transformer_config_kwargs):
-            last = self.trails[name][-1]
-            mine = "override" if name in self.asked.transformer_config_kwargs else "field"
-            found[name] = "effective" if last.origin == mine else f"replaced by {last.origin}: {last.reason}"
-        return found
-
     def diff(self) -> tuple[Difference, ...]:
         """The settings whose effective value is not the one asked for: overridden fields, derived values."""
         found = []
@@ -90,7 +79,7 @@ class EffectiveSettings:
         return replace(self, trails=trails)
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON-ready values: settings with origin, reason and the values they replaced; `consumed`; `diff`."""
+        """JSON-ready values: settings with origin, reason and the values they replaced, and `diff`."""
         settings = {}
         for name, trail in sorted(self.trails.items()):
             entry: dict[str, Any] = {"value": plain(trail[-1].value), "origin": trail[-1].origin}
@@ -99,7 +88,7 @@ class EffectiveSettings:
             if len(trail) > 1:
                 entry["replaced"] = [{"value": plain(s.value), "origin": s.origin} for s in trail[:-1]]
             settings[name] = entry
-        return {"settings": settings, "consumed": self.consumed, "diff": [str(d) for d in self.diff()]}
+        return {"settings": settings, "diff": [str(d) for d in self.diff()]}
 
 
 def same(one: Any, other: Any) -> bool:

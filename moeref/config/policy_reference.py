@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from moeref.config.effective import EffectiveSettings, plain
 from moeref.config.errors import nearest, raise_all
 from moeref.config.holder import held_by
 from moeref.config.user_config import MoEConfig
-from moeref.layout import Layout
 
 #: Settings that only the trained model has.
 _OF_THE_POLICY = frozenset(
@@ -54,20 +53,3 @@ def _values(side: object) -> dict[str, Any]:
 
 def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
-
-
-def barrier_needed(config: object, *, true_on_policy: bool = True) -> bool:
-    """Whether logging on a subset of ranks needs a barrier before and after it.
-
-    Needed for true-on-policy training if TP, PP or EP exceeds 1: ranks that log would otherwise enter the next
-    collective of their group late, while the engine waits. `config` is a Layout, EffectiveSettings, a mapping, or an
-    object with megatron-core's names; a size that is absent or None counts as 1. From miles#1088, with EP as its review
-    asked.
-    """
-    if isinstance(config, Layout):
-        sizes: list[Any] = [config.tp, config.pp, config.ep]
-    else:
-        names = [f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert")]
-        values = config.values if isinstance(config, EffectiveSettings) else config
-        sizes = [values.get(n) if isinstance(values, Mapping) else getattr(values, n, None) for n in names]
-    return true_on_policy and any(size is not None and size > 1 for size in sizes)

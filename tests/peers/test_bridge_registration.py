@@ -146,6 +146,7 @@ def test_settings_are_applied_to_the_provider_and_read_back() -> None:
     for name, value in {**asked.fields, **asked.transformer_config_kwargs}.items():
         assert getattr(provider, name) == value, name
     assert (provider.tensor_model_parallel_size, provider.sequence_parallel) == (2, True)
-    assert set(done.consumed.values()) == {"effective"}
+    assert {done.origin(name) for name in asked.fields} == {"field"}
+    assert {done.origin(name) for name in asked.transformer_config_kwargs} == {"override"}
     assert done.origin("moe_aux_loss_coeff") == "provider default"
     assert transformer_settings(model, Layout()).keys() <= done.trails.keys()

@@ -77,7 +77,10 @@ def test_what_is_asked_for_arrives(family: str, asked: dict[str, Any]) -> None:
     record = Record.of(model(family), Layout(), MoEConfig(**first_class, transformer_config_kwargs=through))
     config, done = megatron.transformer_config(record)
     assert {name: getattr(config, name) for name in asked} == asked
-    assert set(done.consumed.values()) == {"effective"}
+    assert {name: done.origin(name) for name in asked} == {
+        **dict.fromkeys(first_class, "field"),
+        **dict.fromkeys(through, "override"),
+    }
     target = bare(family)
     apply(record.settings, target)
     assert {name: getattr(target, name) for name in asked} == asked

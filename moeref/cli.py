@@ -15,6 +15,7 @@ from moeref.check import CheckError, Report, check
 from moeref.check.run import OPTIONS
 from moeref.check.runfile import RunFile, is_run_file, read_run_file
 from moeref.config import ConfigError, MoEConfig
+from moeref.dispatcher.setup import CORE
 from moeref.families import published
 from moeref.record import CHOICES
 from moeref.seeds import FORMULAS
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any Megatron setting; the value is JSON"
     )
-    command.add_argument("--core", help="version of megatron-core (default: 0.19.2)")
+    command.add_argument("--core", help=f"version of megatron-core (default: {CORE})")
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
     return parser

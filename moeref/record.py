@@ -19,11 +19,11 @@ from moeref.config.core import transformer_config
 from moeref.config.effective import same
 from moeref.config.errors import nearest, raise_all
 from moeref.config.holder import names_of, unfit
-from moeref.config.precision import PRECISIONS
+from moeref.config.precision import PRECISIONS, recipe
 from moeref.config.rules import run_contradictions
 from moeref.config.settings import ATTRIBUTES
 from moeref.dispatcher import AUTO, Choice, DispatcherError, Environment, Setup, setup_of
-from moeref.dispatcher.setup import PACKAGES
+from moeref.dispatcher.setup import CORE, PACKAGES
 from moeref.dtypes import DTYPES, NAMES
 from moeref.families import Model, SpecNames
 from moeref.layout import Layout
@@ -39,8 +39,6 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "norms": ("separate", "fused", None),
     "experts": ("sequential", "grouped", None),
 }
-#: The version of megatron-core that `moeref.check` assumes by default.
-CORE = "0.19.2"
 _DISPATCHER, _REPLAY, _GROUPED = "moe_token_dispatcher_type", "moe_enable_routing_replay", "moe_grouped_gemm"
 #: Off on every device. On a GPU masked softmax and gradient accumulation would use apex's kernels, and the other
 #: fusions would compute differently from a CPU. Batched point-to-point calls compute PP2·VPP2 wrongly.
@@ -183,13 +181,6 @@ class Record:
         return recipe(self.settings.values) or DTYPES[self.model.param_dtype].precision
 
 
-def recipe(values: Mapping[str, Any]) -> str | None:
-    """The recipe of quantised GEMMs in effective settings; None without FP8 and FP4."""
-    if values.get("fp8"):
-        return str(values["fp8_recipe"])
-    return str(values.get("fp4_recipe", "nvfp4")) if values.get("fp4") else None
-
-
 @dataclass(frozen=True)
 class Draft:
     """A run before its settings are resolved. `moeref.check` calls the steps one by one, `Record.of` all of them."""
@@ -256,8 +247,7 @@ class Draft:
             elif name in said and not same(said[name].value, value):
                 reason, other = said[name].reason, said[name].value
                 problems.append(f"{name}={value!r} is asked for, and {reason} says {other!r}; say one of them")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(f"settings of {self.model.family}", problems)
 
     def _other_dtype(self) -> Iterator[str]:
         precision, dtype = self.options.precision, self.model.param_dtype

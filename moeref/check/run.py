@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any, cast
 
 from moeref import families, seeds
-from moeref.bridge import BridgeError, ShardMap
+from moeref.bridge import BridgeError, LocalShard, ShardMap
 from moeref.check.report import CheckError, Padding, Problem, Report, Stage
-from moeref.check.settings import quantised, settled
+from moeref.check.settings import quantised, settled, split
 from moeref.check.splits import splits
 from moeref.config import ConfigError, MoEConfig
 from moeref.config.errors import nearest
+from moeref.config.precision import FORMATS, unfit_widths
 from moeref.dispatcher import Choice
 from moeref.dispatcher.padding import PaddingError, plan
+from moeref.dispatcher.setup import CORE
 from moeref.dtypes import DTYPES, NAMES
 from moeref.families import FamilyError, Model, SpecNames
 from moeref.layout import Layout, LayoutError
 from moeref.layout import text as layout_text
-from moeref.record import CORE, Draft, Options
+from moeref.record import Draft, Options
 from moeref.replay import index_dtype
 
 OPTIONS = tuple(field.name for field in fields(Options))
@@ -104,8 +106,11 @@ def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
     problems: list[Problem] = []
     notes: list[str] = []
     report = _layers(report, draft.layout, problems)
+    report, shards = _weights(report, draft.layout, problems) if report.stages else (report, {})
     report = settled(report, draft, problems, notes)
     recipe = quantised(report, str(draft.options.precision))
+    if recipe in FORMATS and (wrong := unfit_widths(shards.items(), recipe)):
+        problems.append(Problem("config", *split(wrong)))
     report = _padding(report, draft.layout, recipe, seq_length, problems)
     report = _seeds(report, draft, problems, notes)
     if draft.options.replay != "off":
@@ -117,7 +122,7 @@ def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
 
 
 def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
-    """The report with stages, experts, and the bytes of weights on each rank."""
+    """The report with stages."""
     model = report.model
     try:
         stages = layout.stages(model.num_layers, mtp=model.mtp_layers or None)
@@ -130,18 +135,25 @@ def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
         Stage(pp, vp, layers, tuple(what for what, here in _ends(layout, stages.mtp, pp, vp) if here))
         for (pp, vp), layers in stages.layers.items()
     ]
-    report = replace(report, stages=tuple(found))
+    return replace(report, stages=tuple(found))
+
+
+def _weights(report: Report, layout: Layout, problems: list[Problem]) -> tuple[Report, dict[str, tuple[int, ...]]]:
+    """The report with experts and weights, and the shapes of a rank's shards by name. TP and EP ranks hold the same."""
+    model = report.model
     try:
         report = replace(report, experts=(model.experts, len(layout.experts(0, model.experts))))
         shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"))
-        weights = {pp: _bytes(shard_map, layout, pp) for pp in range(layout.pp)}
+        held = {pp: shard_map.local_shards(layout.rank_of(tp=0, pp=pp)) for pp in range(layout.pp)}
     except (LayoutError, BridgeError) as error:
         problems.append(Problem("bridge", str(error)))
-        return report
+        return report, {}
     # Several parameters may be parts of one tensor, such as experts that a checkpoint stacks.
     tensors = {t.name: t.shape for param in shard_map.global_params if param.exports for t in param.hf}
     parameters = sum(math.prod(shape) for shape in tensors.values())
-    return replace(report, weights=weights, tensors=len(tensors), parameters=parameters)
+    weights = {pp: sum(map(_bytes, shards)) for pp, shards in held.items()}
+    shapes = {shard.local_name: shard.shape for shards in held.values() for shard in shards}
+    return replace(report, weights=weights, tensors=len(tensors), parameters=parameters), shapes
 
 
 def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tuple[tuple[str, bool], ...]:
@@ -152,10 +164,8 @@ def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tupl
     )
 
 
-def _bytes(shard_map: ShardMap, layout: Layout, pp: int) -> int:
-    """Bytes of weights on each rank of pipeline rank `pp`. Shards are equal, so one rank is enough to know."""
-    rank = layout.rank_of(tp=0, pp=pp)
-    return sum(math.prod(shard.shape) * DTYPES[shard.param.dtype].bytes for shard in shard_map.local_shards(rank))
+def _bytes(shard: LocalShard) -> int:
+    return math.prod(shard.shape) * DTYPES[shard.param.dtype].bytes
 
 
 def _padding(report: Report, layout: Layout, recipe: str | None, length: int | None, problems: list[Problem]) -> Report:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from moeref.check.report import Problem, Report
 from moeref.config import ConfigError, Setting
 from moeref.config.effective import same
-from moeref.config.precision import PRECISIONS
+from moeref.config.precision import PRECISIONS, recipe
 from moeref.dispatcher import AUTO, DispatcherError, Environment, Setup, refusals, select
 from moeref.dispatcher.backends import BACKENDS
 from moeref.dispatcher.setup import PACKAGES
 from moeref.layout import LayoutError
-from moeref.record import Draft, Record, recipe, settings_of
+from moeref.record import Draft, Record, settings_of
 from moeref.seeds import SeedError
 
 _PACKAGES = {**{backend.package: backend.needs for backend in BACKENDS}, "transformer_engine": "Transformer Engine"}
@@ -41,7 +41,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         report = replace(report, settings=settings)
         record = _record(draft, report, problems)
     except DispatcherError as error:
-        problems.append(Problem("config", *_split(str(error))))
+        problems.append(Problem("config", *split(str(error))))
         return report
     except LayoutError as error:
         if str(error) not in {problem.text for problem in problems}:
@@ -50,7 +50,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
     except ConfigError as error:
         for text in error.problems:
             if not text.endswith(refused):
-                problems.append(Problem("config", *_split(text)))
+                problems.append(Problem("config", *split(text)))
         return report
     _of_the_checkpoint(settings.trails, problems, notes)
     return replace(report, record=record)
@@ -113,7 +113,7 @@ def _of_the_checkpoint(trails: Mapping[str, tuple[Setting, ...]], problems: list
                 notes.append(text)
 
 
-def _split(text: str) -> tuple[str, str]:
+def split(text: str) -> tuple[str, str]:
     """(problem, fix) of a message; the two are separated by a semicolon."""
     wrong, _, fix = text.partition("; ")
     return wrong, fix

@@ -1,7 +1,8 @@
 """The fields of megatron-core's TransformerConfig by version, as data: megatron-core need not be installed.
 
-`fields/<minor version>.json` has, for every field, its default if that is a plain value, and its type or choices if the
-annotation gives one that can be checked. A test compares each file with the installed version.
+`fields/<minor version>.json`, a file for each of CORES, has for every field its default if that is a plain value, and
+its type or choices if the annotation gives one that can be checked. A test compares each file with the installed
+version.
 """
 
 from __future__ import annotations
@@ -13,14 +14,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from moeref.config.errors import ConfigError
-from moeref.dispatcher.setup import minor_version
-
-
-@functools.cache
-def versions() -> tuple[str, ...]:
-    """The minor versions whose fields are known, such as `0.19`."""
-    folder = files("moeref.config").joinpath("fields")
-    return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
+from moeref.dispatcher.setup import CORES, minor_version
 
 
 @functools.cache
@@ -31,8 +25,8 @@ def transformer_config(version: str, *, mla: bool = False) -> type:
     version whose fields are not known.
     """
     minor = minor_version(version)
-    if minor not in versions():
-        raise ConfigError(f"megatron-core {version}: the fields of {', '.join(versions())} are known only")
+    if minor not in CORES:
+        raise ConfigError(f"megatron-core {version}: the fields of {', '.join(CORES)} are known only")
     text = files("moeref.config").joinpath("fields", f"{minor}.json").read_text(encoding="utf-8")
     kinds: dict[str, dict[str, Any]] = json.loads(text)
     known = {**kinds["TransformerConfig"], **(kinds["MLATransformerConfig"] if mla else {})}

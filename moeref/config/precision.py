@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from moeref.dispatcher import padding
 
 #: The format `fp8` of each FP8 recipe. With one scale per block e4m3 has enough range for gradients too (DeepSeek-V3,
 #: section 3.3). With one scale per tensor gradients need e5m2, which `hybrid` uses.
@@ -21,3 +25,35 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     **{recipe: {"bf16": True, **fp8(recipe)} for recipe in ("tensorwise", "delayed", "mxfp8", "blockwise")},
     "nvfp4": {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
+#: The weights whose GEMMs are quantised.
+_QUANTISED = re.compile(r"\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*$")
+
+
+def recipe(values: Mapping[str, Any]) -> str | None:
+    """The recipe of quantised GEMMs in effective settings or in the fields of a config; None without FP8 and FP4."""
+    for kind, default in (("fp8", None), ("fp4", "nvfp4")):
+        if values.get(kind):
+            found = values.get(f"{kind}_recipe", default)
+            return str(getattr(found, "value", found))  # megatron-core has a string or an enum of strings
+    return None
+
+
+def unfit_widths(shards: Iterable[tuple[str, tuple[int, ...]]], recipe: str) -> str:
+    """Why linears with these names and shapes cannot be computed under `recipe`; "" if they can.
+
+    The kernels of a recipe need whole blocks. Other widths fail in a kernel or are silently computed without
+    quantisation.
+    """
+    rows = padding.RECIPES[recipe]
+    wrong = [
+        f"{name} {list(shape)}"
+        for name, shape in shards
+        if _QUANTISED.search(name) and any(width % rows for width in shape)
+    ]
+    if not wrong:
+        return ""
+    shown = ", ".join(wrong[:3]) + (f", … ({len(wrong) - 3} more)" if len(wrong) > 3 else "")
+    return (
+        f"{recipe} GEMMs take widths in multiples of {rows}, which these linears are not: {shown}; "
+        "use less of tp and etp, or another recipe"
+    )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from moeref.config.precision import FORMATS
 from moeref.config.setting import Setting
 from moeref.dispatcher import DispatcherError, setup_of
 from moeref.dispatcher import contradictions as contradictions_of
@@ -162,6 +163,12 @@ RULES: tuple[Rule, ...] = (
         "only Transformer Engine's layers quantise; others would compute in the parameters' precision",
         "give kernels='te'", "get_fp8_context, get_fp4_context",
         lambda now: (now["fp8"] or now["fp4"]) and now["kernels"] != "te",
+    ),
+    Rule(
+        "quantising-needs-a-recipe-that-is-built", "run", ("fp8", "fp8_recipe", "fp4"),
+        f"it is no FP8 recipe of {', '.join(FORMATS)}, and only those are built",
+        "give one of these recipes", "the builder knows the rows and widths of these GEMMs only",
+        lambda now: now["fp4"] or (now["fp8"] and now["fp8_recipe"] not in FORMATS),
     ),
 )  # fmt: skip
 

@@ -11,8 +11,10 @@ from moeref.layout import Layout
 
 Precision = Literal["bf16", "fp32", "fp8", "fp4"]
 
-#: The minor versions of megatron-core against which the table is tested.
+#: The supported minor versions of megatron-core, against which the table is tested. `config/fields` has a file of each.
 CORES = ("0.16", "0.19")
+#: The version that is assumed where none is given or installed.
+CORE = "0.19.2"
 PACKAGES = (*(backend.package for backend in BACKENDS), "transformer_engine")
 
 
@@ -103,7 +105,7 @@ class Environment:
     Raises ValueError for a version or package that the table does not know.
     """
 
-    core: str = "0.19.2"
+    core: str = CORE
     packages: frozenset[str] = frozenset()
     gpu: bool = False
 

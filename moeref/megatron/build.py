@@ -101,10 +101,6 @@ def _check_here(record: Record, where: torch.device) -> None:
         raise ConfigError(f"the record is of megatron-core {record.core}, and {installed} is installed; check for that")
     if record.names.mtp != mtp_name():
         raise ConfigError(f"the record names MTP layers {record.names.mtp}, this megatron-core {mtp_name()}")
-    if record.precision == "nvfp4":
-        raise ConfigError(
-            f"precision='nvfp4' is no FP8 recipe of {', '.join(recipes.FORMATS)}, and only those are built"
-        )
     if record.kernels == "te":
         te_layers.check(record)
     dispatch.check(record, gpu=where.type == "cuda")

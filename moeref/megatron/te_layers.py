@@ -40,9 +40,9 @@ def check(record: Record) -> None:
             "torch and CUDA, or use kernels='torch'"
         )
     problems = []
-    recipe = str(settings["fp8_recipe"]) if settings["fp8"] else None
     needs = {"these layers": SINCE, **({"attention sinks": SINKS} if model.sinks else {})}
-    needs |= {f"fp8_recipe={recipe!r}": precision.SINCE[recipe]} if recipe in precision.SINCE else {}
+    if record.precision in precision.SINCE:
+        needs[f"fp8_recipe={record.precision!r}"] = precision.SINCE[record.precision]
     for what, since in needs.items():
         if not is_te_min_version(since):
             problems.append(f"{what} need Transformer Engine {since}, this is {get_te_version()}")

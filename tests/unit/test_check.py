@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moeref.check import CheckError, check, splits
+from moeref.check import CheckError, check, model_of, splits
 from moeref.check.page import show
 from moeref.cli import main
-from moeref.config import MoEConfig
+from moeref.config import ConfigError, MoEConfig
 from moeref.families import known, published
 from moeref.layout import Layout
+from moeref.record import Record
 
 ROOT = Path(__file__).parents[2]
 KIMI = "tp=8,pp=16,ep=64,etp=1,world=1024"
@@ -242,6 +243,30 @@ def test_a_precision_is_settings_and_rows(precision: str, settings: dict[str, An
     again = check("glm-4.5", "ep=8", asked=through(**asked))
     assert again.padding is not None
     assert again.padding.plan.multiple == rows
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "asked", "says"),
+    [
+        ("ep=8", "nvfp4", MoEConfig(), "no FP8 recipe of delayed, .*only those are built"),
+        ("ep=8", "bf16", through(fp4="e2m1", fp4_recipe="nvfp4"), "only those are built"),
+        ("ep=8", "bf16", through(fp8="e4m3", fp8_recipe="custom"), "only those are built"),
+        ("tp=8,ep=2,etp=8", "blockwise", MoEConfig(), r"blockwise GEMMs take widths in multiples of 128.*linear_fc2"),
+    ],
+)
+def test_what_the_builder_refuses_is_a_problem(layout: str, precision: str, asked: MoEConfig, says: str) -> None:
+    report = check("glm-4.5-air", layout, precision=precision, asked=asked)
+    assert report.record is None
+    assert any(p.about == "config" and re.search(says, p.text) and p.fix for p in report.problems), report.problems
+
+
+def test_settings_that_mean_nothing_are_told_one_by_one() -> None:
+    asked = through(moe_router_topkk=2, moe_router_topk="two")
+    with pytest.raises(ConfigError) as error:
+        Record.of(model_of("qwen3-30b-a3b")[1], Layout(), asked)
+    assert len(error.value.problems) == 2
+    assert "did you mean moe_router_topk" in error.value.problems[0]
+    assert "is no integer" in error.value.problems[1]
 
 
 def test_every_value_has_an_origin_that_says_who_wanted_it() -> None:

@@ -6,6 +6,7 @@ import enum
 import itertools
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -23,10 +24,10 @@ from moeref.config import (
     for_reference,
     resolve,
 )
-from moeref.config import barrier_needed as barrier
 from moeref.dispatcher import Choice
 from moeref.dispatcher import read as read_choice
 from moeref.dispatcher import settings as dispatcher_settings
+from moeref.dispatcher.setup import CORE, CORES
 from moeref.layout import Layout
 from tests.unit.models import model
 
@@ -113,7 +114,7 @@ def test_a_field_that_the_pass_through_overrules_is_in_the_diff() -> None:
     (difference,) = record.diff()
     assert (difference.name, difference.asked, difference.effective.value) == ("moe_grouped_gemm", True, False)
     assert "transformer_config_kwargs" in str(difference)
-    assert record.consumed == {"moe_grouped_gemm": "effective"}
+    assert record.origin("moe_grouped_gemm") == "override"
 
 
 def test_own_defaults_replace_those_of_a_class_and_yield_to_an_object() -> None:
@@ -130,8 +131,8 @@ def test_own_defaults_replace_those_of_a_class_and_yield_to_an_object() -> None:
 @given(st.dictionaries(st.sampled_from(FIELDS), st.none(), max_size=7))
 def test_every_key_that_is_asked_for_is_accounted_for(fields: dict[str, None]) -> None:
     record = of(MoEConfig(**fields, transformer_config_kwargs={"moe_z_loss_coeff": None}))
-    assert record.consumed.keys() == {*fields, "moe_z_loss_coeff"}
-    assert set(record.consumed.values()) == {"effective"}
+    assert {name: record.origin(name) for name in fields} == dict.fromkeys(fields, "field")
+    assert record.origin("moe_z_loss_coeff") == "override"
     assert json.loads(json.dumps(record.to_plain()))["diff"] == []
 
 
@@ -295,7 +296,7 @@ def test_what_depends_on_the_machine_is_left_to_who_knows_it(asked: dict[str, An
 @pytest.mark.parametrize("choice", Choice)
 def test_the_settings_of_a_choice_can_be_asked_for(choice: Choice) -> None:
     record = of(MoEConfig(**dispatcher_settings(choice)), layout=Layout(ep=2))
-    assert set(record.consumed.values()) == {"effective"}
+    assert {record.origin(name) for name in record.asked.fields} == {"field"}
     assert read_choice(record.values) == choice
 
 
@@ -393,7 +394,6 @@ def test_applied_values_are_read_back_with_the_rest() -> None:
         "modules": "provider default",
     }
     assert [d.name for d in done.diff()] == ["filled", "colour"]
-    assert done.written == ("moe_grouped_gemm", "filled", "colour")
 
 
 class Swallowing(Target):
@@ -508,15 +508,7 @@ def test_every_field_that_drifts_is_listed() -> None:
     assert "grad_scale_func" not in str(caught.value)
 
 
-# The barrier
-
-
-@given(*[st.sampled_from([None, 1, 2, 8])] * 3, st.booleans())
-def test_a_barrier_is_needed_where_a_size_exceeds_one(tp: Any, pp: Any, ep: Any, on_policy: bool) -> None:
-    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
-    wanted = on_policy and any(size in (2, 8) for size in (tp, pp, ep))
-    present = {name: size for name, size in sizes.items() if size is not None}
-    for config in (sizes, present, type("Args", (), present)()):
-        assert barrier(config, true_on_policy=on_policy) is wanted
-    assert barrier(Layout(tp=tp or 1, pp=pp or 1, ep=ep or 1), true_on_policy=on_policy) is wanted
-    assert barrier(object()) is False
+def test_every_supported_version_of_megatron_core_has_its_fields() -> None:
+    folder = Path(core.__file__).parent / "fields"
+    assert {file.stem for file in folder.iterdir()} == set(CORES)
+    assert CORE.rpartition(".")[0] in CORES

@@ -7,6 +7,7 @@ Tests that look at the world itself, or change what it imports, start their own.
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ from moeref_conformance.contract.api import Cell, Claims, Target, World
 from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.resolve import resolve
 from moeref_conformance.targets.moeref import MoerefTarget
-from moeref_conformance.worlds.forked import ENTRY, ForkedWorld, Part
-from moeref_conformance.worlds.rank import resolve_entry
+from moeref_conformance.worlds.forked import ENTRY, ForkedWorld
 
 #: What many targets of tests import; in the parent of all ranks it is imported once.
 PRELOAD = ("moeref_conformance.selftest.faulty", ENTRY.partition(":")[0])
@@ -38,7 +38,7 @@ target = Anybody()
 def run(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
     """The rank entry: that of the tags, with their target and the rest of the tags."""
     spec, entry, *tags = cell.tags
-    resolve_entry(entry)(resolve(spec), replace(cell, tags=tuple(tags)), world, inputs, folder)
+    pkgutil.resolve_name(entry)(resolve(spec), replace(cell, tags=tuple(tags)), world, inputs, folder)
 
 
 class Shared(ForkedWorld):
@@ -54,11 +54,8 @@ class Shared(ForkedWorld):
         """As `ForkedWorld.start`."""
         return self._shared.start()
 
-    def run(
-        self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims, part: Part | None = None
-    ) -> RunOutcome:
-        """As `ForkedWorld.run`, of a whole cell."""
-        assert part is None
+    def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
+        """As `ForkedWorld.run`."""
         world = self._shared
         world.deadline, world.grace, world.staged = self.deadline, self.grace, self.staged
         return world.run(replace(cell, tags=(self.target_spec, self.entry, *cell.tags)), cell_dir, inputs, claims)

@@ -47,7 +47,7 @@ DOORS: dict[tuple[str, str], str] = {
     ): "adapters of this room",
     ("targets.peers.mcore_bridge", "importlib.import_module(module)"): "the peer's package",
     ("worlds.fork_server", "importlib.import_module(module)"): "packages that ranks find imported",
-    ("worlds.rank", "importlib.import_module(module)"): "what a rank runs, which the world is told",
+    ("worlds.fork_server", "pkgutil.resolve_name(entry)"): "what a rank runs, which the world is told",
 }
 
 

@@ -24,7 +24,7 @@ from moeref_conformance.contract.records import Observation
 from moeref_conformance.contract.topology import coords_text
 from moeref_conformance.worlds.coordinator import Coordinator
 from moeref_conformance.worlds.forked import WorldError
-from moeref_conformance.worlds.messages import Line, pack, unpack
+from moeref_conformance.worlds.messages import connection_over, pack, unpack
 from moeref_conformance.worlds.torchrun import TorchrunWorld, merge
 from moeref_conformance.worlds.worker import Place
 from toy_coordinator import cell
@@ -257,7 +257,7 @@ def test_a_process_that_vanishes_is_named_and_the_rest_goes_on(tmp_path: Path, c
     ):
         patch.setenv("TOY_PIDS", str(tmp_path))
         world.start()
-        fork_servers = processes("moeref_conformance.worlds.fork_server", f"--parent\0{others[0].pid}\0")
+        fork_servers = processes("moeref_conformance.worlds.fork_server", f"fork_server\0{others[0].pid}\0")
         assert len(fork_servers) == 1
         killer = subprocess.Popen(
             [
@@ -293,7 +293,7 @@ def test_without_rank_0_the_others_end(tmp_path: Path, number: signal.Signals) -
             assert time.monotonic() < until
             assert both[0].poll() is None, both[0].communicate()
             time.sleep(0.1)
-        fork_servers = [pid for each in both for pid in processes("worlds.fork_server", f"--parent\0{each.pid}\0")]
+        fork_servers = [pid for each in both for pid in processes("worlds.fork_server", f"fork_server\0{each.pid}\0")]
         assert len(fork_servers) == 4  # and the ranks that they forked
         both[0].send_signal(number)
         (_, told), (out, error) = both[0].communicate(timeout=60), both[1].communicate(timeout=60)
@@ -346,10 +346,11 @@ def test_packing(tmp_path: Path) -> None:
     assert (tmp_path / "to" / "tokens" / "y").read_bytes() == b"\0\n" * 5
 
 
-def test_lines_carry_messages_and_bytes() -> None:
-    here, there = Line.pair()
-    here.send({"a": "x\ny"}, b"\n{}\n" * 10_000)
-    message, load = there.receive()
-    assert (message, load) == ({"a": "x\ny"}, b"\n{}\n" * 10_000)
-    there.send({})
-    assert here.receive() == ({}, b"")
+def test_connections_carry_messages_and_bytes() -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        here = connection_over(socket.create_connection(server.getsockname()))
+        there = connection_over(server.accept()[0])
+    here.send(({"a": "x\ny"}, b"\n{}\n" * 10_000))
+    assert there.recv() == ({"a": "x\ny"}, b"\n{}\n" * 10_000)
+    there.send(({}, b""))
+    assert here.recv() == ({}, b"")

@@ -6,6 +6,7 @@ process of rank 0, so that the loss of a process is seen at once and reported wi
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -14,58 +15,63 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from multiprocessing.connection import wait
-from types import TracebackType
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.worlds.forked import ENTRY, WorldError
-from moeref_conformance.worlds.messages import Gone, Line
+from moeref_conformance.worlds.messages import LOST, connection_over
 from moeref_conformance.worlds.worker import Place, Worker, installed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 JOIN_SECONDS = 300.0  # until all processes have come; their imports may take long on a shared file system
-HELLO_SECONDS, HELLO_MOST = 10.0, 1 << 20  # another program on the port may send nothing, or too much
+HELLO_SECONDS, TOKEN = 10.0, 32  # another program on the port may send nothing, or too much
 
 
-class Coordinator:
+class Coordinator(AbstractContextManager["Coordinator"]):
     """All processes of torchrun, seen from rank 0. `gone` has the ranks that were lost, and why."""
 
-    def __init__(self, places: Mapping[int, Place], lines: Mapping[int, Line], worker: Worker, store: Store) -> None:
-        self.places, self._lines = dict(places), dict(lines)
+    def __init__(
+        self,
+        places: Mapping[int, Place],
+        connections: Mapping[int, Connection[Any, Any]],
+        worker: Worker,
+        store: Store,
+    ) -> None:
+        self.places, self._connections = dict(places), dict(connections)
         self.gone: dict[int, str] = {}
         self._store = store  # this process may serve the store, which ends with this object
-        self._questions = 0
+        self._number = 0
         self._worker = threading.Thread(target=worker.serve, name="worker of rank 0")
         self._worker.start()
 
     @classmethod
     def gather(cls, place: Place, target_spec: str, entry: str = ENTRY) -> Coordinator:
         """Wait for all others. Raises WorldError naming those that do not come, BadInput if they differ."""
-        ours, theirs = Line.pair()
-        lines, places, found = {0: ours}, {0: place}, {0: installed(target_spec)}
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        dual = family == socket.AF_INET6
+        ours, theirs = Pipe()
+        connections, places, found = {0: ours}, {0: place}, {0: installed(target_spec)}
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
         with socket.create_server(("", 0), family=family, dualstack_ipv6=dual, backlog=place.size) as server:
-            token = secrets.token_hex(16)
+            token = secrets.token_hex(TOKEN // 2)
             store = open_store(place)
             store.set(prefix("coordinator"), json.dumps([server.getsockname()[1], token]))
             until = time.monotonic() + JOIN_SECONDS
-            while len(lines) < place.size:
+            while len(connections) < place.size:
                 server.settimeout(max(0.001, until - time.monotonic()))
                 try:
-                    line = Line.over(server.accept()[0])
+                    connection = connection_over(server.accept()[0])
                 except TimeoutError:
-                    missing = ", ".join(str(rank) for rank in range(place.size) if rank not in lines)
+                    missing = ", ".join(str(rank) for rank in range(place.size) if rank not in connections)
                     raise WorldError(f"ranks {missing} of torchrun did not come in {JOIN_SECONDS:g} s") from None
-                if hello := _hello(line, token):
-                    other = Place(**hello["place"])
-                    lines[other.rank], places[other.rank], found[other.rank] = line, other, hello["installed"]
-        coordinator = cls(places, lines, Worker(place, target_spec, theirs, entry), store)
+                if hello := _hello(connection, token):
+                    other, facts = hello
+                    connections[other.rank], places[other.rank], found[other.rank] = connection, other, facts
+        coordinator = cls(places, connections, Worker(place, target_spec, theirs, entry), store)
         try:
             coordinator.alike(found)
         except BadInput:
@@ -73,21 +79,16 @@ class Coordinator:
             raise
         return coordinator
 
-    def __enter__(self) -> Coordinator:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Tell all to stop. Returns when the ranks of this process are gone; other processes end theirs too."""
-        self.tell(self.places, {"stop": True})
+        self.tell(self.places, "stop")
         self._worker.join()
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
     def host(self, rank: int) -> str:
         """The machine of a rank, with its number where several have one name; empty if there is only one."""
@@ -112,65 +113,58 @@ class Coordinator:
                 more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
                 raise BadInput(f"processes of torchrun differ in {key}: {told}{more}. Install the same everywhere")
 
-    def tell(self, ranks: Iterable[int], message: Mapping[str, Any], load: bytes = b"") -> None:
-        """Send a message to those that are still connected."""
+    def tell(self, ranks: Iterable[int], method: str, *arguments: Any) -> int:
+        """Send a call to those still connected, as `Worker` describes. Returns the number that answers repeat."""
+        self._number += 1
         for rank in ranks:
-            if line := self._lines.get(rank):
+            if connection := self._connections.get(rank):
                 try:
-                    line.send(message, load)
-                except Gone as error:
+                    connection.send((self._number, method, arguments))
+                except OSError as error:
                     self.lose(rank, str(error))
+        return self._number
 
-    def question(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a new number, which answers repeat."""
-        self._questions += 1
-        return {**message, "number": self._questions}
+    def hear(self, ranks: Iterable[int], number: int, seconds: float) -> Iterator[tuple[int, Any]]:
+        """Answers to call `number` that come from `ranks` within `seconds`, at most one from each.
 
-    def hear(self, ranks: Iterable[int], number: int, seconds: float) -> Iterator[tuple[int, dict[str, Any], bytes]]:
-        """Answers to question `number` that come from `ranks` within `seconds`, at most one from each.
-
-        Ranks whose connection is closed are lost. Late answers to earlier questions are dropped.
+        Ranks whose connection is closed are lost. Late answers to earlier calls are dropped.
         """
-        lines = {line.connection: (rank, line) for rank in ranks if (line := self._lines.get(rank))}
-        for ready in wait(list(lines), seconds):
-            rank, line = lines[ready]  # type: ignore[index]
+        waiting = {connection: rank for rank in ranks if (connection := self._connections.get(rank))}
+        for ready in wait(list(waiting), seconds):
+            rank = waiting[ready]  # type: ignore[index]
             try:
-                message, load = line.receive()
-            except Gone as error:
-                self.lose(rank, str(error))
+                answered, answer = self._connections[rank].recv()
+            except LOST as error:
+                self.lose(rank, str(error) or "its connection was closed")
                 continue
-            if message["number"] == number:
-                yield rank, message, load
+            if answered == number:
+                yield rank, answer
 
     def lose(self, rank: int, why: str) -> None:
         """Record that the process of this rank is gone."""
         self.gone.setdefault(rank, f"the process that torchrun started for it is gone: {why}")
-        if line := self._lines.pop(rank, None):
-            line.close()
+        if connection := self._connections.pop(rank, None):
+            connection.close()
 
-    def ask(
-        self, ranks: Iterable[int], message: Mapping[str, Any], seconds: float, load: bytes = b""
-    ) -> dict[int, Any]:
+    def ask(self, ranks: Iterable[int], method: str, *arguments: Any, seconds: float) -> dict[int, Any]:
         """The answers of all. Raises WorldError if one answers with an error, not in time, or is gone."""
-        waiting, answers = set(ranks), dict[int, Any]()
-        until, asked = time.monotonic() + seconds, self.question(message)
-        self.tell(waiting, asked, load)
-        while waiting:
-            for rank, answer, _ in self.hear(waiting, asked["number"], 1.0):
-                if "error" in answer:
-                    raise WorldError(f"{self.name(rank)}: {answer['error']}")
+        answers: dict[int, Any] = {}
+        until, number = time.monotonic() + seconds, self.tell(ranks, method, *arguments)
+        while waiting := set(ranks) - answers.keys():
+            for rank, answer in self.hear(waiting, number, 1.0):
+                if isinstance(answer, WorldError):
+                    raise WorldError(f"{self.name(rank)}: {answer}")
                 answers[rank] = answer
-                waiting.discard(rank)
             if time.monotonic() > until:
-                for rank in waiting:
+                for rank in waiting - answers.keys():
                     self.lose(rank, f"no answer in {seconds:g} s")
-            for rank in waiting & set(self.gone):
+            for rank in waiting & self.gone.keys() - answers.keys():
                 raise WorldError(f"{self.name(rank)}: {self.gone[rank]}")
         return answers
 
 
-def join(place: Place, target_spec: str) -> Line:
-    """The line to the process of rank 0. Raises WorldError if it does not come."""
+def join(place: Place, target_spec: str) -> Connection[Any, Any]:
+    """The connection to the process of rank 0. Raises WorldError if it does not come."""
     try:
         store, until = open_store(place), time.monotonic() + JOIN_SECONDS
         while not store.check([prefix("coordinator")]):  # `store.wait` would block signals
@@ -178,25 +172,23 @@ def join(place: Place, target_spec: str) -> Line:
                 raise WorldError(f"the process of rank 0 did not come in {JOIN_SECONDS:g} s")
             time.sleep(0.1)
         port, token = json.loads(store.get(prefix("coordinator")))
-        line = Line.over(socket.create_connection((address()[0], port), JOIN_SECONDS))
-        line.send({"token": token, "place": asdict(place), "installed": installed(target_spec)})
+        connection = connection_over(socket.create_connection((address()[0], port), JOIN_SECONDS))
+        connection.send_bytes(token.encode())
+        connection.send((place, installed(target_spec)))
     except WorldError:
         raise
     except (OSError, RuntimeError) as error:  # torch's store errors are RuntimeErrors
         raise WorldError(f"the process of rank 0 cannot be reached at {address()[0]}: {error}") from error
-    return line
+    return connection
 
 
-def _hello(line: Line, token: str) -> dict[str, Any] | None:
-    """The first message of a process that has connected. For another program None, and the line is closed."""
-    try:
-        if line.connection.poll(HELLO_SECONDS):
-            message, _ = line.receive(HELLO_MOST)
-            if hmac.compare_digest(str(message["token"]), token):
-                return message
-    except (Gone, ValueError, KeyError):
-        pass  # not one of ours
-    line.close()
+def _hello(connection: Connection[Any, Any], token: str) -> tuple[Place, dict[str, str]] | None:
+    """What a process says that has connected, after the token. For another program None, and it is disconnected."""
+    with contextlib.suppress(*LOST):  # it is not one of ours
+        if connection.poll(HELLO_SECONDS) and hmac.compare_digest(connection.recv_bytes(TOKEN), token.encode()):
+            hello: tuple[Place, dict[str, str]] = connection.recv()
+            return hello
+    connection.close()
     return None
 
 

@@ -3,35 +3,38 @@
 Importing torch and megatron-core takes seconds in each process, forking takes milliseconds. So this process imports,
 installs the CPU substitutions and the checked collectives, and resolves the target. From then on it only forks ranks
 and supervises them (`supervise.py`). It always has one thread: a fork copies only the calling thread, and locks held by
-others would stay locked in the ranks. It never touches CUDA, which does not survive a fork. Requests and answers are
-JSON lines on a socket that it inherits from its parent (`forked.py` lists them). End of file means that the parent is
-gone.
+others would stay locked in the ranks. It never touches CUDA, which does not survive a fork.
+
+It inherits a connection from its parent. First it sends its facts, or as a text why it cannot serve the target. For
+each `Request` it sends the pids of the ranks, `FINISHED` once those of a part have done their work, and a RunOutcome.
+While ranks run, it takes `END` and `LEAVE`. Losing the connection means that the parent is gone.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import importlib.util
 import os
+import pkgutil
 import signal
-import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Layout, Target, to_plain
+from moeref_conformance.contract.api import Target, to_plain
 from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of
 from moeref_conformance.worlds import rank as rank_main
 from moeref_conformance.worlds import supervise
+from moeref_conformance.worlds.rank import Request
 
 #: Set before torch is imported: one thread a rank, eager code instead of compiled.
 ENVIRONMENT = {
@@ -62,70 +65,60 @@ PRELOAD = (
 
 
 def main() -> None:
-    """Serve until the parent closes the socket. Only `worlds.forked` starts it."""
-    parser = argparse.ArgumentParser(description="fork server of the conformance kit")
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--entry", required=True)
-    parser.add_argument("--backend", choices=sorted(RANK_BACKENDS), required=True)
-    args = parser.parse_args()
-
+    """Serve until the parent closes the connection. Only `worlds.forked` starts it."""
+    parent, fd, spec, entry, backend = sys.argv[1:]
     rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != args.parent:
+    if os.getppid() != int(parent):
         sys.exit("the parent is gone")
-    end = socket.socket(fileno=args.fd)
-    end.set_inheritable(False)
-    channel = supervise.Channel(end)
-    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if RANK_BACKENDS[args.backend].on_gpu else {}))
+    os.set_inheritable(int(fd), False)
+    channel: Connection[Any, Any] = Connection(int(fd))
+    os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if RANK_BACKENDS[backend].on_gpu else {}))
     try:
-        prepared = prepare(args.target, args.entry, args.backend)
+        prepared = prepare(spec, entry, backend)
     except BaseException as error:
-        channel.say({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        channel.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         raise
     rank_main.prctl(rank_main.PR_SET_CHILD_SUBREAPER, 1)
 
     def leave(number: int, frame: Any) -> None:
-        # The kernel also sends this when the thread that started us ends; the parent itself may still be alive.
-        if os.getppid() != args.parent or number == signal.SIGINT:
-            raise supervise.ParentGone
+        # The kernel also sends SIGTERM when the thread that started us ends; the parent itself may still be alive.
+        if os.getppid() != int(parent) or number == signal.SIGINT:
+            sys.exit()
 
-    signal.signal(signal.SIGTERM, leave)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
     rank_main.prctl(rank_main.PR_SET_PDEATHSIG, signal.SIGTERM)
     keep = supervise.children()  # processes that the target's import started are not ended
     try:
-        if os.getppid() != args.parent:
-            raise supervise.ParentGone
-        channel.say({"ready": prepared.facts})
-        serve(channel, prepared, keep)
-    except supervise.ParentGone:
-        pass
+        if os.getppid() == int(parent):
+            channel.send(prepared.facts)
+            serve(channel, prepared, keep)
+    except (EOFError, ConnectionError):
+        pass  # the parent is gone
     finally:
         supervise.end_strays(frozenset())
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Result of the imports: the target, what each rank calls, the backend, and the facts for the parent."""
+    """Result of the imports: the target, what each rank calls, and the facts for the parent."""
 
     target: Target
     entry: Callable[..., Any]
-    world: str
     facts: dict[str, Any]
 
 
-def prepare(spec: str, entry: str, world: str) -> Prepared:
+def prepare(spec: str, entry: str, backend: str) -> Prepared:
     """Import and patch everything, in the required order.
 
     Raises what the imports raise, and RuntimeError if they left a second thread running or initialised CUDA: forking
     would be unsafe.
     """
-    begin = time.perf_counter()
     import torch
     from moeref_conformance.targets import peers
     from moeref_conformance.worlds import collectives, cpu
 
-    device = "cuda" if RANK_BACKENDS[world].on_gpu else "cpu"
+    device = "cuda" if RANK_BACKENDS[backend].on_gpu else "cpu"
     torch.set_num_threads(1)
     cpu.install(device, "torch")
     collectives.install()
@@ -136,8 +129,7 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
             importlib.import_module(module)
         substituted = cpu.install(device, "megatron")
     no_cuda("importing torch and megatron-core")
-    libraries = time.perf_counter() - begin
-    function = rank_main.resolve_entry(entry)
+    function = pkgutil.resolve_name(entry)
     from moeref_conformance.resolve import resolve
 
     target = resolve(spec)
@@ -146,9 +138,7 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
     facts = {
         "pid": os.getpid(),
         "versions": {name: version_of(name) for name in ("torch", "megatron-core", "transformers", "moeref")},
-        "python": sys.version.split()[0],
         "substitutions": list(substituted),
-        "seconds": {"libraries": libraries, "target": time.perf_counter() - begin - libraries},
         "info": to_plain(target.info),
         "claims": to_plain(target.claims),
     }
@@ -156,7 +146,7 @@ def prepare(spec: str, entry: str, world: str) -> Prepared:
     no_cuda(f"importing the target {spec!r}")
     gc.collect()
     gc.freeze()  # the collector leaves these objects alone, so their pages stay shared with the ranks
-    return Prepared(target, function, world, facts)
+    return Prepared(target, function, facts)
 
 
 def one_thread() -> None:
@@ -191,75 +181,49 @@ def no_cuda(after: str) -> None:
         )
 
 
-def serve(channel: supervise.Channel, prepared: Prepared, keep: frozenset[int]) -> None:
-    """Answer requests one after the other until end of file."""
+def serve(channel: Connection[Any, Any], prepared: Prepared, keep: frozenset[int]) -> None:
+    """Answer requests one after the other until the connection is lost."""
     while True:
-        request = channel.request()
+        request = channel.recv()
+        if not isinstance(request, Request):
+            continue  # a late word about an earlier cell
         try:
             answer = run_cell(channel, request, prepared, keep)
         except Exception as error:
             supervise.end_strays(keep)
-            answer = {"error": f"fork server: {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        channel.say(answer)
+            told = f"fork server: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            answer = RunOutcome((), 0.0, error=told)
+        channel.send(answer)
 
 
-def run_cell(
-    channel: supervise.Channel, request: dict[str, Any], prepared: Prepared, keep: frozenset[int]
-) -> dict[str, Any]:
-    """Fork the ranks of one cell, watch them, and return their exits."""
+def run_cell(channel: Connection[Any, Any], request: Request, prepared: Prepared, keep: frozenset[int]) -> RunOutcome:
+    """Fork the ranks of one request, watch them, and say how they ended."""
     import torch
 
     one_thread()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         no_cuda("an earlier cell")
-    cell = cell_from(request["cell"])
-    cell_dir = Path(request["cell_dir"])
-    size = cell.layout.world
-    ranks = request.get("ranks", list(range(size)))
-    file = cell_dir / "store"
-    for rank in ranks:
-        rank_dir(cell_dir, rank).mkdir(parents=True)
+    for rank in request.part.ranks:
+        rank_dir(request.cell_dir, rank).mkdir(parents=True)
     done_read, done = os.pipe()
     go, go_write = os.pipe()
-    job = rank_main.Job(
-        target=prepared.target,
-        entry=prepared.entry,
-        cell=cell,
-        cell_dir=cell_dir,
-        inputs=request["inputs"],
-        deadline=request["deadline"],
-        store=request.get("store", {"file": str(file)}),
-        local={int(rank): index for rank, index in request.get("local", {rank: rank for rank in ranks}).items()},
-        staged=request.get("staged", False),
-        done=done,
-        go=go,
-    )
-    me, pids = os.getpid(), {}
+    close = channel.fileno(), done_read, go_write
+    job = rank_main.Job(prepared.target, prepared.entry, request, os.getpid(), close, done, go)
+    pids = {}
     try:
-        for rank in ranks:
-            pid = os.fork()
-            if pid == 0:
-                rank_main.main(job, rank, me, (channel.socket.fileno(), done_read, go_write))
-            pids[rank] = pid
-        channel.say({"forked": list(pids.values())})
-        limits = request["deadline"], request["grace"]
-        watch = supervise.Watch(pids, done_read, go_write, channel, *limits, hold=len(ranks) < size)
+        for rank in request.part.ranks:
+            pids[rank] = os.fork()
+            if pids[rank] == 0:
+                rank_main.main(job, rank)
+        channel.send(list(pids.values()))
+        watch = supervise.Watch(pids, done_read, go_write, channel, request)
         watch.run()  # it closes go_write
     finally:
         strays = supervise.end_strays(keep)
         for fd in (done, go, done_read):
             os.close(fd)
-        file.unlink(missing_ok=True)
-    seconds = time.monotonic() - watch.begin
-    exits = watch.exits(cell_dir, cell.layout)
-    return {"exits": [asdict(e) for e in exits], "seconds": seconds, "strays": strays}
-
-
-def cell_from(plain: dict[str, Any]) -> Cell:
-    """The Cell that `api.to_plain` wrote."""
-    lists = {key: tuple(plain[key]) for key in ("tags", "needs")}
-    fields = {**plain, "layout": Layout(**plain["layout"]), **lists}
-    return Cell(**fields)
+        (request.cell_dir / rank_main.STORE).unlink(missing_ok=True)
+    return RunOutcome(watch.exits(), watch.seconds, strays=strays)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from moeref_conformance.contract.api import Cell, Target, World
 from moeref_conformance.contract.backends import RANK_BACKENDS
@@ -35,26 +35,57 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 #: The signal at which a rank writes the Python stack of its threads to stderr: sent when it hangs.
 STACKS = signal.SIGUSR2
+STORE = "store"  # the file of a cell in which its ranks meet
+#: To the fork server: a rank failed elsewhere; all ranks have finished. From it: the ranks of a part have finished.
+END, LEAVE, FINISHED = "end", "leave", "finished"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all ranks of a cell share. `entry(target, cell, world, inputs, record_dir)` is called in each.
+class Part:
+    """The ranks of a cell that one fork server forks, and how they meet the others.
 
-    `store` is {"file": path} or {"tcp": [host, port], "prefix": text}. `local` gives each rank on this machine its
-    index there. `staged`: the CPU world goes through the staged backend too, as if its tensors were on a GPU.
+    `local` has every rank of the cell that runs on this machine, with its index there. Ranks meet in the TCP store at
+    `store`, which another process serves, under `prefix`; without one, in a file.
     """
 
-    target: Target
-    entry: Callable[[Target, Cell, World, dict[str, str], Path], None]
+    ranks: Sequence[int]
+    local: Mapping[int, int]
+    store: tuple[str, int] | None = None
+    prefix: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A cell, or a part of one, for the fork server. `inputs` has at least "hf_config" (a folder).
+
+    The ranks may take `deadline` seconds; when one has failed, the others have `grace` seconds more. `staged`: the CPU
+    world goes through the staged backend too, as if its tensors were on a GPU.
+    """
+
     cell: Cell
     cell_dir: Path
     inputs: dict[str, str]
+    part: Part
     deadline: float
-    store: Mapping[str, Any]
-    local: Mapping[int, int]
-    staged: bool
+    grace: float
+    staged: bool = False
+
+    @property
+    def size(self) -> int:
+        """Ranks of the whole cell."""
+        return self.cell.layout.world
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks that one fork server forks for a request share."""
+
+    target: Target
+    entry: Callable[[Target, Cell, World, dict[str, str], Path], None]
+    request: Request
+    parent: int  # pid of the fork server
+    close: tuple[int, ...]  # its file descriptors that a rank must close
     done: int  # pipe to the fork server: "finished <rank>", "raised <rank> <monotonic ns>"
     go: int  # pipe from the fork server: end of file means that all may leave
 
@@ -66,16 +97,13 @@ def prctl(option: int, value: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def main(job: Job, rank: int, parent: int, close: tuple[int, ...]) -> NoReturn:
-    """Run one rank in a freshly forked process and exit: 0 finished, 3 something raised.
-
-    `parent` is the pid of the fork server, `close` its file descriptors that a rank must close.
-    """
+def main(job: Job, rank: int) -> NoReturn:
+    """Run one rank in a freshly forked process and exit: 0 finished, 3 something raised."""
     code = EXIT_RAISED
     try:
-        for fd in close:
+        for fd in job.close:
             os.close(fd)
-        _settle(rank_dir(job.cell_dir, rank), parent)
+        _settle(rank_dir(job.request.cell_dir, rank), job.parent)
         _run(job, rank)
         _flush()
         os.write(job.done, f"finished {rank}\n".encode())
@@ -109,41 +137,42 @@ def _run(job: Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
-    backend, local, size = RANK_BACKENDS[job.cell.backend], job.local[rank], job.cell.layout.world
-    device = torch.device(backend.device_of(local))
+    request, local = job.request, job.request.part.local
+    backend = RANK_BACKENDS[request.cell.backend]
+    device = torch.device(backend.device_of(local[rank]))
     if backend.on_gpu:
         _use_gpu(device, rank)
-    process_group = "staged" if job.staged else backend.process_group
+    process_group = "staged" if request.staged else backend.process_group
     if process_group == "staged":
         from moeref_conformance.worlds import staged
 
-        staged.register(force=job.staged)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(len(job.local)))
-    if _on_loopback(job.store):
+        staged.register(force=request.staged)
+    places = {"RANK": rank, "WORLD_SIZE": request.size, "LOCAL_RANK": local[rank], "LOCAL_WORLD_SIZE": len(local)}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    if _on_loopback(request):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # elsewhere gloo takes what the user set, or the host name's interface
     random.seed(rank)
     torch.manual_seed(rank)
     dist.init_process_group(
         process_group,
-        store=_store(job.store, size, job.deadline),
+        store=_store(request),
         rank=rank,
-        world_size=size,
+        world_size=request.size,
         # Longer than the cell's deadline: a hang is reported as one, with the stack of every rank.
-        timeout=timedelta(seconds=job.deadline + 60),
+        timeout=timedelta(seconds=request.deadline + 60),
         device_id=device if "nccl" in process_group else None,
     )
-    folder = rank_dir(job.cell_dir, rank)
-    scratch = folder / "scratch"
-    scratch.mkdir()
+    folder = rank_dir(request.cell_dir, rank)
+    (folder / "scratch").mkdir()
     world = World(
-        backend=job.cell.backend,
+        backend=request.cell.backend,
         rank=rank,
-        size=size,
+        size=request.size,
         device=str(device),
-        workdir=scratch,
-        hf_config=Path(job.inputs["hf_config"]),
+        workdir=folder / "scratch",
+        hf_config=Path(request.inputs["hf_config"]),
     )
-    job.entry(job.target, job.cell, world, dict(job.inputs), folder)
+    job.entry(job.target, request.cell, world, request.inputs, folder)
     if backend.on_gpu:
         torch.cuda.synchronize()  # a kernel that fails late is this rank's failure
 
@@ -162,34 +191,23 @@ def _use_gpu(device: torch.device, rank: int) -> None:
     torch.cuda.set_device(device)
 
 
-def _store(spec: Mapping[str, Any], size: int, deadline: float) -> Store:
+def _store(request: Request) -> Store:
     """The rendezvous store. A TCP store is served by another process; every cell has its own prefix in it."""
     from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-    if "file" in spec:
-        return FileStore(str(spec["file"]), size)
-    host, port = spec["tcp"]
-    client = TCPStore(str(host), int(port), is_master=False, timeout=timedelta(seconds=deadline))
-    return PrefixStore(str(spec["prefix"]), client)
+    if request.part.store is None:
+        return FileStore(str(request.cell_dir / STORE), request.size)
+    client = TCPStore(*request.part.store, is_master=False, timeout=timedelta(seconds=request.deadline))
+    return PrefixStore(request.part.prefix, client)
 
 
-def _on_loopback(spec: Mapping[str, Any]) -> bool:
+def _on_loopback(request: Request) -> bool:
     """Whether all ranks are certainly on this machine."""
-    return "file" in spec or str(spec["tcp"][0]) in ("localhost", "127.0.0.1", "::1")
+    store = request.part.store
+    return store is None or request.size == 1 or store[0] in ("localhost", "127.0.0.1", "::1")
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):  # closed or redirected by the target
             stream.flush()
-
-
-def resolve_entry(text: str) -> Callable[..., Any]:
-    """`module:function` imported. Raises ValueError for another form, ImportError and AttributeError as they come."""
-    import importlib
-
-    module, _, name = text.partition(":")
-    if not module or not name:
-        raise ValueError(f"entry {text!r}: expected 'module:function'")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function

@@ -6,20 +6,19 @@ Ranks are watched through pidfds in one selector, so the fork server needs no th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
-import socket
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.exits import RankExit, mark_first
 from moeref_conformance.contract.records import RankRecord, rank_dir
-from moeref_conformance.worlds.rank import STACKS
+from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, STACKS, Request
 
 STDERR_TAIL = 8000  # characters
 STACK_SECONDS = 0.5  # for hung ranks to write their stacks
@@ -42,56 +41,8 @@ ECHOES = (
 )
 
 
-class ParentGone(Exception):
-    """The process that started the fork server has ended: end everything and leave."""
-
-
-class Channel:
-    """JSON lines from and to the parent. Every method raises ParentGone when the parent is no longer there."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self.socket = channel
-        self._pending = b""
-        self._lines: list[dict[str, Any]] = []
-
-    def read(self) -> None:
-        """Wait for bytes and keep the whole lines among them."""
-        try:
-            chunk = self.socket.recv(1 << 16)
-        except ConnectionResetError:
-            chunk = b""
-        if not chunk:
-            raise ParentGone
-        *lines, self._pending = (self._pending + chunk).split(b"\n")
-        self._lines += [json.loads(line) for line in lines]
-
-    def take(self, key: str) -> dict[str, Any] | None:
-        """The oldest line that has this key, if one has come."""
-        for line in self._lines:
-            if key in line:
-                self._lines.remove(line)
-                return line
-        return None
-
-    def request(self) -> dict[str, Any]:
-        """Wait for the request of the next cell. Late messages about an earlier cell are dropped."""
-        while True:
-            while self._lines:
-                if "cell" in (line := self._lines.pop(0)):
-                    return line
-            self.read()
-
-    def say(self, message: dict[str, Any]) -> None:
-        """One line to the parent."""
-        try:
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise ParentGone from error
-
-
 @dataclass
 class _Rank:
-    number: int
     pid: int
     status: int | None = None  # as waitpid gives it
     finished: bool = False
@@ -107,78 +58,61 @@ class _Rank:
 
 
 class Watch:
-    """Waits for the ranks of a cell. `run()` returns when every one is gone; then `exits()` says how each ended.
+    """Waits for the ranks of a request. `run()` returns when every one is gone; then `exits()` says how each ended.
 
     `pids` has the ranks by number. `done` carries the ranks' messages, closing `go` lets finished ranks leave. After
-    `deadline` seconds ranks that have not finished write their stacks and are ended; after a first failure the others
-    have `grace` seconds. The parent's lines on `channel` are read meanwhile: {"end": true} is a failure elsewhere.
-    With `hold`, ranks run elsewhere too: {"finished": true} is sent when those here have, and they stay until
-    {"leave": true} comes.
+    the deadline ranks that have not finished write their stacks and are ended; after a first failure the others have
+    the seconds of grace. What the parent says on `channel` is read meanwhile: `END` is a failure elsewhere. Where ranks
+    run elsewhere too, `FINISHED` is sent when those here have finished, and they stay until `LEAVE` comes.
     """
 
     def __init__(
-        self,
-        pids: dict[int, int],
-        done: int,
-        go: int,
-        channel: Channel,
-        deadline: float,
-        grace: float,
-        hold: bool = False,
+        self, pids: dict[int, int], done: int, go: int, channel: Connection[Any, Any], request: Request
     ) -> None:
-        self.ranks = {number: _Rank(number, pid) for number, pid in pids.items()}
-        self.done, self.go, self.grace, self.channel, self.hold = done, go, grace, channel, hold
+        self.ranks = {number: _Rank(pid) for number, pid in pids.items()}
+        self.done, self.go, self.channel, self.request = done, go, channel, request
+        self.hold = len(pids) < request.size
         self.begin = time.monotonic()
-        self.deadline, self.grace_ends = self.begin + deadline, float("inf")
+        self.deadline, self.grace_ends = self.begin + request.deadline, float("inf")
+        self.seconds = 0.0  # since the beginning, when it last looked
         self.words = b""
-        self.wake = 0.0
         self.ending = self.told = False
 
     def run(self) -> None:
-        """Raises ParentGone if the parent goes away first. No rank is left in either case."""
+        """Raises EOFError or ConnectionError if the parent goes away first. No rank is left in either case."""
         os.set_blocking(self.done, False)
-        with selectors.DefaultSelector() as selector:
-            pidfds: list[int] = []
-            try:
-                for rank in self.ranks.values():
-                    pidfds.append(os.pidfd_open(rank.pid))
-                    selector.register(pidfds[-1], selectors.EVENT_READ, rank)
-                selector.register(self.done, selectors.EVENT_READ)
-                selector.register(self.channel.socket, selectors.EVENT_READ)
-                while any(r.status is None for r in self.ranks.values()):
-                    self._step(selector)
-            finally:
-                self._release()
-                for rank in self.ranks.values():
-                    if rank.status is None:
-                        _kill_group(rank.pid)
-                        _, rank.status = os.waitpid(rank.pid, 0)
-                for fd in pidfds:
-                    os.close(fd)
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
+            at_end.callback(self._end)
+            for rank in self.ranks.values():
+                pidfd = os.pidfd_open(rank.pid)
+                at_end.callback(os.close, pidfd)
+                selector.register(pidfd, selectors.EVENT_READ, rank)
+            selector.register(self.done, selectors.EVENT_READ)
+            selector.register(self.channel, selectors.EVENT_READ)
+            while any(r.status is None for r in self.ranks.values()):
+                self._step(selector)
 
     def _step(self, selector: selectors.BaseSelector) -> None:
         ready = selector.select(max(0.0, min(self.deadline, self.grace_ends) - time.monotonic()))
-        self.wake = time.monotonic() - self.begin
-        if any(key.fileobj is self.channel.socket for key, _ in ready):
-            self.channel.read()
+        self.seconds = time.monotonic() - self.begin
+        word = self.channel.recv() if any(key.fileobj is self.channel for key, _ in ready) else ""
         self._listen()
         for key, _ in ready:
             if isinstance(key.data, _Rank):
                 selector.unregister(key.fileobj)
-                key.data.seen = key.data.seen or self.wake
+                key.data.seen = key.data.seen or self.seconds
                 _kill_group(key.data.pid)  # what it started, before its pid can be reused
                 _, key.data.status = os.waitpid(key.data.pid, 0)
-        words = [word for word in ("end", "leave") if self.channel.take(word)]
-        self.hold = self.hold and "leave" not in words
-        if not self.ending and ("end" in words or any(r.failed for r in self.ranks.values())):
-            self.grace_ends = min(self.grace_ends, time.monotonic() + self.grace)
+        self.hold = self.hold and word != LEAVE
+        if not self.ending and (word == END or any(r.failed for r in self.ranks.values())):
+            self.grace_ends = min(self.grace_ends, time.monotonic() + self.request.grace)
             self._release()
         if all(r.finished or r.status is not None for r in self.ranks.values()):
-            if self.hold and not self.told and all(r.finished for r in self.ranks.values()):
-                self.told = True
-                self.channel.say({"finished": True})
             if not self.hold:
                 self._release()
+            elif not self.told and all(r.finished for r in self.ranks.values()):
+                self.told = True
+                self.channel.send(FINISHED)
         self._limits()
 
     def _listen(self) -> None:
@@ -192,7 +126,7 @@ class Watch:
                 self.ranks[int(rank)].finished = True
             else:
                 self.ranks[int(rank)].raised = int(when[0]) / 1e9 - self.begin
-                self.ranks[int(rank)].seen = self.wake
+                self.ranks[int(rank)].seen = self.seconds
 
     def _limits(self) -> None:
         now = time.monotonic()
@@ -217,32 +151,38 @@ class Watch:
             os.close(self.go)
             self.go = -1
 
-    def exits(self, cell_dir: Path, layout: Layout) -> tuple[RankExit, ...]:
+    def _end(self) -> None:
+        self._release()
+        for rank in self.ranks.values():
+            if rank.status is None:
+                _kill_group(rank.pid)
+                _, rank.status = os.waitpid(rank.pid, 0)
+
+    def exits(self) -> tuple[RankExit, ...]:
         """How each rank ended, with the first failure marked."""
-        found = []
-        for number, rank in self.ranks.items():
-            folder = rank_dir(cell_dir, number)
-            record, tail = RankRecord(number, folder), _tail(folder / "stderr.txt")
-            status = 0 if rank.status is None else rank.status
-            found.append(
-                RankExit(
-                    rank=number,
-                    code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
-                    signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-                    timed_out=rank.timed_out,
-                    last_step=record.last_step,
-                    stderr_tail=tail,
-                    coords=_coords(layout, number),
-                    killed=rank.killed,
-                    finished=rank.finished,
-                    echo=rank.raised > 0 and any(text in tail for text in ECHOES),
-                    seen=rank.seen if rank.failed else 0.0,
-                    raised=rank.raised,
-                    events=len(record.events),
-                    waits=rank.timed_out and any(frame in tail for frame in COLLECTIVE_FRAMES),
-                )
-            )
-        return mark_first(found)
+        return mark_first([self._exit(number, rank) for number, rank in self.ranks.items()])
+
+    def _exit(self, number: int, rank: _Rank) -> RankExit:
+        assert rank.status is not None
+        folder = rank_dir(self.request.cell_dir, number)
+        record, tail = RankRecord(number, folder), _tail(folder / "stderr.txt")
+        code = os.waitstatus_to_exitcode(rank.status)
+        return RankExit(
+            rank=number,
+            code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            timed_out=rank.timed_out,
+            last_step=record.last_step,
+            stderr_tail=tail,
+            coords=_coords(self.request.cell.layout, number),
+            killed=rank.killed,
+            finished=rank.finished,
+            echo=rank.raised > 0 and any(text in tail for text in ECHOES),
+            seen=rank.seen if rank.failed else 0.0,
+            raised=rank.raised,
+            events=len(record.events),
+            waits=rank.timed_out and any(frame in tail for frame in COLLECTIVE_FRAMES),
+        )
 
 
 def _tail(path: Path) -> str:

@@ -11,18 +11,18 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Claims, to_plain
+from moeref_conformance.contract.api import Cell, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
 from moeref_conformance.worlds.coordinator import Coordinator, address, join, prefix
-from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError
+from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError, check_runs_here
 from moeref_conformance.worlds.messages import pack, unpack
+from moeref_conformance.worlds.rank import FINISHED, Part, Request
 from moeref_conformance.worlds.worker import Place, Worker
 
 AGAIN_SECONDS = 0.5  # a failure is sent again after this: a fork server that has not begun its cell drops the message
@@ -39,24 +39,38 @@ def take_part(target_spec: str, judge: Callable[[Coordinator], int], entry: str 
     """
     place = Place.here()
     if place.rank == 0:
-        with _interruptible(), Coordinator.gather(place, target_spec, entry) as coordinator:
+        _raise_at(KeyboardInterrupt, signal.SIGINT, signal.SIGTERM)  # torchrun sends SIGTERM when another has died
+        with Coordinator.gather(place, target_spec, entry) as coordinator:
             try:
                 return judge(coordinator)
             finally:
                 for rank, why in coordinator.gone.items():
                     print(f"moeref-conformance: {coordinator.name(rank)}: {why}", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: rank 0 decides when the others end
     try:
-        with _ending():
-            if Worker(place, target_spec, join(place, target_spec), entry).serve():
-                return 0
-            why = "the process of rank 0 is gone"
-    except (WorldError, _Ended) as error:
+        _raise_at(lambda: WorldError("it was ended by SIGTERM"), signal.SIGTERM)
+        if Worker(place, target_spec, join(place, target_spec), entry).serve():
+            return 0
+        why = "the process of rank 0 is gone"
+    except WorldError as error:
         why = str(error)
     print(f"moeref-conformance: rank {place.rank} on {place.host}: {why}", file=sys.stderr)
     return 2
 
 
-class TorchrunWorld:
+def _raise_at(make: Callable[[], BaseException], *numbers: signal.Signals) -> None:
+    """Raise an error in the main thread at the first of these signals, and ignore them from then on."""
+
+    def handle(number: int, frame: Any) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise make()
+
+    for number in numbers:
+        signal.signal(number, handle)
+
+
+class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
     """Runs cells of one backend with one rank a process of torchrun: ranks 0 to W-1 for a cell of W.
 
     `deadline` and `grace` as in `ForkedWorld`. Use it as a context manager within the coordinator's own.
@@ -67,18 +81,13 @@ class TorchrunWorld:
         self._cells = 0
         self._sent: dict[tuple[tuple[str, str], ...], tuple[int, set[int]]] = {}
 
-    def __enter__(self) -> TorchrunWorld:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.coordinator.tell(self.coordinator.places, {"close": self.backend})
+    def __exit__(self, *_: object) -> None:
+        self.coordinator.tell(self.coordinator.places, "close", self.backend)
 
     def start(self) -> None:
         """Start a fork server in every process. Raises WorldError with the reason one gave, BadInput if they differ."""
-        answers = self.coordinator.ask(self.coordinator.places, {"start": self.backend}, START_SECONDS + SLACK_SECONDS)
-        facts = {rank: answer["ready"] for rank, answer in answers.items()}
+        ranks, seconds = self.coordinator.places, START_SECONDS + SLACK_SECONDS
+        facts = self.coordinator.ask(ranks, "start", self.backend, seconds=seconds)
         self.coordinator.alike(
             {
                 rank: {**found["versions"], "target": json.dumps(found["info"]), "claims": json.dumps(found["claims"])}
@@ -91,97 +100,77 @@ class TorchrunWorld:
 
         Raises ValueError for a cell that `claims` does not cover, of another world, or of more ranks than there are.
         """
-        coordinator, size = self.coordinator, cell.layout.world
-        reason = claims.why_not(cell)
-        if reason is None and cell.backend != self.backend:
-            reason = f"this world is {self.backend}"
-        if reason is None and size > len(coordinator.places):
-            reason = f"it needs {size} ranks, and torchrun started {len(coordinator.places)}"
-        if reason is not None:
-            raise ValueError(f"cell {cell.id} must not be run: {reason}")
+        check_runs_here(cell, claims, self.backend)
+        ranks, have = range(cell.layout.world), len(self.coordinator.places)
+        if len(ranks) > have:
+            raise ValueError(f"cell {cell.id} needs {len(ranks)} ranks, and torchrun started {have}")
         begin = time.monotonic()
-        ranks = range(size)
-        if missing := self._missing(cell, ranks):
-            return RunOutcome((), 0.0, error=missing)
         try:
-            number = self._inputs(inputs, ranks)
+            outcomes = self._fork(cell, cell_dir, inputs, ranks)
         except WorldError as error:
             return RunOutcome((), time.monotonic() - begin, error=str(error))
-        local: dict[int, dict[str, int]] = {}
-        for rank in ranks:
-            place = coordinator.places[rank]
-            local.setdefault(place.node, {})[str(rank)] = place.local
-        self._cells += 1
-        request = {
-            "cell": to_plain(cell),
-            "deadline": self.deadline,
-            "grace": self.grace,
-            "inputs_of": f"{self.backend}-{number}",
-            "local": {str(node): of for node, of in local.items()},
-            "store": address(),
-            "prefix": prefix(f"{self.backend}/cell{self._cells}"),
-        }
-        asked = coordinator.question(request)
-        coordinator.tell(ranks[1:], asked)
-        coordinator.tell(ranks[:1], {**asked, "files": inputs, "cell_dir": str(cell_dir.resolve())})
-        answers = self._watch(ranks, asked["number"], cell_dir)
-        if errors := [
-            f"{coordinator.name(rank)}: {answer['error']}" for rank, answer in answers.items() if "error" in answer
-        ]:
-            return RunOutcome((), time.monotonic() - begin, error="\n".join(errors))
-        if missing := self._missing(cell, ranks):
-            return RunOutcome((), time.monotonic() - begin, error=missing)
-        exits = [
-            replace(RankExit(**end), host=coordinator.host(end["rank"])) for r in ranks for end in answers[r]["exits"]
-        ]
-        seconds = max(answer["seconds"] for answer in answers.values())
-        return RunOutcome(merge(exits), seconds, strays=sum(answer["strays"] for answer in answers.values()))
+        exits = [replace(e, host=self.coordinator.host(e.rank)) for outcome in outcomes for e in outcome.exits]
+        return RunOutcome(
+            merge(exits), max(outcome.seconds for outcome in outcomes), strays=sum(o.strays for o in outcomes)
+        )
 
-    def _inputs(self, inputs: Mapping[str, str], ranks: range) -> int:
-        """Send these files to the other processes that lack them, and return the number that names them there."""
+    def _fork(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], ranks: range) -> list[RunOutcome]:
+        """Run the cell and unpack the records. Raises WorldError if a process is gone or a fork server failed."""
+        self._check_there(cell, ranks)
+        name = self._send(inputs, ranks)
+        self._cells += 1
+        part = Part(ranks, {}, address(), prefix(f"{self.backend}/cell{self._cells}"))
+        request = Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace)
+        answers = self._watch(ranks, self.coordinator.tell(ranks, "fork", name, request, self.coordinator.places))
+        if errors := [f"{self.coordinator.name(r)}: {a}" for r, a in answers.items() if isinstance(a, WorldError)]:
+            raise WorldError("\n".join(errors))
+        self._check_there(cell, ranks)
+        for _, record in answers.values():
+            unpack(record, cell_dir)
+        return [answers[rank][0] for rank in ranks]
+
+    def _send(self, inputs: Mapping[str, str], ranks: range) -> str:
+        """Send these files to the other processes that lack them, and return the name that they have there."""
         key = tuple(sorted(inputs.items()))
         number, have = self._sent.setdefault(key, (len(self._sent), set()))
+        name = f"{self.backend}-{number}"
         if lacking := set(ranks[1:]) - have:
-            load = pack({name: Path(path) for name, path in inputs.items()})
-            self.coordinator.ask(lacking, {"inputs": f"{self.backend}-{number}"}, START_SECONDS, load)
+            files = pack({name: Path(path) for name, path in inputs.items()})
+            self.coordinator.ask(lacking, "keep", name, files, seconds=START_SECONDS)
             have |= lacking
-        return number
+        return name
 
-    def _watch(self, ranks: range, number: int, cell_dir: Path) -> dict[int, dict[str, Any]]:
+    def _watch(self, ranks: range, number: int) -> dict[int, Any]:
         """The answers to a cell. A failure is sent to all ranks; when all have finished, they are told to leave."""
-        coordinator, waiting, finished, answers = self.coordinator, set(ranks), set[int](), dict[int, dict[str, Any]]()
+        coordinator, waiting, finished, answers = self.coordinator, set(ranks), set[int](), dict[int, Any]()
         until = time.monotonic() + self.deadline + self.grace + SLACK_SECONDS
         failed = left = False
-        while waiting := waiting - set(coordinator.gone):
-            for rank, message, load in coordinator.hear(waiting, number, AGAIN_SECONDS):
-                if "finished" in message:
+        while waiting := waiting - coordinator.gone.keys() - answers.keys():
+            for rank, answer in coordinator.hear(waiting, number, AGAIN_SECONDS):
+                if answer == FINISHED:
                     finished.add(rank)
-                    continue
-                answers[rank] = message
-                waiting.discard(rank)
-                if load:
-                    unpack(load, cell_dir)
-                failed = failed or not _well(message)
+                else:
+                    answers[rank] = answer
+                    failed = failed or isinstance(answer, WorldError) or not answer[0].ok
             failed = failed or not coordinator.gone.keys().isdisjoint(ranks)
             if failed:
-                coordinator.tell(waiting, {"end": True})
+                coordinator.tell(waiting, "end")
             elif not left and finished >= set(ranks):
-                coordinator.tell(waiting, {"leave": True})
+                coordinator.tell(waiting, "leave")
                 left = True
             if time.monotonic() > until:
-                for rank in waiting:
+                for rank in waiting - answers.keys():
                     coordinator.lose(rank, "it gives no answer")
         return answers
 
-    def _missing(self, cell: Cell, ranks: range) -> str:
-        """Which of these ranks have no process any more, and why; empty if all have."""
+    def _check_there(self, cell: Cell, ranks: range) -> None:
+        """Raise WorldError saying which of these ranks have no process any more, and why."""
         from moeref_conformance.contract.topology import coords_text
 
-        return "\n".join(
-            f"{self.coordinator.name(rank, coords_text(cell.layout, rank))}: {self.coordinator.gone[rank]}"
-            for rank in ranks
-            if rank in self.coordinator.gone
-        )
+        gone = {rank: self.coordinator.gone[rank] for rank in ranks if rank in self.coordinator.gone}
+        if gone:
+            told = (f"{self.coordinator.name(r, coords_text(cell.layout, r))}: {why}" for r, why in gone.items())
+            raise WorldError("\n".join(told))
 
 
 def merge(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:
@@ -193,46 +182,3 @@ def merge(exits: Iterable[RankExit]) -> tuple[RankExit, ...]:
     own = [e.seen for e in found if e.kind in ("died", "raised") and not e.echo]
     begun = min(own, default=0.0)
     return mark_first([replace(e, seen=begun) if begun <= e.seen < begun + SKEW_SECONDS else e for e in found])
-
-
-def _well(answer: Mapping[str, Any]) -> bool:
-    return "error" not in answer and all(RankExit(**end).kind == "ok" for end in answer["exits"])
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Handle SIGTERM, which torchrun sends when another process has died, like Ctrl-C, and either only once."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    with _handling({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
-        yield
-
-
-class _Ended(Exception):
-    """This process was told to end."""
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    """Raise _Ended at SIGTERM. Ignore Ctrl-C, which goes to all processes: rank 0 decides when the others end."""
-
-    def end(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Ended("it was ended by SIGTERM")
-
-    with _handling({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: end}):
-        yield
-
-
-@contextmanager
-def _handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

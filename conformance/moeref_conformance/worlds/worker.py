@@ -1,19 +1,14 @@
 """A worker: one process of torchrun, which forks its rank of a cell when the coordinator asks for it.
 
-The coordinator, in the process of rank 0, asks with a "number" that the answer repeats:
-
-- {"start": backend}: start a fork server. {"ready": facts}
-- {"inputs": name}, with the files. {"have": name}
-- {"cell": ...}: fork this process's rank. {"finished": true} when it has done its work, then {"exits", "seconds",
-  "strays"} with its record.
-
-Where the kit itself fails, the answer is {"error": text}. These get no answer: {"end": true} and {"leave": true}, as
-in `ForkedWorld`, {"close": backend} and {"stop": true}. Losing rank 0 is treated as "stop". The process of rank 0 has a
-worker too, in a thread.
+The coordinator, in the process of rank 0, sends (number, method, arguments). `start`, `keep` and `fork` of `Worker` are
+answered by (number, what they return), where the kit itself fails by (number, WorldError). "end" and "leave", as in
+`ForkedWorld`, "close" (a backend's world) and "stop" have no answer. Losing rank 0 is treated as "stop". The process of
+rank 0 has a worker too, in a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -22,16 +17,17 @@ import tempfile
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Claims
+from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of, versions
-from moeref_conformance.worlds.fork_server import cell_from
-from moeref_conformance.worlds.forked import ENTRY, ForkedWorld, Part, WorldError
-from moeref_conformance.worlds.messages import Gone, Line, pack, unpack
+from moeref_conformance.worlds.forked import ENTRY, ForkedWorld, WorldError
+from moeref_conformance.worlds.messages import LOST, pack, unpack
+from moeref_conformance.worlds.rank import FINISHED, Request
 
 
 @dataclass(frozen=True)
@@ -52,110 +48,89 @@ class Place:
 
 
 class Worker:
-    """Serves one line. `target_spec` is what every process of torchrun got on its command line."""
+    """Serves one connection. `target_spec` is what every process of torchrun got on its command line."""
 
-    def __init__(self, place: Place, target_spec: str, line: Line, entry: str = ENTRY) -> None:
-        self.place, self._target_spec, self._line, self._entry = place, target_spec, line, entry
+    def __init__(self, place: Place, target_spec: str, connection: Connection[Any, Any], entry: str = ENTRY) -> None:
+        self.place, self._target_spec, self._connection, self._entry = place, target_spec, connection, entry
+        self._folder = Path()
         self._worlds: dict[str, ForkedWorld] = {}
         self._inputs: dict[str, dict[str, str]] = {}
-        self._cells = 0
+        self._number = 0
 
     def serve(self) -> bool:
         """Answer until told to stop (True) or until rank 0 is gone (False). No process and no file is left."""
         folder = tempfile.TemporaryDirectory(prefix="moeref-conformance-", ignore_cleanup_errors=True)
         with folder, ThreadPoolExecutor(1) as thread:
+            self._folder = Path(folder.name)
             try:
                 while True:
-                    message, load = self._line.receive()
-                    if "stop" in message:
+                    number, method, arguments = self._connection.recv()
+                    if method == "stop":
                         return True
-                    if "close" in message and (closing := self._worlds.get(message["close"])):
-                        closing.abort()
-                        thread.submit(closing.close)
-                    elif not self._told(message):
-                        thread.submit(self._answer, message, load, Path(folder.name))
-            except Gone:
+                    if method == "close":
+                        self._close(thread, *arguments)
+                    elif method in ("end", "leave"):  # even while the thread runs a cell
+                        for world in list(self._worlds.values()):
+                            getattr(world, method)()
+                    else:
+                        thread.submit(self._answer, number, method, arguments)
+            except LOST:
                 return False
             finally:
-                for world in list(self._worlds.values()):
-                    world.abort()
+                for backend in list(self._worlds):
+                    self._close(thread, backend)
                 thread.shutdown()
-                for world in self._worlds.values():
-                    world.close()
-                self._line.close()
+                self._connection.close()
 
-    def _told(self, message: Mapping[str, Any]) -> bool:
-        """Handle a message without an answer, even while the other thread runs a cell; False for other messages."""
-        for word in ("end", "leave"):
-            if word in message:
-                for world in list(self._worlds.values()):
-                    getattr(world, word)()
-                return True
-        return False
+    def _close(self, thread: ThreadPoolExecutor, backend: str) -> None:
+        if world := self._worlds.get(backend):
+            world.abort()
+            thread.submit(world.close)
 
-    def _answer(self, message: Mapping[str, Any], load: bytes, folder: Path) -> None:
+    def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        self._number = number
         try:
-            try:
-                answer, record = self._do(message, load, folder)
-            except Gone:
-                raise
-            except (WorldError, ValueError) as error:
-                answer, record = {"error": str(error)}, b""
-            except Exception:
-                answer, record = {"error": traceback.format_exc()}, b""
-            self._line.send({**answer, "number": message["number"]}, record)
-        except Gone:
-            pass  # `serve` reads the line, notices too, and ends this process
+            answer = getattr(self, method)(*arguments)
+        except (WorldError, ValueError) as error:
+            answer = WorldError(str(error))
+        except Exception:
+            answer = WorldError(traceback.format_exc())
+        with contextlib.suppress(*LOST):  # `serve` reads the connection, notices too, and ends this process
+            self._connection.send((number, answer))
 
-    def _do(self, message: Mapping[str, Any], load: bytes, folder: Path) -> tuple[dict[str, Any], bytes]:
-        if "start" in message:
-            backend = message["start"]
-            if backend not in self._worlds:
-                self._worlds[backend] = ForkedWorld(self._target_spec, entry=self._entry, backend=backend)
-            return {"ready": self._worlds[backend].start()}, b""
-        if "inputs" in message:
-            name = message["inputs"]
-            where = folder / f"inputs-{name}"
-            unpack(load, where)
-            # One entry below each key: the file or folder, by its own name.
-            self._inputs[name] = {path.name: str(next(path.iterdir())) for path in where.iterdir()}
-            return {"have": name}, b""
-        return self._run(message, folder)
+    def start(self, backend: str) -> dict[str, Any]:
+        """Start a fork server and return its facts."""
+        if backend not in self._worlds:
+            self._worlds[backend] = ForkedWorld(self._target_spec, entry=self._entry, backend=backend)
+        return self._worlds[backend].start()
 
-    def _run(self, message: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], bytes]:
-        """Run this process's rank of a cell. Rank 0 writes its record where the runner reads it; others send theirs."""
-        cell, rank = cell_from(message["cell"]), self.place.rank
-        world = self._worlds[cell.backend]
-        world.deadline, world.grace = message["deadline"], message["grace"]
-        inputs, cell_dir = message.get("files"), message.get("cell_dir")
-        part = Part(
-            ranks=(rank,),
-            local={int(r): index for r, index in message["local"][str(self.place.node)].items()},
-            store=(message["store"][0], message["store"][1]),
-            prefix=message["prefix"],
-            finished=lambda: self._line.send({"finished": True, "number": message["number"]}),
-        )
-        self._cells += 1
-        here = tempfile.TemporaryDirectory(dir=folder, prefix=f"cell{self._cells}-", ignore_cleanup_errors=True)
-        with here:
-            outcome = world.run(
-                cell,
-                Path(cell_dir or here.name),
-                inputs or self._inputs[message["inputs_of"]],
-                _claims(world.start()["claims"]),
-                part if cell.layout.world > 1 else None,
-            )
+    def keep(self, name: str, files: Mapping[str, bytes | None]) -> None:
+        """Keep a variant's inputs, which cells then refer to by `name`."""
+        unpack(files, self._folder / name)
+        # One entry below each key: the file or folder, by its own name.
+        self._inputs[name] = {path.name: str(next(path.iterdir())) for path in (self._folder / name).iterdir()}
+
+    def fork(
+        self, name: str, request: Request, places: Mapping[int, Place]
+    ) -> tuple[RunOutcome, dict[str, bytes | None]]:
+        """Run this process's rank of a cell.
+
+        `FINISHED` is sent when it has done its work. Rank 0 takes the inputs of the request and writes its record where
+        it says; others use those they keep under `name`, and return their record.
+        """
+        rank = self.place.rank
+        local = {r: places[r].local for r in request.part.ranks if places[r].node == self.place.node}
+        request = replace(request, part=replace(request.part, ranks=(rank,), local=local))
+        with tempfile.TemporaryDirectory(dir=self._folder, prefix="cell", ignore_cleanup_errors=True) as here:
+            if rank:
+                request = replace(request, cell_dir=Path(here), inputs=self._inputs[name])
+            outcome = self._worlds[request.cell.backend].fork(request, self._finished)
             if outcome.error:
-                return {"error": outcome.error}, b""
-            record = b"" if cell_dir else pack({"": rank_dir(Path(here.name), rank)})
-        exits = [asdict(end) for end in outcome.exits]
-        return {"exits": exits, "seconds": outcome.seconds, "strays": outcome.strays}, record
+                raise WorldError(outcome.error)
+            return outcome, pack({"": rank_dir(request.cell_dir, rank)}) if rank else {}
 
-
-def _claims(plain: Mapping[str, Any]) -> Claims:
-    """The Claims that `api.to_plain` wrote."""
-    sets: dict[str, Any] = {key: frozenset(value) for key, value in plain.items() if isinstance(value, list)}
-    return Claims(**{**plain, **sets})
+    def _finished(self) -> None:
+        self._connection.send((self._number, FINISHED))
 
 
 def installed(target_spec: str) -> dict[str, str]:

@@ -13,7 +13,6 @@ first; then the real Work is returned. What a call declares is described in `col
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moeref_conformance.worlds.collective_specs import ALIASES, SPECS, Describe, Spec
+from moeref_conformance.worlds.collective_specs import ALIASES, FORMS, Spec, describe
 from torch.distributed import distributed_c10d as c10d
 
 DTYPE_NAMES = sorted({str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)})
@@ -31,22 +30,28 @@ class CollectiveMismatch(RuntimeError):
     """The members of a group disagree on a collective, or one of them passes a tensor that is not contiguous."""
 
 
-OPS = [name for name in SPECS if name not in ALIASES]
-
+OPS = list(FORMS)
 REDUCTIONS = ["", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
-
-HEADER = ("op", "dtype", "shape", "root", "reduction", "contiguous")
-SHOWN = 4  # dimensions of the shape that follow the header, so that a message can show them
+#: The first columns of a signature, and what to tell of them. Then come whether all tensors are contiguous, the first
+#: SHOWN dimensions of the shape, and for each member the units sent to it and expected from it.
+HEADER: dict[str, Callable[[list[int]], str]] = {
+    "op": lambda row: OPS[row[0]],
+    "dtype": lambda row: "none" if row[1] < 0 else DTYPE_NAMES[row[1]],
+    "shape": lambda row: str([d for d in row[6 : 6 + SHOWN] if d >= 0]),  # the column has its hash
+    "root": lambda row: str(row[3]),
+    "reduction": lambda row: REDUCTIONS[row[4]] or "none",
+}
+SHOWN = 4
 _guard = threading.local()  # `busy` inside a wrapped collective: all_gather_into_tensor calls all_gather_single
 
 
 def install() -> None:
-    """Wrap every collective of SPECS and the receives, in torch.distributed and in distributed_c10d. Once a process."""
+    """Wrap every collective of FORMS and the receives, in torch.distributed and in distributed_c10d. Once a process."""
     if getattr(c10d.all_reduce, "_checked", False):
         return
-    for name, describe in SPECS.items():
+    for name in (*FORMS, *ALIASES):
         if hasattr(c10d, name):
-            _replace(name, _checked(ALIASES.get(name, name), getattr(c10d, name), describe))
+            _replace(name, _checked(ALIASES.get(name, name), getattr(c10d, name)))
     for name in ("recv", "irecv"):
         _replace(name, _poisoned_receive(getattr(c10d, name)))
 
@@ -58,8 +63,8 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
             setattr(module, name, function)
 
 
-def _checked(op: str, real: Callable[..., Any], describe: Describe) -> Callable[..., Any]:
-    signature = inspect.signature(real)
+def _checked(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    form, signature = FORMS[op], inspect.signature(real)
 
     @functools.wraps(real)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +77,7 @@ def _checked(op: str, real: Callable[..., Any], describe: Describe) -> Callable[
         _guard.busy = True
         try:
             n, me = group.size(), group.rank()
-            call = describe(bound.arguments, group, n, me)
+            call = describe(form, bound.arguments, group, n, me)
             if n > 1:
                 _agree(op, call, group, n, me)
             _poison(call)
@@ -96,34 +101,26 @@ def _poisoned_receive(real: Callable[..., Any]) -> Callable[..., Any]:
     return receive
 
 
-def _hash(shape: list[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(str(shape).encode(), digest_size=7).digest(), "big")
-
-
 def _agree(op: str, call: Spec, group: Any, n: int, me: int) -> None:
-    """Exchange signatures, int64 of len(HEADER) + SHOWN + 2·n a member; raise on all members if they do not fit."""
-    shape = [int(d) for d in call.shape]
-    header = [
+    """Exchange signatures, a row of int64 a member; raise on all members if they do not fit."""
+    row = [
         OPS.index(op),
         -1 if call.dtype is None else DTYPE_NAMES.index(str(call.dtype).removeprefix("torch.")),
-        _hash(shape),
+        hash(tuple(call.shape)),  # the same in every process, as for all tuples of integers
         call.root,
         REDUCTIONS.index(call.reduce),
         int(all(x.is_contiguous() for x in (*call.inputs, *call.outputs))),
-        *[*shape, *[-1] * SHOWN][:SHOWN],
+        *[*call.shape, *[-1] * SHOWN][:SHOWN],
+        *call.send,
+        *call.expect,
     ]
-    zero = [0] * n
-    where = _device(group)
-    mine = torch.tensor([*header, *(call.send or zero), *(call.expect or zero)], dtype=torch.int64, device=where)
-    everyone = torch.empty(n * mine.numel(), dtype=torch.int64, device=where)
+    mine = torch.tensor(row, dtype=torch.int64, device=_device(group))
+    everyone = mine.new_empty(n * mine.numel())
     group._allgather_base(everyone, mine).wait()
     table = everyone.view(n, -1).tolist()
-    trouble = _trouble(table, n, call, me)
-    if trouble:
-        ranks = dist.get_process_group_ranks(group)
-        raise CollectiveMismatch(
-            f"{op} in group {ranks}, rank {ranks[me]}: {trouble(ranks)}; this rank passes {_text(call)}"
-        )
+    ranks = dist.get_process_group_ranks(group)
+    if trouble := _trouble(table, ranks, me, call.unit):
+        raise CollectiveMismatch(f"{op} in group {ranks}, rank {ranks[me]}: {trouble}; this rank passes {_text(call)}")
 
 
 def _device(group: Any) -> torch.device:
@@ -132,44 +129,27 @@ def _device(group: Any) -> torch.device:
     return torch.device("cpu" if not types or "cpu" in types else "cuda")
 
 
-def _trouble(table: list[list[int]], n: int, call: Spec, me: int) -> Callable[[list[int]], str] | None:
-    """What is wrong, as a function of the group's global ranks, or None. All members get the same result."""
-    h = len(HEADER)
-    send = [row[h + SHOWN : h + SHOWN + n] for row in table]
-    expect = [row[h + SHOWN + n :] for row in table]
-    names: dict[str, Callable[[int], str]] = {
-        "op": lambda i: OPS[table[i][0]],
-        "dtype": lambda i: "none" if table[i][1] < 0 else DTYPE_NAMES[table[i][1]],
-        "shape": lambda i: str([d for d in table[i][h : h + SHOWN] if d >= 0]),
-        "root": lambda i: str(table[i][3]),
-        "reduction": lambda i: REDUCTIONS[table[i][4]] or "none",
-    }
-    for column, what in enumerate(HEADER[:-1]):
+def _trouble(table: list[list[int]], ranks: list[int], me: int, unit: str) -> str:
+    """What is wrong, for member `me`, or an empty text. All members find the same."""
+    for column, (what, shown) in enumerate(HEADER.items()):
         if len({row[column] for row in table}) > 1:
-            said = [names[what](i) for i in range(n)]
-            return lambda ranks: (
-                f"{what} differs: " + ", ".join(f"rank {r} has {s}" for r, s in zip(ranks, said, strict=True))
-            )
-    if not all(row[h - 1] for row in table):
-        return lambda ranks: (
-            "tensor is not contiguous on rank "
-            + ", ".join(str(ranks[i]) for i in range(n) if not table[i][h - 1])
-            + " (NCCL refuses it, gloo may move wrong bytes)"
-        )
-    wrong = [j for j in range(n) if [send[i][j] for i in range(n)] != expect[j] or -1 in send[j] or -1 in expect[j]]
-    if not wrong:
-        return None
-
-    def tell(ranks: list[int]) -> str:
-        told = []
-        for j in [me] * (me in wrong) + [j for j in wrong if j != me]:
-            peers, who = [send[i][j] for i in range(n)], "I expect" if j == me else f"rank {ranks[j]} expects"
-            told.append(f"peers send {peers} {call.unit}, {who} {expect[j]}")
-        bad = sorted({j for j in range(n) if -1 in send[j] or -1 in expect[j]})
-        told += [f"rank {ranks[j]} passes splits or pieces that do not add up to its tensor (-1)" for j in bad]
-        return "; ".join(told)
-
-    return tell
+            said = [f"rank {rank} has {shown(row)}" for rank, row in zip(ranks, table, strict=True)]
+            return f"{what} differs: {', '.join(said)}"
+    strided = [str(rank) for rank, row in zip(ranks, table, strict=True) if not row[len(HEADER)]]
+    if strided:
+        where = ", ".join(strided)
+        return f"tensor is not contiguous on rank {where} (NCCL refuses it, gloo may move wrong bytes)"
+    n, first = len(ranks), len(HEADER) + 1 + SHOWN
+    send, expect = [row[first : first + n] for row in table], [row[first + n :] for row in table]
+    bad = [j for j in range(n) if -1 in send[j] or -1 in expect[j]]
+    told = []
+    for j in sorted(range(n), key=lambda j: j != me):
+        peers = [row[j] for row in send]
+        if peers != expect[j] or j in bad:
+            who = "I expect" if j == me else f"rank {ranks[j]} expects"
+            told.append(f"peers send {peers} {unit}, {who} {expect[j]}")
+    told += [f"rank {ranks[j]} passes splits or pieces that do not add up to its tensor (-1)" for j in bad]
+    return "; ".join(told)
 
 
 def _text(call: Spec) -> str:

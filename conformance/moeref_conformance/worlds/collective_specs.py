@@ -131,7 +131,7 @@ def _tensors(value: Any) -> Tensors:
 def _root(arguments: Mapping[str, Any], ranks: list[int], name: str) -> int:
     """The global rank, which torch also takes by its place in the group."""
     if arguments.get(f"group_{name}") is not None:
-        return ranks[arguments[f"group_{name}"]]
+        return ranks[int(arguments[f"group_{name}"])]
     return int(arguments[name] or 0)
 
 

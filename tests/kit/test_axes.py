@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
 import pytest
@@ -48,9 +48,9 @@ def test_choices_are_those_that_the_kit_knows_more_of() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    shape: str = field(default="round", metadata=axis(choices=("round", "flat"), claim="shapes", shown="{}-shape"))
-    wet: bool = field(default=False, metadata=axis(claim="wet", noun="wet toys", shown="wet"))
-    parts: int = field(default=1, metadata=axis(about="a number of parts", claim="parts", noun="parts"))
+    shape: str = axis("round", choices=("round", "flat"), claim="shapes", shown="{}-shape")
+    wet: bool = axis(False, claim="wet", noun="wet toys", shown="wet")
+    parts: int = axis(1, about="a number of parts", claim="parts", noun="parts")
     label: str = ""
 
 

@@ -79,7 +79,6 @@ class Names(Protocol):
 
     def table(self, rank: int) -> Sequence[NameRow]:
         """All tensors that `rank` holds. Pure: no collective, no module, any rank may ask for any rank."""
-        ...
 
 
 @runtime_checkable
@@ -88,7 +87,6 @@ class Plan(Protocol):
 
     def tensors(self) -> Sequence[TensorMeta]:
         """What an export would send, in order. Pure: from config and layout alone, no collective, no module."""
-        ...
 
 
 @runtime_checkable
@@ -97,19 +95,15 @@ class Export(Protocol):
 
     def chunks(self) -> Sequence[torch.nn.Module]:
         """The model chunks of this rank, one per virtual stage. The kit reads and changes their parameters."""
-        ...
 
     def load(self, checkpoint: Path) -> None:
         """Read a Hugging Face folder (safetensors, one file or indexed) into this rank's shards, or raise."""
-        ...
 
     def plan(self) -> Sequence[TensorMeta]:
         """What `stream` will yield, in order, without a collective. Called only if `Claims.has_plan`."""
-        ...
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         """Full HF tensors in order: the tensor on the writer, None on every other rank."""
-        ...
 
 
 @runtime_checkable
@@ -121,7 +115,6 @@ class Forward(Protocol):
 
         `tokens_BS` is int64 and equal on all ranks; each row is one microbatch; positions are 0..S-1; no dropout.
         """
-        ...
 
 
 @runtime_checkable
@@ -136,7 +129,6 @@ class Gradients(Protocol):
         first token of a row following its last. Every data-parallel replica gets all rows. `tokens_BS` is as in
         `Forward.logits`, with rows in multiples of 2·PP under interleaving. Not asked in bf16 or with MTP layers.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,14 +149,12 @@ class Config(Protocol):
 
     def given(self) -> Mapping[str, Any]:
         """The settings that this session's model is built with; in the static world, would be built with."""
-        ...
 
     def resolve(self, request: Request, role: str) -> Mapping[str, Any]:
         """The settings of a `policy` or `reference` model (`role`) if `request` holds for both. Nothing is built.
 
         Raises for a name that Megatron does not have, and for a setting that would have no effect.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -190,15 +180,12 @@ class Replay(Protocol):
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         """Run a forward without gradients and record its routes. Returns `logits_BSV` as `Forward.logits` does."""
-        ...
 
     def replay(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> torch.Tensor | None:
         """Run a forward without gradients under `routes`; logits as in `record`. Raises for routes that do not fit."""
-        ...
 
     def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> Mapping[tuple[int, str], torch.Tensor]:
         """Take a training step under `routes`. Returns gradients as `Gradients.gradients` does."""
-        ...
 
 
 @runtime_checkable
@@ -207,19 +194,15 @@ class Seeds(Protocol):
 
     def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
         """Each generator's seed on `rank`; with `per_dp` replicas get different ones. Pure; raises for a bad seed."""
-        ...
 
     def install(self, seed: int, per_dp: bool) -> None:
         """Seed this process's generators; called after model-parallel initialisation. Raises for a bad seed."""
-        ...
 
     def save(self) -> Any:
         """The states of all generators, for a checkpoint."""
-        ...
 
     def restore(self, states: Any) -> None:
         """Restore what `save` returned; the same states may be restored more than once."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,14 +268,12 @@ class Dispatch(Protocol):
 
     def padded(self, request: PadRequest) -> Padding:
         """What the samples and packed sequences are padded to. Pure."""
-        ...
 
     def settings(self, request: DispatcherRequest) -> Mapping[str, Any]:
         """Megatron's settings for it: `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend`. Pure.
 
         Raises for a dispatcher that cannot work here.
         """
-        ...
 
     def round_trip(self, rows: RoutedRows, expert: Callable[[int, torch.Tensor], torch.Tensor]) -> RoundTrip:
         """Send rows to their experts by the cell's dispatcher, and the weighted outputs back; differentiable.
@@ -301,7 +282,6 @@ class Dispatch(Protocol):
         (numbered globally), or its share of one under ETP, and is called for each of them. Raises on every rank for
         a row that names an expert twice or one that does not exist.
         """
-        ...
 
 
 class Session(Protocol):
@@ -350,7 +330,6 @@ class Recorded(Protocol):
 
     def recorded_steps(self, cell: Cell) -> frozenset[str]:
         """The steps of the cell that have a record."""
-        ...
 
 
 def to_plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass
+from dataclasses import MISSING, Field, dataclass, field
 from typing import Any
 
 
@@ -57,17 +57,17 @@ class Axis:
         return "" if value in claimed else f"{self.name}={value} is not claimed (claimed: {listed})"
 
 
-def axis(**facts: Any) -> dict[str, Any]:
-    """Metadata that makes a field of a dataclass an axis; `name` is the field's unless given."""
-    return {"axis": facts}
+def axis(default: Any = MISSING, **facts: Any) -> Any:
+    """A field of a dataclass that is an axis; `name` is the field's unless given."""
+    return field(default=default, metadata={"axis": facts})
 
 
 def read_axes(fields: Iterable[Field[Any]]) -> dict[str, Axis]:
     """The axes among the fields of a dataclass by name, in their order."""
     axes = {}
-    for field in fields:
-        if "axis" in field.metadata:
-            facts = {"name": field.name, **field.metadata["axis"]}
-            default = None if field.default is MISSING else field.default
-            axes[facts["name"]] = Axis(field=field.name, default=default, **facts)
+    for of in fields:
+        if "axis" in of.metadata:
+            facts = {"name": of.name, **of.metadata["axis"]}
+            default = None if of.default is MISSING else of.default
+            axes[facts["name"]] = Axis(field=of.name, default=default, **facts)
     return axes

@@ -69,45 +69,34 @@ class Cell:
     """One combination to judge, which is one row of a report. `AXES` are its axes."""
 
     #: Hugging Face's model_type, such as "qwen3_moe".
-    family: str = field(metadata=axis(claim="families", about="a `model_type`", shown="", of_size=True, required=True))
-    layout_name: str = field(metadata=axis(name="layout", required=True, about="a name under `[layouts]`", shown=""))
+    family: str = axis(claim="families", about="a `model_type`", shown="", of_size=True, required=True)
+    layout_name: str = axis(name="layout", required=True, about="a name under `[layouts]`", shown="")
     layout: Layout
-    backend: str = field(
-        default="gloo", metadata=axis(choices=(*BACKENDS, ANY_GPU), claim="backends", shown="", required=True)
-    )
+    backend: str = axis("gloo", choices=(*BACKENDS, ANY_GPU), claim="backends", shown="", required=True)
     #: A tiny model with random weights, or a published one, of which only the config is used.
-    size: str = field(default=TINY, metadata=axis(choices=tuple(published()), shown=""))
+    size: str = axis(TINY, choices=tuple(published()), shown="")
     #: Decoder layers. Uneven layouts ask for another number than the default.
-    layers: int = field(default=8, metadata=axis(shown="L{}", of_size=True, in_grid=False))
+    layers: int = axis(8, shown="L{}", of_size=True, in_grid=False)
     #: Dtype of the checkpoint and of the Megatron parameters.
-    dtype: str = field(default="float32", metadata=axis(choices=("float32", "bfloat16"), claim="dtypes", of_size=True))
+    dtype: str = axis("float32", choices=("float32", "bfloat16"), claim="dtypes", of_size=True)
     #: Hugging Face's tie_word_embeddings.
-    tied: bool = field(default=False, metadata=axis(claim="tied", noun="tied embeddings", shown="tied", of_size=True))
+    tied: bool = axis(False, claim="tied", noun="tied embeddings", shown="tied", of_size=True)
     #: Multi-token prediction layers.
-    mtp: int = field(
-        default=0,
-        metadata=axis(
-            about="a number of layers", claim="mtp", noun="multi-token prediction layers", shown="mtp{}", of_size=True
-        ),
+    mtp: int = axis(
+        0, about="a number of layers", claim="mtp", noun="multi-token prediction layers", shown="mtp{}", of_size=True
     )
     #: Experts of the Hugging Face checkpoint: a tensor each, or one for all, as in the modules of transformers 5.
-    expert_format: str = field(
-        default="per_expert", metadata=axis(choices=("per_expert", "fused"), claim="expert_formats")
-    )
+    expert_format: str = axis("per_expert", choices=("per_expert", "fused"), claim="expert_formats")
     #: Norms of the Megatron modules: separate (local spec), or fused into linears (Transformer Engine's names).
-    norms: str = field(
-        default="separate", metadata=axis(choices=("separate", "fused"), claim="norms", shown="{}-norms")
-    )
+    norms: str = axis("separate", choices=("separate", "fused"), claim="norms", shown="{}-norms")
     #: Expert modules of Megatron.
-    experts: str = field(default="sequential", metadata=axis(choices=("sequential", "grouped"), claim="experts"))
-    dispatcher: str = field(default="alltoall", metadata=axis(claim="dispatchers", shown_last=True))
-    replay: str = field(default="off", metadata=axis(choices=REPLAY_MODES, claim="replay", shown_last=True))
+    experts: str = axis("sequential", choices=("sequential", "grouped"), claim="experts")
+    dispatcher: str = axis("alltoall", claim="dispatchers", shown_last=True)
+    replay: str = axis("off", choices=REPLAY_MODES, claim="replay", shown_last=True)
     #: Modules of the layers: plain torch ones under any names, or Transformer Engine's.
-    kernels: str = field(default="torch", metadata=axis(choices=("torch", "te"), claim="kernels", hashed_if_set=True))
+    kernels: str = axis("torch", choices=("torch", "te"), claim="kernels", hashed_if_set=True)
     #: An FP8 recipe; empty: products are computed in `dtype`.
-    precision: str = field(
-        default="", metadata=axis(choices=("", *FP8_RECIPES), claim="precisions", hashed_if_set=True)
-    )
+    precision: str = axis("", choices=("", *FP8_RECIPES), claim="precisions", hashed_if_set=True)
     gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
     needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
     gpus: int = field(default=0, compare=False)  # least number of GPUs

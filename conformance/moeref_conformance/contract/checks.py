@@ -23,12 +23,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if 0 < len(names) <= 12 else ""
 
 
+def check_known(where: str, what: str, names: Iterable[Any], known: Iterable[str]) -> None:
+    """Raise `BadInput` for the first of `names` that is not known; `what` says what they name."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise BadInput(f"{where}: unknown {what} {name!r}{nearest(name, known)}")
+
+
 def check_keys(where: str, table: Mapping[str, Any], known: Iterable[str], required: Iterable[str] = ()) -> None:
     """Raise `BadInput` for a key of `table` that is not known or a required one that is absent."""
-    known = list(known)
-    for key in table:
-        if key not in known:
-            raise BadInput(f"{where}: unknown key {key!r}{nearest(key, known)}")
+    check_known(where, "key", table, known)
     for key in required:
         if key not in table:
             raise BadInput(f"{where}: {key!r} is missing")

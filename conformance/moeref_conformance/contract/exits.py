@@ -31,12 +31,12 @@ class RankExit:
     """
 
     rank: int
-    code: int | None
-    signal: int | None
-    timed_out: bool
-    last_step: str
-    stderr_tail: str
-    coords: str
+    code: int | None = 0
+    signal: int | None = None
+    timed_out: bool = False
+    last_step: str = "start"
+    stderr_tail: str = ""
+    coords: str = ""
     first: bool = False
     killed: bool = False
     finished: bool = False

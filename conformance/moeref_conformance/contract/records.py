@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -151,6 +152,12 @@ class Observation:
                 crashes.append(crash)
         crashes.sort(key=lambda c: (c[0], c[1].rank))
         return cls(cell, ranks, [c for _, c in crashes], seconds)
+
+
+def event(step: str, phase: str, began: float | None = None, **more: Any) -> dict[str, Any]:
+    """A line of `events.jsonl`: what happens now in a step that began then."""
+    now = time.time()
+    return {"step": step, "phase": phase, "at": now, "seconds": round(now - (began or now), 6), **more}
 
 
 def write_events(cell_dir: Path, events: Mapping[int, list[dict[str, Any]]]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.contract.checks import BadInput, check_keys, nearest, read_toml, text_list
+from moeref_conformance.contract.checks import BadInput, check_keys, check_known, read_toml, text_list
 from moeref_conformance.contract.rules import Rule, load_rules
 from moeref_conformance.plan.matrix import Matrix, check_where, matches
 
@@ -112,9 +112,7 @@ def lookup(entries: Iterable[KnownFailure], cell: Cell, rule: Rule) -> KnownFail
 def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> KnownFailure:
     check_keys(spot, table, (*KEYS, *EVIDENCE, "matrix"), KEYS)
     ids = text_list(f"{spot}: rule", table["rule"])
-    for rule_id in ids:
-        if rule_id not in rules:
-            raise BadInput(f"{spot}: unknown rule {rule_id!r}{nearest(rule_id, rules)}")
+    check_known(spot, "rule", ids, rules)
     if table["outcome"] not in OUTCOMES:
         raise BadInput(f"{spot}: outcome={table['outcome']!r} is not one of {', '.join(OUTCOMES)}")
     _check_evidence(spot, table)

@@ -32,7 +32,7 @@ from typing import Any
 from moeref_conformance.contract.api import to_plain
 from moeref_conformance.contract.axes import Axis
 from moeref_conformance.contract.cells import AXES, Cell, Layout
-from moeref_conformance.contract.checks import BadInput, check_keys, nearest, read_toml, text_list
+from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, read_toml, text_list
 from moeref_conformance.contract.published_models import TINY, published
 from moeref_conformance.contract.rules import load_rules, select
 from moeref_conformance.plan.layouts import LAYOUT_KEYS, check_split, read_layout
@@ -230,17 +230,14 @@ def _values(where: str, axis: Axis, listed: Any, layouts: Iterable[str]) -> list
     for value in values:
         if problem := axis.problem(value):
             raise BadInput(f"{where}: {axis.name}={value!r} {problem}")
-        if choices and value not in choices:
-            raise BadInput(f"{where}: unknown {axis.name} {value!r}{nearest(value, choices)}")
+    check_known(where, axis.name, values, choices or values)
     return values
 
 
 def _beside_axes(where: str, grid: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the grid's cells that are no axes."""
     tags, needs = (tuple(text_list(f"{where}: {key}", grid[key])) if key in grid else () for key in ("tags", "needs"))
-    for need in needs:
-        if need not in NEEDS:
-            raise BadInput(f"{where}: unknown need {need!r}{nearest(need, NEEDS)}")
+    check_known(where, "need", needs, NEEDS)
     gpus = grid.get("gpus", 0)
     if type(gpus) is not int or gpus < 0:
         raise BadInput(f"{where}: gpus={gpus!r} is not a number of GPUs")

@@ -11,9 +11,7 @@ from moeref_conformance.report import badge, html, junit, markdown
 def write_all(results: Results, out: Path) -> Path:
     """Write `report.html`, `summary.md`, `junit.xml` and `badge.json` into `out`; gives the path of the page."""
     out.mkdir(parents=True, exist_ok=True)
-    page = out / "report.html"
-    page.write_text(html.render(results), encoding="utf-8")
-    (out / "summary.md").write_text(markdown.render(results), encoding="utf-8")
-    (out / "junit.xml").write_text(junit.render(results), encoding="utf-8")
-    (out / "badge.json").write_text(badge.render(results), encoding="utf-8")
-    return page
+    renders = {"report.html": html, "summary.md": markdown, "junit.xml": junit, "badge.json": badge}
+    for name, module in renders.items():
+        (out / name).write_text(module.render(results), encoding="utf-8")
+    return out / "report.html"

@@ -17,7 +17,7 @@ from moeref_conformance.contract.cells import Cell, Claims
 from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, write_events
-from moeref_conformance.judges import JUDGES, Case
+from moeref_conformance.judges import Case
 from moeref_conformance.plan.plan import Plan
 from moeref_conformance.targets.dump import DumpTarget
 
@@ -30,7 +30,6 @@ class RunsCells(Protocol):
 
     def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
         """Run one cell, leaving records in `cell_dir`."""
-        ...
 
 
 MakeWorld = Callable[[Plan], AbstractContextManager[RunsCells]]
@@ -89,6 +88,7 @@ class Worlds(ExitStack):
 
 def machinery(coordinator: Coordinator | None = None) -> Machinery:
     """The real worlds, oracle and judges. With a `coordinator` the ranks are those of torchrun."""
+    from moeref_conformance.judges import JUDGES
     from moeref_conformance.oracles.checkpoint import expected
     from moeref_conformance.worlds.static import StaticWorld
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from moeref_conformance.contract.api import Cell, Session, Target, World, to_plain
-from moeref_conformance.contract.records import EVENTS
+from moeref_conformance.contract.records import EVENTS, event
 from moeref_conformance.steps.facet import Context, rank_steps
 from moeref_conformance.steps.tensors import copied
 
@@ -33,9 +33,7 @@ class Log:
         self._file = (folder / EVENTS).open("a", encoding="utf-8")
 
     def write(self, step: str, phase: str, began: float, **more: Any) -> None:
-        now = time.time()
-        event = {"step": step, "phase": phase, "at": now, "seconds": round(now - began, 6), **more}
-        self._file.write(json.dumps(to_plain(event)) + "\n")
+        self._file.write(json.dumps(to_plain(event(step, phase, began, **more))) + "\n")
         self._file.flush()
 
     def step(self, name: str, action: Callable[[], Any], refusal: bool = False) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome
-from moeref_conformance.contract.records import EVENTS, RankRecord, free_key, rank_dir
+from moeref_conformance.contract.records import RankRecord, event, free_key, rank_dir, write_events
 from moeref_conformance.contract.topology import coords_text
 from moeref_conformance.targets.dump import HF, DumpTarget
 from safetensors import SafetensorError, safe_open
@@ -42,7 +41,7 @@ class DumpWorld:
             record = RankRecord(rank, rank_dir(cell_dir, rank))
             whole = record.has("close")
             place = coords_text(cell.layout, rank)
-            exits.append(RankExit(rank, 0, None, False, record.last_step, "", place, first=not whole, finished=whole))
+            exits.append(RankExit(rank, last_step=record.last_step, coords=place, first=not whole, finished=whole))
         return RunOutcome(tuple(exits), time.monotonic() - began)
 
 
@@ -68,14 +67,11 @@ def _exported(folder: Path, cell: Cell, cell_dir: Path) -> tuple[RankExit, ...]:
             break
     if tensors:
         save_file(tensors, where / "export.safetensors")
-    event: dict[str, Any] = {"step": "export", "at": time.time(), "seconds": 0.0}
-    event |= {"phase": "raised", "error": error} if error else {"phase": "ok", "value": rows}
-    closed = {"step": "close", "phase": "ok", "at": event["at"], "seconds": 0.0, "value": False}
-    for rank in range(cell.layout.world):
-        rank_dir(cell_dir, rank).mkdir(parents=True, exist_ok=True)
-        events = [closed] if rank else [event] if error else [event, closed]
-        (rank_dir(cell_dir, rank) / EVENTS).write_text("".join(json.dumps(e) + "\n" for e in events))
+    sent, closed = event("export", "ok", value=rows), event("close", "ok", value=False)
+    ranks = range(cell.layout.world)
+    first = [event("export", "raised", error=error)] if error else [sent, closed]
+    write_events(cell_dir, {rank: [closed] if rank else first for rank in ranks})
+    places = [coords_text(cell.layout, rank) for rank in ranks]
     return tuple(
-        RankExit(rank, 0, None, False, "close", "", coords_text(cell.layout, rank), finished=bool(rank or not error))
-        for rank in range(cell.layout.world)
+        RankExit(rank, last_step="close", coords=places[rank], finished=bool(rank or not error)) for rank in ranks
     )

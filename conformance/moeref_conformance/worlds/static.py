@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from moeref_conformance.contract.api import Cell, Claims, Target, World
 from moeref_conformance.contract.exits import EXIT_RAISED, RankExit, RunOutcome
+from moeref_conformance.contract.records import event
 
 if TYPE_CHECKING:
     from moeref_conformance.steps.facet import Context, Facet, Step
@@ -78,7 +79,7 @@ class _Record:
             self._rank, at_rank = rank, replace(context, rank=rank)
             for facet, step in every_rank:
                 self._take(facet, step, at_rank)
-            self.exits.append(_exit(rank, 0, self._step))
+            self.exits.append(RankExit(rank, last_step=self._step, finished=True))
         self._rank = 0
         for facet, step in static_steps(context.claims, context.cell, Static.ONCE):
             self._take(facet, step, context)
@@ -87,24 +88,15 @@ class _Record:
     def fail(self, error: Exception) -> None:
         """Make `error` the exit of the rank whose step was taken last."""
         what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        self.events.setdefault(self._rank, []).append(_event(self._step, "raised", error=what))
+        self.events.setdefault(self._rank, []).append(event(self._step, "raised", error=what))
         others = [done for done in self.exits if done.rank != self._rank]
-        self.exits = [*others, _exit(self._rank, EXIT_RAISED, self._step)]
+        self.exits = [*others, RankExit(self._rank, EXIT_RAISED, last_step=self._step, first=True)]
 
     def _take(self, facet: Facet, step: Step, context: Context) -> None:
         self._step = step.name
         value = step.take(facet, context)
-        self.events.setdefault(self._rank, []).append(_event(step.name, "ok", value=value))
+        self.events.setdefault(self._rank, []).append(event(step.name, "ok", value=value))
 
 
 def _no_tensors(step: str, tensors: Mapping[str, Any]) -> NoReturn:
     raise TypeError(f"step {step}: the static world keeps no tensors")
-
-
-def _exit(rank: int, code: int, step: str) -> RankExit:
-    ended = code == 0
-    return RankExit(rank, code, None, False, step, "", "", first=not ended, finished=ended)
-
-
-def _event(step: str, phase: str, **more: Any) -> dict[str, Any]:
-    return {"step": step, "phase": phase, "at": time.time(), "seconds": 0.0, **more}

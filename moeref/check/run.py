@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from moeref import families, seeds
@@ -138,22 +140,29 @@ def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
     return replace(report, stages=tuple(found))
 
 
-def _weights(report: Report, layout: Layout, problems: list[Problem]) -> tuple[Report, dict[str, tuple[int, ...]]]:
+def _weights(report: Report, layout: Layout, problems: list[Problem]) -> tuple[Report, Mapping[str, tuple[int, ...]]]:
     """The report with experts and weights, and the shapes of a rank's shards by name. TP and EP ranks hold the same."""
     model = report.model
     try:
         report = replace(report, experts=(model.experts, len(layout.experts(0, model.experts))))
-        shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"))
-        held = {pp: shard_map.local_shards(layout.rank_of(tp=0, pp=pp)) for pp in range(layout.pp)}
+        sizes, shapes = _sizes(model, layout)
     except (LayoutError, BridgeError) as error:
         problems.append(Problem("bridge", str(error)))
         return report, {}
+    return replace(report, **sizes), shapes
+
+
+@functools.lru_cache(maxsize=8)  # a run's policy and reference share them, and so do runs that differ in settings
+def _sizes(model: Model, layout: Layout) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
+    """Fields of the report that follow from all tensors, and the shapes of shards by name. Raises BridgeError."""
+    shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"))
+    held = {pp: shard_map.local_shards(layout.rank_of(tp=0, pp=pp)) for pp in range(layout.pp)}
     # Several parameters may be parts of one tensor, such as experts that a checkpoint stacks.
     tensors = {t.name: t.shape for param in shard_map.global_params if param.exports for t in param.hf}
     parameters = sum(math.prod(shape) for shape in tensors.values())
-    weights = {pp: sum(map(_bytes, shards)) for pp, shards in held.items()}
+    weights = MappingProxyType({pp: sum(map(_bytes, shards)) for pp, shards in held.items()})
     shapes = {shard.local_name: shard.shape for shards in held.values() for shard in shards}
-    return replace(report, weights=weights, tensors=len(tensors), parameters=parameters), shapes
+    return {"weights": weights, "tensors": len(tensors), "parameters": parameters}, MappingProxyType(shapes)
 
 
 def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tuple[tuple[str, bool], ...]:

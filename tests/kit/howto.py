@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "conformance" / "moeref_conformance"
@@ -34,7 +33,7 @@ def captions(text: str) -> list[str]:
 def follow(text: str, folder: Path) -> Path:
     """A copy of the kit in `folder` with every block of the page in its place."""
     copy = folder / KIT.name
-    shutil.copytree(KIT, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(KIT, copy)  # compiled files too, which saves the compiling
     for caption, block in _BLOCK.findall(text):
         name, _, place = caption.partition(", ")
         file = copy / name
@@ -56,17 +55,9 @@ def changed(copy: Path) -> set[str]:
 
 def judge(folder: Path, program: str) -> Any:
     """What a program prints as JSON, run with the copied kit and the folder itself on its path."""
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    done = warm.run(program, cwd=folder, path=[str(folder), str(ROOT)], forget=[KIT.name])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _put(before: str, block: str, place: str) -> str:

@@ -1,8 +1,6 @@
 """Made-up machines: which cells of the GPU matrix run on them, in which world, and why the others do not."""
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -19,6 +17,8 @@ from moeref_conformance.plan import check_environment, gpu_requirements, machine
 from moeref_conformance.plan.machine import NEEDS, RECIPES, Machine
 from moeref_conformance.run.machinery import Machinery
 from moeref_conformance.run.runner import run
+
+from tests import warm
 
 GPU = matrix.load("gpu")
 EVERYTHING = frozenset({*NEEDS, *RECIPES, "nccl"})
@@ -265,11 +265,11 @@ def test_more_ranks_than_gpus_on_a_machine_of_torchrun_are_refused(monkeypatch):
     assert machine.detect.__wrapped__().count == 16
 
 
-def test_looking_for_gpus_ends_in_facts_or_in_a_reason():
-    done = subprocess.run(
-        [sys.executable, "-m", "moeref_conformance.plan.machine"],
-        capture_output=True, text=True, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+def test_looking_for_gpus_ends_in_facts_or_in_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    program = "import runpy\nrunpy.run_module('moeref_conformance.plan.machine', run_name='__main__')"
+    done = warm.run(program, cwd=tmp_path, forget=["moeref_conformance"])
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["gpus"] == []
     assert "built without CUDA" in found["why_not"]["gpu"] or "hides all of them" in found["why_not"]["gpu"]

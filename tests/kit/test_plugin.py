@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 pytest_plugins = ["pytester"]
 
 STATIC = """
@@ -43,8 +45,13 @@ def kit(pytester, monkeypatch):
     installed = any(e.name == "moeref_conformance" for e in importlib.metadata.entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", "moeref_conformance.plugin"]
 
-    def go(*arguments):
-        return pytester.runpytest_subprocess(*plugin, "-p", "no:cacheprovider", "--strict-markers", *arguments)
+    def go(*arguments, fresh=False):
+        command = [*plugin, "-p", "no:cacheprovider", "--strict-markers", *arguments]
+        if fresh:
+            return pytester.runpytest_subprocess(*command)
+        program = f"import pytest\nraise SystemExit(pytest.main({command}))"
+        done = warm.run(program, cwd=pytester.path, path=[str(pytester.path)], forget=["moeref_conformance"])
+        return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0)
 
     return go
 
@@ -100,4 +107,4 @@ def test_other_runs_are_left_alone(kit, pytester):
             assert not {"torch", "megatron", "transformers", "rich", "jinja2"} & set(sys.modules)
         """
     )
-    kit("--target", "mine", "test_own.py").assert_outcomes(passed=1)
+    kit("--target", "mine", "test_own.py", fresh=True).assert_outcomes(passed=1)

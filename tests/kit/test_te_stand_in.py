@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from moeref_conformance.targets.peers import te_modules as te
+
+from tests import warm
 
 pytestmark = pytest.mark.cpu
 
@@ -92,21 +95,23 @@ def test_marks_and_shapes_of_shards() -> None:
         te.Linear(6, 5, tp_size=2, parallel_mode="column")
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+def run(program: str, folder: Path, forget: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     program = "from moeref_conformance.targets.peers import te\n" + program
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return warm.run(program, cwd=folder, forget=forget)
 
 
-def test_megatron_takes_it_for_transformer_engine() -> None:
+def test_megatron_takes_it_for_transformer_engine(tmp_path: Path) -> None:
     end = run(
         "te.install(); te.install()\n"
         "import megatron.core.extensions.transformer_engine as e, transformer_engine.pytorch as p\n"
         "assert e.HAVE_TE and issubclass(e.TERowParallelGroupedLinear, p.GroupedLinear)\n"
-        "from transformer_engine.pytorch import Float8Tensor"
+        "from transformer_engine.pytorch import Float8Tensor",
+        tmp_path,
+        forget=["megatron"],
     )
     assert "cannot import name 'Float8Tensor'" in end.stderr
 
 
-def test_it_is_refused_after_megatron() -> None:
-    end = run("import megatron.core.extensions.transformer_engine\nte.install()")
+def test_it_is_refused_after_megatron(tmp_path: Path) -> None:
+    end = run("import megatron.core.extensions.transformer_engine\nte.install()", tmp_path)
     assert "install the stand-in first" in end.stderr

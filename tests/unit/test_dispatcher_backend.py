@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fenced import ROOT, blocks
+
+from tests import warm
 
 pytestmark = pytest.mark.cpu
 PAGE = (ROOT / "docs/how-to/add-a-dispatcher-backend.md").read_text(encoding="utf-8")
@@ -37,11 +36,11 @@ assert "flex-needs-a-group" in one
 def test_a_toy_backend_is_one_row(tmp_path: Path) -> None:
     files = re.findall(r"^\| `(moeref/.+?)` \|", PAGE, flags=re.MULTILINE)
     assert len(files) <= 2
-    shutil.copytree(ROOT / "moeref", tmp_path / "moeref", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "moeref", tmp_path / "moeref")  # compiled files too
     (row,) = blocks(PAGE, "py")
     target = tmp_path / files[0]
     text = target.read_text(encoding="utf-8")
     target.write_text(text.replace("\n)\nBY_NAME = ", f"\n{row},\n)\nBY_NAME = "), encoding="utf-8")
     assert target.read_text(encoding="utf-8") != text
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", USE], check=True, env=env, cwd=tmp_path)
+    done = warm.run(USE, cwd=tmp_path, path=[str(tmp_path)], forget=["moeref"])
+    assert done.returncode == 0, done.stderr

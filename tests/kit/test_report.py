@@ -76,7 +76,7 @@ def test_links_of_the_page_lead_somewhere(failed):
 def test_squares_say_exact_or_the_tolerance_met(failed):
     (block, _) = view(failed).blocks
     (row,) = [row for row in block.rows if row.id == "qwen3_moe/tp2/gloo"]
-    texts = {rule.id: mark.text for rule, mark in zip(block.rules, row.marks, strict=True)}
+    texts = {rule: mark.text for rule, mark in row.marks.items()}
     assert (texts["RUN-001"], texts["NAM-001"], texts["EXP-002"], texts["LOD-001"]) == ("exact", "7e-7", "✗ 7", "!")
 
 

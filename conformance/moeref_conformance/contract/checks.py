@@ -48,6 +48,11 @@ def text_list(where: str, value: Any) -> list[str]:
     raise BadInput(f"{where}: expected a string or a non-empty list of strings, got {value!r}")
 
 
+def texts(where: str, table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """`text_list` of what a table has under `key`; empty if it has nothing."""
+    return tuple(text_list(f"{where}: {key}", table[key])) if key in table else ()
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The parsed file, or `BadInput` saying what is wrong with it."""
     try:

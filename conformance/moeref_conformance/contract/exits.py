@@ -5,6 +5,7 @@ Nothing here imports torch, so that the parent process can read an outcome witho
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -118,8 +119,6 @@ def mark_first(exits: Sequence[RankExit]) -> tuple[RankExit, ...]:
 
 def signal_name(number: int) -> str:
     """`SIGKILL` for 9; `signal 34` where the platform has no name for it."""
-    import signal
-
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -41,19 +41,17 @@ class Recorder:
 
     def model(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Every parameter and persistent buffer of this rank's chunks, one chunk a virtual stage."""
-        held: dict[str, tuple[str, torch.Tensor]] = {}
+        rows: list[dict[str, Any]] = []
+        held: dict[str, torch.Tensor] = {}
         for number, chunk in enumerate(chunks):
             parameters = dict(chunk.named_parameters(remove_duplicate=False))
             for name, tensor in chunk.state_dict(keep_vars=True).items():
                 if isinstance(tensor, torch.Tensor):
-                    held[f"{number}:{name}"] = "parameter" if name in parameters else "buffer", tensor
-        rows = [
-            {"chunk": int(c), "local": n, "shape": list(t.shape), "dtype": _dtype(t), "kind": kind}
-            for key, (kind, t) in held.items()
-            for c, _, n in [key.partition(":")]
-        ]
+                    kind = "parameter" if name in parameters else "buffer"
+                    rows.append({"chunk": number, "local": name, **_meta(tensor), "kind": kind})
+                    held[f"{number}:{name}"] = tensor
         self.step("inventory", rows)
-        self.step("shards", tensors={key: tensor for key, (_, tensor) in held.items()})
+        self.step("shards", tensors=held)
 
     def export(self, pairs: Iterable[tuple[str, torch.Tensor | None]]) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Pass an export through and record it when it ends. A rank that is not the writer gives None for tensors."""
@@ -61,9 +59,7 @@ class Recorder:
         kept: dict[str, torch.Tensor] = {}
         sent: Counter[str] = Counter()
         for name, tensor in pairs:
-            here = tensor is not None
-            shape, dtype = (list(tensor.shape), _dtype(tensor)) if tensor is not None else (None, None)
-            rows.append({"name": name, "shape": shape, "dtype": dtype, "materialised": here, "alive": 0})
+            rows.append({"name": name, **_meta(tensor), "materialised": tensor is not None, "alive": 0})
             if tensor is not None:
                 sent[name] += 1
                 kept[name if sent[name] == 1 else f"{name}#{sent[name]}"] = tensor.detach().to("cpu", copy=True)
@@ -79,5 +75,7 @@ class Recorder:
         self.step("close", False)
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _meta(tensor: torch.Tensor | None) -> dict[str, Any]:
+    if tensor is None:
+        return {"shape": None, "dtype": None}
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}

@@ -16,7 +16,7 @@ from typing import Any
 from moeref_conformance.contract.api import FACETS
 from moeref_conformance.contract.backends import BACKENDS
 from moeref_conformance.contract.cells import REPLAY_MODES
-from moeref_conformance.contract.checks import BadInput, check_keys, nearest, text_list
+from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, text_list
 
 LEVELS = ("MUST", "SHOULD")
 
@@ -128,9 +128,7 @@ def _rule(rule_id: str, entry: Any) -> Rule:
         raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")
     values = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
     for key, known in (("facets", FACETS), ("backends", BACKENDS), ("replay", REPLAY_MODES)):
-        for value in values[key]:
-            if value not in known:
-                raise BadInput(f"{where}: {key} has unknown {value!r}{nearest(value, known)}")
+        check_known(where, f"value of {key}", values[key], known)
     if not values["backends"]:
         raise BadInput(f"{where}: backends is empty, so nothing could judge it")
     return Rule(id=rule_id, level=entry["level"], text=entry["text"], since=entry["since"], **values)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.contract.checks import BadInput, check_keys, check_known, read_toml, text_list
+from moeref_conformance.contract.checks import BadInput, check_keys, check_known, read_toml, texts
 from moeref_conformance.contract.rules import Rule, load_rules
 from moeref_conformance.plan.matrix import Matrix, check_where, matches
 
@@ -111,7 +111,7 @@ def lookup(entries: Iterable[KnownFailure], cell: Cell, rule: Rule) -> KnownFail
 
 def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> KnownFailure:
     check_keys(spot, table, (*KEYS, *EVIDENCE, "matrix"), KEYS)
-    ids = text_list(f"{spot}: rule", table["rule"])
+    ids = texts(spot, table, "rule")
     check_known(spot, "rule", ids, rules)
     if table["outcome"] not in OUTCOMES:
         raise BadInput(f"{spot}: outcome={table['outcome']!r} is not one of {', '.join(OUTCOMES)}")
@@ -119,14 +119,14 @@ def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> KnownFailure:
     # A TOML date-time is a date too for Python; only a plain date is meant.
     if type(table["expires"]) is not datetime.date:
         raise BadInput(f"{spot}: expires={table['expires']!r} is not a date such as 2027-02-01")
-    texts = {key: table[key].strip() for key in ("reason", *EVIDENCE) if key in table}
+    said = {key: table[key].strip() for key in ("reason", *EVIDENCE) if key in table}
     return KnownFailure(
-        rules=tuple(ids),
+        rules=ids,
         where=check_where(spot, table["where"]),
         outcome=table["outcome"],
         expires=table["expires"],
-        matrix=tuple(text_list(f"{spot}: matrix", table["matrix"])) if "matrix" in table else (),
-        **texts,
+        matrix=texts(spot, table, "matrix"),
+        **said,
     )
 
 

@@ -32,7 +32,7 @@ from typing import Any
 from moeref_conformance.contract.api import to_plain
 from moeref_conformance.contract.axes import Axis
 from moeref_conformance.contract.cells import AXES, Cell, Layout
-from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, read_toml, text_list
+from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, read_toml, text_list, texts
 from moeref_conformance.contract.published_models import TINY, published
 from moeref_conformance.contract.rules import load_rules, select
 from moeref_conformance.plan.layouts import LAYOUT_KEYS, check_split, read_layout
@@ -153,7 +153,7 @@ def parse(data: Mapping[str, Any], path: Path) -> Matrix:
 
 def _rules(where: str, grid: Mapping[str, Any]) -> frozenset[str]:
     """The rules that the grid selects; without a training step none that reads its gradients."""
-    chosen = select(text_list(f"{where}: rules", grid["rules"]) if "rules" in grid else ())
+    chosen = select(texts(where, grid, "rules"))
     gradients = grid.get("gradients", True)
     if type(gradients) is not bool:
         raise BadInput(f"{where}: gradients={gradients!r} is not true or false")
@@ -236,7 +236,7 @@ def _values(where: str, axis: Axis, listed: Any, layouts: Iterable[str]) -> list
 
 def _beside_axes(where: str, grid: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the grid's cells that are no axes."""
-    tags, needs = (tuple(text_list(f"{where}: {key}", grid[key])) if key in grid else () for key in ("tags", "needs"))
+    tags, needs = texts(where, grid, "tags"), texts(where, grid, "needs")
     check_known(where, "need", needs, NEEDS)
     gpus = grid.get("gpus", 0)
     if type(gpus) is not int or gpus < 0:

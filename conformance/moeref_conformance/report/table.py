@@ -75,15 +75,14 @@ def _causes(verdicts: Iterable[Verdict]) -> dict[str, int]:
 def _tables(results: Results, shown: View, rules: Sequence[str], causes: dict[str, int]) -> list[str]:
     parts: list[str] = []
     for block in shown.blocks:
-        rows = [row for row in block.rows if any(mark.status not in ("unclaimed", "") for mark in row.marks)]
+        rows = [row for row in block.rows if any(mark.status not in ("unclaimed", "") for mark in row.marks.values())]
         if not rows:
             continue
         head = [f"`--rule {rule}`" if not parts else rule for rule in rules]
         lines = [f"| `--cell` | {' | '.join(head)} |", "|---|" + "---|" * len(rules)]
         for row in rows:
             verdicts = results.table[row.id]
-            places = {rule.id: mark for rule, mark in zip(block.rules, row.marks, strict=True)}
-            marks = [_mark(places.get(rule, Mark()), verdicts.get(rule), causes) for rule in rules]
+            marks = [_mark(row.marks.get(rule, Mark()), verdicts.get(rule), causes) for rule in rules]
             lines.append(f"| `{row.id}` | {' | '.join(marks)} |")
         parts.append("\n".join(lines))
     return parts

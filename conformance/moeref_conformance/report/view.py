@@ -50,7 +50,7 @@ class Row:
     layout: str
     ranks: int
     seconds: float
-    marks: list[Mark]
+    marks: dict[str, Mark]  # by rule id
 
 
 @dataclass
@@ -182,7 +182,7 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
             layout=f"{cell['text']} ({cell['layers']} layers)",
             ranks=cell["layout"]["world"],
             seconds=results.seconds.get(cell["id"], 0.0),
-            marks=[_mark(verdicts.get(rule.id)) for rule in blocks[key].rules],
+            marks={rule.id: _mark(verdicts.get(rule.id)) for rule in blocks[key].rules},
         )
         blocks[key].rows.append(row)
     for block in blocks.values():
@@ -221,8 +221,7 @@ def _short(met: str) -> str:
 
 def _tally(block: Block, group: str) -> Mark:
     """The worst status of a rule group over all cells of a block."""
-    places = [number for number, rule in enumerate(block.rules) if rule.group == group]
-    rows = [[row.marks[place] for place in places] for row in block.rows]
+    rows = [[row.marks[rule.id] for rule in block.rules if rule.group == group] for row in block.rows]
     worst = [_worst(marks) for marks in rows]
     bad = [status for status in ("fail", "error", "xpass", "xfail", "missing", "untested") if status in worst]
     if bad:

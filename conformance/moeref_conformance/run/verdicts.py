@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from moeref_conformance.contract.api import Recorded
@@ -20,11 +21,8 @@ from moeref_conformance.plan.plan import Plan, repeat
 
 def not_judged(plan: Plan, cell: Cell, rule: Rule, gap: str) -> Verdict | None:
     """The verdict on a rule that is unclaimed, disabled, or untested because of `gap`; None if it is to be judged."""
-    for status, reason in (
-        ("unclaimed", _unclaimed(plan, cell, rule)),
-        ("disabled", _disabled(plan, cell, rule)),
-        ("untested", gap),
-    ):
+    reasons = {"unclaimed": _unclaimed(plan, cell, rule), "disabled": _disabled(plan, cell, rule), "untested": gap}
+    for status, reason in reasons.items():
         if reason:
             return Verdict(cell=cell.id, rule=rule.id, status=status, reason=reason)
     return None
@@ -67,14 +65,11 @@ def judged(
         outcome = _crashed(plan, case) or judge(case)
     except Exception as error:  # the kit's own failure, reported as such
         return verdict(plan, case.cell, rule, "error", reason=f"the judge raised {describe(error)}")
-    seconds = round(time.monotonic() - began, 3)
+    say = partial(verdict, plan, case.cell, rule, seconds=round(time.monotonic() - began, 3))
     if outcome.untested:
         reason = f"{outcome.untested} ({no_baseline})" if no_baseline and case.baseline is None else outcome.untested
-        return verdict(plan, case.cell, rule, "untested", reason=reason, seconds=seconds)
-    if outcome.findings:
-        plain = verdict(plan, case.cell, rule, "fail", findings=outcome.findings, seconds=seconds)
-    else:
-        plain = verdict(plan, case.cell, rule, "pass", met=outcome.met, seconds=seconds)
+        return say("untested", reason=reason)
+    plain = say("fail", findings=outcome.findings) if outcome.findings else say("pass", met=outcome.met)
     return _with_known_failures(plan, case.cell, rule, plain)
 
 
@@ -91,12 +86,8 @@ def _crashed(plan: Plan, case: Case) -> Outcome | None:
     crashes = case.observation.crashes if case.observation else []
     if not crashes or plan.rules["RUN-001"].applies(case.cell.backend):
         return None
-    return Outcome(
-        findings=tuple(
-            Finding(stage=crash.step, message=f"the target {crash.kind}: {crash.detail}", rank=crash.rank)
-            for crash in crashes
-        )
-    )
+    found = [Finding(stage=c.step, message=f"the target {c.kind}: {c.detail}", rank=c.rank) for c in crashes]
+    return Outcome(findings=tuple(found))
 
 
 def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, plain: Verdict) -> Verdict:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from moeref_conformance.contract.api import Dispatch, DispatcherRequest, Layout, RoutedRows, to_plain
 from moeref_conformance.contract.requests.dispatch import CHOICES, requests
+from moeref_conformance.contract.requests.exchange import EXCHANGES, GRADIENTS, given, local_experts, parameters
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, answer, refusal
-
-if TYPE_CHECKING:
-    import torch
 
 
 def padded(dispatch: Dispatch, context: Context) -> list[dict[str, Any]]:
@@ -32,10 +32,6 @@ def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
     Rows and experts are on the rank's device, as collectives need. The value has the refusal of each set of malformed
     rows; None if they were dispatched.
     """
-    import torch
-
-    from moeref_conformance.contract.requests.exchange import EXCHANGES, GRADIENTS, given
-
     cell, rank, device = context.cell, context.rank, context.world.device
     observed: dict[str, torch.Tensor] = {}
     for exchange in EXCHANGES:
@@ -60,8 +56,6 @@ class LocalExperts:
     """The experts of one rank, or its shares of them under ETP. They keep the rows that they received."""
 
     def __init__(self, layout: Layout, rank: int, experts: int, device: str | torch.device) -> None:
-        from moeref_conformance.contract.requests.exchange import local_experts, parameters
-
         self.numbers, share = local_experts(layout, rank, experts)
         one_EHI, two_EIH = parameters(experts)
         local = slice(self.numbers.start, self.numbers.stop)
@@ -71,8 +65,6 @@ class LocalExperts:
 
     def compute(self, number: int, rows_RH: torch.Tensor) -> torch.Tensor:
         """The output of the expert of this global number. Raises ValueError for an expert of another rank."""
-        import torch
-
         if number not in self.numbers:
             raise ValueError(f"expert {number} is not on this rank, which has {self.numbers}")
         self.received.setdefault(number, []).append(rows_RH.detach().clone())

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from moeref_conformance.contract.api import FACETS, Cell, Claims, Session, World
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Stage(IntEnum):

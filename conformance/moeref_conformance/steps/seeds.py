@@ -6,6 +6,9 @@ import hashlib
 import random
 from typing import Any
 
+import numpy as np
+import torch
+
 from moeref_conformance.contract.api import Seeds
 from moeref_conformance.contract.requests.seeds import BAD, SEED, WAYS
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
@@ -54,8 +57,6 @@ def _trackers() -> dict[str, str]:
 
 def states() -> dict[str, str]:
     """A digest of the state of every generator; empty for a tracker that does not exist."""
-    import numpy as np
-    import torch
     from megatron.core.tensor_parallel import random as megatron_random
 
     kind, keys, *rest = np.random.get_state()
@@ -80,8 +81,6 @@ def seeded(default: int) -> dict[str, str]:
 
     The ranks' coordinates come from megatron-core's process groups. All generators of this process are changed.
     """
-    import numpy as np
-    import torch
     from megatron.core import tensor_parallel
 
     random.seed(default)
@@ -101,8 +100,6 @@ def _megatron(per_dp: bool) -> dict[str, str]:
 
 def _draws() -> list[float]:
     """One number from every generator."""
-    import numpy as np
-    import torch
     from megatron.core.tensor_parallel import random as megatron_random
 
     drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]

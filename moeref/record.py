@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, cast
 
 from moeref import dispatcher, seeds
@@ -48,6 +48,7 @@ _OFF = (
 )
 
 
+@cache
 def installed_core() -> str:
     """The installed version of megatron-core; CORE if there is none."""
     try:

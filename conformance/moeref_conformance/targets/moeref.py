@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeref import bridge, config, dispatcher, families, record, replay, seeds
 from moeref.bridge import loader
+from moeref.config import core
 from moeref.dispatcher import padding, reference, routing
 from moeref.exporter import plan, stream
 from moeref.layout import Layout
@@ -293,9 +294,11 @@ class MoerefTarget:
     )
 
     def preload(self) -> None:
-        """Import what uses megatron-core once, before ranks are forked, instead of in every rank."""
+        """Import what uses megatron-core, and read its version and fields, once instead of in every rank."""
         for name in ("megatron", "megatron.replay", "megatron.seeding"):
             importlib.import_module(f"moeref.{name}")
+        for mla in (False, True):
+            core.transformer_config(record.installed_core(), mla=mla)
 
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[_Session]:

@@ -64,20 +64,23 @@ def _replace(name: str, function: Callable[..., Any]) -> None:
 
 
 def _checked(op: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    form, signature = FORMS[op], inspect.signature(real)
+    form, parameters = FORMS[op], inspect.signature(real).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
     @functools.wraps(real)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        group = bound.arguments["group"]
-        group = c10d._get_default_group() if group is None else group
-        if getattr(_guard, "busy", False) or group == dist.GroupMember.NON_GROUP_MEMBER:
+        # As Signature.bind and apply_defaults, which take a tenth of a rank's time.
+        arguments = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        wrong_call = len(args) > len(parameters) or arguments.keys() != parameters.keys()
+        if wrong_call or getattr(_guard, "busy", False):
+            return real(*args, **kwargs)
+        group = arguments["group"] if arguments["group"] is not None else c10d._get_default_group()
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
             return real(*args, **kwargs)
         _guard.busy = True
         try:
             n, me = group.size(), group.rank()
-            call = describe(form, bound.arguments, group, n, me)
+            call = describe(form, arguments, group, n, me)
             if n > 1:
                 _agree(op, call, group, n, me)
             _poison(call)
@@ -116,7 +119,8 @@ def _agree(op: str, call: Spec, group: Any, n: int, me: int) -> None:
     ]
     mine = torch.tensor(row, dtype=torch.int64, device=_device(group))
     everyone = mine.new_empty(n * mine.numel())
-    group._allgather_base(everyone, mine).wait()
+    # Each member sends its row to all. gloo's all-gather passes rows round a ring, at five times the CPU time.
+    group.alltoall_base(everyone, mine.repeat(n), [], []).wait()
     table = everyone.view(n, -1).tolist()
     ranks = dist.get_process_group_ranks(group)
     if trouble := _trouble(table, ranks, me, call.unit):
@@ -169,6 +173,8 @@ def _text(call: Spec) -> str:
 
 def _poison(call: Spec) -> None:
     """Fill the outputs; inputs that share memory with an output (in-place gathers) keep their values."""
+    if not call.outputs:
+        return
     homes = {out.untyped_storage().data_ptr() for out in call.outputs if out.numel()}
     shared = [x for x in call.inputs if x.numel() and x.untyped_storage().data_ptr() in homes]
     saved = [x.detach().clone() for x in shared]

@@ -61,6 +61,7 @@ PRELOAD = (
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.transformer.moe.moe_layer",
+    "numpy.ctypeslib",  # safetensors, as soon as it writes
 )
 
 
@@ -131,6 +132,9 @@ def prepare(spec: str, entry: str, backend: str) -> Prepared:
     no_cuda("importing torch and megatron-core")
     function = pkgutil.resolve_name(entry)
     from moeref_conformance.resolve import resolve
+    from moeref_conformance.steps.facet import facets
+
+    facets()  # imports their modules
 
     target = resolve(spec)
     if preload := getattr(target, "preload", None):

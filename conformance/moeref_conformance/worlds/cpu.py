@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from moeref_conformance.worlds.uneven import padded
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _device
 
@@ -80,15 +81,11 @@ def streams() -> None:
     """Streams and events are stand-ins: one default stream, and `with torch.cuda.stream(...)` changes nothing."""
     default = Stream()
 
-    @contextlib.contextmanager
-    def stream(_: Stream | None) -> Iterator[None]:
-        yield
-
     torch.cuda.Event = Event  # type: ignore[assignment,misc]
     torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = lambda device=None: default  # type: ignore[assignment,return-value]
     torch.cuda.default_stream = lambda device=None: default  # type: ignore[assignment,return-value]
-    torch.cuda.stream = stream  # type: ignore[assignment]
+    torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
 
 
 #: What makes a tensor on a given device: functions of torch, and methods of a tensor.
@@ -145,11 +142,7 @@ def cuda_random() -> None:
     """The CUDA generator is the CPU generator."""
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
-    torch.cuda.manual_seed = lambda seed: _seed(seed)
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
+    torch.cuda.manual_seed = torch.default_generator.manual_seed  # type: ignore[assignment]
 
 
 def eager() -> None:
@@ -158,10 +151,9 @@ def eager() -> None:
 
 
 def uneven_all_gather() -> None:
-    """`all_gather` of pieces with unequal first dimensions: gathered padded to the largest, then trimmed.
+    """`all_gather` of pieces with unequal first dimensions, which are padded to the largest and then trimmed.
 
-    Pieces that differ in another dimension or in dtype go to gloo as they are, which refuses them. With
-    `async_op=True` uneven pieces are refused here, since the trimming needs the result.
+    With `async_op=True` uneven pieces are refused, since the trimming needs the result.
     """
     real = c10d.all_gather
 
@@ -169,43 +161,24 @@ def uneven_all_gather() -> None:
     def all_gather(
         tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        rows = [piece.shape[0] if piece.dim() else 1 for piece in tensor_list]
-        if len(set(rows)) <= 1 or any(piece.shape[1:] != tensor.shape[1:] for piece in tensor_list):
+        outputs, mine, trim = padded(tensor_list, tensor)
+        if mine is tensor:
             return real(tensor_list, tensor, group, async_op)
         if async_op:
-            raise NotImplementedError(f"uneven all_gather over gloo is not available with async_op=True (rows {rows})")
-        padded = tensor.new_zeros((max(rows), *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor.detach()
-        out = [torch.empty_like(padded) for _ in rows]
-        real(out, padded, group)
-        with torch.no_grad():
-            for piece, full, n in zip(tensor_list, out, rows, strict=True):
-                piece.copy_(full[:n])
-        return None
+            raise NotImplementedError("uneven all_gather over gloo is not available with async_op=True")
+        real(outputs, mine, group)
+        return trim()
 
     c10d.all_gather = all_gather
     dist.all_gather = all_gather
 
 
 def megatron_random() -> None:
-    """megatron-core's get/set of the CUDA generator state uses the CPU generator; graph-safe states do not exist."""
+    """megatron-core's get/set of the CUDA generator state uses the CPU generator."""
     from megatron.core.tensor_parallel import random
 
-    def get(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-        _no_graphs(graph_safe)
-        return torch.get_rng_state()
-
-    def put(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-        _no_graphs(graph_safe)
-        torch.set_rng_state(new_state)
-
-    random._get_cuda_rng_state = get
-    random._set_cuda_rng_state = put
-
-
-def _no_graphs(graph_safe: bool) -> None:
-    if graph_safe:
-        raise NotImplementedError("CUDA-graph-safe random states need a GPU: leave use_cudagraphable_rng off")
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
 
 def splits_to_numpy() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moeref_conformance.worlds.uneven import padded
 from torch._C._distributed_c10d import BarrierOptions, Store
 
 NAME = "staged"
@@ -54,19 +55,19 @@ BYTES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) 
 class StagedWork(dist.Work):
     """The work of a staged call. The results are on the device after `wait`, or once `is_completed` is true."""
 
-    def __init__(self, work: dist.Work, deliver: Callable[[], None]) -> None:
+    def __init__(self, works: list[dist.Work], deliver: Callable[[], None]) -> None:
         super().__init__()
-        self._work = work
+        self._works = works
         self._deliver: Callable[[], None] | None = deliver
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for gloo, then copy back. Raises what gloo raises. Waiting again does nothing, as with NCCL."""
         if self._deliver is None:
             return True  # gloo would wait for a second message
-        done = self._work.wait(timeout) if timeout else self._work.wait()
+        done = [work.wait(timeout) if timeout else work.wait() for work in self._works]
         deliver, self._deliver = self._deliver, None
         deliver()
-        return done
+        return all(done)
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -74,18 +75,10 @@ class StagedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether gloo is done; the results are then on the device."""
-        return self._work.is_completed() and self.wait()
-
-    def is_success(self) -> bool:
-        """Whether gloo's work succeeded."""
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        """The error of gloo's work."""
-        return self._work.exception()
+        return all(work.is_completed() for work in self._works) and self.wait()
 
     def _source_rank(self) -> int:
-        return self._work._source_rank()
+        return self._works[0]._source_rank()
 
 
 class _Copies:
@@ -150,32 +143,28 @@ class StagedGroup(dist.ProcessGroup):
         return bool(tensors) and (self.force or any(t.device.type != "cpu" for t in tensors))
 
     def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        """Also of pieces with unequal first dimensions: these are padded to the largest, then trimmed."""
+        """Also of pieces with unequal first dimensions."""
         if not self.staged(outputs, inputs):
             return self.gloo.allgather(outputs, inputs, *options)
         copies, (outs,), (mine,) = _Copies(), outputs, inputs
         pieces, mine = copies.host(outs, back=True), copies.host(mine, back=False)
-        rows = [piece.shape[0] if piece.dim() else 1 for piece in pieces]
-        if len(set(rows)) <= 1 or any(piece.shape[1:] != mine.shape[1:] for piece in pieces):
-            return StagedWork(self.gloo.allgather([pieces], [mine], *options), copies.deliver)
-        padded = mine.new_zeros((max(rows), *mine.shape[1:]))
-        padded[: mine.shape[0]] = mine
-        whole = [torch.empty_like(padded) for _ in rows]
+        outputs, largest, trim = padded(pieces, mine)
 
-        def trim() -> None:
-            for piece, full, n in zip(pieces, whole, rows, strict=True):
-                piece.copy_(full[:n])
+        def deliver() -> None:
+            trim()
             copies.deliver()
 
-        return StagedWork(self.gloo.allgather([whole], [padded], *options), trim)
+        return StagedWork([self.gloo.allgather([outputs], [largest], *options)], deliver)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         """One all-gather for each pair of tensors."""
-        return _Works([self._allgather_base(out, x) for out, x in zip(outputs, inputs, strict=True)])
+        works = [self._allgather_base(out, x) for out, x in zip(outputs, inputs, strict=True)]
+        return StagedWork(works, lambda: None)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         """One reduce-scatter for each pair of tensors."""
-        return _Works([self._reduce_scatter_base(out, x, *options) for out, x in zip(outputs, inputs, strict=True)])
+        works = [self._reduce_scatter_base(out, x, *options) for out, x in zip(outputs, inputs, strict=True)]
+        return StagedWork(works, lambda: None)
 
     def send(self, tensors: Any, to: int, tag: int) -> Any:
         """gloo sends a host copy, so the tensor may change at once."""
@@ -194,23 +183,6 @@ class StagedGroup(dist.ProcessGroup):
         raise NotImplementedError("split_group of a staged group: use torch.distributed.new_group")
 
 
-class _Works(dist.Work):
-    """Several works waited for as one."""
-
-    def __init__(self, works: list[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all."""
-        done = [work.wait(timeout) if timeout else work.wait() for work in self._works]
-        return all(done)
-
-    def is_completed(self) -> bool:
-        """Whether all are done."""
-        return all(work.is_completed() for work in self._works)
-
-
 def _collective(name: str) -> Callable[..., Any]:
     def collective(group: StagedGroup, *args: Any) -> Any:
         real = getattr(group.gloo, name)
@@ -220,7 +192,7 @@ def _collective(name: str) -> Callable[..., Any]:
         copies = _Copies()
         host = [copies.host(arg, back=place == 0) for place, arg in enumerate(args)]
         if not average:
-            return StagedWork(real(*host), copies.deliver)
+            return StagedWork([real(*host)], copies.deliver)
         options = host[-1]
         options.reduceOp = dist.ReduceOp.SUM
 
@@ -229,7 +201,7 @@ def _collective(name: str) -> Callable[..., Any]:
                 out.div_(group.size())
             copies.deliver()
 
-        return StagedWork(real(*host), divide)
+        return StagedWork([real(*host)], divide)
 
     collective.__name__ = name
     collective.__doc__ = f"ProcessGroupGloo.{name} on host copies."

@@ -192,7 +192,7 @@ def test_selection_that_leaves_no_rule_to_judge_is_refused(tmp_path):
 
 
 def test_static_target_that_raises_fails_its_rules(tmp_path):
-    from contextlib import contextmanager
+    from contextlib import contextmanager, nullcontext
     from types import SimpleNamespace
 
     import kit_toy
@@ -215,7 +215,7 @@ def test_static_target_that_raises_fails_its_rules(tmp_path):
     kit_toy.broken = Broken()
     plan = make_plan(tmp_path, target="kit_toy:broken")
     parts = Machinery(
-        worlds={"static": lambda plan: StaticWorld(plan.target)},
+        worlds={"static": lambda plan: nullcontext(StaticWorld(plan.target))},
         expect=lambda cell, folder: SimpleNamespace(inputs={"hf_config": str(folder)}),
         judges=JUDGES,
     )

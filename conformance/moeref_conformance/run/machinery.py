@@ -6,7 +6,7 @@ import queue
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,9 @@ def machinery(coordinator: Coordinator | None = None) -> Machinery:
 
     with_ranks = {backend: partial(_world_with_ranks, backend, coordinator) for backend in RANK_BACKENDS}
     return Machinery(
-        worlds={"static": lambda plan: StaticWorld(plan.target), **with_ranks}, expect=expected, judges=JUDGES
+        worlds={"static": lambda plan: nullcontext(StaticWorld(plan.target)), **with_ranks},
+        expect=expected,
+        judges=JUDGES,
     )
 
 

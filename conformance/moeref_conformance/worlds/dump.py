@@ -23,12 +23,6 @@ class DumpWorld:
     def __init__(self, target: DumpTarget) -> None:
         self._target = target
 
-    def __enter__(self) -> DumpWorld:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
-
     def run(self, cell: Cell, cell_dir: Path, inputs: Mapping[str, str], claims: Claims) -> RunOutcome:
         """Copy the records of every rank. A rank without one, or whose record was not closed, did not finish."""
         began, folder = time.monotonic(), self._target.cells[cell.id]

@@ -11,40 +11,32 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from moeref_conformance.contract.api import Cell, Claims, Target, World
 from moeref_conformance.contract.exits import EXIT_RAISED, RankExit, RunOutcome
 from moeref_conformance.contract.records import event
 
-if TYPE_CHECKING:
-    from moeref_conformance.steps.facet import Context, Facet, Step
-
 
 class StaticWorld:
-    """Takes the static steps of the target's facets. A context manager like other worlds, with nothing to close."""
+    """Takes the static steps of the target's facets."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def __enter__(self) -> StaticWorld:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
-
     def run(self, cell: Cell, cell_dir: Path, inputs: Mapping[str, str], claims: Claims) -> RunOutcome:
         """Take the steps of every rank, then those taken once. An error ends the run as that rank's exit."""
-        began, record = time.monotonic(), _Record()
-        workdir = cell_dir / "work"
+        began, size, workdir = time.monotonic(), cell.layout.world, cell_dir / "work"
         workdir.mkdir(parents=True, exist_ok=True)
-        hf_config = Path(inputs["hf_config"])
         world = World(
-            backend="static", rank=-1, size=cell.layout.world, device="cpu", workdir=workdir, hf_config=hf_config
+            backend="static", rank=-1, size=size, device="cpu", workdir=workdir, hf_config=Path(inputs["hf_config"])
         )
+        events: dict[int, list[dict[str, Any]]] = {}
+        rank, done, at = 0, 0, "open"  # whose step it is, how many ranks have taken all of theirs
         try:
             with self._target.open(cell, world) as session:
-                from moeref_conformance.steps.facet import Context  # imports torch, which listing cells does not need
+                # Imports torch, which listing cells does not need.
+                from moeref_conformance.steps.facet import Context, Static, static_steps
 
                 context = Context(
                     rank=0,
@@ -56,46 +48,21 @@ class StaticWorld:
                     save=_no_tensors,
                     folder=workdir,
                 )
-                record.ask(context)
+                every_rank = static_steps(claims, cell, Static.EVERY_RANK)
+                asked = [(r, r, *each) for r in range(size) for each in every_rank]
+                asked += [(0, size, *each) for each in static_steps(claims, cell, Static.ONCE)]
+                for owner, before, facet, step in asked:
+                    rank, done, at = owner, before, step.name
+                    value = step.take(facet, replace(context, rank=rank))
+                    events.setdefault(rank, []).append(event(at, "ok", value=value))
+                rank, done, at = 0, size, "close"
+            exits = [RankExit(r, last_step=at, finished=True) for r in range(size)]
         except Exception as error:  # whatever the target raises is its verdict
-            record.fail(error)
-        return RunOutcome(exits=tuple(record.exits), seconds=time.monotonic() - began, events=record.events)
-
-
-class _Record:
-    """Events and exits of one cell, and the rank and step to which an error belongs."""
-
-    def __init__(self) -> None:
-        self.exits: list[RankExit] = []
-        self.events: dict[int, list[dict[str, Any]]] = {}
-        self._rank, self._step = 0, "open"
-
-    def ask(self, context: Context) -> None:
-        """Take all static steps."""
-        from moeref_conformance.steps.facet import Static, static_steps
-
-        every_rank = static_steps(context.claims, context.cell, Static.EVERY_RANK)
-        for rank in range(context.cell.layout.world):
-            self._rank, at_rank = rank, replace(context, rank=rank)
-            for facet, step in every_rank:
-                self._take(facet, step, at_rank)
-            self.exits.append(RankExit(rank, last_step=self._step, finished=True))
-        self._rank = 0
-        for facet, step in static_steps(context.claims, context.cell, Static.ONCE):
-            self._take(facet, step, context)
-        self._step = "close"
-
-    def fail(self, error: Exception) -> None:
-        """Make `error` the exit of the rank whose step was taken last."""
-        what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        self.events.setdefault(self._rank, []).append(event(self._step, "raised", error=what))
-        others = [done for done in self.exits if done.rank != self._rank]
-        self.exits = [*others, RankExit(self._rank, EXIT_RAISED, last_step=self._step, first=True)]
-
-    def _take(self, facet: Facet, step: Step, context: Context) -> None:
-        self._step = step.name
-        value = step.take(facet, context)
-        self.events.setdefault(self._rank, []).append(event(step.name, "ok", value=value))
+            what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+            events.setdefault(rank, []).append(event(at, "raised", error=what))
+            exits = [RankExit(r, last_step=at, finished=True) for r in range(done) if r != rank]
+            exits.append(RankExit(rank, EXIT_RAISED, last_step=at, first=True))
+        return RunOutcome(tuple(exits), time.monotonic() - began, events=events)
 
 
 def _no_tensors(step: str, tensors: Mapping[str, Any]) -> NoReturn:

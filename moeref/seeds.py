@@ -58,6 +58,11 @@ class Collision:
     seed: int
     places: tuple[str, ...]
 
+    @property
+    def refusal(self) -> str:
+        """What megatron-core does if the generators are those of one rank."""
+        return f"{self.places[0]}: {self.generator} share seed {self.seed}; megatron-core raises"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -75,7 +80,7 @@ class Report:
         lines = [
             f"{kind}: {have} distinct seeds of {want}" for kind, (have, want) in self.counts.items() if have < want
         ]
-        lines += [f"{c.places[0]}: {c.generator} share seed {c.seed}; megatron-core raises" for c in self.refused]
+        lines += [collision.refusal for collision in self.refused]
         return "\n".join(lines)
 
 
@@ -138,7 +143,7 @@ def collisions(layout: Layout, seed: int, *, per_dp: bool = False, formula: Form
         counts[kind] = (len(places_of), len({place for places in places_of.values() for place in places}))
         ranges[kind] = (min(places_of), max(places_of))
         shared += [Collision(kind, s, tuple(places)) for s, places in sorted(places_of.items()) if len(places) > 1]
-    refused = {at.text: collision for at, seeds in ranks for collision in _refused(at, seeds)}
+    refused = {at.text: collision for at, seeds in ranks for collision in repeated(at, seeds)}
     return Report(counts, tuple(shared), tuple(refused.values()), ranges)
 
 
@@ -152,8 +157,8 @@ def _places_by_seed(
     return places
 
 
-def _refused(at: Coords, seeds: RankSeeds) -> Iterator[Collision]:
-    """Seeds that several generators of one rank share."""
+def repeated(at: Coords, seeds: RankSeeds) -> Iterator[Collision]:
+    """Seeds that several generators of the rank at `at` share, which megatron-core refuses."""
     kinds: dict[int, list[str]] = defaultdict(list)
     for kind in _AXES:
         kinds[getattr(seeds, kind)].append(kind)

@@ -87,7 +87,10 @@ def _fields(asked: MoEConfig) -> set[tuple[str, str]]:
 
 
 def _against_layout(name: str, value: Any, from_layout: Mapping[str, Any], layout: Layout) -> list[str]:
-    """The problem if `value` is not what the layout says; else an empty list."""
+    """The problem if `value` is not what the layout says; else an empty list.
+
+    This is one value said twice, not a combination of settings, so no table of `rules` has it.
+    """
     if name not in from_layout or _agrees(name, value, from_layout[name], layout):
         return []
     return [f"{name}={value!r}, but the layout says {from_layout[name]!r}; change the layout instead"]

@@ -16,13 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moeref.dispatcher.padding import Packed, PaddingError, round_up
+from moeref.dispatcher.setup import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The settings on which the padding of a system depends. `fp8` and `fp4` are formats, `recipe` is megatron-core's.
 
-    `max_length` is the length to which ms-swift#8393 pads with hybridep (its seq_length or max_length).
+    `max_length` is the length to which ms-swift#8393 pads with a backend that exchanges equal pieces (its seq_length or
+    max_length).
     """
 
     tp: int = 1
@@ -32,13 +34,18 @@ class Run:
     fp4: str | None = None
     recipe: str | None = "delayed"
     fused_attention: bool = False
-    hybridep: bool = False
+    dispatcher: Choice = Choice.ALLTOALL
     max_length: int | None = None
 
     @property
     def split(self) -> int:
         """The number of tensor parallel ranks over which rows are split."""
         return self.tp if self.sequence_parallel else 1
+
+    @property
+    def equal_pieces(self) -> bool:
+        """Whether the backend exchanges equal pieces. The systems ask for the only such backend by its name."""
+        return self.dispatcher.row is not None and self.dispatcher.row.equal_rows
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def ms_swift(run: Run) -> Multiples:
 
 
 def ms_swift_8393(run: Run) -> Multiples:
-    """The pull request: times 8 and at least 16 under fp8; with hybridep the multiple is the maximum length."""
+    """The pull request: times 8 and at least 16 under fp8; for equal pieces the multiple is the maximum length."""
     split = run.split * run.cp
     total = split
     if run.recipe == "blockwise":
@@ -79,9 +86,9 @@ def ms_swift_8393(run: Run) -> Multiples:
         total = max(total * 8, 16)
     if run.fused_attention:
         total = max(total, split * 64)
-    if run.hybridep and run.max_length is not None:
+    if run.equal_pieces and run.max_length is not None:
         total = run.max_length
-    return Multiples(_chunks(run), total, "rows of the packed sequence, equal on all ranks under hybridep")
+    return Multiples(_chunks(run), total, "rows of the packed sequence, equal on all ranks for equal pieces")
 
 
 def skyrl(run: Run) -> Multiples:
@@ -100,12 +107,12 @@ def verl(run: Run) -> Multiples:
 
 
 def nemo_rl(run: Run) -> Multiples:
-    """Per sample TP (with SP) times 2·CP; the packed sequence that times the recipe's rows (hybridep: at least 128)."""
+    """Per sample TP (with SP) times 2·CP; the packed sequence that times the recipe's rows, for equal pieces 128."""
     layout = run.split * _chunks(run)
     rows = 1
     if run.fp8 is not None:
         rows = {"blockwise": 128, "mxfp8": 32}.get(run.recipe or "", 16)
-    if run.hybridep:
+    if run.equal_pieces:
         rows = max(rows, 128)
     return Multiples(layout, layout * rows if rows > 1 else 1, "rows per rank after CP and SP")
 

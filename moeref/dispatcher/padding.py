@@ -9,7 +9,7 @@ least common multiple, so all of them hold. Other systems pad for other levels; 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,9 +133,56 @@ def _require(length: int) -> None:
         raise PaddingError(f"length {length!r} must be an integer of at least 0")
 
 
-def _check(layout: Layout, sequence_parallel: bool, recipe: str | None, quantised_at: str, fixed: int | None) -> None:
-    if sequence_parallel and layout.tp == 1:
-        raise PaddingError("sequence parallelism needs tp > 1")
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `plan` that may contradict one another."""
+
+    layout: Layout
+    dispatcher: Choice
+    sequence_parallel: bool
+    equal_rows: bool | None
+
+    @property
+    def exchanges_equal_pieces(self) -> bool:
+        """Whether the dispatcher can exchange equal pieces only."""
+        backend = self.dispatcher.row
+        return self.dispatcher == Choice.ALLGATHER or (backend is not None and backend.equal_rows)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that is refused, in the form of the tables of dispatchers and settings."""
+
+    id: str
+    text: str
+    fix: str
+    source: str
+    refuses: Callable[[Asked], bool]
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "sp-needs-tp",
+        "sequence parallelism needs tp > 1",
+        "turn it off or raise tp", "ModelParallelConfig.__post_init__",
+        lambda ask: ask.sequence_parallel and ask.layout.tp == 1,
+    ),
+    Rule(
+        "equal-pieces-need-equal-rows",
+        "the dispatcher exchanges equal pieces only",
+        "drop equal_rows=False, or use alltoall", "gather_from_sequence_parallel_region, hybrid_ep_dispatch",
+        lambda ask: ask.exchanges_equal_pieces and ask.equal_rows is False,
+    ),
+)  # fmt: skip
+
+
+def _check(asked: Asked) -> None:
+    """Raise PaddingError with every contradiction."""
+    if found := [f"{rule.text}; {rule.fix} [{rule.id}]" for rule in RULES if rule.refuses(asked)]:
+        raise PaddingError(f"{asked.dispatcher} under {asked.layout.text}: " + "\n  ".join(found))
+
+
+def _check_values(recipe: str | None, quantised_at: str, fixed: int | None) -> None:
     if recipe is not None and recipe not in RECIPES:
         raise PaddingError(f"recipe {recipe!r} is none of {', '.join(RECIPES)}")
     if quantised_at not in ("total", "cp", "rank"):
@@ -170,14 +217,13 @@ def plan(
     """
     if sequence_parallel is None:
         sequence_parallel = layout.tp > 1
-    _check(layout, sequence_parallel, recipe, quantised_at, fixed)
+    _check_values(recipe, quantised_at, fixed)
     try:
         dispatcher = Choice(dispatcher)
     except ValueError:
         raise PaddingError(f"dispatcher {dispatcher!r} is none of {', '.join(Choice)}") from None
+    _check(Asked(layout, dispatcher, sequence_parallel, equal_rows))
     backend = dispatcher.row
-    if (dispatcher == Choice.ALLGATHER or (backend and backend.equal_rows)) and equal_rows is False:
-        raise PaddingError(f"{dispatcher} exchanges equal pieces only; equal_rows=False cannot hold")
     factors = []
     if layout.cp > 1:
         chunks = 2 * layout.cp if zigzag else layout.cp

@@ -45,26 +45,15 @@ def settings(choice: Choice) -> dict[str, Any]:
 
 
 def read(fields: Mapping[str, Any]) -> Choice:
-    """The choice in megatron-core's fields.
+    """The choice in megatron-core's fields, where absent ones have its defaults.
 
-    Raises DispatcherError for a backend other than the default without flex (it would be ignored), for flex with no
-    backend or an unknown one, for an unknown dispatcher, and if `moe_enable_deepep` contradicts the other fields.
+    Fields that contradict one another are refused by the tables, of `config.rules` and of this package. Raises
+    DispatcherError for an unknown dispatcher, and for flex with no backend or an unknown one.
     """
-    dispatcher = fields.get("moe_token_dispatcher_type", "allgather")
-    backend = fields.get("moe_flex_dispatcher_backend", DEFAULT)
-    flagged = bool(fields.get("moe_enable_deepep", False))
-    if flagged and (dispatcher != "flex" or backend not in (DEFAULT, None)):
-        raise DispatcherError(f"moe_enable_deepep contradicts {dispatcher} with backend {backend}; drop the flag")
-    backend = DEFAULT if flagged else backend
-    if dispatcher != "flex":
-        if backend not in (DEFAULT, None):
-            raise DispatcherError(
-                f"moe_flex_dispatcher_backend={backend!r} is ignored by dispatcher {dispatcher!r}; "
-                "set moe_token_dispatcher_type to flex, or drop the backend"
-            )
-        name = str(dispatcher)
-    else:
-        name = f"flex-{backend}"
+    name = str(fields.get("moe_token_dispatcher_type", "allgather"))
+    if name == "flex":
+        flagged = fields.get("moe_enable_deepep", False)
+        name = f"flex-{DEFAULT if flagged else fields.get('moe_flex_dispatcher_backend', DEFAULT)}"
     try:
         return Choice(name)
     except ValueError:

@@ -107,6 +107,19 @@ def _check_here(record: Record, where: torch.device) -> None:
     groups.check(record.layout)
 
 
+def arguments(record: Record) -> dict[str, Any]:
+    """Arguments of GPTModel that are not fields of its config, the same in every chunk."""
+    model = record.model
+    return {
+        "vocab_size": padded_vocab(model, record.layout.tp, record.divisible_by),
+        "max_sequence_length": model.max_positions,
+        "share_embeddings_and_output_weights": model.tied,
+        "position_embedding_type": "yarn" if model.yarn else "rope",
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": int(model.rope_theta),
+    }
+
+
 def _chunk(
     record: Record, shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, where: torch.device
 ) -> GPTModel:
@@ -117,15 +130,10 @@ def _chunk(
         config=config,
         mtp_block_spec=mtp,
         transformer_layer_spec=block,
-        vocab_size=padded_vocab(model, layout.tp, record.divisible_by),
-        max_sequence_length=model.max_positions,
         pre_process=layout.has_embedding(pp, vp),
         post_process=layout.has_head(pp, vp),
-        share_embeddings_and_output_weights=model.tied,
-        position_embedding_type="yarn" if model.yarn else "rope",
-        rotary_percent=model.rotary_percent,
-        rotary_base=int(model.rope_theta),
         vp_stage=vp if layout.vpp > 1 else None,
+        **arguments(record),
     )
     for parameter in chunk.parameters():
         # torch's norm ignores params_dtype. Only parameters are cast: the router's expert_bias is a buffer and stays

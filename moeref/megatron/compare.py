@@ -16,11 +16,11 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEFlexTokenDispatcher,
 )
 
-from moeref.bridge import BridgeError, ShardMap, bind, padded_vocab
+from moeref.bridge import BridgeError, ShardMap, bind
 from moeref.config import ConfigError, plain, read_back
 from moeref.dispatcher.setup import minor_version
 from moeref.megatron import device, groups, te_layers
-from moeref.megatron.build import Built, transformer_config
+from moeref.megatron.build import Built, arguments, transformer_config
 from moeref.record import Record, installed_core
 
 _DISPATCHERS = {
@@ -40,17 +40,11 @@ def differences(record: Record, built: Built) -> tuple[str, ...]:
 
 
 def _model(record: Record, built: Built) -> Iterator[str]:
-    model = record.model
+    # `_vocabulary` compares the padded vocabulary, which another field of the record decides.
+    expected = arguments(record)
     for number, chunk in enumerate(built.chunks):
-        expected = {
-            "max_sequence_length": model.max_positions,
-            "share_embeddings_and_output_weights": model.tied,
-            "position_embedding_type": "yarn" if model.yarn else "rope",
-            "rotary_percent": model.rotary_percent,
-            "rotary_base": int(model.rope_theta),
-        }
         for name, value in expected.items():
-            if getattr(chunk, name, value) != value:
+            if name != "vocab_size" and getattr(chunk, name, value) != value:
                 yield f"model: {name} of chunk {number} is {getattr(chunk, name)!r}, not {value!r}"
 
 
@@ -116,7 +110,7 @@ def _seeds(record: Record, built: Built) -> Iterator[str]:
 
 
 def _vocabulary(record: Record, built: Built) -> Iterator[str]:
-    expected = padded_vocab(record.model, record.layout.tp, record.divisible_by)
+    expected = arguments(record)["vocab_size"]
     for number, chunk in enumerate(built.chunks):
         if chunk.vocab_size != expected:
             yield f"divisible_by: chunk {number} has {chunk.vocab_size} padded vocabulary rows, not {expected}"

@@ -19,6 +19,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moeref.megatron.marks import mark_sequence_parallel
+from moeref.megatron.norms import rms_norm
 from moeref.megatron.spec import LayerNormColumnParallelLinear
 
 
@@ -35,8 +36,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The normalised input, in the dtype of `hidden`."""
-        scale = self.weight.float() + 1.0 if self.zero_centered else self.weight.float()
-        return torch.nn.functional.rms_norm(hidden.float(), scale.shape, scale, self.eps).type_as(hidden)
+        return rms_norm(hidden, self.weight, self.eps, zero_centered=self.zero_centered)
 
 
 class ZeroCenteredNorm(Norm):

@@ -20,6 +20,15 @@ _OF_ATTENTION = ("q_layernorm", "k_layernorm", "kv_layernorm")
 _OF_MTP = ("enorm", "hnorm", "layer_norm")
 
 
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool) -> torch.Tensor:
+    """RMSNorm of the last axis in fp32, in the dtype of `hidden`: scaled by `weight`, or by 1 + `weight`.
+
+    In bf16, adding 1 would round the weight.
+    """
+    scale = weight.float() + 1.0 if zero_centered else weight.float()
+    return torch.nn.functional.rms_norm(hidden.float(), scale.shape, scale, eps).type_as(hidden)
+
+
 class TorchNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with the constructor of Megatron's norms."""
 

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from moeref.layout import Coords, Layout
 from moeref.megatron import groups
-from moeref.seeds import Formula, RankSeeds, SeedError, rank_seeds
+from moeref.seeds import Formula, RankSeeds, SeedError, rank_seeds, repeated
 
 
 def here(layout: Layout) -> Coords:
@@ -36,12 +36,10 @@ def seed_rank(layout: Layout, seed: int, *, per_dp: bool = False, formula: Formu
     Call it after model-parallel initialisation and before building the model. Raises SeedError as `rank_seeds` and
     `here` do, and for equal seeds on one rank, before any generator is changed.
     """
-    here(layout)
+    at = here(layout)
     seeds = rank_seeds(layout, torch.distributed.get_rank(), seed, per_dp=per_dp, formula=formula)
-    if len({seeds.default, seeds.tp, seeds.expert}) < 3:
-        raise SeedError(
-            f"megatron-core refuses a seed twice on one rank: {seeds} ({layout.text}); use formula='distinct'"
-        )
+    if shared := "; ".join(collision.refusal for collision in repeated(at, seeds)):
+        raise SeedError(f"{layout.text}: {shared}; use formula='distinct'")
     random.seed(seeds.default)
     np.random.seed(seeds.default)
     torch.manual_seed(seeds.default)

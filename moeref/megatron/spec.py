@@ -36,13 +36,11 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The output of ColumnParallelLinear for the normalised input."""
-        width = (self.input_size,)
         eps, scale = self.config.layernorm_epsilon, self.layer_norm_weight
         if self.config.layernorm_zero_centered_gamma:
-            # In fp32: adding 1 in bf16 would round the weight.
-            normed = torch.nn.functional.rms_norm(hidden.float(), width, scale.float() + 1.0, eps).type_as(hidden)
-        else:
-            normed = torch.nn.functional.rms_norm(hidden, width, scale, eps)
+            normed = norms.rms_norm(hidden, scale, eps, zero_centered=True)
+        else:  # in the dtype of `hidden`, as TorchNorm
+            normed = torch.nn.functional.rms_norm(hidden, scale.shape, scale, eps)
         return super().forward(normed, *args, **kwargs)
 
 

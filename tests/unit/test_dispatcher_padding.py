@@ -16,6 +16,7 @@ from moeref.dispatcher.padding import RECIPES, PaddingError, Plan, pad_experts, 
 from moeref.layout import Layout
 
 pytestmark = pytest.mark.cpu
+HYBRID = Choice("flex-hybridep")
 
 
 @st.composite
@@ -185,9 +186,9 @@ def test_systems_give_their_numbers(system: str, tp_cp: tuple[int, int]) -> None
         ("ms-swift", Run(tp=2, cp=2, fused_attention=True), 256),
         ("ms-swift", Run(tp=2, sequence_parallel=False), 1),
         ("ms-swift#8393", Run(tp=2, fp8="hybrid"), 16),
-        ("ms-swift#8393", Run(tp=4, cp=2, fp8="hybrid", hybridep=True, max_length=1000), 1000),
-        ("nemo-rl", Run(hybridep=True), 128),
-        ("nemo-rl", Run(tp=2, cp=2, hybridep=True, fp8="hybrid", recipe="mxfp8"), 1024),
+        ("ms-swift#8393", Run(tp=4, cp=2, fp8="hybrid", dispatcher=HYBRID, max_length=1000), 1000),
+        ("nemo-rl", Run(dispatcher=HYBRID), 128),
+        ("nemo-rl", Run(tp=2, cp=2, dispatcher=HYBRID, fp8="hybrid", recipe="mxfp8"), 1024),
         ("verl", Run(tp=2, cp=2), 1),
     ],
 )

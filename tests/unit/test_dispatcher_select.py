@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeref.config import Setting
+from moeref.config.rules import contradictions
 from moeref.dispatcher import (
     AUTO,
     RULES,
@@ -105,14 +107,25 @@ def test_both_fields_are_written_and_read(choice: Choice) -> None:
     ("fields", "words"),
     [
         ({"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": None}, "flex-None"),
-        ({"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": "hybridep"}, "is ignored"),
-        ({"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": True}, "drop the flag"),
         ({"moe_token_dispatcher_type": "alltoall_seq"}, "alltoall_seq"),
     ],
 )
-def test_fields_that_contradict_each_other(fields: dict[str, object], words: str) -> None:
+def test_fields_that_are_no_choice(fields: dict[str, object], words: str) -> None:
     with pytest.raises(DispatcherError, match=words):
         read(fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": "hybridep"}, "would be ignored"),
+        ({"moe_token_dispatcher_type": "alltoall", "moe_enable_deepep": True}, "drop the flag"),
+    ],
+)
+def test_fields_that_contradict_each_other(fields: dict[str, object], words: str) -> None:
+    asked = {name: Setting(value, "field") for name, value in {"num_moe_experts": 8, **fields}.items()}
+    (problem,) = contradictions(asked, Layout(ep=2))
+    assert words in problem
 
 
 def test_fields_left_alone_are_megatrons_defaults() -> None:

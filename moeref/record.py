@@ -53,7 +53,7 @@ def installed_core() -> str:
     """The installed version of megatron-core; CORE if there is none."""
     try:
         return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # a run may be checked without megatron-core
         return CORE
 
 

@@ -47,7 +47,7 @@ def splits(layout: Layout, num_layers: int, *, mtp: int = 0, most: int = 3) -> t
     for candidate in _candidates(layout, num_layers):
         try:
             stages = candidate.stages(num_layers, mtp=mtp or None)
-        except LayoutError:
+        except LayoutError:  # this split does not divide the layers either; the next may
             continue
         per_rank = [0] * layout.pp
         for (pp, _), layers in stages.layers.items():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
-    """Settings that are unknown, contradict one another, or do not reach the config. The message has every problem.
+    """Settings that are unknown, contradict one another, or do not reach the config.
 
-    `problems` has them one by one if `raise_all` raised the error; otherwise it is empty.
+    The message has every problem, `problems` has them one by one.
     """
 
-    problems: tuple[str, ...] = ()
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems) or (message,)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -24,6 +26,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def raise_all(what: str, problems: list[str]) -> None:
     """Raise one ConfigError with all `problems`, if there are any."""
     if problems:
-        error = ConfigError(f"{what}: " + "\n  ".join(problems))
-        error.problems = tuple(problems)
-        raise error
+        raise ConfigError(f"{what}: " + "\n  ".join(problems), problems)

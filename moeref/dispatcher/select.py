@@ -115,5 +115,5 @@ def installed(*, gpu: bool) -> Environment:
 def _has(module: str, name: str) -> bool:
     try:
         return hasattr(importlib.import_module(module), name)
-    except ImportError:
+    except ImportError:  # not installed, or a part of it is missing: the table says what needs it
         return False

@@ -512,3 +512,10 @@ def test_every_supported_version_of_megatron_core_has_its_fields() -> None:
     folder = Path(core.__file__).parent / "fields"
     assert {file.stem for file in folder.iterdir()} == set(CORES)
     assert CORE.rpartition(".")[0] in CORES
+
+
+@pytest.mark.parametrize("problems", [[], ["a is unknown", "b is no number"]])
+def test_an_error_always_lists_its_problems(problems: list[str]) -> None:
+    error = ConfigError("nothing fits", problems)
+    assert error.problems == (tuple(problems) or ("nothing fits",))
+    assert str(error) == "nothing fits"

@@ -76,7 +76,7 @@ def _right_kind(case: Case, oracle: Placement, rank: int, row: NameRow) -> Itera
     """Compare HF names with their numbers blanked; NAM-003 and NAM-004 judge the numbers."""
     try:
         held = oracle.shard(rank, row.chunk, row.local, row.shape)
-    except Unknown as error:
+    except Unknown as error:  # NAM-003 finds a layer that does not exist, NAM-004 an expert
         if error.what == "module":
             yield _row(case, rank, row, str(error))
         return
@@ -135,7 +135,7 @@ def expert_numbers(case: Case) -> Iterator[Finding]:
             try:
                 layer, want = oracle.numbers(rank, row.chunk, row.local)
             except Unknown as error:
-                if error.what == "expert":
+                if error.what == "expert":  # NAM-002 finds an unknown module, NAM-003 a layer
                     yield _row(case, rank, row, str(error))
                 continue
             listed.add((layer, want, "linear_fc1" in row.local))

@@ -203,7 +203,7 @@ def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):  # the driver's version is only told, nothing depends on it
         return "unknown"
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else "unknown"
 
@@ -252,7 +252,7 @@ def _supports(function: str) -> tuple[bool, str]:
     for module in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
         try:
             able, why = getattr(importlib.import_module(module), function)()
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError):  # this version has it in the other module, or does not have it
             continue
         return bool(able), str(why)
     return False, f"Transformer Engine has no {function}"

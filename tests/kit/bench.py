@@ -37,7 +37,7 @@ class Bench:
             world = self._static if cell.backend == "static" else self._world
             outcome = world.run(cell, where, expected(cell, self._folder).inputs, self._target.claims)
             assert not outcome.error, outcome.error
-            self._seen[key] = Observation.read(cell, where, outcome.exits, outcome.seconds, outcome.events)
+            self._seen[key] = Observation.read(cell, where, outcome)
         return self._seen[key]
 
     def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:

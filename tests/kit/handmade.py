@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.contract.exits import RankExit
+from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.records import Observation, rank_dir
 from moeref_conformance.judges import Case
 from moeref_conformance.oracles.expected import Expected
@@ -129,7 +129,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
 def read_run(cell: Cell, folder: Path, exits: list[RankExit] | None = None) -> Observation:
     """The records, with all ranks finished unless said otherwise."""
     fine = [RankExit(r, 0, None, False, "close", "", "", finished=True) for r in range(cell.layout.world)]
-    return Observation.read(cell, folder, exits or fine)
+    return Observation.read(cell, folder, RunOutcome(tuple(exits or fine), 0.0))
 
 
 @dataclass

@@ -49,7 +49,7 @@ said = {}
 for name in ("good", "stale", "lenient"):
     target = resolve("toy_target:" + name)
     outcome = StaticWorld(target).run(cell, Path(name), {"hf_config": "."}, target.claims)
-    seen = Observation.read(cell, Path(name), outcome.exits, outcome.seconds, outcome.events)
+    seen = Observation.read(cell, Path(name), outcome)
     case = Case(cell=cell, expected=None, observation=seen, baseline=None, target=target)
     said[name] = [f.message for f in JUDGES["VER-001"](case).findings]
 heading = GROUPS[load_rules()["VER-001"].group]

@@ -27,7 +27,7 @@ said = {}
 for spec in ("moeref", "faulty:spaces-in-names"):
     target = resolve(spec)
     outcome = StaticWorld(target).run(cell, Path(spec), model.inputs, target.claims)
-    seen = Observation.read(cell, Path(spec), outcome.exits, outcome.seconds, outcome.events)
+    seen = Observation.read(cell, Path(spec), outcome)
     case = Case(cell=cell, expected=model, observation=seen, baseline=None, target=target)
     rules = [r.id for r in load_rules().values() if r.group == "NAM" and r.applies("static")]
     said[spec] = {r: [f.message for f in JUDGES[r](case).findings] for r in rules}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import MANY, ONE, Run, read_run, write_run
-from moeref_conformance.contract.exits import RankExit
+from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord, rank_dir
 from moeref_conformance.contract.rules import load_rules
@@ -316,7 +316,7 @@ def test_a_hang_on_bad_input_is_the_refusals_business(run: Run) -> None:
     with (record / "events.jsonl").open("a") as file:
         file.write('{"step": "refuse_missing", "phase": "begin", "at": 0.0, "seconds": 0.0}\n')
     hung = [RankExit(r, 0, None, r == 1, "refuse_missing", "", "", finished=r != 1) for r in range(MANY.layout.world)]
-    run.case.observation = Observation.read(MANY, run.folder, hung)
+    run.case.observation = Observation.read(MANY, run.folder, RunOutcome(tuple(hung), 0.0))
     assert run.case.observation.crashes[0].kind == "hung"
     assert not judge(run, "RUN-001")
     (found,) = judge(run, "LOD-003")

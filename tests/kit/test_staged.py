@@ -105,7 +105,7 @@ def test_whole_cells(real: ForkedWorld, tmp_path: Path, family: str, layout: str
         folder = tmp_path / f"staged-{staged}"
         outcome = real.run(cell, folder, dict(inputs), claims)
         assert outcome.ok, outcome.error or [e.text + e.stderr_tail for e in outcome.exits if e.first]
-        seen.append(Observation.read(cell, folder, outcome.exits, outcome.seconds))
+        seen.append(Observation.read(cell, folder, outcome))
     steps = 0
     for there, here in zip(seen[0].ranks, seen[1].ranks, strict=True):
         for file in sorted(there.dir.glob("*.safetensors")):

@@ -224,7 +224,7 @@ def test_cells_that_must_not_be_run(world: TorchrunWorld, tmp_path: Path, config
 
 def test_an_exception_is_found_with_its_machine(world: TorchrunWorld, tmp_path: Path, config: dict[str, str]) -> None:
     outcome = run(world, tmp_path / "cell", "raises_with_a_record", 3, config)
-    seen = Observation.read(cell("raises_with_a_record", 3), tmp_path / "cell", outcome.exits)
+    seen = Observation.read(cell("raises_with_a_record", 3), tmp_path / "cell", outcome)
     assert seen.crashes[0].rank == 2
     assert seen.crashes[0].detail == f"on {HOST}#1: ValueError: expert 7 is missing"
 

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeref_conformance.contract.api import Cell, to_plain
 from moeref_conformance.contract.checks import read_json_lines
-from moeref_conformance.contract.exits import RankExit
+from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.hang_stacks import waits
 
 if TYPE_CHECKING:
@@ -96,12 +96,12 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
     raised = next((e for e in record.events if e["phase"] == "raised" and e["step"] not in REFUSALS), None)
     if raised is None and end.kind == "ok":
         return None
-    at = float(record.events[-1].get("at", 0.0)) if record.events else 0.0
+    at = record.events[-1]["at"] if record.events else 0.0
     kind, step, detail = end.kind, end.last_step or record.last_step, f"{end.text}. {_tail(end.stderr_tail)}"
     if kind == "hung":
         detail = waits(end.stderr_tail) or detail
     if raised is not None:
-        kind, step, at = "raised", raised["step"], float(raised.get("at", at))
+        kind, step, at = "raised", raised["step"], raised["at"]
         detail = f"{raised['error']['type']}: {raised['error']['message']}"
     if end.host and end.host not in detail:
         detail = f"on {end.host}: {detail}"
@@ -129,29 +129,22 @@ class Observation:
     made: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def read(
-        cls,
-        cell: Cell,
-        cell_dir: Path,
-        exits: Iterable[RankExit],
-        seconds: float = 0.0,
-        events: Mapping[int, list[dict[str, Any]]] | None = None,
-    ) -> Observation:
-        """Read `cell_dir/rank*`, or the `events` kept in memory, with what the world says of each process.
+    def read(cls, cell: Cell, cell_dir: Path, outcome: RunOutcome) -> Observation:
+        """Read `cell_dir/rank*`, or the events kept in memory, with what the world says of each process.
 
         Crashes are in the order of failure: those the world saw fail first, then by the time of the last event; ranks
         that hung or were ended by the world come last.
         """
         ranks, crashes = [], []
-        for end in sorted(exits, key=lambda e: e.rank):
+        for end in sorted(outcome.exits, key=lambda e: e.rank):
             record = RankRecord(end.rank, rank_dir(cell_dir, end.rank))
-            if events:
-                record.events = events.get(end.rank, [])
+            if outcome.events:
+                record.events = outcome.events.get(end.rank, [])
             ranks.append(record)
             if crash := _crash(record, end):
                 crashes.append(crash)
         crashes.sort(key=lambda c: (c[0], c[1].rank))
-        return cls(cell, ranks, [c for _, c in crashes], seconds)
+        return cls(cell, ranks, [c for _, c in crashes], outcome.seconds)
 
 
 def event(step: str, phase: str, began: float | None = None, **more: Any) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Worlds(ExitStack):
             raise RuntimeError(f"world {cell.backend}: {outcome.error}")
         if outcome.events and self.plan.settings.keep:
             write_events(folder, outcome.events)
-        return Observation.read(cell, folder, outcome.exits, outcome.seconds, outcome.events)
+        return Observation.read(cell, folder, outcome)
 
     def forget(self, cell: Cell) -> None:
         """Delete the records of a cell, unless the user keeps them."""

@@ -47,7 +47,6 @@ ALIASES = {
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
 }
-REDUCTIONS = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base")
 #: One byte wide, and unknown to gloo: moved as uint8.
 BYTES = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) and str(d).startswith("torch.float8"))
 
@@ -186,7 +185,7 @@ class StagedGroup(dist.ProcessGroup):
 def _collective(name: str) -> Callable[..., Any]:
     def collective(group: StagedGroup, *args: Any) -> Any:
         real = getattr(group.gloo, name)
-        average = name in REDUCTIONS and _averages(args[-1])
+        average = getattr(args[-1], "reduceOp", None) == dist.ReduceOp.AVG
         if not group.staged(*args) and not average:
             return real(*args)
         copies = _Copies()
@@ -206,10 +205,6 @@ def _collective(name: str) -> Callable[..., Any]:
     collective.__name__ = name
     collective.__doc__ = f"ProcessGroupGloo.{name} on host copies."
     return collective
-
-
-def _averages(options: Any) -> bool:
-    return bool(getattr(options, "reduceOp", None) == dist.ReduceOp.AVG)
 
 
 for _name in COLLECTIVES:

@@ -3,7 +3,7 @@
 `python dispatcher_outcomes.py OUT [DISPATCHER]` writes a line on the installation, then one per combination (of that
 dispatcher): stage, class and message of the exception, or nothing. Groups are torch's fake ones: construction forms
 groups of any size in one process and moves no data. The CPU substitutions of the kit stand in for CUDA devices, as in
-every rank of its gloo world. What is built is unedited.
+every rank of its gloo world. What is built is unedited; only its weights are not filled.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def config_fields(setup: dict[str, Any], fields: set[str]) -> dict[str, Any]:
     plain = {
         "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8, "moe_ffn_hidden_size": 8,
         "use_cpu_initialization": True, "gradient_accumulation_fusion": False, "hidden_dropout": 0.0,
+        "perform_initialization": False,
     }  # fmt: skip
     return plain | {name: value for name, value in chosen.items() if name in fields or value}
 

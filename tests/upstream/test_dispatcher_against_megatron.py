@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from moeref.dispatcher import RULES, Choice, Environment, Setup, installed, refusals
+from moeref.dispatcher import RULES, Choice, Environment, Refusal, Setup, installed, refusals
 from moeref.layout import Layout
+from tests import warm
 
 sys.path.insert(0, str(Path(__file__).parent))
 import dispatcher_outcomes
@@ -50,12 +50,24 @@ class Run:
     environment: Environment
     found: list[tuple[dict[str, Any], list[str]]]
 
+    @functools.cached_property
+    def refused(self) -> list[tuple[Refusal, ...]]:
+        """What moeref refuses of each combination, in the environment of this run."""
+        return [tuple(refusals(setup(combination), self.environment)) for combination, _ in self.found]
+
+    @property
+    def both(self) -> Iterator[tuple[dict[str, Any], list[str], tuple[Refusal, ...]]]:
+        """Each combination, what megatron-core does with it, and what moeref refuses of it."""
+        return ((*found, refused) for found, refused in zip(self.found, self.refused, strict=True))
+
 
 def run(folder: Path, only: str = "", path: str = "") -> Run:
     out = folder / "outcomes.jsonl"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((path, *filter(None, sys.path))), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(Path(__file__).parent / "dispatcher_outcomes.py"), str(out), only]
-    subprocess.run(command, check=True, env=env, timeout=600)
+    # megatron-core is imported anew: after the kit's substitutions, and with the packages on the path.
+    program = f"import dispatcher_outcomes\ndispatcher_outcomes.main({str(out)!r}, {only!r})"
+    paths = [path, str(Path(__file__).parent)]
+    done = warm.run(program, cwd=folder, path=paths, forget=["megatron", "moeref_conformance"])
+    assert done.returncode == 0, done.stderr
     head, *lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     environment = Environment(core=head["core"], packages=frozenset(head["packages"]))
     return Run(environment, list(zip(dispatcher_outcomes.combinations(only), lines, strict=True)))
@@ -82,8 +94,8 @@ def setup(combination: dict[str, Any]) -> Setup:
 
 
 def disagreements(found: Run) -> Iterator[tuple[Any, ...]]:
-    for combination, outcome in found.found:
-        upstream = [r for r in refusals(setup(combination), found.environment) if not r.stricter]
+    for combination, outcome, refused in found.both:
+        upstream = [r for r in refused if not r.stricter]
         ours = [upstream[0].stage, upstream[0].error] if upstream else []
         if ours != outcome[:2]:
             yield tuple(ours), tuple(outcome), tuple(combination.items())
@@ -111,9 +123,9 @@ def test_where_moeref_is_stricter_is_the_list(plain: Run, with_packages: Run) ->
     assert all(STRICTER[rule.id] in rule.text for rule in RULES if rule.stricter)
     seen: collections.Counter[str] = collections.Counter()
     for found in (plain, with_packages):
-        for combination, outcome in found.found:
+        for _, outcome, refused in found.both:
             if not outcome:
-                seen.update(refusal.rule for refusal in refusals(setup(combination), found.environment))
+                seen.update(refusal.rule for refusal in refused)
     old = plain.environment.minor == "0.16"
     assert set(seen) == set(STRICTER) - ({"etp-without-ep"} if not old else set())
 
@@ -121,9 +133,9 @@ def test_where_moeref_is_stricter_is_the_list(plain: Run, with_packages: Run) ->
 def test_every_rule_of_construction_was_met_first_somewhere(plain: Run, with_packages: Run) -> None:
     met = set()
     for found in (plain, with_packages):
-        for combination, outcome in found.found:
+        for _, outcome, refused in found.both:
             if outcome:
-                met.add(refusals(setup(combination), found.environment)[0].rule)
+                met.add(refused[0].rule)
     new = {"uneven-is-new", "fp4-needs-te"} if plain.environment.minor != "0.16" else set()
     assert met == {rule.id for rule in RULES if not rule.stricter} - new
 

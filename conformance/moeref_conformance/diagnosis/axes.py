@@ -60,20 +60,18 @@ def joined_elsewhere(expected: torch.Tensor, got: torch.Tensor) -> str:
 
 def longer_or_shorter(expected: torch.Tensor, got: torch.Tensor) -> str:
     """Right, but with rows appended, or with rows or columns missing."""
-    if expected.dim() == got.dim() and expected.shape[1:] == got.shape[1:]:
-        n, m = expected.shape[0], got.shape[0]
-        if m > n and same(expected, got[:n]):
+    if expected.dim() != got.dim():
+        return ""
+    for dim, word in ((0, "rows"), (1, "columns")) if expected.dim() == 2 else ((0, "rows"),):
+        n, m = expected.shape[dim], got.shape[dim]
+        if expected.shape[:dim] + expected.shape[dim + 1 :] != got.shape[:dim] + got.shape[dim + 1 :]:
+            continue
+        if dim == 0 and m > n and same(expected, got[:n]):
             zero = " of zeros" if not got[n:].any() else ""
             return f"{m - n} rows{zero} appended (padding not trimmed)"
-        if m < n:
-            start = next((i for i in range(n - m + 1) if same(expected[i : i + m].contiguous(), got)), None)
-            if start is not None:
-                return f"short by {n - m} rows: only rows {span(start, m)} of {n}"
-    if expected.dim() == got.dim() == 2 and expected.shape[0] == got.shape[0]:
-        n, m = expected.shape[1], got.shape[1]
-        start = next((i for i in range(n - m + 1) if same(expected[:, i : i + m].contiguous(), got)), None)
+        start = next((i for i in range(n - m + 1) if same(expected.narrow(dim, i, m), got)), None)
         if start is not None:
-            return f"short by {n - m} columns: only columns {span(start, m)} of {n}"
+            return f"short by {n - m} {word}: only {word} {span(start, m)} of {n}"
     return ""
 
 

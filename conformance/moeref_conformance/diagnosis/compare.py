@@ -36,6 +36,12 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, `[numel]`."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return raw(tensor).view(kinds[tensor.element_size()]).reshape(-1)
+
+
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal shape, dtype and bytes."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(raw(a), raw(b))
@@ -70,10 +76,5 @@ def compare(expected: torch.Tensor, got: torch.Tensor, rows: int | None = None) 
     differs = (want_bytes != got_bytes).any(dim=1)
     count = int(differs.sum())
     flat = int(differs.to(torch.uint8).argmax())
-    index, rest = [], flat
-    for size in reversed(expected.shape):
-        index.append(rest % size)
-        rest //= size
-    where = tuple(reversed(index))
-    want, have = value_text(expected, flat), value_text(got, flat)
-    return Difference("bytes", want, have, flat, where, count, expected.numel())
+    where = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape))
+    return Difference("bytes", value_text(expected, flat), value_text(got, flat), flat, where, count, expected.numel())

@@ -11,7 +11,7 @@ import torch
 
 from moeref_conformance.diagnosis import axes, shards, values
 from moeref_conformance.diagnosis.compare import same
-from moeref_conformance.diagnosis.matching import Context, first_of, moved, moved_lines, relation, shifted
+from moeref_conformance.diagnosis.matching import Context, first_of, moved, relation, shifted
 
 UNKNOWN = "no known pattern"
 
@@ -30,28 +30,18 @@ def diagnose(
     expected, got = expected.detach().cpu(), got.detach().cpu()
     if expected.dtype != got.dtype:
         return values.other_dtype(expected, got)
-    said = _other_shape if expected.shape != got.shape else _other_values
-    return said(name, expected, got, context, stale) or UNKNOWN
-
-
-def _other_shape(
-    name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None
-) -> str:
-    return first_of(
-        lambda: axes.reshaped(expected, got),
-        lambda: axes.transposed(expected, got),
-        lambda: axes.joined_elsewhere(expected, got),
-        lambda: shards.wrong_share(name, expected, got, context),
-        lambda: axes.longer_or_shorter(expected, got),
-        lambda: _another(name, got, context),
-        lambda: moved_lines(name, got, context),
-        lambda: values.foreign(expected, got, context),
-    )
-
-
-def _other_values(
-    name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None
-) -> str:
+    if expected.shape != got.shape:
+        return first_of(
+            lambda: axes.reshaped(expected, got),
+            lambda: axes.transposed(expected, got),
+            lambda: axes.joined_elsewhere(expected, got),
+            lambda: shards.wrong_share(name, expected, got, context),
+            lambda: axes.longer_or_shorter(expected, got),
+            lambda: _another(name, got, context),
+            lambda: moved(name, got, context, Context({})),
+            lambda: values.foreign(expected, got, context),
+            lambda: UNKNOWN,
+        )
     return first_of(
         lambda: values.constant(expected, got),
         lambda: values.stale_values(expected, got, stale),
@@ -65,11 +55,12 @@ def _other_values(
         lambda: axes.shards_reordered(name, expected, got),
         lambda: _related(expected, got, context),
         lambda: values.missing_lines(expected, got),
-        lambda: _moved(name, expected, got, context),
+        lambda: moved(name, got, context, Context({name: expected})),
         lambda: values.rounded(expected, got),
         lambda: values.scaled(expected, got),
         lambda: values.shifted(expected, got),
         lambda: values.foreign(expected, got, context),
+        lambda: UNKNOWN,
     )
 
 
@@ -100,10 +91,3 @@ def _slices(name: str, expected: torch.Tensor, got: torch.Tensor, context: Conte
     at, old = wrong[0], None if stale is None else stale[wrong[0]]
     said = diagnose(names[at], expected[at], got[at], inside, old)
     return "" if said == UNKNOWN else f"{len(wrong)} of {len(expected)} experts: expert {at} {said}"
-
-
-def _moved(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
-    if expected.dim() < 2:
-        return ""
-    own = Context({name: expected})
-    return first_of(lambda: moved(name, got, context, own, False), lambda: moved(name, got, context, own, True))

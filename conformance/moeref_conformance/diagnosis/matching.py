@@ -165,15 +165,17 @@ def _at_the_source(context: Context, line: bytes, columns: bool) -> Where | None
     return (context.behind or context).line(line, columns)
 
 
-def moved_lines(name: str, got: torch.Tensor, context: Context) -> str:
-    """`moved` for a tensor whose shape is wrong."""
+def moved(name: str, got: torch.Tensor, context: Context, own: Context) -> str:
+    """Where the rows, else the columns, of `got` come from, as runs; empty unless at least half of them are known.
+
+    They are looked for in `own` first.
+    """
     if got.dim() < 2:
         return ""
-    return first_of(*(partial(moved, name, got, context, Context({}), columns) for columns in (False, True)))
+    return first_of(*(partial(_moved, name, got, context, own, columns) for columns in (False, True)))
 
 
-def moved(name: str, got: torch.Tensor, context: Context, own: Context, columns: bool) -> str:
-    """Where the rows (or columns) of `got` come from, as runs; empty unless at least half of them are known."""
+def _moved(name: str, got: torch.Tensor, context: Context, own: Context, columns: bool) -> str:
     places = [
         (_ZERO, 0) if zero else own.line(line, columns) or context.line(line, columns)
         for line, zero in zip(lines_of(got, columns), zeros_of(got, columns), strict=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from moeref_conformance.diagnosis.axes import SIZES
-from moeref_conformance.diagnosis.compare import raw, same
+from moeref_conformance.diagnosis.compare import bits, same
 from moeref_conformance.diagnosis.matching import Context, short, span
 
 
@@ -69,7 +69,7 @@ def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, context: 
     sources = context.sources(name)
     if len(sources) != 1 or sources[0].dim() < 2 or expected.shape != got.shape:
         return ""
-    experts, want, have = _bits(sources[0]).reshape(len(sources[0]), -1), _bits(expected), _bits(got)
+    experts, want, have = bits(sources[0]).reshape(len(sources[0]), -1), bits(expected), bits(got)
     for own in experts:
         ordered, order = own.sort()
         place = torch.searchsorted(ordered, want).clamp(max=len(own) - 1)
@@ -77,12 +77,6 @@ def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, context: 
             others = (experts[:, order[place]] == have).all(1).nonzero()
             return f"is expert {int(others[0])}" if len(others) else ""
     return ""
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers, `[numel]`."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return raw(tensor).view(kinds[tensor.element_size()]).reshape(-1)
 
 
 def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moeref_conformance.diagnosis.compare import dtype_name, raw, same
-from moeref_conformance.diagnosis.matching import Context, lines_of, octets, runs, span, zeros_of
+from moeref_conformance.diagnosis.compare import bits, dtype_name, same
+from moeref_conformance.diagnosis.matching import Context, lines_of, runs, span, zeros_of
 
 
 def other_dtype(expected: torch.Tensor, got: torch.Tensor) -> str:
@@ -51,16 +51,15 @@ def stale_values(expected: torch.Tensor, got: torch.Tensor, stale: torch.Tensor 
 
 def missing_lines(expected: torch.Tensor, got: torch.Tensor) -> str:
     """Right, but with whole rows or columns of zeros, as if one shard is missing."""
-    for axis, word in enumerate(("rows", "columns")[: expected.dim()]):
-        want = lines_of(expected, bool(axis)) if expected.dim() > 1 else [octets(x) for x in expected]
-        have = lines_of(got, bool(axis)) if expected.dim() > 1 else [octets(x) for x in got]
-        flags = [a != b for a, b in zip(want, have, strict=True)]
-        zeros = zeros_of(got, bool(axis)) if got.dim() > 1 else [not x for x in got.tolist()]
+    for word in ("rows", "columns") if expected.dim() > 1 else ("elements",) * expected.dim():
+        columns = word != "rows"  # a vector is a row
+        flags = [a != b for a, b in zip(lines_of(expected, columns), lines_of(got, columns), strict=True)]
+        zeros = zeros_of(got, columns)
         if any(flags) and not all(flags) and all(zero for f, zero in zip(flags, zeros, strict=True) if f):
             gaps = runs(flags)
             spans = ", ".join(span(*gap) for gap in gaps[:3])
             which = _which_shard(gaps, len(flags))
-            return f"{word if expected.dim() > 1 else 'elements'} {spans} are zero: {which} is missing"
+            return f"{word} {spans} are zero: {which} is missing"
     return ""
 
 
@@ -116,7 +115,7 @@ def foreign(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
     """The expected elements in an order that no other trial explains, or values that the checkpoint does not have."""
     if expected.element_size() not in (4, 8) or got.numel() < ENOUGH:
         return ""
-    want, have = _bits(expected), _bits(got)
+    want, have = bits(expected), bits(got)
     if torch.equal(want.sort().values, have.sort().values):
         return "the expected elements in another order"
     if int(torch.isin(have, want).sum()) * 20 > len(have):
@@ -134,8 +133,3 @@ def _alike(expected: torch.Tensor, got: torch.Tensor) -> bool:
         return False
     e, g = expected.double().flatten(), got.double().flatten()
     return float((g - e).norm()) < 0.3 * float(e.norm())
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers, `[numel]`."""
-    return raw(tensor).view(torch.int32 if tensor.element_size() == 4 else torch.int64).reshape(-1)

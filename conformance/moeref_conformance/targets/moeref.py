@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from moeref.megatron import Built
 
 
-class _Names:
+class _Tables:
+    """The facets `names` and `plan`, which need no model."""
+
     def __init__(self, shards: bridge.ShardMap) -> None:
         self._shards = shards
         #: Rows by position: data-parallel replicas share them.
@@ -38,6 +40,9 @@ class _Names:
         if position not in self._rows:
             self._rows[position] = tuple(map(_row, self._shards.local_shards(rank)))
         return self._rows[position]
+
+    def tensors(self) -> Sequence[TensorMeta]:
+        return [_meta(t) for t in plan.Plan(self._shards).tensors]
 
 
 def _row(shard: bridge.LocalShard) -> NameRow:
@@ -51,17 +56,16 @@ def _row(shard: bridge.LocalShard) -> NameRow:
     )
 
 
-class _Plan:
-    def __init__(self, shards: bridge.ShardMap) -> None:
-        self._shards = shards
-
-    def tensors(self) -> Sequence[TensorMeta]:
-        return [_meta(t) for t in plan.Plan(self._shards).tensors]
+def _meta(tensor: bridge.HFTensor) -> TensorMeta:
+    return TensorMeta(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
 
 
-class _Export:
+class _Model:
+    """The facets of a built model: `export`, `forward`, `gradients` and `replay`. `shards` maps the exported format."""
+
     def __init__(self, built: Built, shards: bridge.ShardMap, rank: int) -> None:
         self._built, self._shards, self._rank = built, shards, rank
+        self._recorded: list[replay.Routes] = []
 
     def chunks(self) -> Sequence[torch.nn.Module]:
         return self._built.chunks
@@ -71,23 +75,12 @@ class _Export:
 
     def plan(self) -> Sequence[TensorMeta]:
         loader.bind(self._shards, self._rank, self._built.chunks)
-        return [_meta(t) for t in plan.Plan(self._shards).tensors]
+        return _Tables(self._shards).tensors()
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         for tensor, full in stream.export(plan.Plan(self._shards), self._rank, self._built.chunks):
             yield _meta(tensor), full
             del full
-
-
-def _meta(tensor: bridge.HFTensor) -> TensorMeta:
-    return TensorMeta(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
-
-
-class _Passes:
-    """The facets `forward` and `gradients`."""
-
-    def __init__(self, built: Built) -> None:
-        self._built = built
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref import megatron
@@ -98,12 +91,6 @@ class _Passes:
         from moeref import megatron
 
         return megatron.gradients(self._built.chunks, self._built.shard_map, tokens_BS)
-
-
-class _Replay:
-    def __init__(self, built: Built, rank: int) -> None:
-        self._built, self._rank = built, rank
-        self._recorded: list[replay.Routes] = []
 
     def _given(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> list[replay.Routes]:
         """This rank's rows and layers of every microbatch."""
@@ -128,27 +115,25 @@ class _Replay:
         return replay.select_layers(replay.shard_to_rank(replay.pack([whole]), layout, self._rank), layers)
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
-        from moeref import megatron
         from moeref.megatron import replay as controller
 
         with controller.recording(self._built.chunks) as recorded:
-            logits = megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS)
+            logits = self.logits(tokens_BS)
         self._recorded = [recorded.routes(number) for number in range(recorded.microbatches)]
         return logits
 
     def replay(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> torch.Tensor | None:
-        from moeref import megatron
-        from moeref.megatron import replay as controller
-
-        with controller.replaying(self._built.chunks, self._given(tokens_BS, routes)):
-            return megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS)
+        with self._replaying(tokens_BS, routes):
+            return self.logits(tokens_BS)
 
     def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> dict[tuple[int, str], torch.Tensor]:
-        from moeref import megatron
+        with self._replaying(tokens_BS, routes):
+            return self.gradients(tokens_BS)
+
+    def _replaying(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> AbstractContextManager[object]:
         from moeref.megatron import replay as controller
 
-        with controller.replaying(self._built.chunks, self._given(tokens_BS, routes)):
-            return megatron.gradients(self._built.chunks, self._built.shard_map, tokens_BS)
+        return controller.replaying(self._built.chunks, self._given(tokens_BS, routes))
 
 
 class _Seeds:
@@ -258,18 +243,13 @@ def _options(cell: Cell) -> dict[str, Any]:
 
 class _Session:
     def __init__(
-        self,
-        shards: bridge.ShardMap,
-        layout: Layout,
-        config: _Config,
-        dispatch: _Dispatch,
-        export: _Export | None = None,
-        passes: _Passes | None = None,
-        replay: _Replay | None = None,
+        self, shards: bridge.ShardMap, cell: Cell, device: str, built: Built | None = None, model: _Model | None = None
     ) -> None:
-        self.names, self.plan, self.seeds, self.config = _Names(shards), _Plan(shards), _Seeds(layout), config
-        self.dispatch = dispatch
-        self.export, self.forward, self.gradients, self.replay = export, passes, passes, replay
+        layout = shards.layout
+        self.names = self.plan = _Tables(shards)
+        self.seeds, self.dispatch = _Seeds(layout), _Dispatch(layout, cell.dispatcher)
+        self.config = _Config(shards.model, layout, cell, built, device)
+        self.export = self.forward = self.gradients = self.replay = model
 
 
 class MoerefTarget:
@@ -306,22 +286,16 @@ class MoerefTarget:
         if world.backend == "static":
             names = families.SpecNames(norms=cell.norms, experts=cell.experts)  # type: ignore[arg-type]
             shards = bridge.ShardMap(model, layout, names, cell.expert_format)  # type: ignore[arg-type]
-            yield _Session(
-                shards, layout, _Config(model, layout, cell, None, world.device), _Dispatch(layout, cell.dispatcher)
-            )
+            yield _Session(shards, cell, world.device)
             return
         from moeref import megatron
 
         rank = megatron.initialise(layout)
         try:
             options = record.Options(**_options(cell), divisible_by=self._divisible_by)
-            made = record.Record.of(model, layout, options=options)
-            built = megatron.build(made, rank, world.device)
-            settings = _Config(model, layout, cell, built, world.device)
+            built = megatron.build(record.Record.of(model, layout, options=options), rank, world.device)
             shards = built.shard_map.in_format(cell.expert_format)  # type: ignore[arg-type]
-            export, replays = _Export(built, shards, rank), _Replay(built, rank)
-            through = _Dispatch(layout, cell.dispatcher)
-            yield _Session(shards, layout, settings, through, export, _Passes(built), replays)
+            yield _Session(shards, cell, world.device, built, _Model(built, shards, rank))
         finally:
             megatron.shut_down()
 

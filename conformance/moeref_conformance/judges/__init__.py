@@ -32,7 +32,7 @@ class Case:
     observation: Observation | None
     baseline: Observation | None
     target: Target
-    made: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 Judge = Callable[[Case], Outcome]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from moeref_conformance.judges import Case, grouped
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement, hf_numbers
 
+P = ParamSpec("P")
+T = TypeVar("T")
 #: Where a run on one rank is the reference, and there is none.
 NO_BASELINE = Outcome(untested="there is no one-rank run of this variant to compare with")
 #: How a one-rank run meets what it is the reference for.
@@ -127,34 +130,43 @@ class Given:
         return self.ranks[0]
 
 
+def once(make: Callable[Concatenate[Case, P], T]) -> Callable[Concatenate[Case, P], T]:
+    """Cache in a case what `make` derives from it."""
+
+    @functools.wraps(make)
+    def cached(case: Case, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (make.__name__, *args)
+        if key not in case.made:
+            case.made[key] = make(case, *args, **kwargs)
+        made: T = case.made[key]
+        return made
+
+    return cached
+
+
+@once
 def tables(case: Case) -> list[Given]:
     """The names tables of all ranks. Ranks with equal tables at the same place share one, and one judgement."""
-    if "tables" not in case.made:
-        by_place: dict[tuple[Any, ...], Given] = {}
-        same: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
-        kept: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
-        for record in records(case, "names"):
-            rows = name_rows(record)
-            # Of a table that several records share, only the first is compared with the others.
-            # Both are held: the number of an object that is gone may come again.
-            if id(rows) not in kept:
-                kept[id(rows)] = rows, same.setdefault(rows, rows)
-            rows = kept[id(rows)][1]
-            at = topology.coords(case.cell.layout, record.rank)
-            key = id(rows), at["pp"], at["ep"], at["tp"], at["etp"]
-            by_place.setdefault(key, Given(rows, [])).ranks.append(record.rank)
-        case.made["tables"] = list(by_place.values())
-    given: list[Given] = case.made["tables"]
-    return given
+    by_place: dict[tuple[Any, ...], Given] = {}
+    same: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
+    kept: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
+    for record in records(case, "names"):
+        rows = name_rows(record)
+        # Of a table that several records share, only the first is compared with the others.
+        # Both are held: the number of an object that is gone may come again.
+        if id(rows) not in kept:
+            kept[id(rows)] = rows, same.setdefault(rows, rows)
+        rows = kept[id(rows)][1]
+        at = topology.coords(case.cell.layout, record.rank)
+        key = id(rows), at["pp"], at["ep"], at["tp"], at["etp"]
+        by_place.setdefault(key, Given(rows, [])).ranks.append(record.rank)
+    return list(by_place.values())
 
 
+@once
 def placement(case: Case) -> Placement:
     """The brute-force placement of the cell's checkpoint."""
-    if "placement" not in case.made:
-        model = expected(case)
-        case.made["placement"] = Placement(case.cell, model.config, model.tensors)
-    made: Placement = case.made["placement"]
-    return made
+    return Placement(case.cell, expected(case).config, expected(case).tensors)
 
 
 def context(case: Case, factor: float = 1.0, of: Mapping[str, torch.Tensor] | None = None) -> Context:

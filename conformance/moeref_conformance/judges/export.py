@@ -1,4 +1,4 @@
-"""EXP: the exported stream against the checkpoint, the plan, the other ranks and the one-rank run."""
+"""EXP: the exported stream against the checkpoint, the plan, the other ranks and the one-rank run. PLN: the plan."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
+from moeref_conformance.contract.api import TensorMeta
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.requests.export import CHANGE
@@ -207,3 +208,20 @@ def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
             message = f"writing to earlier tensors changed {name}, which came later"
             said = "shares memory with an earlier one"
             yield finding(case, rank, "own", message, hf_name=name, diagnosis=said)
+
+
+@judges("PLN-001")
+def the_plan_is_the_checkpoint(case: Case) -> Iterator[Finding]:
+    """Of a plan made without a module: names once each, shapes, dtypes. The order is the target's, as in an export."""
+    ranks, want = records(case, "plan"), expected(case).tensors
+    if not ranks:
+        yield finding(case, 0, "plan", "no record of step plan")
+        return
+    metas: tuple[TensorMeta, ...] = ranks[0].value("plan")
+    yield from once_each(case, 0, "plan", (meta.name for meta in metas), "is not planned", "is planned")
+    for meta in metas:
+        given = {"shape": list(meta.shape), "dtype": meta.dtype}
+        for what, right in shape_and_dtype(want[meta.name]) if meta.name in want else ():
+            if right != given[what]:
+                message = f"{what} of {meta.name} is {right}, the plan says {given[what]}"
+                yield finding(case, 0, "plan", message, hf_name=meta.name, expected=right, got=given[what])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.judges import Case
-from moeref_conformance.judges.common import expected, finding, records
+from moeref_conformance.judges.common import expected, finding, once, records
 from moeref_conformance.oracles.sequence import positions
 
 Place = tuple[int, int]  # sample, position
@@ -20,25 +19,31 @@ Routes = tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]  # and whe
 ByRank = Mapping[int, Mapping[tuple[int, int], Mapping[str, torch.Tensor]]]  # rank -> (layer, call) -> tensors
 
 
+@once
 def replayed(case: Case) -> dict[int, dict[str, torch.Tensor]]:
     """The tensors of the step by rank, read once for all judges."""
-    if "replayed" not in case.made:
-        case.made["replayed"] = {record.rank: record.tensors("replay") for record in records(case, "replay")}
-    tensors: dict[int, dict[str, torch.Tensor]] = case.made["replayed"]
-    return tensors
+    return {record.rank: record.tensors("replay") for record in records(case, "replay")}
 
 
+@once
 def seen_routes(case: Case, phase: str) -> Routes:
     """The experts that received each token in `phase`, from all ranks' records.
 
     Rows that enter a layer on a rank are at the positions that CP and sequence parallelism give it; samples come in
     order, and one that comes again (recomputation, filler of an interleaved schedule) has the same bytes.
     """
-    made: dict[str, Any] = case.made.setdefault("seen routes", {})
-    if phase not in made:
-        made[phase] = _seen_routes(case, _of_phase(case, phase), phase)
-    routes: Routes = made[phase]
-    return routes
+    by_rank = _of_phase(case, phase)
+    place_of, findings = _places(case, by_rank, phase)
+    experts: dict[int, dict[Place, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for rank, layer, expert, row in _received(case, by_rank):
+        place = place_of[layer].get(row)
+        if place is None:
+            message = f"{phase}: expert {expert} of layer {layer} received a row that no token is"
+            findings.append(finding(case, rank, "replay", message, layer=layer, expert=expert))
+        else:
+            experts[layer][place].add(expert)
+    frozen = {layer: {place: frozenset(e) for place, e in places.items()} for layer, places in experts.items()}
+    return frozen, findings
 
 
 def _of_phase(case: Case, phase: str) -> ByRank:
@@ -51,20 +56,6 @@ def _of_phase(case: Case, phase: str) -> ByRank:
             if name == phase and len(rest) == 3 and rest[2] in ("in", "sent", "count"):
                 calls.setdefault((int(rest[0]), int(rest[1])), {})[rest[2]] = tensor
     return by_rank
-
-
-def _seen_routes(case: Case, by_rank: ByRank, phase: str) -> Routes:
-    place_of, findings = _places(case, by_rank, phase)
-    experts: dict[int, dict[Place, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for rank, layer, expert, row in _received(case, by_rank):
-        place = place_of[layer].get(row)
-        if place is None:
-            message = f"{phase}: expert {expert} of layer {layer} received a row that no token is"
-            findings.append(finding(case, rank, "replay", message, layer=layer, expert=expert))
-        else:
-            experts[layer][place].add(expert)
-    frozen = {layer: {place: frozenset(e) for place, e in places.items()} for layer, places in experts.items()}
-    return frozen, findings
 
 
 def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[bytes, Place]], list[Finding]]:

@@ -30,7 +30,8 @@ TRANSFORMERS = 2e-5
 
 def _against(case: Case, phase: str, want: Seen, *, only_missing: bool = False, whose: str) -> list[Finding]:
     """Findings where the tokens of `phase` went elsewhere than `want`."""
-    went, findings = seen_routes(case, phase)
+    went, unplaced = seen_routes(case, phase)
+    findings = [*unplaced]
     missing = _without_route(case) if only_missing else None
     for layer, places in sorted(want.items()):
         for place, experts in sorted(places.items()):

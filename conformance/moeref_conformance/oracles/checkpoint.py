@@ -27,6 +27,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 #: that a sum in another order cannot change a route.
 MARGIN = 1e-5
 BATCH = 2
+_BIAS = "e_score_correction_bias"
 
 
 def expected(cell: Cell, workdir: Path) -> Expected:
@@ -62,16 +63,10 @@ def _read(final: Path, routes: bool) -> Expected:
     return made
 
 
-def dtype_of(cell: Cell) -> torch.dtype:
-    """The checkpoint's dtype; ValueError for one the kit has no recipe for."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if cell.dtype not in known:
-        raise ValueError(f"cell {cell.id}: dtype {cell.dtype} has no recipe; use one of {', '.join(known)}")
-    return known[cell.dtype]
-
-
 def _make(cell: Cell, folder: Path) -> None:
-    dtype = dtype_of(cell)
+    if cell.dtype not in published.DTYPES:
+        raise ValueError(f"cell {cell.id}: dtype {cell.dtype} has no recipe; use one of {', '.join(published.DTYPES)}")
+    dtype = published.DTYPES[cell.dtype]
     tokens_BS = torch.randint(0, recipes.VOCABULARY, (BATCH, recipes.length(cell)), generator=_generator(0))
     for attempt in range(1, 50):
         model = recipes.model(cell)
@@ -88,15 +83,16 @@ def _make(cell: Cell, folder: Path) -> None:
         parameter.data = parameter.data.to(dtype)
     main = folder / "checkpoint"
     _save(model, cell, folder / "decoder" if cell.mtp else main)
-    aliases: set[str] = set()
+    mtp: dict[str, torch.Tensor] = {}
     if cell.mtp:
-        mtp, aliases = _mtp(cell, read_checkpoint(folder / "decoder"), _generator(98))
+        mtp = _mtp(cell, read_checkpoint(folder / "decoder"), _generator(98))
         _edited(folder / "decoder", main, add=mtp)
         shutil.rmtree(folder / "decoder")
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
     tensors = read_checkpoint(main)
-    check_distinct({name: tensor for name, tensor in tensors.items() if name not in aliases})
+    copies = {name for name in mtp if name.endswith(published.COPIES)}
+    check_distinct({name: tensor for name, tensor in tensors.items() if name not in copies})
     missing = _missing_name(cell, tensors)
     (folder / "missing.txt").write_text(missing)
     like = next(iter(tensors.values()))
@@ -116,14 +112,17 @@ def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator) -> None:
         if tensor.data_ptr() in seen:  # a tied head
             continue
         seen.add(tensor.data_ptr())
-        noise = torch.randn(tensor.shape, generator=generator)
-        if name.endswith("e_score_correction_bias"):
-            value = 0.3 + 0.1 * noise
-            if bool((value.bfloat16().float() == value).any()):
-                raise ValueError("the experts' bias must not fit bf16")
-        else:
-            value = (_center(name, model.config.model_type) + _spread(name) * noise).to(dtype).float()
+        value = _random(name, tensor, model.config.model_type, generator)
+        if not name.endswith(_BIAS):
+            value = value.to(dtype).float()
+        elif bool((value.bfloat16().float() == value).any()):
+            raise ValueError("the experts' bias must not fit bf16")
         tensor.copy_(value)
+
+
+def _random(name: str, like: torch.Tensor, family: str, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(like.shape, generator=generator)
+    return 0.3 + 0.1 * noise if name.endswith(_BIAS) else _center(name, family) + _spread(name) * noise
 
 
 def _center(name: str, family: str) -> float:
@@ -204,33 +203,16 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
         raise ValueError(f"cell {cell.id}: expert_format {cell.expert_format} has no recipe; use per_expert or fused")
 
 
-def _mtp(
-    cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Generator
-) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Multi-token prediction layers as DeepSeek-V3 and GLM-4.5 publish them, and which tensors repeat others.
-
-    transformers knows no such layers, so they are written by hand: numbered after the decoder's, each a layer like the
-    decoder's last with enorm, hnorm, eh_proj, shared_head.norm, and the embedding and the head once more.
-    """
+def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Multi-token prediction layers, which transformers does not build: as they are published, with random values."""
     if cell.expert_format != "per_expert" or cell.tied:
         raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied per_expert checkpoints only")
-    embedding, head = decoder["model.embed_tokens.weight"], decoder["lm_head.weight"]
-    norm, hidden, last = decoder["model.norm.weight"], embedding.shape[1], f"model.layers.{cell.layers - 1}."
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: set[str] = set()
-    for number in range(cell.layers, cell.layers + cell.mtp):
-        like = {name.removeprefix(last): tensor for name, tensor in decoder.items() if name.startswith(last)}
-        like |= {"enorm.weight": norm, "hnorm.weight": norm, "shared_head.norm.weight": norm}
-        like["eh_proj.weight"] = head.new_empty(hidden, 2 * hidden)
-        for rest, tensor in sorted(like.items()):
-            name, noise = f"model.layers.{number}.{rest}", torch.randn(tensor.shape, generator=generator)
-            bias = rest.endswith("e_score_correction_bias")
-            value = 0.3 + 0.1 * noise if bias else _center(name, cell.family) + _spread(name) * noise
-            tensors[name] = value.to(tensor.dtype)
-        copies = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
-        tensors |= {f"model.layers.{number}.{rest}": tensor.clone() for rest, tensor in copies.items()}
-        aliases |= {f"model.layers.{number}.{rest}" for rest in copies}
-    return tensors, aliases
+    tensors = {}
+    for number in range(cell.mtp):
+        for name, like in sorted(published.mtp_layer(cell.layers, number, decoder).items()):
+            copy = name.endswith(published.COPIES)
+            tensors[name] = like.clone() if copy else _random(name, like, cell.family, generator).to(like.dtype)
+    return tensors
 
 
 def _missing_name(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -20,7 +20,9 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.published_models import Size, published
 from moeref_conformance.oracles.expected import Expected
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: Of a multi-token prediction layer: the embedding and the head once more.
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Te
     if expert_format == "per_expert":
         state = revert_weight_conversion(model, state)
     for number in range(mtp):
-        state |= _mtp(int(config["num_hidden_layers"]), number, state)
+        state |= mtp_layer(int(config["num_hidden_layers"]), number, state)
     return dict(sorted(state.items()))
 
 
@@ -90,21 +92,21 @@ def _model(config: Mapping[str, Any]) -> Any:
     known = {k: v for k, v in copy.deepcopy(dict(config)).items() if k not in ("architectures", "model_type")}
     with torch.device("meta"):
         model = model_of(model_of.config_class(**known))
-    dtype = _DTYPES[str(config.get("dtype") or config["torch_dtype"])]
+    dtype = DTYPES[str(config.get("dtype") or config["torch_dtype"])]
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def _mtp(layers: int, number: int, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def mtp_layer(layers: int, number: int, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """One multi-token prediction layer, as DeepSeek-V3 and GLM-4.5 publish it: a layer like the decoder's last, three
-    norms, a projection of embedding and hidden state, and the embedding and the head once more."""
+    norms, a projection of embedding and hidden state, and the embedding and the head once more (COPIES)."""
     embedding, norm, head = (state[f"{n}.weight"] for n in ("model.embed_tokens", "model.norm", "lm_head"))
     last, here = f"model.layers.{layers - 1}.", f"model.layers.{layers + number}."
     tensors_here = {here + name.removeprefix(last): tensor for name, tensor in state.items() if name.startswith(last)}
     tensors_here |= {f"{here}{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
     tensors_here[here + "eh_proj.weight"] = norm.new_empty(len(norm), 2 * len(norm))
-    return {**tensors_here, here + "embed_tokens.weight": embedding, here + "shared_head.head.weight": head}
+    return {**tensors_here, **{here + name: copy for name, copy in zip(COPIES, (embedding, head), strict=True)}}
 
 
 def check_counts(size: Size, state: Mapping[str, torch.Tensor]) -> None:

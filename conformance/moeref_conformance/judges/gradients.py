@@ -5,7 +5,7 @@ RPL-008 judges steps under given routes, which the one-rank run was given too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -18,7 +18,6 @@ from moeref_conformance.judges.common import (
     distance,
     expected,
     finding,
-    observed,
     one_rank,
     outcome,
     records,
@@ -44,25 +43,53 @@ def gradients_are_the_one_rank_runs(case: Case) -> Outcome:
     if case.cell.mtp:
         return Outcome(untested="multi-token prediction layers have a loss of their own, which no facet states")
     one = one_rank(case, "gradients")
-    if one is None or case.baseline is None:
+    if one is None:
         return NO_BASELINE
     if case.baseline is case.observation:
         return outcome(_unusable(case, one), met=ITSELF)
-    if no := unmeasured(case):
-        return no
-    # Worked out once for all layouts of the variant.
-    if "gradients" not in case.baseline.made:
-        case.baseline.made["gradients"] = full_gradients(case.cell, expected(case), one.tensors("gradients"))
-    oracle = Placement(case.cell, expected(case).config, case.baseline.made["gradients"])
-    findings, worst = without(case, "inventory", "gradients"), 0.0
-    for record in records(case, "inventory", "gradients"):
-        more, far = against(case, oracle, record, record.tensors("gradients"))
-        findings += more
-        worst = max(worst, far)
-    return outcome(findings, met=within(case, worst, LIMIT))
+    return unmeasured(case) or _compared(case, one, "gradients", ("gradients",), _against, LIMIT)
 
 
-def missing(
+@judges("RPL-008")
+def replayed_gradients_are_the_one_rank_runs(case: Case) -> Outcome:
+    """In fp32 by parameter as GRD-001, in bf16 by the Euclidean distance of all gradients of a rank."""
+    one = one_rank(case, "replay")
+    if one is None:
+        return NO_BASELINE
+    if findings := without(case, "inventory", "replay"):
+        return outcome(findings)
+    if case.baseline is case.observation:
+        return outcome((f for phase in PHASES for f in _missing(case, one, _gradients(one, phase), phase)), met=ITSELF)
+    compare, limit = (_against, LIMIT) if case.cell.dtype == "float32" else (_together, BF16)
+    return unmeasured(case) or _compared(case, one, "replay", PHASES, compare, limit)
+
+
+Compare = Callable[[Case, Placement, RankRecord, Mapping[str, torch.Tensor], str], tuple[list[Finding], float]]
+
+
+def _compared(case: Case, one: RankRecord, step: str, phases: Iterable[str], compare: Compare, limit: float) -> Outcome:
+    """The gradients of all ranks in these phases of a step against those of the one rank."""
+    findings, worst, made = without(case, "inventory", step), 0.0, case.baseline.made if case.baseline else {}
+    for phase in phases:
+        # Worked out once for all layouts of the variant.
+        if phase not in made:
+            made[phase] = full_gradients(case.cell, expected(case), _gradients(one, phase))
+        oracle = Placement(case.cell, expected(case).config, made[phase])
+        for record in records(case, "inventory", step):
+            more, far = compare(case, oracle, record, _gradients(record, phase), phase)
+            findings += more
+            worst = max(worst, far)
+    return outcome(findings, met=within(case, worst, limit))
+
+
+def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
+    if phase == "gradients":
+        return record.tensors("gradients")
+    prefix = f"{phase}.gradients."
+    return {k.removeprefix(prefix): t for k, t in record.tensors("replay").items() if k.startswith(prefix)}
+
+
+def _missing(
     case: Case, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str = "gradients"
 ) -> list[Finding]:
     """Parameters without a gradient."""
@@ -76,7 +103,7 @@ def missing(
 def _unusable(case: Case, one: RankRecord) -> Iterator[Finding]:
     """Why the one-rank run cannot be compared with: gradients that are missing, not finite, or all zero."""
     have = one.tensors("gradients")
-    yield from missing(case, one, have)
+    yield from _missing(case, one, have)
     for key, tensor in have.items():
         local = key.partition(":")[2]
         if not bool(tensor.isfinite().all()):
@@ -88,11 +115,11 @@ def _unusable(case: Case, one: RankRecord) -> Iterator[Finding]:
 Pair = tuple[str, ExpectedShard, torch.Tensor, torch.Tensor]
 
 
-def pairs(
+def _pairs(
     case: Case, oracle: Placement, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str
 ) -> tuple[list[Finding], list[Pair]]:
     """Local name, shard, wanted and given gradient without padded rows; and findings for those without a pair."""
-    findings, found = missing(case, record, have, phase), list[Pair]()
+    findings, found = _missing(case, record, have, phase), list[Pair]()
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")
         try:
@@ -104,12 +131,12 @@ def pairs(
     return findings, found
 
 
-def against(
-    case: Case, oracle: Placement, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str = "gradients"
+def _against(
+    case: Case, oracle: Placement, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str
 ) -> tuple[list[Finding], float]:
     """Findings of one rank, and the largest relative distance of what is right."""
     worst = 0.0
-    findings, found = pairs(case, oracle, record, have, phase)
+    findings, found = _pairs(case, oracle, record, have, phase)
     for local, held, want, got in found:
         # A tied head's replica names no tensor that an export reads; it is made of the embedding.
         sources = held.hf or ("model.embed_tokens.weight",)
@@ -138,40 +165,11 @@ def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
     return ""
 
 
-@judges("RPL-008")
-def replayed_gradients_are_the_one_rank_runs(case: Case) -> Outcome:
-    """In fp32 by parameter as GRD-001, in bf16 by the Euclidean distance of all gradients of a rank."""
-    one = one_rank(case, "replay")
-    if one is None:
-        return NO_BASELINE
-    findings, worst = without(case, "inventory", "replay"), 0.0
-    if findings:
-        return outcome(findings)
-    if case.baseline is case.observation:
-        return outcome((f for phase in PHASES for f in missing(case, one, _gradients(one, phase), phase)), met=ITSELF)
-    if no := unmeasured(case):
-        return no
-    compared, limit = (against, LIMIT) if case.cell.dtype == "float32" else (_together, BF16)
-    for phase in PHASES:
-        whole = full_gradients(case.cell, expected(case), _gradients(one, phase))
-        oracle = Placement(case.cell, expected(case).config, whole)
-        for record in observed(case).ranks:
-            more, far = compared(case, oracle, record, _gradients(record, phase), phase)
-            findings += more
-            worst = max(worst, far)
-    return outcome(findings, met=within(case, worst, limit))
-
-
-def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
-    prefix = f"{phase}.gradients."
-    return {k.removeprefix(prefix): t for k, t in record.tensors("replay").items() if k.startswith(prefix)}
-
-
 def _together(
     case: Case, oracle: Placement, record: RankRecord, have: Mapping[str, torch.Tensor], phase: str
 ) -> tuple[list[Finding], float]:
     """Compare all gradients of one rank as one vector, relative to its length. Returns findings and the distance."""
-    findings, found = pairs(case, oracle, record, have, phase)
+    findings, found = _pairs(case, oracle, record, have, phase)
     apart = sum(float((got - want).square().sum()) for _, _, want, got in found)
     length = sum(float(want.square().sum()) for _, _, want, _ in found)
     far = float((apart / length) ** 0.5) if length else torch.inf

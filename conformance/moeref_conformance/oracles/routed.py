@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,15 @@ class Routed:
 
 
 class _Forced(TorchFunctionMode):
-    """Replaces the indices that `topk(scores [T, E], k)` returns, in rows that have a route."""
+    """Replaces the indices of every `topk(scores [T, E], k)` of a forward, one a MoE layer, in rows that have a route.
 
-    def __init__(self, experts: int, top_k: int, target_TK: torch.Tensor) -> None:
+    `target_TLK` has the routes of the MoE layers, `chosen` what was chosen, layer by layer.
+    """
+
+    def __init__(self, experts: int, target_TLK: torch.Tensor) -> None:
         super().__init__()
-        self._experts, self._top_k, self._target = experts, top_k, target_TK
-        self.chosen: torch.Tensor | None = None
+        self._experts, self._target_TLK = experts, target_TLK
+        self.chosen: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,11 +51,12 @@ class _Forced(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return answer
         scores, k = args[0], args[1] if len(args) > 1 else kwargs["k"]
-        if scores.shape[-1] != self._experts or k != self._top_k:
+        if scores.shape[-1] != self._experts or k != self._target_TLK.shape[2]:
             return answer
-        given = self._target[:, :1] >= 0
-        self.chosen = torch.where(given, self._target, answer.indices)
-        return torch.return_types.topk((scores.gather(-1, self.chosen), self.chosen))
+        target_TK = self._target_TLK[:, len(self.chosen)]
+        chosen_TK = torch.where(target_TK[:, :1] >= 0, target_TK, answer.indices)
+        self.chosen.append(chosen_TK)
+        return torch.return_types.topk((scores.gather(-1, chosen_TK), chosen_TK))
 
 
 def given_routes(expected: Expected, stream: int) -> list[np.ndarray[Any, Any]]:
@@ -86,7 +89,7 @@ def write(expected: Expected) -> Path:
     return file
 
 
-#: Cells are judged in several threads, and a module's hooks run in the forwards of all of them.
+#: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
 _DONE: dict[tuple[str, str], Routed] = {}
 
@@ -107,34 +110,14 @@ def routed(expected: Expected, routes: Sequence[np.ndarray[Any, Any]] | None) ->
     target_BSLK = np.full((samples, length, shape.layers, shape.top_k), MISSING, np.int64)
     for number, sample in enumerate(routes or ()):
         target_BSLK[number, : len(sample)] = sample
-    experts: dict[int, dict[tuple[int, int], frozenset[int]]] = {}
-    modes: dict[int, _Forced] = {}
-    handles, stack = [], ExitStack()
-    for layer, module in enumerate(model.model.layers):
-        if not shape.moe[layer]:
-            continue
-
-        def enter(_: Any, __: Any, layer: int = layer) -> None:
-            target_TK = torch.from_numpy(target_BSLK[:, :, layer].reshape(-1, shape.top_k))
-            modes[layer] = _Forced(shape.experts, shape.top_k, target_TK)
-            stack.enter_context(modes[layer])
-
-        def leave(_: Any, __: Any, ___: Any, layer: int = layer) -> None:
-            stack.pop_all().close()
-            chosen = modes[layer].chosen
-            if chosen is None:
-                raise RuntimeError(f"layer {layer}: no topk over the experts was seen")
-            rows = chosen.reshape(samples, length, -1).tolist()
-            experts[layer] = {(b, s): frozenset(rows[b][s]) for b in range(samples) for s in range(length)}
-
-        block = next(m for m in module.children() if hasattr(m, "experts"))
-        handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-    try:
-        with torch.no_grad():
-            logits_BSV = model(expected.tokens_BS).logits.float().contiguous()
-    finally:
-        for handle in handles:
-            handle.remove()
+    layers = [layer for layer, moe in enumerate(shape.moe) if moe]
+    target_TLK = torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k))
+    with torch.no_grad(), _Forced(shape.experts, target_TLK) as forced:
+        logits_BSV = model(expected.tokens_BS).logits.float().contiguous()
+    experts = {}
+    for layer, chosen in zip(layers, forced.chosen, strict=True):
+        rows = chosen.reshape(samples, length, -1).tolist()
+        experts[layer] = {(b, s): frozenset(rows[b][s]) for b in range(samples) for s in range(length)}
     return Routed(logits_BSV, experts)
 
 

@@ -10,7 +10,6 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from moeref_conformance.contract.api import FACETS, Cell, Claims, Info, Session, Unsupported, World
 from moeref_conformance.contract.checks import BadInput, check_keys
@@ -74,17 +73,14 @@ class DumpTarget:
     def recorded_steps(self, cell: Cell) -> frozenset[str]:
         """Steps that some rank recorded, `hf` where there is an export, and always `close`: to lack it is a failure."""
         if cell.id not in self._steps:
-            self._steps[cell.id] = self._read_steps(self.cells[cell.id])
+            folder = self.cells[cell.id]
+            ranks = [RankRecord(0, path) for path in sorted(folder.glob("rank[0-9]*"))]
+            steps = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
+            if "export" in steps or (folder / HF).is_dir():
+                steps.add(HF)
+            self._steps[cell.id] = frozenset(steps)
         return self._steps[cell.id]
-
-    def _read_steps(self, folder: Path) -> frozenset[str]:
-        ranks = [RankRecord(0, path) for path in sorted(folder.glob("rank[0-9]*"))]
-        steps = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
-        return frozenset(steps | ({HF} if "export" in steps or (folder / HF).is_dir() else set()))
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
         """A dump runs nothing."""
-        return self._refuse(cell)
-
-    def _refuse(self, cell: Cell) -> NoReturn:
         raise Unsupported(f"{self.info.name} holds records of {cell.id} and cannot run it")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.contract.api import Cell, Info, TensorMeta, Unsupported, World
+from moeref_conformance.contract.api import Cell, Info, Layout, TensorMeta, Unsupported, World
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +49,7 @@ def groups(cell: Cell) -> Iterator[None]:
     layout = cell.layout
     if layout.first is not None or layout.last is not None or layout.embedding or layout.loss or layout.pipeline_layout:
         raise Unsupported(f"layout {layout.text}: the adapters build equal stages only")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,
-    )
+    parallel_state.initialize_model_parallel(**_sizes(layout), create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     try:
         yield
@@ -155,9 +147,8 @@ class BridgeSession:
     seeds: None = None
 
 
-def parallel_settings(cell: Cell) -> dict[str, Any]:
-    """The layout as settings of TransformerConfig, and how pipeline stages communicate."""
-    layout = cell.layout
+def _sizes(layout: Layout) -> dict[str, Any]:
+    """The sizes as megatron-core names them, for its groups and for TransformerConfig."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -165,6 +156,14 @@ def parallel_settings(cell: Cell) -> dict[str, Any]:
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tp,
+    }
+
+
+def parallel_settings(cell: Cell) -> dict[str, Any]:
+    """The layout as settings of TransformerConfig, and how pipeline stages communicate."""
+    layout = cell.layout
+    return {
+        **_sizes(layout),
         "sequence_parallel": layout.tp > 1,  # megatron-core demands it for MoE training
         "moe_token_dispatcher_type": cell.dispatcher,
         "overlap_p2p_comm": layout.vpp > 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,11 @@ class Difference:
         if self.kind != "bytes":
             return f"{self.kind} is {self.got}, expected {self.expected}"
         return f"{self.count} of {self.total} elements differ, first at {list(self.index or ())}"
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a finding says of it."""
+        return {"index": self.index, "expected": self.expected, "got": self.got}
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,19 +66,8 @@ def _unlike(
         if difference is None or difference.kind not in kinds:
             continue
         said = diagnose(name, want, got, whole, stale[name] if stale else None)
-        findings.append(
-            finding(
-                case,
-                record.rank,
-                step,
-                f"{name}: {difference.text}",
-                hf_name=name,
-                index=difference.index,
-                expected=difference.expected,
-                got=difference.got,
-                diagnosis=said,
-            )
-        )
+        message, more = f"{name}: {difference.text}", difference.told
+        findings.append(finding(case, record.rank, step, message, hf_name=name, diagnosis=said, **more))
     return sorted(findings, key=lambda f: (f.layer or 0, f.expert or 0, f.hf_name))
 
 

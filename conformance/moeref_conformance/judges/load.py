@@ -52,21 +52,10 @@ def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> 
         )
         rows = held.rows if held.tensor.shape == got.shape else None
         name = _global(local, held)
-        yield finding(
-            case,
-            rank,
-            "shards",
-            f"chunk {chunk}: {local}: {difference.text}",
-            local_name=local,
-            global_name=name,
-            hf_name=held.hf[0] if held.hf else "",
-            layer=held.layer,
-            expert=held.expert,
-            index=difference.index,
-            expected=difference.expected,
-            got=difference.got,
-            diagnosis=diagnose(name, held.tensor[:rows], got[:rows], near),
-        )
+        said = diagnose(name, held.tensor[:rows], got[:rows], near)
+        names = {"local_name": local, "global_name": name, "hf_name": held.hf[0] if held.hf else ""}
+        more = {**names, **difference.told, "layer": held.layer, "expert": held.expert, "diagnosis": said}
+        yield finding(case, rank, "shards", f"chunk {chunk}: {local}: {difference.text}", **more)
 
 
 def _global(local: str, held: ExpectedShard) -> str:

@@ -7,6 +7,7 @@ and every row of a group goes to its experts one by one.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -111,7 +112,7 @@ class Looped:
 
     y_TH: torch.Tensor
     counts_E: torch.Tensor
-    received: dict[int, dict[bytes, int]]
+    received: dict[int, Counter[bytes]]
     gradients: dict[str, torch.Tensor]
     padding: dict[int, list[bytes]]
 
@@ -133,7 +134,7 @@ def _group(layout: Layout, dispatcher: str, number: int, members: tuple[int, ...
     experts = starts[members[0]].rows.experts
     one, two = (parameter.requires_grad_() for parameter in parameters(experts))
     loss, outputs, counts = 0 * one.sum(), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-    received: dict[int, dict[bytes, int]] = {expert: {} for expert in range(experts)}
+    received: dict[int, Counter[bytes]] = {expert: Counter() for expert in range(experts)}
     padding: dict[int, list[bytes]] = {rank: [] for rank in members}
     for rank, start in starts.items():
         rows = start.rows
@@ -146,8 +147,7 @@ def _group(layout: Layout, dispatcher: str, number: int, members: tuple[int, ...
                 for weight, expert in zip(rows.weights_TK[place], rows.experts_TK[place].tolist(), strict=True):
                     y = y + weight * (torch.tanh(row @ one[expert]) @ two[expert])
                     counts[rank][expert] += 1
-                    key = row_bytes(row)
-                    received[expert][key] = received[expert].get(key, 0) + 1
+                    received[expert][row_bytes(row)] += 1
             out.append(y)
         outputs[rank] = torch.stack(out) if out else torch.zeros_like(rows.x_TH)
         loss = loss + (outputs[rank] * start.loss_TH).sum()

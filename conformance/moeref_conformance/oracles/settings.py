@@ -32,13 +32,11 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
     routers = {int(m[1]): t for name, t in tensors.items() if (m := _ROUTER.match(name)) and int(m[1]) < layers}
     experts, hidden = next(iter(routers.values())).shape
 
-    def any_has(*ends: str) -> bool:
-        return any(name.endswith(end) for name in tensors for end in ends)
-
     def rows(*ends: str) -> int | None:
+        """Rows of the first tensor whose name ends so; None if there is none."""
         return next((int(t.shape[0]) for name, t in tensors.items() if name.endswith(ends)), None)
 
-    bias = any_has(".e_score_correction_bias")
+    bias = rows(".e_score_correction_bias") is not None
     groups = int(getattr(config, "n_group", None) or 1)
     values = {
         "num_layers": layers,
@@ -58,11 +56,11 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
             ".mlp.shared_experts.gate_proj.weight", ".mlp.shared_expert.gate_proj.weight"
         ),
         "mtp_num_layers": cell.mtp or int(getattr(config, "num_nextn_predict_layers", None) or 0),
-        "qk_layernorm": any_has(".q_norm.weight", ".kv_a_layernorm.weight"),
+        "qk_layernorm": rows(".q_norm.weight", ".kv_a_layernorm.weight") is not None,
     }
     if len(routers) < layers:
         values["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
-    if any_has(".kv_a_proj_with_mqa.weight"):
+    if rows(".kv_a_proj_with_mqa.weight") is not None:
         return {**values, "multi_latent_attention": True, **_latent(config)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {**values, "num_query_groups": int(config.num_key_value_heads), "kv_channels": int(width)}

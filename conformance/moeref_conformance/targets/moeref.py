@@ -300,9 +300,8 @@ class MoerefTarget:
             megatron.shut_down()
 
 
-def target() -> MoerefTarget:
-    """The target that `--target moeref` names."""
-    return MoerefTarget()
+#: What `--target moeref` names.
+target = MoerefTarget
 
 
 def unpadded() -> MoerefTarget:

@@ -58,6 +58,5 @@ class Mbridge:
             )
 
 
-def target() -> Mbridge:
-    """The target that `--target mbridge` names."""
-    return Mbridge()
+#: What `--target mbridge` names.
+target = Mbridge

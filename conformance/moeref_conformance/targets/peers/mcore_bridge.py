@@ -57,6 +57,5 @@ class McoreBridge:
             )
 
 
-def target() -> McoreBridge:
-    """The target that `--target mcore-bridge` names."""
-    return McoreBridge()
+#: What `--target mcore-bridge` names.
+target = McoreBridge

@@ -34,11 +34,10 @@ class Size:
     @property
     def axes(self) -> dict[str, Any]:
         """What the config decides of a cell."""
-        dtype = self.config.get("dtype") or self.config["torch_dtype"]
         return {
             "family": self.config["model_type"],
             "layers": self.config["num_hidden_layers"],
-            "dtype": dtype,
+            "dtype": self.config.get("dtype") or self.config["torch_dtype"],
             "tied": self.config["tie_word_embeddings"],
             "mtp": self.config.get("num_nextn_predict_layers") or 0,
         }

@@ -63,17 +63,14 @@ def _places(layout: Layout) -> list[tuple[int, ...]]:
 def _groups(layout: Layout) -> dict[str, list[list[int]]]:
     from megatron.core.parallel_state import RankGenerator
 
-    dense = layout.tp * layout.pp * layout.cp
-    expert = layout.expert_tp * layout.ep * layout.pp
-    for name, size in (("tp·pp·cp", dense), ("etp·ep·pp", expert)):
+    grids = {}
+    for grid, sizes, tp, ep, cp in (
+        ("dense", "tp·pp·cp", layout.tp, 1, layout.cp),
+        ("expert", "etp·ep·pp", layout.expert_tp, layout.ep, 1),
+    ):
+        size = tp * ep * cp * layout.pp
         if layout.world % size:
-            raise ValueError(f"layout {layout.text}: world {layout.world} is not a multiple of {name} = {size}")
-    grids = {
-        "dense": RankGenerator(
-            tp=layout.tp, ep=1, dp=layout.world // dense, pp=layout.pp, cp=layout.cp, order=ORDER, rank_offset=0
-        ),
-        "expert": RankGenerator(
-            tp=layout.expert_tp, ep=layout.ep, dp=layout.world // expert, pp=layout.pp, cp=1, order=ORDER, rank_offset=0
-        ),
-    }
+            raise ValueError(f"layout {layout.text}: world {layout.world} is not a multiple of {sizes} = {size}")
+        dp = layout.world // size
+        grids[grid] = RankGenerator(tp=tp, ep=ep, dp=dp, pp=layout.pp, cp=cp, order=ORDER, rank_offset=0)
     return {kind: grids[grid].get_ranks(token) for kind, (grid, token) in KINDS.items()}

@@ -50,28 +50,28 @@ class _Phases:
     def recorded(self) -> None:
         """R2: routes that the target itself records."""
         replay, rows_BS = self._replay, self._rows_BS
-        self._take("record", lambda: replay.record(rows_BS))
-        self._take("replay", lambda: replay.replay(rows_BS, None))
+        self._take("record", replay.record, rows_BS)
+        self._take("replay", replay.replay, rows_BS, None)
         with negated_routers(self._chunks):
-            self._take("changed-native", lambda: self._forward.logits(self._one_BS))
+            self._take("changed-native", self._forward.logits, self._one_BS)
             with full_recompute(self._chunks):
-                self._take("recompute", lambda: replay.step(rows_BS, None))
-            self._take("record-changed", lambda: replay.record(rows_BS))
-        self._take("step-changed", lambda: replay.step(rows_BS, None))
+                self._take("recompute", replay.step, rows_BS, None)
+            self._take("record-changed", replay.record, rows_BS)
+        self._take("step-changed", replay.step, rows_BS, None)
 
     def given(self, a: list[Routes], b: list[Routes]) -> None:
         """R3: routes that an engine sends, two sets of them."""
         replay, rows_BS, again = self._replay, self._rows_BS, len(self._rows_BS) // len(self.tokens_BS)
-        self._take("replay-a", lambda: replay.replay(self.tokens_BS, [resumed(a[0], b[0]), *a[1:]]))
-        self._take("native-between", lambda: self._forward.logits(self._one_BS))
-        self._take("step-a", lambda: replay.step(rows_BS, [*a] * again))
+        self._take("replay-a", replay.replay, self.tokens_BS, [resumed(a[0], b[0]), *a[1:]])
+        self._take("native-between", self._forward.logits, self._one_BS)
+        self._take("step-a", replay.step, rows_BS, [*a] * again)
         with full_recompute(self._chunks):
-            self._take("recompute-b", lambda: replay.step(rows_BS, [*b] * again))
-        self._take("native-after", lambda: self._forward.logits(self._one_BS))
+            self._take("recompute-b", replay.step, rows_BS, [*b] * again)
+        self._take("native-after", self._forward.logits, self._one_BS)
 
-    def _take(self, phase: str, call: Callable[[], Any]) -> None:
+    def _take(self, phase: str, call: Callable[..., Any], *arguments: Any) -> None:
         with observed(self._chunks, self.observed, phase):
-            answer = call()
+            answer = call(*arguments)
         if isinstance(answer, torch.Tensor):
             self.observed[f"{phase}.logits"] = answer.detach().cpu().clone()
         elif answer is not None:

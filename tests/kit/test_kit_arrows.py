@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -61,10 +61,11 @@ def located(file: PurePosixPath) -> tuple[tuple[str, ...], bool]:
     return (parts[:-1], True) if parts[-1] == "__init__" else (parts, False)
 
 
-def named(file: PurePosixPath, source: str) -> Iterator[Arrow]:
+@functools.cache
+def named(file: PurePosixPath, source: str) -> tuple[Arrow, ...]:
     """The arrows of one module of the kit."""
     module, is_package = located(file)
-    return arrows((KIT, *module), is_package, source, (KIT, "moeref"))
+    return tuple(arrows((KIT, *module), is_package, source, (KIT, "moeref")))
 
 
 def violations(file: PurePosixPath, source: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,3 +328,16 @@ def test_what_is_no_known_config_is_named(tmp_path: Path) -> None:
         families.read(tmp_path)
     with pytest.raises(FamilyError, match=r"^qwen3_moe: config.json has no num_experts or num_local_experts; "):
         families.read({k: v for k, v in CONFIGS["qwen3_moe"].items() if k != "num_experts"})
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff", b"{", b"[" * 100_000, b"[1]", None], ids=["bytes", "cut", "deep", "list", "pipe"]
+)
+def test_a_config_file_that_is_none_is_refused_by_name(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "config.json"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(FamilyError, match=r"config\.json"):
+        families.read(tmp_path)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from moeref_conformance.contract import rules
 from moeref_conformance.plan import matrix
 
 from moeref import cli as preflight
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 #: Placeholders for the reader's own targets and files.
@@ -41,12 +40,19 @@ def words(command: str) -> list[str]:
 @functools.cache
 def output(*command: str) -> str:
     """The output of `python -m …` in the checkout. AssertionError if it fails."""
-    run = subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert run.returncode == 0, f"{' '.join(command)} exits {run.returncode}: {run.stderr}"
-    return run.stdout
+    program = (
+        f"import os, runpy, sys\nos.environ['COLUMNS'] = '200'\nsys.argv = {list(command)}\n"
+        f"runpy.run_module({command[0]!r}, run_name='__main__', alter_sys=True)"
+    )
+    done = warm.run(program, cwd=ROOT)
+    assert done.returncode == 0, f"{' '.join(command)} exits {done.returncode}: {done.stderr}"
+    return done.stdout
+
+
+@functools.cache
+def nox_sessions() -> frozenset[str]:
+    """The names of all sessions of the noxfile."""
+    return frozenset(re.findall(r"^[-*] (.+?)(?: -> .*)?$", output("nox", "--list"), flags=re.MULTILINE))
 
 
 def check(command: str) -> None:
@@ -80,7 +86,9 @@ def check(command: str) -> None:
 def _check_nox(arguments: list[str]) -> None:
     assert arguments[0] == "-s"
     sessions = arguments[1 : arguments.index("--")] if "--" in arguments else arguments[1:]
-    output("nox", "--list", "-s", *sessions)  # fails on a session that does not exist
+    options = {word for word in sessions if word.startswith("-")}
+    assert options <= set(re.findall(r"--[\w-]+", output("nox", "--help") if options else ""))
+    assert set(sessions) - options <= nox_sessions()
     _check_paths(arguments)
     if sessions[0] == "conformance-gpu":
         _check_kit(["run", "--target", "moeref", "--matrix", "gpu", *arguments[len(sessions) + 2 :]])

@@ -1,6 +1,7 @@
 """Ranks and groups of the static matrix against megatron-core's own groups, up to 8192 ranks.
 
-`initialize_model_parallel` runs unchanged under torch's fake process group, as a handful of ranks of each world.
+`initialize_model_parallel` runs unchanged under torch's fake process group, as a handful of ranks of each world; only groups
+of other ranks are not made.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -43,6 +45,13 @@ KINDS = {
 def real_groups(layout: KitLayout, rank: int) -> Iterator[None]:
     logging.disable(logging.WARNING)
     dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
+    real = dist.new_group
+
+    def own(ranks: list[int], **more: Any) -> Any:
+        """Make the groups of this rank only. For any other torch returns the same mark, after reading its members."""
+        return real(ranks, **more) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    dist.new_group = own
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
@@ -55,6 +64,7 @@ def real_groups(layout: KitLayout, rank: int) -> Iterator[None]:
         )
         yield
     finally:
+        dist.new_group = real
         parallel_state.destroy_model_parallel()
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
         dist.destroy_process_group()

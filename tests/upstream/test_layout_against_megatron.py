@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moeref.layout import Layout, LayoutError
+from tests.upstream.own_groups import own_groups
 
 pytestmark = pytest.mark.cpu
 
@@ -153,7 +154,7 @@ GETTERS = {
 def test_initialize_model_parallel_agrees(sizes, ranks):
     layout = Layout(**sizes)
     for rank in ranks:
-        with megatron_world(sizes, rank):
+        with own_groups(rank), megatron_world(sizes, rank):
             for kind, group in GETTERS.items():
                 assert layout.group_of(kind, rank) == tuple(dist.get_process_group_ranks(group())), (rank, kind)
             at = layout.coords(rank)

@@ -1,6 +1,6 @@
 """Ranks and groups of the static matrix against megatron-core's own groups, up to 8192 ranks.
 
-`initialize_model_parallel` runs unchanged under torch's fake process group, as a handful of ranks of each world; only groups
+`initialize_model_parallel` runs unchanged under torch's fake process group, as a handful of ranks of each world. Groups
 of other ranks are not made.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from moeref_conformance.steps.topology import process_groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moeref.layout import Layout
+from tests.upstream.own_groups import own_groups
 
 pytestmark = pytest.mark.cpu
 
@@ -45,26 +45,19 @@ KINDS = {
 def real_groups(layout: KitLayout, rank: int) -> Iterator[None]:
     logging.disable(logging.WARNING)
     dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
-    real = dist.new_group
-
-    def own(ranks: list[int], **more: Any) -> Any:
-        """Make the groups of this rank only. For any other torch returns the same mark, after reading its members."""
-        return real(ranks, **more) if rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
-
-    dist.new_group = own
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            create_gloo_process_groups=False,
-        )
+        with own_groups(rank):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.cp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+                create_gloo_process_groups=False,
+            )
         yield
     finally:
-        dist.new_group = real
         parallel_state.destroy_model_parallel()
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
         dist.destroy_process_group()

@@ -31,7 +31,7 @@ class _Tables:
     """The facets `names` and `plan`, which need no model."""
 
     def __init__(self, shards: bridge.ShardMap) -> None:
-        self._shards = shards
+        self._shards, self._plan = shards, plan.Plan(shards)
         #: Rows by position: data-parallel replicas share them.
         self._rows: dict[tuple[int, ...], tuple[NameRow, ...]] = {}
 
@@ -42,7 +42,7 @@ class _Tables:
         return self._rows[position]
 
     def tensors(self) -> Sequence[TensorMeta]:
-        return [_meta(t) for t in plan.Plan(self._shards).tensors]
+        return [_meta(t) for t in self._plan.tensors]
 
 
 def _row(shard: bridge.LocalShard) -> NameRow:
@@ -64,7 +64,7 @@ class _Model:
     """The facets of a built model: `export`, `forward`, `gradients` and `replay`. `shards` maps the exported format."""
 
     def __init__(self, built: Built, shards: bridge.ShardMap, rank: int) -> None:
-        self._built, self._shards, self._rank = built, shards, rank
+        self._built, self._plan, self._rank = built, plan.Plan(shards), rank
         self._recorded: list[replay.Routes] = []
 
     def chunks(self) -> Sequence[torch.nn.Module]:
@@ -74,11 +74,11 @@ class _Model:
         loader.load(self._built.shard_map, self._rank, self._built.chunks, checkpoint)
 
     def plan(self) -> Sequence[TensorMeta]:
-        loader.bind(self._shards, self._rank, self._built.chunks)
-        return _Tables(self._shards).tensors()
+        loader.bind(self._plan.shard_map, self._rank, self._built.chunks)
+        return [_meta(t) for t in self._plan.tensors]
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        for tensor, full in stream.export(plan.Plan(self._shards), self._rank, self._built.chunks):
+        for tensor, full in stream.export(self._plan, self._rank, self._built.chunks):
             yield _meta(tensor), full
             del full
 

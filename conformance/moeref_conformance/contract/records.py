@@ -96,12 +96,12 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
     raised = next((e for e in record.events if e["phase"] == "raised" and e["step"] not in REFUSALS), None)
     if raised is None and end.kind == "ok":
         return None
-    at = record.events[-1]["at"] if record.events else 0.0
+    at = float(record.events[-1].get("at", 0.0)) if record.events else 0.0
     kind, step, detail = end.kind, end.last_step or record.last_step, f"{end.text}. {_tail(end.stderr_tail)}"
     if kind == "hung":
         detail = waits(end.stderr_tail) or detail
     if raised is not None:
-        kind, step, at = "raised", raised["step"], raised["at"]
+        kind, step, at = "raised", raised["step"], float(raised.get("at", at))
         detail = f"{raised['error']['type']}: {raised['error']['message']}"
     if end.host and end.host not in detail:
         detail = f"on {end.host}: {detail}"

@@ -33,7 +33,7 @@ class Log:
         self._file = (folder / EVENTS).open("a", encoding="utf-8")
 
     def write(self, step: str, phase: str, began: float, **more: Any) -> None:
-        self._file.write(json.dumps(to_plain(event(step, phase, began, **more))) + "\n")
+        self._file.write(json.dumps(event(step, phase, began, **more), default=to_plain) + "\n")
         self._file.flush()
 
     def step(self, name: str, action: Callable[[], Any], refusal: bool = False) -> Any:

@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_GLOO_LAZY_INIT": "1",  # connections of a group when it is first used: Megatron makes many that a cell is not
     # megatron-core's jit_fuser is torch.compile: a compiler and threads in every rank, and other roundings per shape
     "TORCHDYNAMO_DISABLE": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which some bridges import, starts a thread
@@ -150,6 +151,7 @@ def prepare(spec: str, entry: str, backend: str) -> Prepared:
     no_cuda(f"importing the target {spec!r}")
     gc.collect()
     gc.freeze()  # the collector leaves these objects alone, so their pages stay shared with the ranks
+    gc.set_threshold(50_000)  # building a model makes many objects, and few that only the collector can free
     return Prepared(target, function, facts)
 
 

@@ -1,8 +1,9 @@
 """From `--target` to a checked target.
 
 The built-in names are those of `BUILTIN`; installed packages add theirs as entry points of the group `moeref.targets`.
-`faulty:<id>` is a deliberately wrong target that proves the kit, `dump:DIR` a folder of records, and anything else
-`module:attr`: a target, or a callable without arguments that makes one.
+`faulty:<id>` is a deliberately wrong target that proves the kit, `benign:<id>` a correct one of another design,
+`dump:DIR` a folder of records, and anything else `module:attr`: a target, or a callable without arguments that makes
+one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moeref_conformance.contract.api import API_VERSION, FACETS, Claims, Info, Target
+from moeref_conformance.contract.cells import DESIGNS
 from moeref_conformance.contract.checks import BadInput, nearest
 from moeref_conformance.contract.rules import judged_facets
 from moeref_conformance.targets.peers import PEERS
@@ -20,7 +22,8 @@ from moeref_conformance.targets.peers import PEERS
 GROUP = "moeref.targets"
 #: Target name -> `module:attr`.
 BUILTIN = {"moeref": "moeref_conformance.targets.moeref:target", **PEERS}
-FAULTY = "moeref_conformance.selftest.faulty"
+#: Targets of the kit's own proof, by what comes before the colon: a module with `targets` by id.
+SELFTEST = {"faulty": "moeref_conformance.selftest.faulty", "benign": "moeref_conformance.selftest.benign"}
 
 
 def names() -> dict[str, str]:
@@ -36,8 +39,8 @@ def resolve(spec: str) -> Target:
     """
     if not spec:
         raise BadInput(f"no target given; known targets: {', '.join(sorted(names()))}; or give module:attr")
-    if spec.startswith("faulty:"):
-        return _checked(spec, _faulty(spec))
+    if spec.partition(":")[0] in SELFTEST:
+        return _checked(spec, _of_the_selftest(spec))
     if spec.startswith("dump:"):
         from moeref_conformance.targets.dump import DumpTarget
 
@@ -46,18 +49,19 @@ def resolve(spec: str) -> Target:
     if ":" not in place:
         raise BadInput(
             f"unknown target {spec!r}{nearest(spec, names())}; targets: {', '.join(sorted(names()))}, faulty:<id>, "
-            "or module:attr"
+            "benign:<id> or module:attr"
         )
     module, _, attribute = place.partition(":")
     return _checked(spec, _attribute(spec, module, attribute))
 
 
-def _faulty(spec: str) -> Any:
-    faulty = _attribute(spec, FAULTY, "targets")
-    fault = spec.removeprefix("faulty:")
-    if fault not in faulty:
-        raise BadInput(f"unknown fault {fault!r}{nearest(fault, faulty)}; all: {', '.join(sorted(faulty))}")
-    return faulty[fault]
+def _of_the_selftest(spec: str) -> Any:
+    kind, _, name = spec.partition(":")
+    targets = _attribute(spec, SELFTEST[kind], "targets")
+    if name not in targets:
+        what = "fault" if kind == "faulty" else f"{kind} target"
+        raise BadInput(f"unknown {what} {name!r}{nearest(name, targets)}; all: {', '.join(sorted(targets))}")
+    return targets[name]
 
 
 def _attribute(spec: str, module: str, attribute: str) -> Any:
@@ -87,6 +91,9 @@ def _checked(spec: str, candidate: Any) -> Target:
         raise BadInput(f"target {spec!r} speaks API {candidate.info.api}; this kit speaks {API_VERSION}")
     for facet in sorted(candidate.claims.facets - set(FACETS)):
         raise BadInput(f"target {spec!r} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
+    for name, choices in DESIGNS.items():
+        if (value := getattr(candidate.claims, name)) not in choices:
+            raise BadInput(f"target {spec!r} claims {name}={value!r}, which is not one of {', '.join(map(repr, choices))}")
     for facet in sorted(candidate.claims.facets - judged_facets()):
         raise BadInput(f"target {spec!r} claims the facet {facet!r}, which no rule judges")
     return cast(Target, candidate)

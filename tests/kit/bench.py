@@ -23,8 +23,10 @@ class Bench:
     Runs a cell, and its one-rank baseline, once for all who ask, and judges it.
     """
 
-    def __init__(self, world: ForkedWorld, folder: Path, target: Target) -> None:
+    def __init__(self, world: ForkedWorld, folder: Path, target: Target, inputs: Path | None = None) -> None:
+        """Records go to `folder`; expected models too, unless benches share the folder `inputs`."""
         self._world, self._folder, self._target = world, folder, target
+        self._inputs = inputs or folder
         self._static = StaticWorld(target)
         self._seen: dict[tuple[str, tuple[str, ...]], Observation] = {}
 
@@ -35,26 +37,26 @@ class Bench:
             where.mkdir()
             self._world.deadline = deadline
             world = self._static if cell.backend == "static" else self._world
-            outcome = world.run(cell, where, expected(cell, self._folder).inputs, self._target.claims)
+            outcome = world.run(cell, where, expected(cell, self._inputs).inputs, self._target.claims)
             assert not outcome.error, outcome.error
             self._seen[key] = Observation.read(cell, where, outcome)
         return self._seen[key]
 
     def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:
-        """Outcomes of all rules. The faults of the cell's tags are in the one-rank run only if they show there."""
+        """Outcomes of all rules that the target claims. The faults of the cell's tags are in the one-rank run only if they show there."""
         observation = self.observe(cell, deadline)
         one = replace(cell, layout_name="one", layout=Layout(), tags=cell.tags if one_rank else ())
         case = Case(
             cell=cell,
-            expected=expected(cell, self._folder),
+            expected=expected(cell, self._inputs),
             observation=observation,
             # Rules that look at it require RUN-001.
             baseline=None if observation.crashes or cell.backend == "static" else self.observe(one, deadline),
-            target=self._target,
+            claims=self._target.claims,
         )
         outcomes: dict[str, Outcome] = {}
         for rule in RULES.values():
-            if not rule.applies(cell.backend, cell.replay):
+            if not rule.applies(cell.backend, cell.replay) or rule.unclaimed(self._target.claims):
                 continue
             unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)

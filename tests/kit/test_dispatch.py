@@ -160,7 +160,7 @@ def test_a_target_that_answers_nonsense_is_told_so(tmp_path: Path) -> None:
     made, judged = expected(cell, tmp_path), Nonsensical()
     outcome = StaticWorld(judged).run(cell, tmp_path / "cell", made.inputs, judged.claims)
     observation = Observation.read(cell, tmp_path, outcome)
-    case = Case(cell=cell, expected=made, observation=observation, baseline=None, target=judged)
+    case = Case(cell=cell, expected=made, observation=observation, baseline=None, claims=judged.claims)
     found = {rule: JUDGES[rule](case).findings for rule in ("DSP-001", "DSP-004", "DSP-005")}
     assert "4 ranks asked, 0 answered" in found["DSP-001"][0].message
     assert "moe_flex_dispatcher_backend 'nothing'" in found["DSP-004"][0].message

@@ -50,7 +50,7 @@ for name in ("good", "stale", "lenient"):
     target = resolve("toy_target:" + name)
     outcome = StaticWorld(target).run(cell, Path(name), {"hf_config": "."}, target.claims)
     seen = Observation.read(cell, Path(name), outcome)
-    case = Case(cell=cell, expected=None, observation=seen, baseline=None, target=target)
+    case = Case(cell=cell, expected=None, observation=seen, baseline=None, claims=target.claims)
     said[name] = [f.message for f in JUDGES["VER-001"](case).findings]
 heading = GROUPS[load_rules()["VER-001"].group]
 print(json.dumps({"said": said, "last": [FACETS[-1], facets()[-1].name], "heading": heading}))

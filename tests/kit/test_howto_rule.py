@@ -28,7 +28,7 @@ for spec in ("moeref", "faulty:spaces-in-names"):
     target = resolve(spec)
     outcome = StaticWorld(target).run(cell, Path(spec), model.inputs, target.claims)
     seen = Observation.read(cell, Path(spec), outcome)
-    case = Case(cell=cell, expected=model, observation=seen, baseline=None, target=target)
+    case = Case(cell=cell, expected=model, observation=seen, baseline=None, claims=target.claims)
     rules = [r.id for r in load_rules().values() if r.group == "NAM" and r.applies("static")]
     said[spec] = {r: [f.message for f in JUDGES[r](case).findings] for r in rules}
 fault = FAULTS["spaces-in-names"]

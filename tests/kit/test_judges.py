@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import MANY, ONE, Run, read_run, write_run
+from moeref_conformance.contract.api import FACETS, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord, rank_dir
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.cpu
 DOWN = "model.layers.2.mlp.experts.13.down_proj.weight"
 GATE = "model.layers.2.mlp.experts.13.gate_proj.weight"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+CLAIMS = Claims(facets=frozenset(FACETS), families=frozenset({MANY.family}), backends=frozenset({MANY.backend}))
 FC1 = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
 
 
@@ -38,8 +40,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Expected, Path, Obse
 def run(good: tuple[Expected, Path, Observation], tmp_path: Path) -> Run:
     want, folder, one = good
     shutil.copytree(folder, tmp_path / "many")
-    target: Any = None  # judges look at records, not at the target
-    return Run(Case(MANY, want, read_run(MANY, tmp_path / "many"), one, target), tmp_path / "many")
+    return Run(Case(MANY, want, read_run(MANY, tmp_path / "many"), one, CLAIMS), tmp_path / "many")
 
 
 def judge(run: Run, rule: str) -> tuple[Finding, ...]:
@@ -249,6 +250,17 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         stream(2, "export", lambda v: [{**m, "materialised": True} for m in v]),
         "full tensors are materialised here too",
     ),
+    "other bytes on another receiver": (
+        "EXP-009",
+        both(
+            stream(2, "export", lambda v: [{**m, "materialised": True} for m in v]),
+            lambda run: shutil.copy(
+                rank_dir(run.folder, 0) / "export.safetensors", rank_dir(run.folder, 2) / "export.safetensors"
+            ),
+            tensor("export", lambda t: t[DOWN].zero_(), 2),
+        ),
+        "all zero",
+    ),
     "kept alive": (
         "EXP-005",
         stream(0, "export", lambda v: [{**m, "alive": i} for i, m in enumerate(v)]),
@@ -333,6 +345,14 @@ def test_a_target_that_announces_nothing_is_judged_by_its_streams(run: Run) -> N
     assert (outcome.findings, outcome.met) == ((), "exact, without a plan: the target claims none")
     run.value(1, "export", lambda rows: rows.reverse())
     assert judge(run, "EXP-004")
+
+
+def test_where_all_ranks_receive_each_receives_everything(run: Run) -> None:
+    assert not judge(run, "EXP-009")
+    run.case.claims = replace(CLAIMS, receivers="all")
+    (first, *_) = judge(run, "EXP-009")
+    assert first.rank == 1
+    assert "was never sent" in first.message
 
 
 def test_crashes_come_in_the_order_of_failure(run: Run) -> None:

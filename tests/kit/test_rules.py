@@ -1,6 +1,9 @@
 """The golden list and its checks."""
 
+from dataclasses import replace
+
 import pytest
+from moeref_conformance.contract.cells import Claims
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.rules import load_rules, parse_rules, revision, select
 
@@ -48,6 +51,8 @@ def test_unknown_prefix_names_the_nearest():
         ("[AAA-001]", "[AAA-1]", "three capitals"),
         ("since", "sinse", "did you mean 'since'"),
         ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-001"]', "circular"),
+        ('since = "0.1"', 'since = "0.1"\nclaims = { receiver = "all" }', "did you mean 'receivers'"),
+        ('since = "0.1"', 'since = "0.1"\nclaims = { receivers = "some" }', "receivers='some' is not one of"),
         ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-002"]', "requires unknown 'AAA-002'"),
     ],
 )
@@ -60,6 +65,13 @@ def test_revision_changes_with_the_text_of_a_rule_and_not_with_its_reasons():
     one, other = parse_rules(ENTRY), parse_rules(ENTRY.replace('why = ["y"]', 'why = ["z"]'))
     assert revision(one) == revision(other)
     assert revision(one) != revision(parse_rules(ENTRY.replace('text = "x"', 'text = "xx"')))
+
+
+def test_a_rule_of_one_design_leaves_targets_of_another_alone():
+    rule = parse_rules(ENTRY + 'claims = { receivers = "writer" }')["AAA-001"]
+    claims = Claims(facets=frozenset(), families=frozenset(), backends=frozenset())
+    assert rule.unclaimed(claims) == ""
+    assert rule.unclaimed(replace(claims, receivers="all")) == "the target claims receivers='all'"
 
 
 def test_worlds_with_processes_are_judged_like_gloo():

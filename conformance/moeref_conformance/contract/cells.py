@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from moeref_conformance.contract.axes import axis, read_axes
 from moeref_conformance.contract.backends import ANY_GPU, BACKENDS
@@ -12,6 +13,8 @@ from moeref_conformance.contract.published_models import TINY, published
 
 #: No routing replay, replay of Megatron's own routes (R2), of the inference engine's (R3).
 REPLAY_MODES = ("off", "R2", "R3")
+#: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
+DESIGNS: Mapping[str, tuple[Any, ...]] = {"receivers": ("writer", "all")}
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -138,6 +141,7 @@ class Claims:
     tied: bool = True
     mtp: int = 0  # most multi-token prediction layers
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
+    receivers: str = "writer"  # which ranks `Export.stream` gives tensors to: the writer alone, or all
     limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}
 
     def why_not(self, cell: Cell) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import FACETS
 from moeref_conformance.contract.backends import BACKENDS
-from moeref_conformance.contract.cells import REPLAY_MODES
+from moeref_conformance.contract.cells import DESIGNS, REPLAY_MODES, Claims
 from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, text_list
 
 LEVELS = ("MUST", "SHOULD")
@@ -39,6 +39,7 @@ class Rule:
     faults: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
     replay: tuple[str, ...] = ()
+    claims: tuple[tuple[str, Any], ...] = ()
 
     @property
     def group(self) -> str:
@@ -50,6 +51,13 @@ class Rule:
         process per rank; a rule without modes is judged in all."""
         here = backend in self.backends or (backend != "static" and "gloo" in self.backends)
         return here and (not self.replay or replay in self.replay)
+
+    def unclaimed(self, claims: Claims) -> str:
+        """Why these claims leave the rule out: a facet that they lack, or another design; empty if they do not."""
+        if missing := [facet for facet in self.facets if facet not in claims.facets]:
+            return f"the target does not claim {' and '.join(missing)}"
+        others = [name for name, value in self.claims if getattr(claims, name) != value]
+        return f"the target claims {', '.join(f'{name}={getattr(claims, name)!r}' for name in others)}" if others else ""
 
 
 @cache
@@ -112,7 +120,8 @@ def revision(rules: Mapping[str, Rule] | None = None) -> str:
     """A hash of eight hex digits over what decides a verdict; reasons, links and comments do not change it."""
     rules = load_rules() if rules is None else rules
     parts = [
-        [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.replay] for r in rules.values()
+        [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.replay, r.claims]
+        for r in rules.values()
     ]
     return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:8]
 
@@ -123,7 +132,7 @@ def _rule(rule_id: str, entry: Any) -> Rule:
         raise BadInput(f"{where}: an id is three capitals, a dash and three digits")
     lists = ("facets", "backends", "requires", "why", "faults", "steps", "replay")
     required = ("level", "text", "facets", "backends", "why", "since")
-    check_keys(where, entry, ("level", "text", "since", *lists), required)
+    check_keys(where, entry, ("level", "text", "since", "claims", *lists), required)
     if entry["level"] not in LEVELS:
         raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")
     values = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
@@ -131,7 +140,16 @@ def _rule(rule_id: str, entry: Any) -> Rule:
         check_known(where, f"value of {key}", values[key], known)
     if not values["backends"]:
         raise BadInput(f"{where}: backends is empty, so nothing could judge it")
-    return Rule(id=rule_id, level=entry["level"], text=entry["text"], since=entry["since"], **values)
+    claims = _claims(where, entry.get("claims", {}))
+    return Rule(id=rule_id, level=entry["level"], text=entry["text"], since=entry["since"], claims=claims, **values)
+
+
+def _claims(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    check_known(where, "design in claims", named, DESIGNS)
+    for name, value in named.items():
+        if value not in DESIGNS[name]:
+            raise BadInput(f"{where}: claims {name}={value!r} is not one of {DESIGNS[name]}")
+    return tuple(named.items())
 
 
 def _text() -> str:

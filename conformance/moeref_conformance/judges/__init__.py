@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from moeref_conformance.contract.findings import Finding, Outcome
 
 if TYPE_CHECKING:
-    from moeref_conformance.contract.api import Cell, Target
+    from moeref_conformance.contract.api import Cell, Claims
     from moeref_conformance.contract.records import Observation
     from moeref_conformance.oracles.expected import Expected
 
 
 @dataclass
 class Case:
-    """What a judge may read. `baseline` is the one-rank run of the same variant.
+    """What a judge may read. `baseline` is the one-rank run of the same variant, `claims` are the target's.
 
     `made` caches what several judges derive from the rest.
     """
@@ -31,7 +31,7 @@ class Case:
     expected: Expected | None
     observation: Observation | None
     baseline: Observation | None
-    target: Target
+    claims: Claims
     made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 

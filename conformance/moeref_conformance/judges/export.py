@@ -199,6 +199,22 @@ def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "own", message, hf_name=name, diagnosis=said)
 
 
+@judges("EXP-009")
+def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
+    """The tensors of every other rank that was given some, against the writer's."""
+    writer = _writer(case.observation)
+    yield from without(case, "export") if writer else _no_writer(case)
+    if writer is None:
+        return
+    want: Context | None = None
+    for record in records(case, "export"):
+        if case.claims.receivers == "all":
+            yield from _complete(case, record, "export")
+        if record.rank != writer.rank and any(row["materialised"] for row in record.value("export")):
+            want = want or context(case, of=writer.tensors("export"))
+            yield from _unlike(case, record, want, kinds=KINDS)
+
+
 @judges("PLN-001")
 def the_plan_is_the_checkpoint(case: Case) -> Iterator[Finding]:
     """Of a plan made without a module: names once each, shapes, dtypes. The order is the target's, as in an export."""

@@ -140,7 +140,8 @@ class Runner:
         expected = self._expected(cell)
         own = one_rank is not None and one_rank.cell == cell
         observation = one_rank if own else self._worlds.observe(cell, expected.inputs)
-        case = Case(cell=cell, expected=expected, observation=observation, baseline=one_rank, target=self.plan.target)
+        claims = self.plan.target.claims
+        case = Case(cell=cell, expected=expected, observation=observation, baseline=one_rank, claims=claims)
         if one_rank is None or not one_rank.crashes:
             return case, no_baseline
         case.baseline = one_rank if own else None

@@ -32,8 +32,8 @@ def _unclaimed(plan: Plan, cell: Cell, rule: Rule) -> str:
     claims = plan.target.claims
     if why_not := claims.why_not(cell):
         return why_not
-    if missing := [facet for facet in rule.facets if facet not in claims.facets]:
-        return f"the target does not claim {' and '.join(missing)}"
+    if reason := rule.unclaimed(claims):
+        return reason
     if isinstance(plan.target, Recorded):
         recorded = plan.target.recorded_steps(cell)
         if lacking := [step for step in rule.steps if step not in recorded]:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from moeref_conformance.contract.api import Cell, Info, Session, World
 from moeref_conformance.contract.checks import BadInput, nearest
 from moeref_conformance.selftest.faults import FAULTS, Fault
+from moeref_conformance.selftest.faults.base import Variant
 from moeref_conformance.targets.moeref import MoerefTarget
 
 _GOOD = MoerefTarget()
@@ -22,11 +23,11 @@ class FaultyTarget:
 
     claims, preload = _GOOD.claims, staticmethod(_GOOD.preload)
 
-    def __init__(self, *faults: Fault) -> None:
+    def __init__(self, *faults: Variant, kind: str = "faulty") -> None:
         self.faults = faults
-        self.info = Info(name="faulty:" + "+".join(fault.id for fault in faults), version=_GOOD.info.version)
+        self.info = Info(name=f"{kind}:" + "+".join(fault.id for fault in faults), version=_GOOD.info.version)
 
-    def chosen(self, cell: Cell) -> Sequence[Fault]:
+    def chosen(self, cell: Cell) -> Sequence[Variant]:
         """The faults of a session of `cell`."""
         return self.faults
 
@@ -74,7 +75,7 @@ class ByTag(FaultyTarget):
         super().__init__()
         self.info = Info(name="faulty:by-tag", version=_GOOD.info.version)
 
-    def chosen(self, cell: Cell) -> Sequence[Fault]:
+    def chosen(self, cell: Cell) -> Sequence[Variant]:
         """The faults of the cell's tags, which may be none."""
         return [FAULTS[tag.removeprefix("fault:")] for tag in cell.tags if tag.startswith("fault:")]
 

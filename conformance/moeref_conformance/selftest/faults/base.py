@@ -1,4 +1,7 @@
-"""A fault: one real bug brought back at the border of the good target's session, and what the kit must say about it."""
+"""A fault: one real bug brought back at the border of the good target's session, and what the kit must say about it.
+
+A benign target (`selftest.benign`) is another variant of the good one, which no rule may call wrong.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,37 @@ from moeref_conformance.contract.api import Cell, Layout, Session, World
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One bug. In `cell` its `rules` fail, the rules `also` fail as a consequence, and no other rule does.
+class Variant:
+    """The good target, changed at its border, and the cell that shows it.
 
-    `diagnosis` is part of the diagnosis of a finding of `rules`; it is set wherever a tensor differs. `says` is part of
-    a finding's message. `bug` names the report.
-
-    `wrap` gets the good session and gives the wrong one (see `selftest.border`). `given` changes the cell and the world
-    that the good target is opened with. `patch` is entered around the session, for bugs in how Megatron itself is used:
-    it changes megatron-core's or torch's public API. `one_rank` says that the fault also changes what a single rank
-    exports or computes; otherwise the one-rank run to compare with is the good target's.
+    `wrap` gets the good session and gives the other one (see `selftest.border`). `given` changes the cell and the world
+    that the good target is opened with. `patch` is entered around the session, for changes in how Megatron itself is
+    used: it changes megatron-core's or torch's public API. `one_rank` says that the change also shows in what a single
+    rank exports or computes; otherwise the one-rank run to compare with is the good target's.
     """
 
     id: str
-    bug: str
-    rules: tuple[str, ...]
-    also: tuple[str, ...] = ()
     cell: Cell
     wrap: Callable[[Session, Cell, World], Session] | None = None
     given: Callable[[Cell, World], tuple[Cell, World]] | None = None
     patch: Callable[[Cell, World], AbstractContextManager[Any]] | None = None
-    diagnosis: str = ""
-    says: str = ""
     one_rank: bool = False
     deadline: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Variant):
+    """One bug. In `cell` its `rules` fail, the rules `also` fail as a consequence, and no other rule does.
+
+    `diagnosis` is part of the diagnosis of a finding of `rules`; it is set wherever a tensor differs. `says` is part of
+    a finding's message. `bug` names the report.
+    """
+
+    bug: str
+    rules: tuple[str, ...]
+    also: tuple[str, ...] = ()
+    diagnosis: str = ""
+    says: str = ""
 
 
 def cell(family: str, layout_name: str, *, world_size: int = 0, layers: int = 2, **axes: Any) -> Cell:

@@ -42,6 +42,19 @@ def _every_stage_sends(session: Session, cell: Cell, world: World) -> Any:
     return stream(session, rewrite)
 
 
+def _others_not_filled(session: Session, cell: Cell, world: World) -> Any:
+    """Every rank hands out a buffer for each tensor, and only the writer's is filled."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
+            full = torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
+            del tensor
+            yield meta, full
+            del full
+
+    return stream(session, rewrite)
+
+
 def _one_rank_ends_early(session: Session, cell: Cell, world: World) -> Any:
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         for meta, tensor in pairs:
@@ -101,6 +114,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_every_stage_sends,
         says="are materialised here too",
+    ),
+    Fault(
+        id="other-receivers-not-filled",
+        bug="W16 in kind: ranks other than the writer hand their engine buffers that nobody filled",
+        rules=("EXP-009",),
+        also=("EXP-005",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_others_not_filled,
+        diagnosis="all zero",
     ),
     Fault(
         id="one-rank-ends-early",

@@ -1,0 +1,53 @@
+"""No MUST calls a correct but different target wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from moeref_conformance.contract.cells import DESIGNS
+from moeref_conformance.selftest.benign import BENIGN, Benign, targets
+from moeref_conformance.selftest.faults import FAULTS
+from moeref_conformance.worlds.forked import ForkedWorld
+
+from tests.kit.bench import RULES, Bench
+from tests.kit.shared_world import Shared
+
+pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
+SHOULD = {rule.id for rule in RULES.values() if rule.level == "SHOULD"}
+#: Faults that break nothing but recommendations; `test_faults` asserts what each turns red.
+OF_TASTE = {fault.id for fault in FAULTS.values() if {*fault.rules, *fault.also} <= SHOULD}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("benign")
+
+
+@pytest.mark.parametrize("design", BENIGN.values(), ids=BENIGN)
+def test_no_must_calls_it_wrong(
+    design: Benign, folder: Path, tmp_path: Path, shared_world: ForkedWorld
+) -> None:
+    with Shared(shared_world, f"benign:{design.id}", grace=1.0) as world:
+        bench = Bench(world, tmp_path, targets[design.id], inputs=folder)
+        outcomes = bench.judge(design.cell, one_rank=design.one_rank, deadline=design.deadline)
+    red = {rule: [f.message for f in outcome.findings] for rule, outcome in outcomes.items() if outcome.findings}
+    assert {rule: said for rule, said in red.items() if rule not in SHOULD} == {}
+    assert set(red) == set(design.should), red
+    untested = {rule for rule, outcome in outcomes.items() if outcome.untested}
+    required = {rule for rule in untested if set(RULES[rule].requires) & set(red)}
+    assert untested - required <= {"GRD-001"}, {rule: outcomes[rule].untested for rule in untested}
+
+
+def test_only_recommendations_are_not_followed() -> None:
+    assert {rule for design in BENIGN.values() for rule in design.should} <= SHOULD
+
+
+def test_every_design_that_can_be_claimed_is_there() -> None:
+    other = {name: set(choices[1:]) for name, choices in DESIGNS.items()}
+    claimed = {name: {d.claims[name] for d in BENIGN.values() if name in d.claims} for name in DESIGNS}
+    assert claimed == other
+
+
+def test_they_are_many() -> None:
+    assert len(BENIGN) + len(OF_TASTE) >= 4

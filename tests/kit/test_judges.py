@@ -276,7 +276,12 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         stream(0, "export_changed", lambda v: [m for m in v if m["name"] != BIAS]),
         f"{BIAS} was never sent",
     ),
-    "order depends on the layout": ("EXP-007", stream(0, "export", lambda v: v[1:] + v[:1]), "the one-rank export has"),
+    "names depend on the layout": (
+        "EXP-007",
+        stream(0, "export", lambda v: [m for m in v if m["name"] != DOWN]),
+        f"only this export has nothing; only the one-rank export has {DOWN}",
+    ),
+    "order depends on the layout": ("EXP-010", stream(0, "export", lambda v: v[1:] + v[:1]), "the one-rank export has"),
     "bytes depend on the layout": (
         "EXP-007",
         tensor("export", lambda t: t[DOWN].copy_(torch.cat([t[DOWN][:, 28:], t[DOWN][:, :28]], 1))),
@@ -422,7 +427,7 @@ def test_what_cannot_be_judged_says_why(run: Run) -> None:
     assert "fp32 only" in JUDGES["FWD-001"](run.case).untested
     assert "replay" in JUDGES["FWD-002"](run.case).untested
     run.case.baseline = None
-    for rule in ("EXP-007", "FWD-002"):
+    for rule in ("EXP-007", "EXP-010", "FWD-002"):
         assert "no one-rank run" in JUDGES[rule](run.case).untested
 
 

@@ -170,18 +170,33 @@ def changed_weights_are_sent(case: Case) -> Iterable[Finding]:
 
 @judges("EXP-007")
 def export_is_the_one_rank_export(case: Case) -> Outcome | list[Finding]:
-    """Names, order, shapes, dtypes and bytes against the baseline."""
-    if case.baseline is None:
-        return NO_BASELINE
-    one, record = _writer(case.baseline), _writer(case.observation)
-    if one is None:
-        return Outcome(untested="the one-rank run exported nothing")
-    if case.baseline is case.observation:
-        return Outcome(met=ITSELF)
+    """Names, shapes, dtypes and bytes against the baseline, in whatever order they come."""
+    one = _one_rank_writer(case)
+    if isinstance(one, Outcome):
+        return one
+    record = _writer(case.observation)
     if record is None:
         return _no_writer(case)
-    findings = _first_unlike(case, record, "export", _metas(one, "export"), "the one-rank export")
-    return findings + _unlike(case, record, context(case, of=one.tensors("export")), kinds=KINDS)
+    whole = context(case, of=one.tensors("export"))
+    return [*_other_entries(case, record, one), *_unlike(case, record, whole, kinds=KINDS)]
+
+
+def _one_rank_writer(case: Case) -> RankRecord | Outcome:
+    """The writer of the baseline, or why there is nothing to compare with it."""
+    if case.baseline is None:
+        return NO_BASELINE
+    if case.baseline is case.observation:
+        return Outcome(met=ITSELF)
+    return _writer(case.baseline) or Outcome(untested="the one-rank run exported nothing")
+
+
+def _other_entries(case: Case, record: RankRecord, one: RankRecord) -> Iterator[Finding]:
+    """One finding on names and metadata that only one of two exports has."""
+    mine, right = (Counter(text for _, text in _metas(of, "export")) for of in (record, one))
+    if mine != right:
+        here, there = (names_text(more.elements()) or "nothing" for more in (mine - right, right - mine))
+        message = f"only this export has {here}; only the one-rank export has {there}"
+        yield finding(case, record.rank, "export", message)
 
 
 @judges("EXP-008")
@@ -213,6 +228,18 @@ def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
         if record.rank != writer.rank and any(row["materialised"] for row in record.value("export")):
             want = want or context(case, of=writer.tensors("export"))
             yield from _unlike(case, record, want, kinds=KINDS)
+
+
+@judges("EXP-010")
+def order_is_the_one_rank_export_s(case: Case) -> Outcome | list[Finding]:
+    """Names in order against the baseline."""
+    one = _one_rank_writer(case)
+    if isinstance(one, Outcome):
+        return one
+    record = _writer(case.observation)
+    if record is None:
+        return _no_writer(case)
+    return _first_unlike(case, record, "export", _metas(one, "export"), "the one-rank export")
 
 
 @judges("PLN-001")

@@ -95,6 +95,24 @@ def _of_the_first_ep_rank(session: Any, cell: Cell, world: World) -> Any:
     return described(kept)(session, cell, world)
 
 
+def _by_local_number(session: Any, cell: Cell, world: World) -> Any:
+    """The experts of a layer come by their number on a rank: 0 of every EP rank, then 1 of every EP rank."""
+    local = 16 // cell.layout.ep
+
+    def place(meta: TensorMeta) -> tuple[str, int, int]:
+        """Sorts by what comes before the experts, then by local number."""
+        expert = re.search(r"(.*\.experts\.)(\d+)\.", meta.name)
+        return (expert[1], int(expert[2]) % local, int(expert[2])) if expert else (meta.name, 0, 0)
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        metas, tensors = border.collected(pairs)
+        for meta in sorted(metas, key=place):
+            yield meta, tensors.pop(meta.name, None)
+
+    planned = border.facet(session, "export", plan=lambda: sorted(session.export.plan(), key=place))
+    return border.stream(planned, rewrite)
+
+
 def _embedding_cached(session: Any, cell: Cell, world: World) -> Any:
     cache: dict[str, torch.Tensor] = {}
 
@@ -155,6 +173,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_sorted_the_second_time,
         says="entry 0 of export_changed",
+    ),
+    Fault(
+        id="experts-by-local-number",
+        bug="Megatron-Bridge 0.6.2, gather_from_ep_ranks: the order of names depends on EP, the bytes are right",
+        rules=("EXP-010",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_by_local_number,
+        says="the one-rank export has",
+        one_rank=True,
     ),
     Fault(
         id="embedding-sent-twice",

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.border import Pair, stream
+from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
+from moeref_conformance.selftest.border import Pair, held, stream
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faulty import FaultyTarget
 
@@ -43,6 +44,44 @@ def _everywhere(session: Session, cell: Cell, world: World) -> Any:
     return stream(session, rewrite)
 
 
+def _lent(session: Session, cell: Cell, world: World) -> Any:
+    """Where a parameter is a whole tensor already, it is lent as it is."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        live = {row.hf[0]: tensor for row, tensor in held(session, world) if len(row.hf) == 1}
+        for meta, tensor in pairs:
+            own = live.get(meta.name)
+            yield meta, own if tensor is not None and own is not None and own.shape == tensor.shape else tensor
+            del tensor
+
+    return stream(session, rewrite)
+
+
+def _in_buckets(session: Session, cell: Cell, world: World) -> Any:
+    """Tensors come as views of a buffer of up to 256 KiB, which has another memory each time."""
+
+    def flushed(bucket: list[tuple[TensorMeta, torch.Tensor]]) -> Iterator[Pair]:
+        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
+        ends = list(accumulate(tensor.nbytes for _, tensor in bucket))
+        for (meta, like), part in zip(bucket, torch.tensor_split(flat, ends[:-1]), strict=True):
+            yield meta, part.view(like.dtype).view(like.shape)
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        bucket: list[tuple[TensorMeta, torch.Tensor]] = []
+        for meta, tensor in pairs:
+            if tensor is None:
+                yield meta, None
+                continue
+            bucket.append((meta, tensor))
+            if sum(kept.nbytes for _, kept in bucket) > 2**18:
+                yield from flushed(bucket)
+                bucket.clear()
+        if bucket:
+            yield from flushed(bucket)
+
+    return stream(session, rewrite)
+
+
 _DESIGNS = (
     Benign(
         id="all-ranks-receive",
@@ -50,6 +89,20 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_everywhere,
         claims={"receivers": "all"},
+    ),
+    Benign(
+        id="live-parameters-lent",
+        why="engines that share the trainer's memory copy what they are lent: Megatron-Bridge, mbridge, mcore-bridge",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_lent,
+        claims={"lends": True},
+        should=("EXP-005",),
+    ),
+    Benign(
+        id="sent-in-buckets",
+        why="few large transfers instead of many small ones: verl, slime",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_in_buckets,
     ),
 )
 BENIGN: dict[str, Benign] = {design.id: design for design in _DESIGNS}

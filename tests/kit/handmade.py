@@ -152,8 +152,8 @@ class Run:
 
         def edit(events: list[dict[str, Any]]) -> None:
             event = next(e for e in events if e["step"] == step)
-            new = change(event["value"])
-            event["value"] = event["value"] if new is None else new
+            new = change(event.get("value"))
+            event["value"] = event.get("value") if new is None else new
 
         self.events(rank, edit)
 

@@ -117,6 +117,11 @@ def error(rank: int, step: str, message: str | None) -> Callable[[Run], None]:
     return lambda run: run.events(rank, change)
 
 
+def loads_with(rank: int, texts: list[str]) -> Callable[[Run], None]:
+    """The rank takes the checkpoint with a tensor too many, and warns."""
+    return both(error(rank, "refuse_extra", None), stream(rank, "refuse_extra", lambda _: {"warned": texts}))
+
+
 def both(*spoil: Callable[[Run], None]) -> Callable[[Run], None]:
     return lambda run: [one(run) for one in spoil] and None
 
@@ -187,6 +192,16 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
     "unmapped: nothing raised": ("NAM-006", error(2, "refuse_parameter", None), "nothing was raised"),
     "unmapped: not named": ("NAM-006", error(2, "refuse_parameter", "bad model"), "does not name kit_unmapped.weight"),
     "surplus: nothing raised": ("LOD-002", error(3, "refuse_extra", None), "nothing was raised"),
+    "surplus: another is warned of": (
+        "LOD-002",
+        both(*(loads_with(r, ["model.norm.bias is unused"]) for r in range(4))),
+        "nothing was raised",
+    ),
+    "surplus: warned of on one rank, refused on the others": (
+        "LOD-002",
+        lambda run: loads_with(2, [run.case.expected.extra])(run),  # type: ignore[union-attr]
+        "nothing was raised",
+    ),
     "missing: not named": ("LOD-003", error(3, "refuse_missing", "KeyError"), "does not name model.layers.3.mlp"),
     "fc1 halves swapped": (
         "LOD-001",
@@ -358,6 +373,12 @@ def test_where_all_ranks_receive_each_receives_everything(run: Run) -> None:
     (first, *_) = judge(run, "EXP-009")
     assert first.rank == 1
     assert "was never sent" in first.message
+
+
+def test_a_surplus_tensor_may_be_left_out_with_a_warning(run: Run) -> None:
+    for rank in range(MANY.layout.world):
+        loads_with(rank, [f"unused: {run.case.expected.extra}"] * (rank == 1))(run)  # type: ignore[union-attr]
+    assert not judge(run, "LOD-002")
 
 
 def test_crashes_come_in_the_order_of_failure(run: Run) -> None:

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
-from moeref_conformance.selftest.border import Pair, held, stream
+from moeref_conformance.selftest.border import Pair, checkpoint, copied, facet, held, stream
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faulty import FaultyTarget
 
@@ -82,6 +84,20 @@ def _in_buckets(session: Session, cell: Cell, world: World) -> Any:
     return stream(session, rewrite)
 
 
+def _surplus_warned_of(session: Session, cell: Cell, world: World) -> Any:
+    """A tensor of the checkpoint that the model lacks is left out with a warning."""
+    planned = {meta.name for meta in session.plan.tensors()} if session.plan else set()
+
+    def load(folder: Path) -> None:
+        if surplus := sorted(checkpoint(folder).keys() - planned):
+            if world.rank == 0:
+                logging.getLogger("transformers").warning("weights of the checkpoint were not used: %s", surplus)
+            folder = copied(folder, world, lambda tensors: {n: t for n, t in tensors.items() if n in planned})
+        session.export.load(folder)  # type: ignore[union-attr]
+
+    return facet(session, "export", load=load)
+
+
 _DESIGNS = (
     Benign(
         id="all-ranks-receive",
@@ -103,6 +119,12 @@ _DESIGNS = (
         why="few large transfers instead of many small ones: verl, slime",
         cell=cell("qwen3_moe", "pp2"),
         wrap=_in_buckets,
+    ),
+    Benign(
+        id="surplus-warned-of",
+        why="transformers' from_pretrained lists unexpected weights in a warning and goes on",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_surplus_warned_of,
     ),
 )
 BENIGN: dict[str, Benign] = {design.id: design for design in _DESIGNS}

@@ -18,6 +18,7 @@ from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows
 from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 from moeref_conformance.steps.topology import process_groups
+from moeref_conformance.steps.warned import warned
 
 
 def inventory(export: Export, context: Context) -> list[dict[str, Any]]:
@@ -31,6 +32,13 @@ def inventory(export: Export, context: Context) -> list[dict[str, Any]]:
 def loading(name: str) -> Callable[[Export, Context], None]:
     """A step that loads an input of the cell."""
     return lambda export, context: export.load(context.input(name))
+
+
+def surplus(export: Export, context: Context) -> dict[str, list[str]]:
+    """Load a checkpoint with a tensor too many. The value: all that was warned of on the way."""
+    with warned() as texts:
+        export.load(context.input("checkpoint_extra"))
+    return {"warned": texts}
 
 
 def shards(export: Export, context: Context) -> None:
@@ -146,7 +154,7 @@ FACET = Facet(
         Step(name="export_changed", ask=streamed("export_changed"), stage=Stage.CHANGED),
         Step(name="own", ask=own, stage=Stage.CHANGED),
         Step(name="refuse_parameter", ask=refuse_parameter, stage=Stage.CHANGED, refusal=True),
-        Step(name="refuse_extra", ask=loading("checkpoint_extra"), stage=Stage.CHANGED, refusal=True),
+        Step(name="refuse_extra", ask=surplus, stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_missing", ask=loading("checkpoint_missing"), stage=Stage.CHANGED, refusal=True),
     ),
 )

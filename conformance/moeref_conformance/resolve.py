@@ -93,7 +93,7 @@ def _checked(spec: str, candidate: Any) -> Target:
         raise BadInput(f"target {spec!r} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
     for name, choices in DESIGNS.items():
         if (value := getattr(candidate.claims, name)) not in choices:
-            raise BadInput(f"target {spec!r} claims {name}={value!r}, which is not one of {', '.join(map(repr, choices))}")
+            raise BadInput(f"target {spec!r} claims {name}={value!r}, not one of {', '.join(map(repr, choices))}")
     for facet in sorted(candidate.claims.facets - judged_facets()):
         raise BadInput(f"target {spec!r} claims the facet {facet!r}, which no rule judges")
     return cast(Target, candidate)

@@ -43,7 +43,10 @@ class Bench:
         return self._seen[key]
 
     def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:
-        """Outcomes of all rules that the target claims. The faults of the cell's tags are in the one-rank run only if they show there."""
+        """Outcomes of all rules that the target claims.
+
+        The faults of the cell's tags are in the one-rank run only if they show there.
+        """
         observation = self.observe(cell, deadline)
         one = replace(cell, layout_name="one", layout=Layout(), tags=cell.tags if one_rank else ())
         case = Case(

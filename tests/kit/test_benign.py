@@ -25,9 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("design", BENIGN.values(), ids=BENIGN)
-def test_no_must_calls_it_wrong(
-    design: Benign, folder: Path, tmp_path: Path, shared_world: ForkedWorld
-) -> None:
+def test_no_must_calls_it_wrong(design: Benign, folder: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
     with Shared(shared_world, f"benign:{design.id}", grace=1.0) as world:
         bench = Bench(world, tmp_path, targets[design.id], inputs=folder)
         outcomes = bench.judge(design.cell, one_rank=design.one_rank, deadline=design.deadline)

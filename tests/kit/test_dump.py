@@ -51,7 +51,8 @@ def test_a_good_record_is_judged_without_an_adapter(recorded: Path, tmp_path: Pa
     passed = {rule for rule, s in status.items() if s == "pass"}
     assert passed == {"RUN-001", "LOD-001", "EXP-001", "EXP-002", "EXP-003", "EXP-005", "EXP-009", "FWD-001"}
     assert {s for rule, s in status.items() if rule not in passed} == {"unclaimed", "untested"}
-    assert {rule for rule, s in status.items() if s == "untested"} == {"EXP-007", "EXP-010", "FWD-002"}  # no one-rank record
+    # There is no one-rank record.
+    assert {rule for rule, s in status.items() if s == "untested"} == {"EXP-007", "EXP-010", "FWD-002"}
     target = read(tmp_path / "out" / "results.jsonl").header["target"]
     assert target["version"] == "7"
     assert target["claims"]["families"] == ["qwen3_moe"]

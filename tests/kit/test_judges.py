@@ -189,8 +189,13 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         "is [66, 40], the table says [65, 40]",
     ),
     "rank 0's table for all": ("NAM-005", row(1, QKV, local="decoder.layers.7.x"), "has no tensor decoder.layers.7.x"),
-    "unmapped: nothing raised": ("NAM-006", error(2, "refuse_parameter", None), "nothing was raised"),
-    "unmapped: not named": ("NAM-006", error(2, "refuse_parameter", "bad model"), "does not name kit_unmapped.weight"),
+    "unmapped: nothing raised": (
+        "NAM-006",
+        both(*(error(r, "refuse_parameter", None) for r in range(4))),
+        "nothing was raised on any rank",
+    ),
+    "unmapped: not raised on one rank": ("NAM-008", error(2, "refuse_parameter", None), "nothing was raised"),
+    "unmapped: not named": ("NAM-008", error(2, "refuse_parameter", "bad model"), "does not name kit_unmapped.weight"),
     "surplus: nothing raised": ("LOD-002", error(3, "refuse_extra", None), "nothing was raised"),
     "surplus: another is warned of": (
         "LOD-002",
@@ -202,7 +207,13 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         lambda run: loads_with(2, [run.case.expected.extra])(run),  # type: ignore[union-attr]
         "nothing was raised",
     ),
-    "missing: not named": ("LOD-003", error(3, "refuse_missing", "KeyError"), "does not name model.layers.3.mlp"),
+    "missing: nothing raised": (
+        "LOD-003",
+        both(*(error(r, "refuse_missing", None) for r in range(4))),
+        "nothing was raised on any rank",
+    ),
+    "missing: not raised on one rank": ("LOD-004", error(1, "refuse_missing", None), "nothing was raised"),
+    "missing: not named": ("LOD-004", error(3, "refuse_missing", "KeyError"), "does not name model.layers.3.mlp"),
     "fc1 halves swapped": (
         "LOD-001",
         tensor("shards", lambda t: t[f"0:{FC1}"].copy_(t[f"0:{FC1}"].roll(56, 0)), 3),
@@ -379,6 +390,14 @@ def test_a_surplus_tensor_may_be_left_out_with_a_warning(run: Run) -> None:
     for rank in range(MANY.layout.world):
         loads_with(rank, [f"unused: {run.case.expected.extra}"] * (rank == 1))(run)  # type: ignore[union-attr]
     assert not judge(run, "LOD-002")
+
+
+def test_a_refusal_on_one_rank_is_a_refusal(run: Run) -> None:
+    for rank in (0, 1, 3):
+        error(rank, "refuse_missing", None)(run)
+        error(rank, "refuse_parameter", None)(run)
+    assert not judge(run, "LOD-003") + judge(run, "NAM-006")
+    assert [f.rank for f in judge(run, "LOD-004")] == [f.rank for f in judge(run, "NAM-008")] == [0, 1, 3]
 
 
 def test_crashes_come_in_the_order_of_failure(run: Run) -> None:

@@ -14,7 +14,11 @@ from moeref_conformance.contract.published_models import TINY, published
 #: No routing replay, replay of Megatron's own routes (R2), of the inference engine's (R3).
 REPLAY_MODES = ("off", "R2", "R3")
 #: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
-DESIGNS: Mapping[str, tuple[Any, ...]] = {"receivers": ("writer", "all"), "lends": (False, True)}
+DESIGNS: Mapping[str, tuple[Any, ...]] = {
+    "lends": (False, True),
+    "receivers": ("writer", "all"),
+    "unmapped": ("exported", "built"),
+}
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -143,6 +147,7 @@ class Claims:
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
     receivers: str = "writer"  # which ranks `Export.stream` gives tensors to: the writer alone, or all
+    unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
     limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}
 
     def why_not(self, cell: Cell) -> str | None:

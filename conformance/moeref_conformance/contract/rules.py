@@ -57,7 +57,8 @@ class Rule:
         if missing := [facet for facet in self.facets if facet not in claims.facets]:
             return f"the target does not claim {' and '.join(missing)}"
         others = [name for name, value in self.claims if getattr(claims, name) != value]
-        return f"the target claims {', '.join(f'{name}={getattr(claims, name)!r}' for name in others)}" if others else ""
+        claimed = ", ".join(f"{name}={getattr(claims, name)!r}" for name in others)
+        return claimed and f"the target claims {claimed}"
 
 
 @cache

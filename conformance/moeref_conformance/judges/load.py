@@ -12,7 +12,7 @@ from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import context, expected, finding, placement, records, values, without
-from moeref_conformance.judges.names import refusal
+from moeref_conformance.judges.names import refusal, refused
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 
 
@@ -76,6 +76,12 @@ def surplus_tensor_is_named(case: Case) -> Iterator[Finding]:
 
 @judges("LOD-003")
 def missing_tensor_is_refused(case: Case) -> Iterator[Finding]:
+    """A rank raised, and all ended the step."""
+    return refused(case, "refuse_missing", f"the checkpoint lacks {expected(case).missing}")
+
+
+@judges("LOD-004")
+def missing_tensor_is_named(case: Case) -> Iterator[Finding]:
     """Every rank raised, and the message names the tensor."""
     missing = expected(case).missing
     return refusal(case, "refuse_missing", missing, f"the checkpoint lacks {missing}")

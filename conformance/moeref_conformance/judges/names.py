@@ -183,10 +183,33 @@ def _against_modules(case: Case, record: RankRecord) -> Iterator[Finding]:
             yield _row(case, rank, row, f"chunk {row.chunk} has no tensor {row.local}")
 
 
+#: What step `refuse_parameter` does.
+_ADDED = f"a parameter {UNMAPPED}.weight was added"
+
+
 @judges("NAM-006")
 def unmapped_parameter_is_refused(case: Case) -> Iterator[Finding]:
+    """A rank raised, and all ended the step."""
+    return refused(case, "refuse_parameter", _ADDED)
+
+
+@judges("NAM-008")
+def unmapped_parameter_is_named(case: Case) -> Iterator[Finding]:
     """Every rank raised, and the message names the parameter."""
-    return refusal(case, "refuse_parameter", f"{UNMAPPED}.weight", f"a parameter {UNMAPPED}.weight was added")
+    return refusal(case, "refuse_parameter", f"{UNMAPPED}.weight", _ADDED)
+
+
+def refused(case: Case, step: str, what: str) -> Iterator[Finding]:
+    """A rank must have raised in `step`, and every rank must have come to its end."""
+    have = {record.rank: record for record in observed(case).ranks}
+    ended = {crash.rank: f": it {crash.kind} in step {crash.step}" for crash in observed(case).crashes}
+    raised = {rank for rank, record in have.items() if record.error(step)}
+    done = raised | {rank for rank, record in have.items() if record.has(step)}
+    stuck = [rank for rank in range(case.cell.layout.world) if rank not in done]
+    for rank in stuck:
+        yield finding(case, rank, step, f"no record of step {step}{ended.get(rank, '')}")
+    if not raised and not stuck:
+        yield finding(case, None, step, f"{what}, and nothing was raised on any rank", expected="an error")
 
 
 def refusal(case: Case, step: str, name: str, what: str) -> Iterator[Finding]:

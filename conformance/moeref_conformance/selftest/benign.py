@@ -1,6 +1,7 @@
 """Correct but different targets: designs that real frameworks have, which no MUST may call wrong.
 
-`benign:<id>` runs one; `tests/kit/test_benign.py` runs all. Faults that turn SHOULD rules alone red are of this kind too.
+`benign:<id>` runs one; `tests/kit/test_benign.py` runs all. Faults that turn SHOULD rules alone red are of this kind
+too.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
-from moeref_conformance.selftest.border import Pair, checkpoint, copied, facet, held, stream
+from moeref_conformance.selftest.border import Pair, checkpoint, copied, facet, stream
 from moeref_conformance.selftest.faults.base import Variant, cell
+from moeref_conformance.selftest.faults.loading import unknown_skipped
+from moeref_conformance.selftest.faults.roles import aliases, everywhere
 from moeref_conformance.selftest.faulty import FaultyTarget
 
 
@@ -30,33 +32,6 @@ class Benign(Variant):
     claims: Mapping[str, Any] = field(default_factory=dict)
     should: tuple[str, ...] = ()
     one_rank: bool = True
-
-
-def _everywhere(session: Session, cell: Cell, world: World) -> Any:
-    """Every rank is given every tensor."""
-
-    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
-        for meta, tensor in pairs:
-            full = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
-            dist.broadcast(full, src=0)
-            del tensor
-            yield meta, full
-            del full
-
-    return stream(session, rewrite)
-
-
-def _lent(session: Session, cell: Cell, world: World) -> Any:
-    """Where a parameter is a whole tensor already, it is lent as it is."""
-
-    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
-        live = {row.hf[0]: tensor for row, tensor in held(session, world) if len(row.hf) == 1}
-        for meta, tensor in pairs:
-            own = live.get(meta.name)
-            yield meta, own if tensor is not None and own is not None and own.shape == tensor.shape else tensor
-            del tensor
-
-    return stream(session, rewrite)
 
 
 def _in_buckets(session: Session, cell: Cell, world: World) -> Any:
@@ -103,14 +78,14 @@ _DESIGNS = (
         id="all-ranks-receive",
         why="engines that share the trainer's ranks load on each of them: mcore-bridge, mbridge, Megatron-Bridge",
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_everywhere,
+        wrap=everywhere,
         claims={"receivers": "all"},
     ),
     Benign(
         id="live-parameters-lent",
         why="engines that share the trainer's memory copy what they are lent: Megatron-Bridge, mbridge, mcore-bridge",
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_lent,
+        wrap=aliases,
         claims={"lends": True},
         should=("EXP-005",),
     ),
@@ -125,6 +100,13 @@ _DESIGNS = (
         why="transformers' from_pretrained lists unexpected weights in a warning and goes on",
         cell=cell("qwen3_moe", "ep2"),
         wrap=_surplus_warned_of,
+    ),
+    Benign(
+        id="modules-read-when-built",
+        why="a bridge that maps and checks all parameters once, as it builds the model, and exports by that map",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=unknown_skipped,
+        claims={"unmapped": "built"},
     ),
 )
 BENIGN: dict[str, Benign] = {design.id: design for design in _DESIGNS}

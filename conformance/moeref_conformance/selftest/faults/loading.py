@@ -120,6 +120,19 @@ def _missing_skipped(session: Any, cell: Cell, world: World) -> Any:
     return border.facet(session, "export", load=load)
 
 
+def _missing_on_one_rank(session: Any, cell: Cell, world: World) -> Any:
+    """Rank 0 refuses a checkpoint that lacks a tensor; the others load what there is and report success."""
+    skipping = _missing_skipped(session, cell, world)
+
+    def load(folder: Path) -> None:
+        skipping.export.load(folder)
+        present = border.checkpoint(folder).keys()
+        if world.rank == 0 and (lacking := [m.name for m in session.plan.tensors() if m.name not in present]):
+            raise LookupError(f"the checkpoint has no {', '.join(lacking)}")
+
+    return border.facet(session, "export", load=load)
+
+
 def _tied_head_unset(session: Any, cell: Cell, world: World) -> Any:
     def load(folder: Path) -> None:
         heads = [tensor for row, tensor in border.held(session, world) if row.local == "output_layer.weight"]
@@ -140,7 +153,7 @@ def _vocab_not_padded(session: Any, cell: Cell, world: World) -> Any:
     return border.names(session, table)
 
 
-def _unknown_skipped(session: Any, cell: Cell, world: World) -> Any:
+def unknown_skipped(session: Any, cell: Cell, world: World) -> Any:
     """Plan and stream leave out modules that are not in the names table."""
 
     @contextmanager
@@ -166,6 +179,27 @@ def _unknown_skipped(session: Any, cell: Cell, world: World) -> Any:
 
     def stream() -> Iterator[Pair]:
         with hidden():
+            yield from session.export.stream()
+
+    return border.facet(session, "export", plan=plan, stream=stream)
+
+
+def _unknown_not_named(session: Any, cell: Cell, world: World) -> Any:
+    """An export of a module that no table knows dies of what it looks up for it."""
+
+    @contextmanager
+    def nameless() -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise AttributeError("'NoneType' object has no attribute 'param_weight'") from error
+
+    def plan() -> Any:
+        with nameless():
+            return session.export.plan()
+
+    def stream() -> Iterator[Pair]:
+        with nameless():
             yield from session.export.stream()
 
     return border.facet(session, "export", plan=plan, stream=stream)
@@ -252,7 +286,7 @@ FAULTS = (
     Fault(
         id="refusal-names-nothing",
         bug="an error that says that something does not fit, and not what",
-        rules=("LOD-002", "LOD-003"),
+        rules=("LOD-002", "LOD-004"),
         cell=cell("qwen3_moe", "ep2"),
         wrap=_nameless_refusal,
         says="the error does not name",
@@ -270,7 +304,23 @@ FAULTS = (
         bug="torchtitan's `continue` past a key that is not in the map",
         rules=("NAM-006",),
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_unknown_skipped,
+        wrap=unknown_skipped,
+    ),
+    Fault(
+        id="unknown-parameter-not-named",
+        bug="Megatron-Bridge 0.6.2: the slot of an unmapped parameter is None, which the export dies of",
+        rules=("NAM-008",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_unknown_not_named,
+        says="does not name kit_unmapped.weight: AttributeError",
+    ),
+    Fault(
+        id="missing-refused-on-one-rank",
+        bug="mcore-bridge 1.6.5, mbridge 0.15.1: only the ranks that read a tensor miss it",
+        rules=("LOD-004",),
+        cell=cell("glm4_moe", "ep2"),
+        wrap=_missing_on_one_rank,
+        says="nothing was raised",
     ),
     Fault(
         id="extra-tensor-skipped",

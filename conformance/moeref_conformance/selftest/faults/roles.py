@@ -13,7 +13,9 @@ from moeref_conformance.selftest.border import Pair, facet, held, stream
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
-def _everywhere(session: Session, cell: Cell, world: World) -> Any:
+def everywhere(session: Session, cell: Cell, world: World) -> Any:
+    """Every rank is given every tensor."""
+
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         for meta, tensor in pairs:
             full = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
@@ -65,7 +67,7 @@ def _one_rank_ends_early(session: Session, cell: Cell, world: World) -> Any:
     return stream(session, rewrite)
 
 
-def _aliases(session: Session, cell: Cell, world: World) -> Any:
+def aliases(session: Session, cell: Cell, world: World) -> Any:
     """Where a parameter is a full tensor already, the stream hands out the parameter itself."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
@@ -105,7 +107,7 @@ FAULTS = (
         bug="miles#755: every rank holds the full tensor",
         rules=("EXP-005",),
         cell=cell("qwen3_moe", "tp2"),
-        wrap=_everywhere,
+        wrap=everywhere,
     ),
     Fault(
         id="every-stage-sends",
@@ -138,7 +140,7 @@ FAULTS = (
         rules=("EXP-008",),
         also=("EXP-005",),
         cell=cell("qwen3_moe", "ep2"),
-        wrap=_aliases,
+        wrap=aliases,
         diagnosis="aliases a live parameter",
     ),
     Fault(

@@ -18,6 +18,7 @@ from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.diagnosis.compare import dtype_name
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, grouped
+from moeref_conformance.oracles import published
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement, hf_numbers
 
@@ -94,12 +95,32 @@ def not_refused(case: Case, step: str, taken: str) -> list[Finding]:
     ]
 
 
+def once(make: Callable[Concatenate[Case, P], T]) -> Callable[Concatenate[Case, P], T]:
+    """Cache in a case what `make` derives from it."""
+
+    @functools.wraps(make)
+    def cached(case: Case, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (make.__name__, *args)
+        if key not in case.made:
+            case.made[key] = make(case, *args, **kwargs)
+        made: T = case.made[key]
+        return made
+
+    return cached
+
+
+@once
+def aliases(case: Case) -> dict[str, str]:
+    """Names that an export may have beyond the checkpoint's, and the tensor that each repeats."""
+    return published.aliases(case.cell, expected(case).tensors)
+
+
 def once_each(case: Case, rank: int, step: str, names: Iterable[str], never: str, again: str) -> Iterator[Finding]:
     """Missing, surplus and repeated names of the checkpoint's. `never` and `again` say what is done with a name."""
     want, times = expected(case).tensors, Counter(names)
     said = {name: never for name in want if not times[name]}
-    said |= {name: "is not in the checkpoint" for name in times if name not in want}
-    said |= {name: f"{again} {number} times" for name, number in times.items() if name in want and number > 1}
+    said |= {name: "is not in the checkpoint" for name in times if name not in want and name not in aliases(case)}
+    said |= {name: f"{again} {number} times" for name, number in times.items() if name not in said and number > 1}
     for name, what in said.items():
         yield finding(case, rank, step, f"{name} {what}", hf_name=name)
 
@@ -128,20 +149,6 @@ class Given:
     def rank(self) -> int:
         """The first of the ranks; findings name it."""
         return self.ranks[0]
-
-
-def once(make: Callable[Concatenate[Case, P], T]) -> Callable[Concatenate[Case, P], T]:
-    """Cache in a case what `make` derives from it."""
-
-    @functools.wraps(make)
-    def cached(case: Case, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = (make.__name__, *args)
-        if key not in case.made:
-            case.made[key] = make(case, *args, **kwargs)
-        made: T = case.made[key]
-        return made
-
-    return cached
 
 
 @once

@@ -18,6 +18,7 @@ from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     ITSELF,
     NO_BASELINE,
+    aliases,
     context,
     expected,
     finding,
@@ -59,13 +60,13 @@ def _unlike(
     findings = []
     for name, got in record.tensors(step).items():
         # A tensor that was sent again is recorded as name#2.
-        if name not in whole.tensors:
+        want = whole.tensors.get(name, whole.tensors.get(aliases(case).get(name, "")))
+        if want is None:
             continue
-        want = whole.tensors[name]
         difference = compare(want, got)
         if difference is None or difference.kind not in kinds:
             continue
-        said = diagnose(name, want, got, whole, stale[name] if stale else None)
+        said = diagnose(name, want, got, whole, stale.get(name) if stale else None)
         message, more = f"{name}: {difference.text}", difference.told
         findings.append(finding(case, record.rank, step, message, hf_name=name, diagnosis=said, **more))
     return sorted(findings, key=lambda f: (f.layer or 0, f.expert or 0, f.hf_name))
@@ -96,7 +97,9 @@ def shapes_and_dtypes(case: Case) -> list[Finding]:
     record = _writer(case.observation)
     if record is None:
         return _no_writer(case)
-    want, findings = expected(case).tensors, _unlike(case, record, context(case), kinds=("shape", "dtype"))
+    want = expected(case).tensors
+    want = {**want, **{name: want[of] for name, of in aliases(case).items()}}
+    findings = _unlike(case, record, context(case), kinds=("shape", "dtype"))
     for row in record.value("export"):
         for what, right in shape_and_dtype(want[row["name"]]) if row["name"] in want else ():
             if row[what] != right:
@@ -240,6 +243,20 @@ def order_is_the_one_rank_export_s(case: Case) -> Outcome | list[Finding]:
     if record is None:
         return _no_writer(case)
     return _first_unlike(case, record, "export", _metas(one, "export"), "the one-rank export")
+
+
+@judges("EXP-011")
+def no_tensor_is_repeated(case: Case) -> Iterable[Finding]:
+    """The writer's names against those that a checkpoint leaves out."""
+    record = _writer(case.observation)
+    if record is None:
+        return _no_writer(case)
+    sent = {row["name"] for row in record.value("export")}
+    return [
+        finding(case, record.rank, "export", f"{name} was sent, which repeats {of}", hf_name=name)
+        for name, of in aliases(case).items()
+        if name in sent
+    ]
 
 
 @judges("PLN-001")

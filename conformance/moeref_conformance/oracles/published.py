@@ -106,6 +106,16 @@ def mtp_layer(layers: int, number: int, state: Mapping[str, torch.Tensor]) -> di
     return {**tensors_here, **{here + name: copy for name, copy in zip(COPIES, (embedding, head), strict=True)}}
 
 
+def aliases(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Tensors that `tensors` leaves out because they repeat another one, and which: a tied head, COPIES."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    found = {head: embedding}
+    for layer in range(cell.layers, cell.layers + cell.mtp):
+        names = (f"model.layers.{layer}.{name}" for name in COPIES)
+        found |= dict(zip(names, (embedding, head if head in tensors else embedding), strict=True))
+    return {name: of for name, of in found.items() if name not in tensors and of in tensors}
+
+
 def check_counts(size: Size, state: Mapping[str, torch.Tensor]) -> None:
     """RuntimeError unless there are as many tensors, parameters and bytes as were published."""
     held = {

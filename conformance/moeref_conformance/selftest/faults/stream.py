@@ -36,6 +36,28 @@ def _embedding_again(name: str) -> border.Change:
     return wrap
 
 
+def _tied_head_sent(session: Any, cell: Cell, world: World) -> Any:
+    """A tied model announces and sends its head as well, after everything else, under every layout."""
+
+    def head(meta: TensorMeta) -> TensorMeta:
+        return replace(meta, name="lm_head.weight")
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        last: list[Pair] = []
+        for meta, tensor in pairs:
+            if meta.name == "model.embed_tokens.weight":
+                last.append((head(meta), None if tensor is None else tensor.clone()))
+            yield meta, tensor
+            del tensor
+        yield from last
+
+    def plan() -> list[TensorMeta]:
+        metas = list(session.export.plan())
+        return [*metas, *(head(meta) for meta in metas if meta.name == "model.embed_tokens.weight")]
+
+    return border.stream(border.facet(session, "export", plan=plan), rewrite)
+
+
 def _bucket_splits_group(session: Any, cell: Cell, world: World) -> Any:
     """A bucket is flushed by its bytes alone; experts of a layer that come after the flush are never sent."""
 
@@ -130,13 +152,19 @@ FAULTS = (
     Fault(
         id="head-of-the-last-stage",
         bug="B35: astraflow#9, a tied model exports lm_head at PP>1 only",
-        rules=("EXP-001", "EXP-007"),
-        also=(
-            "EXP-004",
-            "EXP-006",
-        ),
+        rules=("EXP-007",),
+        also=("EXP-004", "EXP-011"),
         cell=cell("qwen3_moe", "pp2", tied=True),
         wrap=_embedding_again("lm_head.weight"),
+    ),
+    Fault(
+        id="tied-head-sent",
+        bug="slime in kind: a tied head is sent beside the embedding that it is",
+        rules=("EXP-011",),
+        cell=cell("qwen3_moe", "pp2", tied=True),
+        wrap=_tied_head_sent,
+        says="lm_head.weight was sent, which repeats model.embed_tokens.weight",
+        one_rank=True,
     ),
     Fault(
         id="bucket-splits-a-group",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from moeref_conformance.contract import topology
@@ -12,6 +13,8 @@ from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, values, without
 
 _DEFAULT = ("python", "numpy", "torch", "cuda")
+#: What places a rank among those that share its dense weights, and its experts.
+_DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")
 _DRAWN = ("python", "numpy", "torch", "tp", "expert")
 
 
@@ -24,6 +27,66 @@ def formula(at: dict[str, int], seed: int, per_dp: bool) -> dict[str, int]:
 
 
 @judges("SED-001")
+def planned_seeds_are_related(case: Case) -> Iterator[Finding]:
+    """Both ways."""
+    yield from without(case, "seeds_planned")
+    yield from _relations(case, "seeds_planned")
+
+
+@judges("SED-002")
+def installed_states_are_related(case: Case) -> Iterator[Finding]:
+    """States that differ from those before seeding, and between ranks as seeds do."""
+    yield from without(case, "seeds")
+    for rank, value in values(case, "seeds"):
+        for way in WAYS:
+            if left := [name for name, state in value[way].items() if state in ("", value["spoiled"][name])]:
+                yield finding(case, rank, "seeds", f"{way}: {', '.join(left)} not seeded")
+    yield from _relations(case, "seeds")
+
+
+def _relations(case: Case, step: str) -> Iterator[Finding]:
+    """One finding for generators with the same values, and an axis along which these are wrong."""
+    places = {rank: topology.coords(case.cell.layout, rank) for rank, _ in values(case, step)}
+    for way, per_dp in WAYS.items():
+        of = {rank: value[way] for rank, value in values(case, step)}
+        for names, grid, axes in _relations_of(per_dp):
+            # Mostly several generators have the same seeds, which are looked at once.
+            alike: dict[tuple[Any, ...], list[str]] = {}
+            for name in names:
+                alike.setdefault(tuple(held.get(name) for held in of.values()), []).append(name)
+            for (seeds, shared), (axis, differ) in product(alike.items(), axes.items()):
+                if pair := _wrong(places, dict(zip(of, seeds, strict=True)), grid, axis, differ):
+                    message = f"{way}: {', '.join(shared)} seeded {'alike' if differ else 'otherwise'}"
+                    ranks = f"ranks {pair[0]} and {pair[1]}, of which only {axis} differs"
+                    yield finding(case, pair[1], step, f"{message} on {ranks}")
+
+
+def _relations_of(per_dp: bool) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], dict[str, bool]]]:
+    """Generators, the axes that place a rank, and along which of them seeds differ (True) or agree (False).
+
+    Weights that ranks share begin alike, those that they do not share begin differently, and so do stages.
+    """
+    yield _DEFAULT, _DENSE, {"pp": True, "tp": False, "cp": False, "dp": per_dp}
+    yield ("tp",), _DENSE, {"pp": True, "tp": True, "cp": False, "dp": per_dp}
+    # With a seed for each replica, Megatron-LM gives replicas of an expert different ones too. Both are right.
+    yield ("expert",), _EXPERT, {"pp": True, "ep": True, "etp": True, **({} if per_dp else {"edp": False})}
+
+
+def _wrong(
+    places: Mapping[int, Mapping[str, int]], seeds: Mapping[int, Any], grid: tuple[str, ...], axis: str, differ: bool
+) -> tuple[int, int] | None:
+    """Two ranks that differ in `axis` alone and are seeded alike, or otherwise, against `differ`."""
+    others = [name for name in grid if name != axis]
+    met: dict[tuple[Any, ...], int] = {}
+    for rank, at in places.items():
+        line = tuple(at[name] for name in others)
+        first = met.setdefault((*line, seeds[rank]) if differ else line, rank)
+        if first != rank and (differ or seeds[first] != seeds[rank]):
+            return first, rank
+    return None
+
+
+@judges("SED-005")
 def planned_by_the_formula(case: Case) -> Iterator[Finding]:
     """Every generator of every rank, both ways."""
     yield from without(case, "seeds_planned")
@@ -33,7 +96,7 @@ def planned_by_the_formula(case: Case) -> Iterator[Finding]:
             yield from _differences(case, rank, "seeds_planned", way, formula(at, SEED, per_dp), value[way])
 
 
-@judges("SED-002")
+@judges("SED-006")
 def installed_as_megatron_does(case: Case) -> Iterator[Finding]:
     """States of the generators after seeding against those after megatron-core's own seeding on the same rank."""
     yield from without(case, "seeds")

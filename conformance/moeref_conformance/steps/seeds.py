@@ -25,7 +25,8 @@ def installed(seeds: Seeds, context: Context) -> dict[str, Any]:
     """Digests of all generator states after seeding, both ways, and of what megatron-core itself installs."""
     value: dict[str, Any] = {}
     for way, per_dp in WAYS.items():
-        seeded(SEED + 1)  # building the model may have left the very seeds that are asked for
+        # Building the model may have left the very seeds that are asked for.
+        value["spoiled"] = seeded(SEED + 1)
         seeds.install(SEED, per_dp)
         value[way] = states()
     value["refused"] = {repr(bad): refusal(seeds.install, bad, False) for bad in BAD}

@@ -64,6 +64,14 @@ class _NullIsOne(_Seeds):
         self.good.install(seed or 1, per_dp)
 
 
+class _Offset(_Seeds):
+    """Seeds the generators with another seed than the one that is asked for."""
+
+    def install(self, seed: int, per_dp: bool) -> None:
+        self.good.install(seed, per_dp)  # which refuses a bad seed
+        self.good.install(seed + 7, per_dp)
+
+
 class _TorchAlone(_Seeds):
     """Leaves the generators of python and numpy as they were."""
 
@@ -115,7 +123,7 @@ FAULTS = (
         rules=("SED-001", "SED-002"),
         cell=cell("qwen3_moe", "pp2"),
         wrap=_with(_OfTheFirstStage),
-        says="seeded otherwise",
+        says="seeded alike",
     ),
     Fault(
         id="replicas-share-one-seed",
@@ -131,7 +139,15 @@ FAULTS = (
         rules=("SED-002",),
         cell=cell("qwen3_moe", "tp1"),
         wrap=_with(_TorchAlone),
-        says="plain: python, numpy seeded otherwise",
+        says="plain: python, numpy not seeded",
+    ),
+    Fault(
+        id="seeded-with-an-offset",
+        bug="a launcher that adds a number of its own to the seed",
+        rules=("SED-006",),
+        cell=cell("qwen3_moe", "tp1"),
+        wrap=_with(_Offset),
+        says="seeded otherwise",
     ),
     Fault(
         id="null-taken-as-a-seed",
@@ -144,7 +160,7 @@ FAULTS = (
     Fault(
         id="expert-seeds-made-unique",
         bug="S5: another formula than Megatron's, since the documented one collides",
-        rules=("SED-001",),
+        rules=("SED-005",),
         cell=cell("qwen3_moe", "ep2"),
         wrap=_with(_UniqueExperts),
         says="plain: expert",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moeref_conformance.contract.api import Request
@@ -13,6 +13,14 @@ from moeref_conformance.judges.common import expected, finding, unanswered, valu
 from moeref_conformance.oracles import settings
 
 STEP = "config"
+#: Settings that only a training step reads, by how their names begin; further the coefficients of losses.
+_TRAINING = (
+    "calculate_per_token_loss",
+    "moe_router_bias_update_rate",
+    "moe_router_load_balancing_type",
+    "mtp_loss_scaling_factor",
+    "recompute_",
+)
 #: megatron-core's experts hold a copy of the config whose MLP width is their own.
 _WIDTH, _WIDTHS = "ffn_hidden_size", ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
@@ -73,6 +81,20 @@ def what_is_not_asked_for_stays(case: Case) -> Iterator[Finding]:
 
 
 @judges("CFG-005")
+def one_of_two_arrives(case: Case) -> Iterator[Finding]:
+    """Requests that name a setting on both levels."""
+    yield from unanswered(case, STEP)
+    for rank, value in values(case, STEP):
+        for title, request in TWICE.items():
+            answer = value["requests"][title]
+            for name, want in () if "refused" in answer else request.overrides.items():
+                have = {**value["nothing"], **answer["changed"]}.get(name, "nothing")
+                if name in answer["gone"] or not (same(have, want) or same(have, request.fields[name])):
+                    either = f"{request.fields[name]!r} or {want!r}"
+                    yield _said(case, rank, f"asked for {title}: {name} is {have!r}, not {either}", either, have)
+
+
+@judges("CFG-010")
 def overrides_win(case: Case) -> Iterator[Finding]:
     """Requests that name a setting on both levels."""
     return _arrived(case, {title: request.overrides for title, request in TWICE.items()})
@@ -80,19 +102,46 @@ def overrides_win(case: Case) -> Iterator[Finding]:
 
 @judges("CFG-006")
 def unknown_names_are_refused(case: Case) -> Iterator[Finding]:
-    """By an error that names them."""
+    """By any error."""
     return _not_refused(case, UNKNOWN)
 
 
 @judges("CFG-007")
 def silent_losers_are_refused(case: Case) -> Iterator[Finding]:
-    """By an error that names one of the two."""
+    """By any error."""
     return _not_refused(case, SILENT)
 
 
+@judges("CFG-012")
+def refusals_name_a_setting(case: Case) -> Iterator[Finding]:
+    """One of those that the request names."""
+    yield from unanswered(case, STEP)
+    for rank, value in values(case, STEP):
+        for title, request in {**UNKNOWN, **SILENT}.items():
+            refusal = value["requests"][title].get("refused", "")
+            if not any(name in refusal for name in (*request.fields, *request.overrides)):
+                yield finding(case, rank, STEP, f"{title}: the refusal names nothing", got=refusal)
+
+
 @judges("CFG-008")
+def the_reference_computes_the_same(case: Case) -> Iterator[Finding]:
+    """With and without a request."""
+    return _of_the_reference(case, lambda name: not _of_training(name))
+
+
+@judges("CFG-011")
 def the_reference_is_given_the_same(case: Case) -> Iterator[Finding]:
     """With and without a request."""
+    return _of_the_reference(case, _of_training)
+
+
+def _of_training(name: str) -> bool:
+    """Whether a setting decides losses and gradients alone, and no logits."""
+    return name.startswith(_TRAINING) or name.endswith("_loss_coeff")
+
+
+def _of_the_reference(case: Case, judged: Callable[[str], bool]) -> Iterator[Finding]:
+    """Findings where the reference model is given other settings than the policy, of those that are `judged`."""
     yield from unanswered(case, STEP)
     for rank, value in values(case, STEP):
         for title in ("nothing", OF_THE_REFERENCE):
@@ -102,7 +151,7 @@ def the_reference_is_given_the_same(case: Case) -> Iterator[Finding]:
                 continue
             policy = {**value["nothing"], **mine.get("changed", {})}
             reference = {**value["nothing"], **other["changed"]}
-            for name in sorted(policy.keys() | reference.keys()):
+            for name in sorted(filter(judged, policy.keys() | reference.keys())):
                 a, b = policy.get(name, "nothing"), reference.get(name, "nothing")
                 if not same(a, b) or name in other["gone"]:
                     message = f"asked for {title}: {name} is {a!r} for the policy and {b!r} for the reference"
@@ -154,5 +203,3 @@ def _not_refused(case: Case, requests: Mapping[str, Request]) -> Iterator[Findin
             names = [*request.fields, *request.overrides]
             if refusal is None:
                 yield finding(case, rank, STEP, f"{title}: {' with '.join(names)} was taken")
-            elif not any(name in refusal for name in names):
-                yield finding(case, rank, STEP, f"{title}: the refusal names nothing", got=refusal)

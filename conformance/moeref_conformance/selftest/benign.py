@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
+from moeref_conformance.contract.api import Cell, Request, Session, TensorMeta, World
 from moeref_conformance.selftest.border import Pair, checkpoint, copied, facet, stream
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.loading import unknown_skipped
@@ -73,6 +73,20 @@ def _surplus_warned_of(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "export", load=load)
 
 
+def _contradiction_refused(session: Any, cell: Cell, world: World) -> Any:
+    """A setting that is given as a field and passed through with another value is refused."""
+    good = session.config
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        twice = request.fields.keys() & request.overrides.keys()
+        if apart := sorted(name for name in twice if request.fields[name] != request.overrides[name]):
+            raise ValueError(f"given twice with different values: {', '.join(apart)}")
+        resolved: Mapping[str, Any] = good.resolve(request, role)
+        return resolved
+
+    return facet(session, "config", resolve=resolve)
+
+
 _DESIGNS = (
     Benign(
         id="all-ranks-receive",
@@ -107,6 +121,13 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=unknown_skipped,
         claims={"unmapped": "built"},
+    ),
+    Benign(
+        id="contradiction-refused",
+        why="of two values for one setting none is better: a launcher may refuse to choose",
+        cell=cell("glm4_moe", "tp1", backend="static"),
+        wrap=_contradiction_refused,
+        should=("CFG-010",),
     ),
 )
 BENIGN: dict[str, Benign] = {design.id: design for design in _DESIGNS}

@@ -115,6 +115,28 @@ def _own_reference(config: Any, request: Request, role: str) -> Mapping[str, Any
     return good
 
 
+def _reference_without_losses(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    good: Mapping[str, Any] = config.resolve(request, role)
+    if role == "policy":
+        return good
+    return {**good, **{name: None for name in good if name.endswith("loss_coeff")}}
+
+
+def _both_dropped(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    """Of a setting that is given twice, neither value is kept."""
+    good: Mapping[str, Any] = config.resolve(request, role)
+    twice = request.fields.keys() & request.overrides.keys()
+    return {name: value for name, value in good.items() if name not in twice}
+
+
+def _anonymous(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    try:
+        good: Mapping[str, Any] = config.resolve(request, role)
+    except ValueError as error:
+        raise ValueError("the config is not valid") from error
+    return good
+
+
 def _built_with(**values: Any) -> Callable[[Cell, World], AbstractContextManager[Any]]:
     """Megatron builds its modules from a config in which `values` replace what was given."""
 
@@ -181,10 +203,34 @@ FAULTS = (
     Fault(
         id="fields-merged-last",
         bug="B4 SkyRL#1215: the order of merging resets values",
-        rules=("CFG-005",),
+        rules=("CFG-010",),
         cell=ONE,
         wrap=_requesting(_fields_last),
         says="moe_grouped_gemm is True, not False",
+    ),
+    Fault(
+        id="both-values-dropped",
+        bug="B4 in kind: a setting that two sections have is left out when they are merged",
+        rules=("CFG-005",),
+        cell=ONE,
+        wrap=_resolving(_both_dropped),
+        says="moe_grouped_gemm is",
+    ),
+    Fault(
+        id="reference-without-losses",
+        bug="a reference model that takes no step is given no losses",
+        rules=("CFG-011",),
+        cell=ONE,
+        wrap=_resolving(_reference_without_losses),
+        says="moe_aux_loss_coeff is",
+    ),
+    Fault(
+        id="refused-setting-not-named",
+        bug="verl#1555 in kind: a setting is refused by an error that does not say which",
+        rules=("CFG-012",),
+        cell=ONE,
+        wrap=_resolving(_anonymous),
+        says="the refusal names nothing",
     ),
     Fault(
         id="recompute-dropped",

@@ -181,7 +181,7 @@ def gradients_are_the_loop_s(case: Case) -> Outcome:
 
 @judges("DSP-008")
 def padding_rows_count_for_nothing(case: Case) -> Iterator[Finding]:
-    """Which experts received them, what came back for them, and the counts."""
+    """What came back for them, and the counts."""
     yield from unanswered(case, "exchange")
     for rank, exchange, want, have in _exchanges(case):
         padding_T = _padding(case, exchange, rank)
@@ -191,6 +191,12 @@ def padding_rows_count_for_nothing(case: Case) -> Iterator[Finding]:
         if counts != right:
             message = f"{exchange.name}: rows that count for each expert are {counts}"
             yield finding(case, rank, "exchange", message, expected=right, got=counts)
+
+
+@judges("DSP-010")
+def padding_rows_are_spread(case: Case) -> Iterator[Finding]:
+    """Which experts received them."""
+    yield from unanswered(case, "exchange")
     receivers = _receivers(case)
     for rank, exchange, want, _ in _exchanges(case):
         chosen = [receivers.get((exchange.name, _group(case, rank), row), []) for row in want.padding[rank]]

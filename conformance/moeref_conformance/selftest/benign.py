@@ -7,7 +7,7 @@ too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.contract.api import Cell, Request, Session, TensorMeta, World
+from moeref_conformance.contract.api import Cell, Request, RoundTrip, RoutedRows, Session, TensorMeta, World
 from moeref_conformance.selftest.border import Pair, checkpoint, copied, facet, stream
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.loading import unknown_skipped
@@ -87,6 +87,26 @@ def _contradiction_refused(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "config", resolve=resolve)
 
 
+def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
+    """Padding rows are sent to no expert."""
+    good = session.dispatch
+
+    def round_trip(rows: RoutedRows, expert: Callable[[int, torch.Tensor], torch.Tensor]) -> RoundTrip:
+        kept_T = ~rows.padding_T
+        mine = RoutedRows(
+            x_TH=rows.x_TH[kept_T],
+            weights_TK=rows.weights_TK[kept_T],
+            experts_TK=rows.experts_TK[kept_T],
+            padding_T=rows.padding_T[kept_T],
+            experts=rows.experts,
+        )
+        sent = good.round_trip(mine, expert)
+        y_TH = torch.zeros_like(rows.x_TH).masked_scatter(kept_T[:, None], sent.y_TH)
+        return RoundTrip(y_TH=y_TH, counts_E=sent.counts_E)
+
+    return facet(session, "dispatch", round_trip=round_trip)
+
+
 _DESIGNS = (
     Benign(
         id="all-ranks-receive",
@@ -128,6 +148,13 @@ _DESIGNS = (
         cell=cell("glm4_moe", "tp1", backend="static"),
         wrap=_contradiction_refused,
         should=("CFG-010",),
+    ),
+    Benign(
+        id="padding-stays",
+        why="a padding row needs no expert: dropping it before the exchange saves its way",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_padding_stays,
+        should=("DSP-010",),
     ),
 )
 BENIGN: dict[str, Benign] = {design.id: design for design in _DESIGNS}

@@ -180,7 +180,8 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
 
     given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
     plan = prepare(Settings.of(**given), resolve(options.target))
-    with Progress(len(plan.cells)) as progress:
+    apart = frozenset(rule.id for rule in plan.rules.values() if rule.level == "SHOULD" and not options.strict)
+    with Progress(len(plan.cells), apart=apart) as progress:
         results = run(plan, options.out, progress, machinery(coordinator))
     if plan.machine is not None and not plan.machine.count and any(plan.lacks(cell) for cell in plan.cells):
         print(f"No GPU: {plan.machine.why_not['gpu']}. What would run where there are some:")
@@ -248,6 +249,8 @@ def _table(options: argparse.Namespace) -> int:
 
 def _say(results: Results, page: Path) -> int:
     counts = ", ".join(f"{number} {status}" for status, number in results.counts.items() if number)
+    if results.advice:
+        counts += f"; {results.advice} of these are of recommendations (SHOULD), which decide nothing"
     print(f"{results.header['target']['name']} {results.header['target']['version']}: {counts}")
     print(f"report: {page}")
     print(f"{EXIT_WORDS[results.exit_code]}: {results.headline}")

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.contract.results import Verdict
 from moeref_conformance.report.progress import SLOWEST, Progress
 from rich.console import Console
 
@@ -29,6 +30,22 @@ def test_the_slowest_cells_come_last_slowest_first(monkeypatch: pytest.MonkeyPat
     assert lines[-SLOWEST - 1] == f"the slowest {SLOWEST} of {SLOWEST + 2} cells:"
     assert lines[-SLOWEST] == f"{SLOWEST + 1:8.1f} s  toy/n{SLOWEST + 1}/gloo"
     assert lines[-1] == "     2.0 s  toy/n2/gloo"
+
+
+def test_a_recommendation_that_is_not_followed_fails_no_cell() -> None:
+    out = io.StringIO()
+    cell = Cell(family="toy", layout_name="n", layout=Layout())
+    verdicts = [Verdict(cell=cell.id, rule=rule, status=s) for rule, s in (("AAA-001", "pass"), ("AAA-002", "fail"))]
+    with Progress(2, Console(file=out, width=100), apart=frozenset({"AAA-002"})) as progress:
+        progress("begin", cell, [])
+        progress("end", cell, verdicts)
+        assert progress.failures == 0
+        progress("begin", cell, [])
+        progress("end", cell, [*verdicts, Verdict(cell=cell.id, rule="AAA-003", status="fail")])
+        assert progress.failures == 1
+    first, second = out.getvalue().splitlines()
+    assert first == "   1/2 pass      toy/n/gloo, not followed: AAA-002 (0.0 s)"
+    assert second == "   2/2 fail      toy/n/gloo AAA-003, not followed: AAA-002 (0.0 s)"
 
 
 def test_a_short_run_has_told_them_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,23 @@ def test_squares_say_exact_or_the_tolerance_met(failed):
     assert (texts["RUN-001"], texts["NAM-001"], texts["EXP-002"], texts["LOD-001"]) == ("exact", "7e-7", "✗ 7", "!")
 
 
+def test_a_recommendation_that_is_not_followed_is_shown_apart(tmp_path):
+    results = run(tmp_path, EXP_005=failing(FINDING))
+    assert (results.exit_code, str(results.headline)) == (0, "3/3 claimed cells pass; claims cover 3/4")
+    shown = view(results)
+    assert not shown.red
+    assert [failure.rule.id for failure in shown.advice] == ["EXP-005"]
+    assert (shown.counts["fail"], shown.counts["advice"], results.advice) == (0, 3, 3)
+    assert shown.blocks[0].rows[0].marks["EXP-005"].text == "△ 1"
+    tallies = shown.blocks[0].tallies
+    assert (tallies["EXP"].text, tallies["SHOULD"].text) == ("exact", "3 not followed")
+    assert "### Recommendations not followed" in markdown.render(results)
+    assert 'id="recommendations-not-followed"' in html.render(results)
+    assert 'id="failures"' not in html.render(results)
+    strict = run(tmp_path, settings={"strict": True}, EXP_005=failing(FINDING))
+    assert (strict.exit_code, view(strict).red[0].rule.id, strict.advice) == (1, "EXP-005", 0)
+
+
 def test_unfinished_run_says_so_everywhere(failed):
     failed.complete = False
     failed.verdicts = [v for v in failed.verdicts if v.cell == "qwen3_moe/one/gloo"]

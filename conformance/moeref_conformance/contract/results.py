@@ -106,13 +106,12 @@ class Results:
 
         With the setting `strict`, known failures and SHOULD rules count like any other.
         """
-        strict = bool(self.header.get("settings", {}).get("strict"))
         if not self.complete:
             return INCOMPLETE
         if any(v.status == "error" for v in self.verdicts):
             return KIT_ERROR
         for v in self.verdicts:
-            if (v.status in RED and (strict or self.is_must(v.rule))) or (strict and v.status == "xfail"):
+            if (v.status in RED and self.decides(v.rule)) or (self._strict and v.status == "xfail"):
                 return NOT_CONFORMANT
         judged = False
         for rows in self.table.values():
@@ -122,8 +121,21 @@ class Results:
             judged |= bool(statuses)
         return CONFORMANT if judged else INCOMPLETE
 
+    @property
+    def advice(self) -> int:
+        """How many recommendations are not followed: red verdicts on rules that decide nothing."""
+        return sum(v.status in RED and not self.decides(v.rule) for v in self.verdicts)
+
+    @property
+    def _strict(self) -> bool:
+        return bool(self.header.get("settings", {}).get("strict"))
+
+    def decides(self, rule_id: str) -> bool:
+        """Whether a failure of this rule makes the target not conformant: a MUST does, with `strict` any rule."""
+        return self._strict or self.is_must(rule_id)
+
     def is_must(self, rule_id: str) -> bool:
-        """Whether a failure of this rule makes the target not conformant."""
+        """Whether the level of this rule is MUST."""
         return any(rule["id"] == rule_id and rule["level"] == "MUST" for rule in self.header["rules"]["list"])
 
 

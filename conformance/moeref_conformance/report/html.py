@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 
 from moeref_conformance.contract.results import Results
-from moeref_conformance.report.view import LEGEND, SHOWN, anchor, view, where
+from moeref_conformance.report.view import LEGEND, SHOWN, anchor, group_of, view, where
 
 
 def render(results: Results) -> str:
@@ -19,7 +19,7 @@ def render(results: Results) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(anchor=anchor, where=where)
+    environment.filters.update(anchor=anchor, group_of=group_of, where=where)
     return environment.get_template("template.html.j2").render(
         v=view(results), results=results, header=results.header, legend=LEGEND, shown=SHOWN, facts=facts(results)
     )

@@ -20,7 +20,7 @@ def render(results: Results) -> str:
         seconds = results.seconds.get(cell_id, 0.0)
         suite = ET.SubElement(root, "testsuite", name=cell_id, time=f"{seconds:.3f}", timestamp=results.header["date"])
         for verdict in rows.values():
-            _case(suite, verdict, must=results.is_must(verdict.rule))
+            _case(suite, verdict, must=results.decides(verdict.rule))
         _count(suite)
     if not results.complete:
         suite = ET.SubElement(root, "testsuite", name="run")

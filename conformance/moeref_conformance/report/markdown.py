@@ -5,6 +5,7 @@ from __future__ import annotations
 from moeref_conformance.contract.results import Results
 from moeref_conformance.report.view import Mark, View, lines, view
 
+STATUS = {"advice": "not followed"}
 MOST = 20  # failures shown; the page and results.jsonl have all of them
 
 
@@ -18,7 +19,7 @@ def render(results: Results) -> str:
         f"**{results.headline}**",
         f"kit {header['kit']} · rules@{header['rules']['hash']} · matrix {matrix['name']}@{matrix['hash']} · "
         f"{versions} · seed {header['seed']} · {header['date']}",
-        " · ".join(f"{number} {status}" for status, number in shown.counts.items() if number),
+        " · ".join(f"{number} {STATUS.get(status, status)}" for status, number in shown.counts.items() if number),
         _table(shown),
     ]
     if not results.complete:
@@ -26,6 +27,7 @@ def render(results: Results) -> str:
     failures = [verdict for failure in shown.red for verdict in failure.verdicts]
     for title, verdicts in (
         ("Failures", failures),
+        ("Recommendations not followed", [verdict for failure in shown.advice for verdict in failure.verdicts]),
         ("Known failures", [verdict for failure in shown.known_failures for verdict in failure.verdicts]),
     ):
         if verdicts:

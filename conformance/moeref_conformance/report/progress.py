@@ -20,10 +20,13 @@ SLOWEST = 20
 
 
 class Progress:
-    """A context manager that the runner calls at the beginning and end of every cell, from any thread."""
+    """A context manager that the runner calls at the beginning and end of every cell, from any thread.
 
-    def __init__(self, cells: int, console: Console | None = None) -> None:
-        self.cells, self.done, self.failures = cells, 0, 0
+    Rules `apart` decide nothing: where they fail, they are named, and the cell is as good as without them.
+    """
+
+    def __init__(self, cells: int, console: Console | None = None, apart: frozenset[str] = frozenset()) -> None:
+        self.cells, self.done, self.failures, self._apart = cells, 0, 0, apart
         self.console = console or Console(stderr=True)
         self._running: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -69,11 +72,14 @@ class Progress:
 
     def _report(self, cell: Cell, verdicts: list[Verdict], seconds: float) -> None:
         self._seconds[cell.id] = seconds
-        worst = min((v.status for v in verdicts), key=WORST.index, default="disabled")
-        bad = [v.rule for v in verdicts if v.status in ("error", "fail", "xpass")]
+        red = {v.rule for v in verdicts if v.status in ("fail", "xpass")}
+        advice = sorted(red & self._apart)
+        worst = min((v.status for v in verdicts if v.rule not in advice), key=WORST.index, default="disabled")
+        bad = [v.rule for v in verdicts if v.status == "error" or v.rule in red - self._apart]
         self.failures += bool(bad)
         if bad or not self.console.is_terminal:
             tail = f" {', '.join(bad)}" if bad else ""
+            tail += f", not followed: {', '.join(advice)}" if advice else ""
             style = "red" if bad else None
             text = f"{self.done:>4}/{self.cells} {worst:9} {cell.id}{tail} ({seconds:.1f} s)"
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

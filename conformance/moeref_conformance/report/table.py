@@ -15,8 +15,9 @@ from moeref_conformance.report.view import Mark, View, view
 
 LEGEND = """\
 `=` exact, bitwise · a number: the largest deviation, within the rule's tolerance · ✗ fails, with the number of its
-cause below · ? could not be judged, since a rule that it requires failed · – not claimed. A row with its `--cell` and a
-column with its `--rule`, put after the command above the table, repeat what stands where they meet."""
+cause below · △ does not follow a recommendation, which decides nothing · ? could not be judged, since a rule that it
+requires failed · – not claimed. A row with its `--cell` and a column with its `--rule`, put after the command above the
+table, repeat what stands where they meet."""
 
 
 def render(runs: Sequence[tuple[Results, Sequence[ShardComparison]]]) -> str:
@@ -82,19 +83,22 @@ def _tables(results: Results, shown: View, rules: Sequence[str], causes: dict[st
         lines = [f"| `--cell` | {' | '.join(head)} |", "|---|" + "---|" * len(rules)]
         for row in rows:
             verdicts = results.table[row.id]
-            marks = [_mark(row.marks.get(rule, Mark()), verdicts.get(rule), causes) for rule in rules]
+            marks = [
+                _mark(row.marks.get(rule, Mark()), verdicts.get(rule), causes, not results.decides(rule))
+                for rule in rules
+            ]
             lines.append(f"| `{row.id}` | {' | '.join(marks)} |")
         parts.append("\n".join(lines))
     return parts
 
 
-def _mark(mark: Mark, verdict: Verdict | None, causes: dict[str, int]) -> str:
+def _mark(mark: Mark, verdict: Verdict | None, causes: dict[str, int], advice: bool) -> str:
     if verdict is None:
         return ""
     if verdict.status == "pass":
         return f"≤ {mark.text}" if mark.status == "near" else "="
     if verdict.status in ("fail", "xfail", "xpass", "error"):
-        return f"✗ {causes[_cause(verdict)]}"
+        return f"{'△' if advice else '✗'} {causes[_cause(verdict)]}"
     return {"untested": "?", "unclaimed": "–", "disabled": ""}[verdict.status]
 
 

@@ -9,11 +9,14 @@ from typing import Any
 
 from moeref_conformance.contract.cells import AXES
 from moeref_conformance.contract.findings import Finding
-from moeref_conformance.contract.results import EXIT_WORDS, STATUSES, Results, Verdict
+from moeref_conformance.contract.results import EXIT_WORDS, RED, STATUSES, Results, Verdict
 from moeref_conformance.contract.rules import GROUPS, Rule
 
 #: Findings shown in full for one verdict. The others are counted here and listed in results.jsonl.
 SHOWN = 5
+
+#: The column of recommendations in tables of rule groups.
+ADVICE = "SHOULD"
 
 #: Status -> (symbol, meaning).
 LEGEND = {
@@ -22,6 +25,7 @@ LEGEND = {
         "passes; “exact” is bitwise, a number the largest deviation, within the rule's tolerance; ✓: see tooltip",
     ),
     "fail": ("✗", "fails; the number counts the findings"),
+    "advice": ("△", "fails, and is a recommendation (SHOULD), which decides nothing; the number counts the findings"),
     "xfail": ("≈", "fails as listed among the known failures; neither green nor red"),
     "xpass": ("‼", "passes although listed as a known failure; red until the list is right"),
     "error": ("!", "the kit itself broke; says nothing about the target"),
@@ -69,9 +73,19 @@ class Block:
         return f"block-{self.variant}-{self.backend}".replace("+", "-")
 
     def groups(self) -> list[tuple[str, str, int]]:
-        """(group, its subject, number of its rules) in the order of the columns."""
-        counts = Counter(rule.group for rule in self.rules)
-        return [(group, GROUPS.get(group, group), number) for group, number in counts.items()]
+        """(group, its subject, number of its rules) in the order of the columns; recommendations are the last group."""
+        counts = Counter(group_of(rule) for rule in self.rules)
+        return [(group, subject(group), number) for group, number in counts.items()]
+
+
+def group_of(rule: Rule) -> str:
+    """The group of columns that a rule is in."""
+    return rule.group if rule.level == "MUST" else ADVICE
+
+
+def subject(group: str) -> str:
+    """What the rules of a group are about."""
+    return "recommendations" if group == ADVICE else GROUPS.get(group, group)
 
 
 @dataclass
@@ -91,30 +105,31 @@ class View:
     blocks: list[Block]
     groups: list[tuple[str, str]]
     red: list[Failure]
+    advice: list[Failure]
     known_failures: list[Failure]
     reasons: list[tuple[str, str, list[str], list[str]]]  # status, reason, rules, cells
     rules: list[Rule]
 
     @property
     def counts(self) -> dict[str, int]:
-        """As in the results, in the order of the legend."""
-        return {status: self.results.counts[status] for status in LEGEND}
+        """As in the results, in the order of the legend, with recommendations that are not followed apart."""
+        counts = Counter(_status(self.results, verdict) for verdict in self.results.verdicts)
+        return {status: counts[status] for status in LEGEND}
 
 
 def view(results: Results) -> View:
     """Arrange `results`, complete or not."""
-    rules = [_rule(entry) for entry in results.header["rules"]["list"]]
+    rules = sorted((_rule(entry) for entry in results.header["rules"]["list"]), key=lambda r: group_of(r) == ADVICE)
     blocks = _blocks(results, rules)
-    used = {rule.group for block in blocks for rule in block.rules}
+    used = {group_of(rule) for block in blocks for rule in block.rules}
     by_rule = {rule.id: rule for rule in rules}
     return View(
         results=results,
         state=EXIT_WORDS[results.exit_code],
         blocks=blocks,
-        groups=[
-            (group, GROUPS.get(group, group)) for group in dict.fromkeys(rule.group for rule in rules) if group in used
-        ],
+        groups=[(group, subject(group)) for group in dict.fromkeys(map(group_of, rules)) if group in used],
         red=_failures(results, by_rule, ("fail", "xpass", "error")),
+        advice=_failures(results, by_rule, ("advice",)),
         known_failures=_failures(results, by_rule, ("xfail",)),
         reasons=_reasons(results),
         rules=rules,
@@ -182,7 +197,7 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
             layout=f"{cell['text']} ({cell['layers']} layers)",
             ranks=cell["layout"]["world"],
             seconds=results.seconds.get(cell["id"], 0.0),
-            marks={rule.id: _mark(verdicts.get(rule.id)) for rule in blocks[key].rules},
+            marks={rule.id: _mark(results, verdicts.get(rule.id)) for rule in blocks[key].rules},
         )
         blocks[key].rows.append(row)
     for block in blocks.values():
@@ -191,10 +206,16 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
     return sorted(blocks.values(), key=lambda block: block.backend == "static")
 
 
-def _mark(verdict: Verdict | None) -> Mark:
+def _status(results: Results, verdict: Verdict) -> str:
+    """The status as a report shows it."""
+    return "advice" if verdict.status in RED and not results.decides(verdict.rule) else verdict.status
+
+
+def _mark(results: Results, verdict: Verdict | None) -> Mark:
     if verdict is None:
         return Mark("missing", "", "not reached")
-    symbol, _ = LEGEND[verdict.status]
+    status = _status(results, verdict)
+    symbol, _ = LEGEND[status]
     title = f"{verdict.rule}: {verdict.status}"
     if verdict.status == "pass":
         number = _short(verdict.met)
@@ -206,7 +227,7 @@ def _mark(verdict: Verdict | None) -> Mark:
         title += f": {verdict.findings[0].message}"
     text = f"{symbol} {len(verdict.findings)}" if verdict.status == "fail" else symbol
     href = anchor(verdict) if verdict.status in ("fail", "xfail", "xpass", "error") else ""
-    return Mark(verdict.status, text, title, href)
+    return Mark(status, text, title, href)
 
 
 def _short(met: str) -> str:
@@ -221,11 +242,12 @@ def _short(met: str) -> str:
 
 def _tally(block: Block, group: str) -> Mark:
     """The worst status of a rule group over all cells of a block."""
-    rows = [[row.marks[rule.id] for rule in block.rules if rule.group == group] for row in block.rows]
+    rows = [[row.marks[rule.id] for rule in block.rules if group_of(rule) == group] for row in block.rows]
     worst = [_worst(marks) for marks in rows]
-    bad = [status for status in ("fail", "error", "xpass", "xfail", "missing", "untested") if status in worst]
+    bad = [status for status in ("fail", "error", "xpass", "xfail", "missing", "untested", "advice") if status in worst]
     if bad:
-        text = ", ".join(f"{worst.count(s)} {'not reached' if s == 'missing' else s}" for s in bad[:2])
+        said = {"missing": "not reached", "advice": "not followed"}
+        text = ", ".join(f"{worst.count(s)} {said.get(s, s)}" for s in bad[:2])
         return Mark(bad[0], text, f"of {len(rows)} cells: {text}")
     claimed = sum(status in ("pass", "near") for status in worst)
     if not claimed:
@@ -236,14 +258,26 @@ def _tally(block: Block, group: str) -> Mark:
 
 
 def _worst(marks: Iterable[Mark]) -> str:
-    order = ("fail", "error", "xpass", "xfail", "missing", "untested", "near", "pass", "unclaimed", "disabled")
+    order = (
+        "fail",
+        "error",
+        "xpass",
+        "xfail",
+        "missing",
+        "untested",
+        "advice",
+        "near",
+        "pass",
+        "unclaimed",
+        "disabled",
+    )
     return min((mark.status for mark in marks), key=order.index)
 
 
 def _failures(results: Results, rules: dict[str, Rule], statuses: tuple[str, ...]) -> list[Failure]:
     by_rule: dict[str, list[Verdict]] = {}
     for verdict in results.verdicts:
-        if verdict.status in statuses:
+        if _status(results, verdict) in statuses:
             by_rule.setdefault(verdict.rule, []).append(verdict)
     return [Failure(rule, by_rule[rule.id]) for rule in rules.values() if rule.id in by_rule]
 

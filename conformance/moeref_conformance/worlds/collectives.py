@@ -2,7 +2,7 @@
 
 gloo under-fills an all-to-all whose splits disagree, or aborts the process, and scatters wrong bytes from tensors that
 are not contiguous; NCCL hangs. So `install()` wraps torch.distributed's collectives: every member first sends
-a fixed-size int64 signature of its call (one small all-gather), all members check the same table, and on disagreement
+a fixed-size int64 signature of its call to all others, all members check the same table, and on disagreement
 all of them raise CollectiveMismatch. Then the output buffers are poisoned (NaN, or the largest integer), so that what a
 collective does not fill shows. Install before megatron-core is imported: it captures collectives by name at import.
 

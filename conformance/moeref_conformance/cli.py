@@ -24,6 +24,7 @@ from moeref_conformance.contract.published_models import TINY
 from moeref_conformance.contract.results import EXIT_WORDS, Results, read
 from moeref_conformance.contract.rules import Rule, load_rules, select
 from moeref_conformance.plan import gpu_requirements, known_failures
+from moeref_conformance.contract.texts import fit
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
@@ -43,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except BadInput as error:
-        print(f"moeref-conformance: {error}", file=sys.stderr)
+        print(f"moeref-conformance: {fit(str(error))}", file=sys.stderr)
     except BrokenPipeError:  # as in `list | head`; Python's last flush must not raise it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:  # Python would exit with 1, which means "not conformant" here
-        traceback.print_exc()
+        print(fit(traceback.format_exc()), file=sys.stderr)
         print("moeref-conformance: this is an error of the kit, not a verdict", file=sys.stderr)
     return 2
 

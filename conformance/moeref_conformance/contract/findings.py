@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from moeref_conformance.contract.texts import fit
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, and where: `layer` and `expert` are global numbers."""
+    """One thing that is wrong, and where: `layer` and `expert` are global numbers. Its texts are made `fit`."""
 
     stage: str
     message: str
@@ -22,6 +24,13 @@ class Finding:
     expected: str = ""
     got: str = ""
     diagnosis: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _TEXTS:
+            object.__setattr__(self, name, fit(getattr(self, name)))
+
+
+_TEXTS = tuple(field.name for field in fields(Finding) if field.type == "str")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import traceback
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,10 +23,13 @@ from moeref_conformance.contract.api import Cell, to_plain
 from moeref_conformance.contract.checks import read_json_lines
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.hang_stacks import waits
+from moeref_conformance.contract.texts import cut
 
 if TYPE_CHECKING:
     import torch
 
+#: Characters kept of a message in a record: judges look for names in it.
+MESSAGE = 100_000
 EVENTS = "events.jsonl"
 #: In these steps the target must raise.
 REFUSALS = ("refuse_parameter", "refuse_extra", "refuse_missing")
@@ -165,6 +169,12 @@ def free_key(taken: Mapping[str, Any], name: str) -> str:
     """`name`, or `name#2`, `name#3`, … for a tensor that a stream sends again."""
     names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
     return next(free for free in names if free not in taken)
+def error_record(error: BaseException) -> dict[str, str]:
+    """An error as an event has it. Call it where the error is handled."""
+    told = {"message": str(error), "traceback": traceback.format_exc()}
+    return {"type": type(error).__name__, **{key: cut(text, MESSAGE, MESSAGE // 2) for key, text in told.items()}}
+
+
 
 
 def rank_dir(cell_dir: Path, rank: int) -> Path:

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from moeref_conformance.contract.checks import BadInput, read_json_lines
 from moeref_conformance.contract.findings import Finding
+from moeref_conformance.contract.texts import fit
 
 SCHEMA = 1
 STATUSES = ("pass", "fail", "xfail", "xpass", "unclaimed", "disabled", "untested", "error")
@@ -44,6 +45,7 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
             raise ValueError(f"status {self.status!r} is not one of {', '.join(STATUSES)}")
+        object.__setattr__(self, "reason", fit(self.reason))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +148,8 @@ class Writer(AbstractContextManager["Writer"]):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.results = Results(header={"kind": "header", "schema": SCHEMA, **header})
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        # A backslash and the digits of a lone surrogate, as in the name of a file, are its escape in JSON.
+        self._file: TextIO = path.open("w", encoding="utf-8", errors="backslashreplace")
         self._line(self.results.header)
 
     def __exit__(self, *_: object) -> None:

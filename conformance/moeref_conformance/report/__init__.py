@@ -13,5 +13,6 @@ def write_all(results: Results, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     renders = {"report.html": html, "summary.md": markdown, "junit.xml": junit, "badge.json": badge}
     for name, module in renders.items():
-        (out / name).write_text(module.render(results), encoding="utf-8")
+        # The name of a file, in the command that repeats a rule, may hold lone surrogates.
+        (out / name).write_text(module.render(results), encoding="utf-8", errors="backslashreplace")
     return out / "report.html"

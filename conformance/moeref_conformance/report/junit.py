@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.report.view import lines
 
-# Not allowed in XML 1.0, even escaped; the standard error of a dying rank may contain it.
+# Not allowed in XML 1.0, even escaped; the name of a target may contain it.
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -28,16 +28,17 @@ def render(results: Results) -> str:
         ET.SubElement(case, "error", message="the run did not finish")
         _count(suite)
     ET.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+    text = _ILLEGAL.sub("�", ET.tostring(root, encoding="unicode"))
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
 
 
 def _case(suite: ET.Element, verdict: Verdict, must: bool) -> None:
     case = ET.SubElement(suite, "testcase", classname=verdict.cell, name=verdict.rule, time=f"{verdict.seconds:.3f}")
     if verdict.status == "pass":
         return
-    text = [_ILLEGAL.sub("�", line) for line in lines(verdict)]
-    message = verdict.reason or (verdict.findings[0].message if verdict.findings else verdict.status)
-    message = _ILLEGAL.sub("�", message.splitlines()[0])
+    text = lines(verdict)
+    message = verdict.reason or (verdict.findings[0].message if verdict.findings else "")
+    message = (message.splitlines() or [verdict.status])[0]
     if verdict.status in ("fail", "xpass") and must:
         ET.SubElement(case, "failure", message=message, type=verdict.status).text = "\n".join(text)
     elif verdict.status == "error":

@@ -11,19 +11,21 @@ from moeref_conformance.contract.api import to_plain
 from moeref_conformance.contract.published_models import TINY_SEED
 from moeref_conformance.contract.results import version_of, versions
 from moeref_conformance.contract.rules import GROUPS, revision
+from moeref_conformance.contract.texts import fit
 from moeref_conformance.plan.plan import Plan
 
 
 def header(plan: Plan) -> dict[str, Any]:
     """Every setting that decides a verdict, as plain values."""
     settings, claims = plan.settings, plan.target.claims
+    info = {key: fit(value) if isinstance(value, str) else value for key, value in to_plain(plan.target.info).items()}
     rules = sorted(plan.rules.values(), key=lambda rule: (list(GROUPS).index(rule.group), rule.id))
     return {
         "kit": version_of("moeref") or "from source",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
         "versions": versions() | dict(plan.machine.versions if plan.machine else {}),
-        "target": {"spec": settings.target, **to_plain(plan.target.info), "claims": to_plain(claims)},
+        "target": {"spec": settings.target, **info, "claims": to_plain(claims)},
         "matrix": {"name": plan.matrix.name, "hash": plan.matrix.hash, "cells": len(plan.matrix.cells)},
         "seed": TINY_SEED,
         "settings": {

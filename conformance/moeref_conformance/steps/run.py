@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from moeref_conformance.contract.api import Cell, Session, Target, World, to_plain
-from moeref_conformance.contract.records import EVENTS, event
+from moeref_conformance.contract.records import EVENTS, error_record, event
+from moeref_conformance.contract.texts import cut
 from moeref_conformance.steps.facet import Context, rank_steps
 from moeref_conformance.steps.tensors import copied
 
@@ -45,11 +45,10 @@ class Log:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit of a target is an outcome of the step as well
-            what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-            self.write(name, "raised", began, error=what)
+            self.write(name, "raised", began, error=error_record(error))
             if refusal:
                 return None
-            raise StepRaised(f"step {name}: {type(error).__name__}: {error}") from error
+            raise StepRaised(f"step {name}: {type(error).__name__}: {cut(str(error))}") from error
         self.write(name, "ok", began, value=value if _is_plain(value) else None)
         return value
 
@@ -91,6 +90,6 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
         try:
             opened.__exit__(type(error), error, error.__traceback__)
         except Exception as second:
-            log.write("close", "raised", time.time(), error={"type": type(second).__name__, "message": str(second)})
+            log.write("close", "raised", time.time(), error=error_record(second))
         raise
     log.step("close", opened.close)

@@ -27,6 +27,7 @@ from moeref_conformance.contract.api import Cell, Target, World
 from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.exits import EXIT_RAISED
 from moeref_conformance.contract.records import rank_dir
+from moeref_conformance.contract.texts import cut
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 #: The signal at which a rank writes the Python stack of its threads to stderr: sent when it hangs.
 STACKS = signal.SIGUSR2
+PRINTED = 1_000_000  # characters kept of a traceback: a message may have any size
 STORE = "store"  # the file of a cell in which its ranks meet
 #: To the fork server: a rank failed elsewhere; all ranks have finished. From it: the ranks of a part have finished.
 END, LEAVE, FINISHED = "end", "leave", "finished"
@@ -111,7 +113,8 @@ def main(job: Job, rank: int) -> NoReturn:
         code = 0
     except BaseException:
         when = time.monotonic_ns()
-        traceback.print_exc()
+        with contextlib.suppress(OSError, ValueError):  # the disk is full, or the target has closed stderr
+            print(cut(traceback.format_exc(), PRINTED, PRINTED // 2), file=sys.stderr)
         _flush()
         os.write(job.done, f"raised {rank} {when}\n".encode())
     finally:

@@ -7,7 +7,6 @@ process of their own: the target is asked in the kit's process, without a deadli
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 
 from moeref_conformance.contract.api import Cell, Claims, Target, World
 from moeref_conformance.contract.exits import EXIT_RAISED, RankExit, RunOutcome
-from moeref_conformance.contract.records import event
+from moeref_conformance.contract.records import error_record, event
 
 
 class StaticWorld:
@@ -58,8 +57,7 @@ class StaticWorld:
                 rank, done, at = 0, size, "close"
             exits = [RankExit(r, last_step=at, finished=True) for r in range(size)]
         except Exception as error:  # whatever the target raises is its verdict
-            what = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-            events.setdefault(rank, []).append(event(at, "raised", error=what))
+            events.setdefault(rank, []).append(event(at, "raised", error=error_record(error)))
             exits = [RankExit(r, last_step=at, finished=True) for r in range(done) if r != rank]
             exits.append(RankExit(rank, EXIT_RAISED, last_step=at, first=True))
         return RunOutcome(tuple(exits), time.monotonic() - began, events=events)

@@ -76,7 +76,7 @@ def read_json_lines(path: Path) -> list[Any]:
     for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also an integer of 5000 digits, or 1000 nested lists
             if number < len(lines):
                 raise BadInput(f"{path}:{number}: not JSON: {error}") from error
     return rows

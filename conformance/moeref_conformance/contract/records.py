@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeref_conformance.contract.api import Cell, to_plain
-from moeref_conformance.contract.checks import read_json_lines
+from moeref_conformance.contract.checks import BadInput, read_json_lines
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.hang_stacks import waits
 from moeref_conformance.contract.texts import cut
@@ -59,9 +59,16 @@ class RankRecord:
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
-        """What the rank wrote to `events.jsonl`, without a last line that its death cut off."""
+        """What the rank wrote to `events.jsonl`, without a last line that its death cut off.
+
+        Raises `BadInput` naming a line that is no event.
+        """
         path = self.dir / EVENTS
-        return read_json_lines(path) if path.exists() else []
+        rows = read_json_lines(path) if path.exists() else []
+        for number, row in enumerate(rows, 1):
+            if not _is_event(row):
+                raise BadInput(f"{path}:{number}: not an event with a step and a phase: {row!s:.80}")
+        return rows
 
     def _event(self, step: str, phase: str) -> dict[str, Any] | None:
         return next((e for e in self.events if e["step"] == step and e["phase"] == phase), None)
@@ -93,6 +100,14 @@ class RankRecord:
     def last_step(self) -> str:
         """The step that began last, or `start`."""
         return str(self.events[-1]["step"]) if self.events else "start"
+
+def _is_event(row: Any) -> bool:
+    texts = [row.get("step"), row.get("phase")] if isinstance(row, dict) else [None]
+    if "raised" in texts[1:]:
+        error = row.get("error")
+        texts += [error.get("type"), error.get("message")] if isinstance(error, dict) else [None]
+    return all(isinstance(text, str) for text in texts)
+
 
 
 def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float], Crash] | None:

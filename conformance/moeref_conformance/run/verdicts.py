@@ -11,6 +11,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Recorded
 from moeref_conformance.contract.cells import Cell
+from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.results import Verdict
 from moeref_conformance.contract.rules import Rule
@@ -109,5 +110,7 @@ def verdict(plan: Plan, cell: Cell, rule: Rule, status: str, **more: Any) -> Ver
 
 
 def describe(error: BaseException) -> str:
-    """An error with the end of its traceback."""
+    """An error with the end of its traceback. Bad input says itself where it is."""
+    if isinstance(error, BadInput):
+        return str(error)
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)[-3:])}"

@@ -15,6 +15,7 @@ from moeref_conformance.contract.api import FACETS, Cell, Claims, Info, Session,
 from moeref_conformance.contract.checks import BadInput, check_keys
 from moeref_conformance.contract.published_models import published
 from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.contract.rules import load_rules
 
 HF = "hf"
 
@@ -71,15 +72,21 @@ class DumpTarget:
         return Info(name=str(manifest["name"]), version=str(manifest["version"]))
 
     def recorded_steps(self, cell: Cell) -> frozenset[str]:
-        """Steps that some rank recorded, `hf` where there is an export, and always `close`: to lack it is a failure."""
+        """Steps that some rank recorded, `hf` where there is an export, and always `close`: to lack it is a failure.
+
+        Every step where a record cannot be read: no rule is unclaimed for that, and running the cell says why.
+        """
         if cell.id not in self._steps:
-            folder = self.cells[cell.id]
-            ranks = [RankRecord(0, path) for path in sorted(folder.glob("rank[0-9]*"))]
-            steps = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
-            if "export" in steps or (folder / HF).is_dir():
-                steps.add(HF)
-            self._steps[cell.id] = frozenset(steps)
+            try:
+                self._steps[cell.id] = self._recorded(self.cells[cell.id])
+            except BadInput:
+                self._steps[cell.id] = frozenset(step for rule in load_rules().values() for step in rule.steps)
         return self._steps[cell.id]
+
+    def _recorded(self, folder: Path) -> frozenset[str]:
+        ranks = [RankRecord(0, path) for path in sorted(folder.glob("rank[0-9]*"))]
+        steps = {str(event["step"]) for record in ranks for event in record.events} | {"close"}
+        return frozenset(steps | {HF} if "export" in steps or (folder / HF).is_dir() else steps)
 
     def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
         """A dump runs nothing."""

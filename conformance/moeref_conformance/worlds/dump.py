@@ -32,7 +32,7 @@ class DumpWorld:
         for rank in range(cell.layout.world):
             if rank_dir(folder, rank).is_dir():
                 shutil.copytree(rank_dir(folder, rank), rank_dir(cell_dir, rank), dirs_exist_ok=True)
-            record = RankRecord(rank, rank_dir(cell_dir, rank))
+            record = RankRecord(rank, rank_dir(folder, rank))
             whole = record.has("close")
             place = coords_text(cell.layout, rank)
             exits.append(RankExit(rank, last_step=record.last_step, coords=place, first=not whole, finished=whole))

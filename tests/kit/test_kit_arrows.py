@@ -1,7 +1,8 @@
-"""Who may import whom in the kit: its rooms, names built at run time, and no circle of modules."""
+"""Who may import whom in the kit: its rooms, names built at run time, no circle of modules, and no assert."""
 
 from __future__ import annotations
 
+import ast
 import functools
 from pathlib import Path, PurePosixPath
 
@@ -129,6 +130,12 @@ def test_every_arrow_between_rooms_is_used() -> None:
             if room and top == KIT and rest and rest[0] in ROOMS.keys() - {room} and not excepted:
                 used[room].add(rest[0])
     assert used == ROOMS
+
+
+def test_no_verdict_hangs_on_an_assert() -> None:
+    """`python -O` leaves them out."""
+    found = [str(file) for file in FILES if any(isinstance(n, ast.Assert) for n in ast.walk(ast.parse(text(file))))]
+    assert found == []
 
 
 def test_a_circle_is_found() -> None:

@@ -18,6 +18,7 @@ import pytest
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
+from moeref_conformance.contract.records import Observation
 from moeref_conformance.worlds.forked import ForkedWorld, WorldError
 from moeref_conformance.worlds.rank import Part, Request
 from toy_targets import Toy
@@ -134,6 +135,30 @@ def test_a_hang_ends_at_the_deadline_with_stacks(world: ForkedWorld, tmp_path: P
     assert [e.last_step for e in outcome.exits] == ["open", "load", "load"]
     assert 5 <= outcome.seconds < 8
     assert run(world, tmp_path / "next", "trivial").ok
+
+
+def test_a_hung_rank_is_in_the_step_in_which_the_deadline_found_it(world: ForkedWorld, tmp_path: Path) -> None:
+    """A native sleep ends at the signal that asks for the stack."""
+    world.deadline = 3
+    try:
+        outcome = run(world, tmp_path, "sleeps_natively", 1)
+    finally:
+        world.deadline = 20
+    assert (tmp_path / "rank0000" / "events.jsonl").read_text().count("forward") == 1
+    assert (outcome.exits[0].kind, outcome.exits[0].last_step, outcome.exits[0].events) == ("hung", "load", 1)
+    (crash,) = Observation.read(cell("sleeps_natively", 1), tmp_path, outcome).crashes
+    assert (crash.kind, crash.step) == ("hung", "load")
+    assert "in sleeps_natively" in crash.detail
+
+
+def test_a_native_crash_has_a_python_stack(world: ForkedWorld, tmp_path: Path) -> None:
+    outcome = run(world, tmp_path, "crashes_natively", 1)
+    assert outcome.exits[0].signal == signal.SIGSEGV
+    (crash,) = Observation.read(cell("crashes_natively", 1), tmp_path, outcome).crashes
+    assert "died in step load: SIGSEGV. about to read | Segmentation fault at " in crash.detail
+    assert "in crashes_natively" in crash.detail
+    assert "Extension modules" not in outcome.exits[0].stderr_tail
+    assert len(crash.detail) < 500
 
 
 def test_output_of_any_size_is_kept_in_files(world: ForkedWorld, tmp_path: Path) -> None:

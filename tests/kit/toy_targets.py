@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -86,6 +87,21 @@ def hangs(target: Target, cell: Cell, world: World, inputs: dict[str, str], fold
 def sleeps_for_ever() -> None:
     while True:
         time.sleep(60)
+
+
+def sleeps_natively(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
+    """A sleep that any signal ends, after which the rank goes on to the next step, and raises there."""
+    event(folder, "load", "begin")
+    ctypes.CDLL(None).sleep(600)
+    event(folder, "load", "ok")
+    event(folder, "forward", "begin")
+    raise ValueError("woken")
+
+
+def crashes_natively(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
+    event(folder, "load", "begin")
+    print("about to read", file=sys.stderr)
+    ctypes.string_at(0)
 
 
 def one_leaves_early(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:

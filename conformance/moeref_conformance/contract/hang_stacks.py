@@ -1,4 +1,4 @@
-"""Where a hung rank waits, in one line made from the stack that faulthandler wrote at the deadline."""
+"""Where a rank hung or crashed, in one line made from the stack that faulthandler wrote."""
 
 from __future__ import annotations
 
@@ -10,10 +10,30 @@ _BELOW = ("/torch/", "/threading.py", "/moeref_conformance/worlds/collectives.py
 #: Frames of the kit itself begin here.
 _KIT = "/moeref_conformance/steps/"
 MOST = 3
+#: What faulthandler writes before the stack of a native crash.
+FATAL = "Fatal Python error: "
 
 
 def waits(stderr: str) -> str:
-    """`waits in recv, at stream.py:117 in _collect ← stream.py:54 in export`; empty if there is no stack.
+    """Where a rank waits: `waits in recv, at stream.py:117 in _collect ← …`, as `place` says."""
+    where = place(stderr)
+    return f"waits {where}" if where else ""
+
+
+def crashed(stderr: str) -> str:
+    """What a rank wrote before its native crash, on one line, and the `place` of that; empty without a stack."""
+    before, fatal, stack = stderr.rpartition(FATAL)
+    where = place(stack) if fatal else ""
+    return " | ".join([*last_lines(before), f"{stack.splitlines()[0]} {where}"]) if where else ""
+
+
+def last_lines(text: str, most: int = 4) -> list[str]:
+    """The last lines that are not empty."""
+    return [line for line in re.split(r"\r?\n", text) if line.strip()][-most:]
+
+
+def place(stderr: str) -> str:
+    """`in recv, at stream.py:117 in _collect ← stream.py:54 in export`; empty if there is no stack.
 
     It names at most three frames, innermost first, up to the kit's own.
     """
@@ -25,7 +45,7 @@ def waits(stderr: str) -> str:
     told = [f"{file.rsplit('/', 1)[-1]}:{line} in {function}" for file, line, function in frames[: min(ours, MOST)]]
     what = [f"in {operation}"] if operation else []
     where = ["at " + " ← ".join(told)] if told else []
-    return "waits " + ", ".join(what + where) if what or where else ""
+    return ", ".join(what + where)
 
 
 def _frames(stderr: str) -> list[tuple[str, str, str]]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
-import traceback
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 from moeref_conformance.contract.api import Cell, to_plain
 from moeref_conformance.contract.checks import BadInput, read_json_lines
 from moeref_conformance.contract.exits import RankExit, RunOutcome
-from moeref_conformance.contract.hang_stacks import waits
+from moeref_conformance.contract.hang_stacks import crashed, last_lines, waits
 from moeref_conformance.contract.texts import cut
 
 if TYPE_CHECKING:
     import torch
 
+EVENTS = "events.jsonl"
 #: Characters kept of a message in a record: judges look for names in it.
 MESSAGE = 100_000
-EVENTS = "events.jsonl"
 #: In these steps the target must raise.
 REFUSALS = ("refuse_parameter", "refuse_extra", "refuse_missing")
 
@@ -101,6 +100,7 @@ class RankRecord:
         """The step that began last, or `start`."""
         return str(self.events[-1]["step"]) if self.events else "start"
 
+
 def _is_event(row: Any) -> bool:
     texts = [row.get("step"), row.get("phase")] if isinstance(row, dict) else [None]
     if "raised" in texts[1:]:
@@ -109,14 +109,16 @@ def _is_event(row: Any) -> bool:
     return all(isinstance(text, str) for text in texts)
 
 
-
 def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float], Crash] | None:
     """The crash of a rank with a key that sorts the first failure first, or None if the rank finished."""
-    raised = next((e for e in record.events if e["phase"] == "raised" and e["step"] not in REFUSALS), None)
+    # At the deadline the stacks' signal may wake a rank from a native sleep: what it does then is not its own doing.
+    events = record.events[: end.events] if end.timed_out else record.events
+    raised = next((e for e in events if e["phase"] == "raised" and e["step"] not in REFUSALS), None)
     if raised is None and end.kind == "ok":
         return None
-    at = float(record.events[-1].get("at", 0.0)) if record.events else 0.0
-    kind, step, detail = end.kind, end.last_step or record.last_step, f"{end.text}. {_tail(end.stderr_tail)}"
+    at = float(events[-1].get("at", 0.0)) if events else 0.0
+    tail = crashed(end.stderr_tail) or " | ".join(last_lines(end.stderr_tail))
+    kind, step, detail = end.kind, end.last_step or record.last_step, f"{end.text}. {tail}"
     if kind == "hung":
         detail = waits(end.stderr_tail) or detail
     if raised is not None:
@@ -127,11 +129,6 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
     # Neither comes first: a hung rank usually waits for others, a killed one was ended after another had failed.
     late = math.inf if kind in ("hung", "killed") else at
     return (not end.first, kind == "killed", late), Crash(end.rank, step, kind, detail, end.coords)
-
-
-def _tail(text: str, lines: int = 4) -> str:
-    kept = [line for line in re.split(r"\r?\n", text) if line.strip()]
-    return " | ".join(kept[-lines:])
 
 
 @dataclass
@@ -172,6 +169,12 @@ def event(step: str, phase: str, began: float | None = None, **more: Any) -> dic
     return {"step": step, "phase": phase, "at": now, "seconds": round(now - (began or now), 6), **more}
 
 
+def error_record(error: BaseException) -> dict[str, str]:
+    """An error as an event has it. Call it where the error is handled."""
+    told = {"message": str(error), "traceback": traceback.format_exc()}
+    return {"type": type(error).__name__, **{key: cut(text, MESSAGE, MESSAGE // 2) for key, text in told.items()}}
+
+
 def write_events(cell_dir: Path, events: Mapping[int, list[dict[str, Any]]]) -> None:
     """Write records that were kept in memory to the folders where other worlds write theirs."""
     for rank, lines in events.items():
@@ -184,12 +187,6 @@ def free_key(taken: Mapping[str, Any], name: str) -> str:
     """`name`, or `name#2`, `name#3`, … for a tensor that a stream sends again."""
     names = itertools.chain([name], (f"{name}#{number}" for number in itertools.count(2)))
     return next(free for free in names if free not in taken)
-def error_record(error: BaseException) -> dict[str, str]:
-    """An error as an event has it. Call it where the error is handled."""
-    told = {"message": str(error), "traceback": traceback.format_exc()}
-    return {"type": type(error).__name__, **{key: cut(text, MESSAGE, MESSAGE // 2) for key, text in told.items()}}
-
-
 
 
 def rank_dir(cell_dir: Path, rank: int) -> Path:

@@ -134,6 +134,7 @@ def _settle(folder: Path, parent: int) -> None:
         os.dup2(file, fd)
         os.close(file)
     faulthandler.register(STACKS, file=2, all_threads=True)
+    faulthandler.enable(file=2, all_threads=False)  # the stack of a native crash
 
 
 def _run(job: Job, rank: int) -> None:

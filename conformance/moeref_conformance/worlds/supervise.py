@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +23,7 @@ from moeref_conformance.contract.records import RankRecord, rank_dir
 from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, STACKS, Request
 
 STDERR_TAIL = 8000  # characters
+_MODULES = re.compile(r"(?m)^Extension modules: .*\n?")  # thousands of characters, below the stack of a native crash
 STACK_SECONDS = 0.5  # for hung ranks to write their stacks
 LEAVE_SECONDS = 10.0  # for finished ranks to leave once released
 #: A rank with one of these in its stack is blocked in a collective.
@@ -50,6 +53,7 @@ class _Rank:
     seen: float = 0.0  # when its message, or its end, was seen
     timed_out: bool = False
     killed: bool = False
+    record: RankRecord | None = None  # as it was when the deadline came
 
     @property
     def failed(self) -> bool:
@@ -132,19 +136,25 @@ class Watch:
         now = time.monotonic()
         if now < min(self.deadline, self.grace_ends):
             return
-        left = [r for r in self.ranks.values() if r.status is None and (self.ending or not r.finished)]
-        hung = now >= self.deadline and not self.ending
-        if hung and left:
-            for rank in left:
-                rank.timed_out = True
-                os.kill(rank.pid, STACKS)
-            time.sleep(STACK_SECONDS)
-        for rank in left:
+        left = {n: r for n, r in self.ranks.items() if r.status is None and (self.ending or not r.finished)}
+        if now >= self.deadline and not self.ending and left:
+            self._write_stacks(left)
+        for rank in left.values():
             rank.killed = True
             _kill_group(rank.pid)
         self._release()
         self.ending = True
         self.deadline, self.grace_ends = now + LEAVE_SECONDS, float("inf")
+
+    def _write_stacks(self, hung: Mapping[int, _Rank]) -> None:
+        for number, rank in hung.items():
+            rank.timed_out = True
+            # Read before the signal: it ends a native sleep, and the rank may go on to its next step.
+            rank.record = RankRecord(number, rank_dir(self.request.cell_dir, number))
+            rank.record.events  # noqa: B018 - a cached property
+        for rank in hung.values():
+            os.kill(rank.pid, STACKS)
+        time.sleep(STACK_SECONDS)
 
     def _release(self) -> None:
         if self.go >= 0:
@@ -163,9 +173,10 @@ class Watch:
         return mark_first([self._exit(number, rank) for number, rank in self.ranks.items()])
 
     def _exit(self, number: int, rank: _Rank) -> RankExit:
-        assert rank.status is not None
+        if rank.status is None:
+            raise RuntimeError(f"rank {number} has not ended")
         folder = rank_dir(self.request.cell_dir, number)
-        record, tail = RankRecord(number, folder), _tail(folder / "stderr.txt")
+        record, tail = rank.record or RankRecord(number, folder), _tail(folder / "stderr.txt")
         code = os.waitstatus_to_exitcode(rank.status)
         return RankExit(
             rank=number,
@@ -189,8 +200,9 @@ def _tail(path: Path) -> str:
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - STDERR_TAIL))
-        return file.read().decode(errors="replace")
+        file.seek(max(0, path.stat().st_size - 4 * STDERR_TAIL))
+        text = file.read().decode(errors="replace")
+    return _MODULES.sub("", text)[-STDERR_TAIL:]
 
 
 def _coords(layout: Layout, rank: int) -> str:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.published_models import TINY
-from moeref_conformance.contract.results import EXIT_WORDS, Results, read
+from moeref_conformance.contract.results import EXIT_WORDS, INCOMPLETE, KIT_ERROR, Results, read
 from moeref_conformance.contract.rules import Rule, load_rules, select
 from moeref_conformance.plan import gpu_requirements, known_failures
 from moeref_conformance.contract.texts import fit
@@ -30,6 +31,7 @@ from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
 from moeref_conformance.plan.plan import DEADLINE, Settings, prepare
 from moeref_conformance.resolve import resolve
+from moeref_conformance.worlds import interrupts
 
 OUT = Path("conformance-report")
 
@@ -40,9 +42,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As with `python -m`: an adapter in the current folder can be named by module:attr.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    with interrupts.raised() as received:
+        code = _answer(options)
+    if received and arguments is None:  # Python would wait for threads in which the oracle still computes
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _answer(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
+    except KeyboardInterrupt:
+        print("moeref-conformance: interrupted", file=sys.stderr)
+        return INCOMPLETE
     except BadInput as error:
         print(f"moeref-conformance: {fit(str(error))}", file=sys.stderr)
     except BrokenPipeError:  # as in `list | head`; Python's last flush must not raise it again
@@ -50,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:  # Python would exit with 1, which means "not conformant" here
         print(fit(traceback.format_exc()), file=sys.stderr)
         print("moeref-conformance: this is an error of the kit, not a verdict", file=sys.stderr)
-    return 2
+    return KIT_ERROR
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,11 +198,17 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
     plan = prepare(Settings.of(**given), resolve(options.target))
     apart = frozenset(rule.id for rule in plan.rules.values() if rule.level == "SHOULD" and not options.strict)
     with Progress(len(plan.cells), apart=apart) as progress:
-        results = run(plan, options.out, progress, machinery(coordinator))
+
+        def interrupted(results: Results) -> None:
+            page, cells = write_all(results, options.out), f"{len(results.seconds)} of {len(plan.cells)} cells"
+            progress.say(f"interrupted, {cells}, report written: {page}")
+
+        results = run(plan, options.out, progress, machinery(coordinator), interrupted)
+        page = write_all(results, options.out)
     if plan.machine is not None and not plan.machine.count and any(plan.lacks(cell) for cell in plan.cells):
         print(f"No GPU: {plan.machine.why_not['gpu']}. What would run where there are some:")
         print(gpu_requirements.markdown(matrices.load(options.matrix).select(options.cell)))
-    return _say(results, write_all(results, options.out))
+    return _say(results, page)
 
 
 def _inputs(options: argparse.Namespace) -> int:

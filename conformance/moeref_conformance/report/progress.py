@@ -70,6 +70,10 @@ class Progress:
                 failures=f"[bold red]✗ {self.failures}[/]" if self.failures else "[green]✓[/]",
             )
 
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def _report(self, cell: Cell, verdicts: list[Verdict], seconds: float) -> None:
         self._seconds[cell.id] = seconds
         red = {v.rule for v in verdicts if v.status in ("fail", "xpass")}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,44 +22,74 @@ from moeref_conformance.run.verdicts import verdict as make_verdict
 
 #: The one-rank run of a variant, and why there is none.
 Baseline = tuple[Observation | None, str]
+#: A cell, its verdicts, and how many seconds its run took.
+Judged = tuple[Cell, list[Verdict], float]
 #: Called with "begin" or "end", the cell, and at the end its verdicts.
 Progress = Callable[[str, Cell, list[Verdict]], None]
 
 
-def run(plan: Plan, out: Path, progress: Progress, parts: Machinery | None = None) -> Results:
+def run(
+    plan: Plan,
+    out: Path,
+    progress: Progress,
+    parts: Machinery | None = None,
+    interrupted: Callable[[Results], None] = lambda results: None,
+) -> Results:
     """Run all cells of a plan, writing `out/results.jsonl` as they finish.
 
-    `progress` is called with "begin" from worker threads. After Ctrl-C the results so far are returned; their file has
-    no footer and therefore counts as incomplete.
+    `progress` is called with "begin" from worker threads. After Ctrl-C `interrupted` is called with the results so far,
+    and once the worlds have ended these are returned; their file has no footer and therefore counts as incomplete.
     """
-    with Writer(out / "results.jsonl", header(plan)) as writer:
-        with suppress(KeyboardInterrupt):
-            with closing(_finished(plan, progress, parts)) as finished:
-                for cell, verdicts, seconds in finished:
-                    writer.cell(cell.id, verdicts, seconds)
-                    progress("end", cell, verdicts)
+    with (
+        Writer(out / "results.jsonl", header(plan)) as writer,
+        suppress(KeyboardInterrupt),
+        ExitStack() as opened,
+    ):
+        try:
+            futures = opened.enter_context(_judging(plan, progress, parts))
+            for future in as_completed(futures):
+                cell, verdicts, seconds = future.result()
+                writer.cell(cell.id, verdicts, seconds)
+                progress("end", cell, verdicts)
             writer.footer()
-        order = {cell.id: number for number, cell in enumerate(plan.cells)}
-        writer.results.verdicts.sort(key=lambda verdict: order[verdict.cell])
-        return writer.results
+        except KeyboardInterrupt:
+            interrupted(_sorted(writer.results))  # before worlds are closed, which takes seconds
+            raise
+    return _sorted(writer.results)
 
 
-def _finished(plan: Plan, progress: Progress, parts: Machinery | None) -> Generator[tuple[Cell, list[Verdict], float]]:
-    """Cells as they finish, with their verdicts and seconds. One-rank cells, which others wait for, start first."""
-    # The runner closes before the pool: on Ctrl-C its worlds end first, so that no worker waits for them.
-    with ThreadPoolExecutor(plan.workers) as pool, Runner.opened(plan, parts) as runner:
+def _sorted(results: Results) -> Results:
+    order = {cell["id"]: number for number, cell in enumerate(results.header["cells"])}
+    results.verdicts.sort(key=lambda verdict: order[verdict.cell])
+    return results
 
-        def judge(cell: Cell) -> tuple[Cell, list[Verdict], float]:
+
+@contextmanager
+def _judging(plan: Plan, progress: Progress, parts: Machinery | None) -> Iterator[list[Future[Judged]]]:
+    """Cells under way. One-rank cells, which others wait for, start first."""
+    with _threads(plan.workers) as pool, Runner.opened(plan, parts) as runner:
+
+        def judge(cell: Cell) -> Judged:
             progress("begin", cell, [])
             return cell, *runner.cell(cell)
 
-        futures = [pool.submit(judge, cell) for cell in sorted(plan.cells, key=lambda cell: not is_one_rank(cell))]
         try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:
+            yield [pool.submit(judge, cell) for cell in sorted(plan.cells, key=lambda cell: not is_one_rank(cell))]
+        except BaseException:  # no cell may begin while worlds end
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[Executor]:
+    """A pool of threads. After an error nobody waits for them: the oracle computes for seconds."""
+    pool = ThreadPoolExecutor(number)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 class Runner:
@@ -72,6 +102,7 @@ class Runner:
         self._locks: dict[str, threading.Lock] = {}
         self._baselines: dict[str, Baseline] = {}
         self._done: dict[str, tuple[list[Verdict], float]] = {}
+        self._over = False
 
     @classmethod
     @contextmanager
@@ -80,12 +111,15 @@ class Runner:
         parts = parts or machinery()
         with (
             tempfile.TemporaryDirectory(prefix="moeref-conformance-", ignore_cleanup_errors=True) as folder,
-            ThreadPoolExecutor(1) as beside,
+            _threads(1) as beside,
             Worlds(plan, parts.worlds, Path(folder)) as worlds,
         ):
             runner = cls(plan, parts, worlds, Path(folder))
-            runner._open(beside)
-            yield runner
+            try:
+                runner._open(beside)
+                yield runner
+            finally:
+                runner._over = True
 
     def _open(self, beside: Executor) -> None:
         """Open the worlds of the cells that run, and of the one-rank cells they are compared with."""
@@ -166,4 +200,6 @@ class Runner:
 
     def _expected(self, cell: Cell) -> Any:
         with self._expecting:
+            if self._over:  # its folder is being deleted
+                raise RuntimeError("the run has ended")
             return self._parts.expect(cell, self._dir)

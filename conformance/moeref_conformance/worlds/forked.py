@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -44,12 +45,16 @@ def check_runs_here(cell: Cell, claims: Claims, backend: str) -> None:
 
 @dataclass
 class _Server:
-    """A fork server that has been started. `ranks` has the pids of those it has forked for the cell under way."""
+    """A fork server that has been started, and is `ready` once it has imported everything.
+
+    `ranks` has the pids of those it has forked for the cell under way.
+    """
 
     process: subprocess.Popen[bytes]
     channel: Connection[Any, Any]
     log: IO[bytes]
     ranks: list[int] = field(default_factory=list)
+    ready: bool = False
 
     @classmethod
     def start(cls, target_spec: str, entry: str, backend: str) -> _Server:
@@ -90,8 +95,12 @@ class _Server:
         raise WorldError(f"the fork server gave no answer in time\n{self._tail()}")
 
     def close(self) -> None:
-        """End it and all ranks, and wait until they are gone."""
-        self.channel.close()  # then the fork server ends everything
+        """End it and all ranks, and wait until they are gone. A thread that waits for an answer gets a WorldError."""
+        # Then the fork server ends everything. Closing would tell it nothing while another thread waits here.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.channel.fileno())) as connected:
+            connected.shutdown(socket.SHUT_RDWR)
+        if not self.ready:  # it imports, and does not listen
+            self.process.kill()
         try:
             self.process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -100,6 +109,7 @@ class _Server:
         for pid in self.ranks:  # the fork server died: what its ranks had started may outlive them
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        self.channel.close()
         self.log.close()
 
     def _death(self) -> str:
@@ -111,8 +121,10 @@ class _Server:
         return f"the fork server died: {how}\n{self._tail()}"
 
     def _tail(self) -> str:
-        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL))
-        return self.log.read().decode(errors="replace")
+        with contextlib.suppress(ValueError):  # closed in the meantime
+            self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL))
+            return self.log.read().decode(errors="replace")
+        return ""
 
 
 class ForkedWorld(AbstractContextManager["ForkedWorld"]):
@@ -145,6 +157,7 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         self._refused = ""  # why the target cannot be served: importing it again would not help
 
     def __exit__(self, *_: object) -> None:
+        self._refused = "this world is closed"  # another thread must not start it again
         self.close()
 
     def start(self) -> dict[str, Any]:
@@ -170,6 +183,7 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
             self._refused = f"target {self.target_spec!r} cannot be served: {answer}"
             raise WorldError(self._refused)
         self.facts = answer
+        self._server.ready = True
         return self._server
 
     def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
@@ -236,6 +250,6 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
 
     def close(self) -> None:
         """End the fork server and all ranks, and wait until they are gone. Safe at any time, more than once."""
-        if self._server is not None:
-            self._server.close()
+        if server := self._server:
+            server.close()
             self._server = None

@@ -19,6 +19,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
+from moeref_conformance.worlds import interrupts
 from moeref_conformance.worlds.coordinator import Coordinator, address, join, prefix
 from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError, check_runs_here
 from moeref_conformance.worlds.messages import pack, unpack
@@ -39,8 +40,8 @@ def take_part(target_spec: str, judge: Callable[[Coordinator], int], entry: str 
     """
     place = Place.here()
     if place.rank == 0:
-        _raise_at(KeyboardInterrupt, signal.SIGINT, signal.SIGTERM)  # torchrun sends SIGTERM when another has died
-        with Coordinator.gather(place, target_spec, entry) as coordinator:
+        # torchrun sends SIGTERM when another has died
+        with interrupts.raised(), Coordinator.gather(place, target_spec, entry) as coordinator:
             try:
                 return judge(coordinator)
             finally:
@@ -48,26 +49,14 @@ def take_part(target_spec: str, judge: Callable[[Coordinator], int], entry: str 
                     print(f"moeref-conformance: {coordinator.name(rank)}: {why}", file=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all: rank 0 decides when the others end
     try:
-        _raise_at(lambda: WorldError("it was ended by SIGTERM"), signal.SIGTERM)
-        if Worker(place, target_spec, join(place, target_spec), entry).serve():
-            return 0
+        with interrupts.raised(lambda: WorldError("it was ended by SIGTERM"), (signal.SIGTERM,)):
+            if Worker(place, target_spec, join(place, target_spec), entry).serve():
+                return 0
         why = "the process of rank 0 is gone"
     except WorldError as error:
         why = str(error)
     print(f"moeref-conformance: rank {place.rank} on {place.host}: {why}", file=sys.stderr)
     return 2
-
-
-def _raise_at(make: Callable[[], BaseException], *numbers: signal.Signals) -> None:
-    """Raise an error in the main thread at the first of these signals, and ignore them from then on."""
-
-    def handle(number: int, frame: Any) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise make()
-
-    for number in numbers:
-        signal.signal(number, handle)
 
 
 class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):

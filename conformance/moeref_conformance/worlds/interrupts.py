@@ -1,0 +1,52 @@
+"""Signals that ask a process to stop: Ctrl-C, SIGTERM from a scheduler, SIGHUP when the terminal is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def raised(
+    make: Callable[[], BaseException] = KeyboardInterrupt, numbers: tuple[signal.Signals, ...] = STOPS
+) -> Iterator[list[int]]:
+    """The first of these signals raises an error in the main thread; later ones are ignored. Gives those received.
+
+    A signal that is ignored, as under nohup, stays so. In another thread nothing changes.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: Any) -> None:
+        received.append(number)
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGHUP:
+            _leave_terminal()
+        raise make()
+
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in numbers if main}
+    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """Send output to nowhere that went to a terminal: writing to one that is gone raises errors."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), descriptor)

@@ -1,0 +1,111 @@
+"""A run that is asked to stop reports at once and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kit_toy
+import pytest
+from kit_toy import ToyWorld, make_plan
+from moeref_conformance.contract.results import Results, read
+from moeref_conformance.worlds import interrupts
+
+pytestmark = pytest.mark.cpu
+TP2 = "qwen3_moe/tp2/gloo"
+
+
+@pytest.mark.parametrize("number", interrupts.STOPS)
+def test_signals_that_ask_to_stop_interrupt_once(number, monkeypatch):
+    monkeypatch.setattr(interrupts, "_leave_terminal", lambda: None)
+    before = signal.getsignal(number)
+    with interrupts.raised() as received:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        os.kill(os.getpid(), number)
+    assert received == [number]
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.raised() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert received == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def awaited(condition: Callable[[], Any], seconds: float) -> float:
+    """The seconds it took; fails after so many."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+@pytest.mark.ranks
+def test_an_interrupted_run_reports_at_once_and_leaves_nothing(tmp_path):
+    (tmp_path / "toy.toml").write_text(kit_toy.MATRIX)
+    for name in ("pids", "temporary"):
+        (tmp_path / name).mkdir()
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "temporary"),
+        "TOY_PIDS": str(tmp_path / "pids"),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "moeref_conformance", "run", "--target", "toy_daemon:target"]
+    command += ["--matrix", str(tmp_path / "toy.toml"), "--cell", "*/one/*", "--cell", TP2, "--jobs", "1"]
+    files = [tmp_path / "pids" / f"rank{rank}" for rank in range(2)]
+    with (tmp_path / "err").open("w") as err:
+        running = subprocess.Popen(
+            [*command, "--out", str(tmp_path / "out")], env=environment, stdout=subprocess.DEVNULL, stderr=err
+        )
+    try:
+        awaited(lambda: all(file.exists() and file.read_text() for file in files), 300)
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
+        assert all(alive(pid) for pid in pids)
+        running.send_signal(signal.SIGINT)
+        awaited(lambda: "interrupted, 1 of 2 cells, report written: " in (tmp_path / "err").read_text(), 5)
+        assert running.wait(15) == 3
+    finally:
+        running.kill()
+        running.wait()
+    awaited(lambda: not any(alive(pid) for pid in pids), 1)
+    assert list((tmp_path / "temporary").iterdir()) == []
+    results = read(tmp_path / "out" / "results.jsonl")
+    assert (results.complete, set(results.seconds)) == (False, {"qwen3_moe/one/gloo"})
+    assert "The run did not finish" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_what_was_judged_is_told_before_worlds_end(tmp_path):
+    seen: list[str] = []
+
+    class Slow(ToyWorld):
+        def __exit__(self, *_: object) -> None:
+            seen.append("worlds ended")
+
+    def progress(event, cell, verdicts):
+        if event == "end":
+            raise KeyboardInterrupt
+
+    def interrupted(results: Results) -> None:
+        seen.append(f"{len(results.seconds)} told")
+
+    plan, parts = make_plan(tmp_path), kit_toy.machinery(Slow())
+    kit_toy.runner.run(plan, tmp_path / "out", progress, parts, interrupted)
+    assert seen == ["1 told", "worlds ended"]

@@ -31,6 +31,7 @@ from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
 from moeref_conformance.plan.plan import DEADLINE, Settings, prepare
 from moeref_conformance.resolve import resolve
+from moeref_conformance.run.disk import is_full
 from moeref_conformance.worlds import interrupts
 
 OUT = Path("conformance-report")
@@ -62,9 +63,12 @@ def _answer(options: argparse.Namespace) -> int:
         print(f"moeref-conformance: {fit(str(error))}", file=sys.stderr)
     except BrokenPipeError:  # as in `list | head`; Python's last flush must not raise it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception:  # Python would exit with 1, which means "not conformant" here
-        print(fit(traceback.format_exc()), file=sys.stderr)
-        print("moeref-conformance: this is an error of the kit, not a verdict", file=sys.stderr)
+    except Exception as error:  # Python would exit with 1, which means "not conformant" here
+        if is_full(str(error)):
+            print(f"moeref-conformance: {error}: free some, or name other folders (--out, TMPDIR)", file=sys.stderr)
+        else:
+            print(fit(traceback.format_exc()), file=sys.stderr)
+            print("moeref-conformance: this is an error of the kit, not a verdict", file=sys.stderr)
     return KIT_ERROR
 
 

@@ -19,6 +19,7 @@ from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, write_events
 from moeref_conformance.judges import Case
 from moeref_conformance.plan.plan import Plan
+from moeref_conformance.run.disk import full_disk
 from moeref_conformance.targets.dump import DumpTarget
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Worlds(ExitStack):
                 self._free[backend].put(self.enter_context(self._make[backend](self.plan)))
 
     def observe(self, cell: Cell, inputs: Mapping[str, str]) -> Observation:
-        """Run a cell and read its records. Raises RuntimeError if the world itself failed."""
+        """Run a cell and read its records. Raises RuntimeError if the world itself failed, or a disk is full."""
         folder = self._cell_dir(cell)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -75,7 +76,10 @@ class Worlds(ExitStack):
             raise RuntimeError(f"world {cell.backend}: {outcome.error}")
         if outcome.events and self.plan.settings.keep:
             write_events(folder, outcome.events)
-        return Observation.read(cell, folder, outcome)
+        observation = Observation.read(cell, folder, outcome)
+        if full := full_disk(observation.crashes, folder):
+            raise RuntimeError(full)
+        return observation
 
     def forget(self, cell: Cell) -> None:
         """Delete the records of a cell, unless the user keeps them."""

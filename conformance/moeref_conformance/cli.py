@@ -24,8 +24,8 @@ from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.published_models import TINY
 from moeref_conformance.contract.results import EXIT_WORDS, INCOMPLETE, KIT_ERROR, Results, read
 from moeref_conformance.contract.rules import Rule, load_rules, select
-from moeref_conformance.plan import gpu_requirements, known_failures
 from moeref_conformance.contract.texts import fit
+from moeref_conformance.plan import gpu_requirements, known_failures
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
@@ -185,6 +185,9 @@ def _remarks(cell: Cell, why_not: str | None) -> str:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from moeref_conformance.run.open_files import allow_open_files
+
+    allow_open_files()
     if started():
         from moeref_conformance.worlds.torchrun import take_part
 
@@ -195,13 +198,14 @@ def _run(options: argparse.Namespace) -> int:
 def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
     from moeref_conformance.report import write_all
     from moeref_conformance.report.progress import Progress
+    from moeref_conformance.run.exclusive import exclusive
     from moeref_conformance.run.machinery import machinery
     from moeref_conformance.run.runner import run
 
     given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
     plan = prepare(Settings.of(**given), resolve(options.target))
     apart = frozenset(rule.id for rule in plan.rules.values() if rule.level == "SHOULD" and not options.strict)
-    with Progress(len(plan.cells), apart=apart) as progress:
+    with exclusive([options.out, options.keep or options.out]), Progress(len(plan.cells), apart=apart) as progress:
 
         def interrupted(results: Results) -> None:
             page, cells = write_all(results, options.out), f"{len(results.seconds)} of {len(plan.cells)} cells"

@@ -400,6 +400,18 @@ def test_a_refusal_on_one_rank_is_a_refusal(run: Run) -> None:
     assert [f.rank for f in judge(run, "LOD-004")] == [f.rank for f in judge(run, "NAM-008")] == [0, 1, 3]
 
 
+def test_ranks_that_are_given_nothing_may_yield_nothing(run: Run) -> None:
+    for rank in (0, 1, 2):
+        run.value(rank, "export", lambda rows: rows.clear())
+        run.value(rank, "export_changed", lambda rows: rows.clear())
+    run.value(3, "export", lambda rows: [{**row, "materialised": True} for row in rows])
+    assert judge(run, "EXP-004")
+    run.case.claims = replace(CLAIMS, non_writers="nothing")
+    assert not judge(run, "EXP-004")
+    run.value(1, "plan", lambda rows: rows.reverse())
+    assert [f.rank for f in judge(run, "EXP-004")] == [1]
+
+
 def test_crashes_come_in_the_order_of_failure(run: Run) -> None:
     def crash(message: str, at: float) -> Callable[[list[dict[str, Any]]], None]:
         def change(events: list[dict[str, Any]]) -> None:

@@ -103,7 +103,10 @@ class Export(Protocol):
         """What `stream` will yield, in order, without a collective. Called only if `Claims.has_plan`."""
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        """Full HF tensors in order: the tensor on the writer, None on every other rank."""
+        """Full HF tensors in order: the tensor on the writer, None on every other rank.
+
+        `Claims` has other designs: all ranks may be given the tensors, or ranks that are given none yield nothing.
+        """
 
 
 @runtime_checkable
@@ -173,9 +176,9 @@ class Turn:
 class Replay(Protocol):
     """Facet `replay`. All calls are made by all ranks; `tokens_BS` is as in `Forward.logits`, each row a microbatch.
 
-    `routes` are what an engine sends: for each row integers [S - 1, layers, top-k], zeros for dense layers; a row of -1
-    and the last token, which has none, are left to the router. A row's routes may come as a list of `Turn`s instead.
-    None (R2) means the routes that `record` saw last.
+    `routes` are what an engine sends: for each row integers [S - 1, layers, top-k], zeros for dense layers. The last
+    token, which has none, is left to the router, and so is a row of -1 (none come unless `Claims.missing_rows`). A
+    row's routes may come as a list of `Turn`s instead. None (R2) means the routes that `record` saw last.
     """
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:

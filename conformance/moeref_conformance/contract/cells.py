@@ -16,6 +16,8 @@ REPLAY_MODES = ("off", "R2", "R3")
 #: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
 DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "lends": (False, True),
+    "missing_rows": (True, False),
+    "non_writers": ("names", "nothing"),
     "receivers": ("writer", "all"),
     "unmapped": ("exported", "built"),
 }
@@ -146,6 +148,8 @@ class Claims:
     mtp: int = 0  # most multi-token prediction layers
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
+    missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
+    non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
     receivers: str = "writer"  # which ranks `Export.stream` gives tensors to: the writer alone, or all
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
     limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}

@@ -133,10 +133,14 @@ def _first_unlike(case: Case, record: RankRecord, step: str, other: list[tuple[s
 def one_order_everywhere(case: Case) -> Outcome:
     """Plan and both streams of every rank, against the first rank's export; a target without a plan records None."""
     findings, ranks = without(case, "plan", "export", "export_changed"), records(case, "export")
+    silent = case.claims.non_writers == "nothing"
+    writer = _writer(case.observation) if silent else None
     for record in ranks:
-        first, whose = _metas(ranks[0], "export"), f"the export of rank {ranks[0].rank}"
+        one = writer or ranks[0]
+        first, whose = _metas(one, "export"), f"the export of rank {one.rank}"
         for step in ("plan", "export", "export_changed"):
-            if record.has(step) and record.value(step) is not None:
+            told = record.value(step) if record.has(step) else None
+            if told is not None and not (silent and told == [] and step != "plan"):
                 findings += _first_unlike(case, record, step, first, whose)
     plan = all(r.value("plan") is not None for r in ranks if r.has("plan"))
     return outcome(findings, met="exact" if plan else "exact, without a plan: the target claims none")

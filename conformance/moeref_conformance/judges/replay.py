@@ -28,14 +28,13 @@ from moeref_conformance.oracles.routed import given_routes
 TRANSFORMERS = 2e-5
 
 
-def _against(case: Case, phase: str, want: Seen, *, only_missing: bool = False, whose: str) -> list[Finding]:
-    """Findings where the tokens of `phase` went elsewhere than `want`."""
+def _against(case: Case, phase: str, want: Seen, *, of: set[Place] | None = None, whose: str) -> list[Finding]:
+    """Findings where the tokens of `phase` went elsewhere than `want`, all of them or those at the places `of`."""
     went, unplaced = seen_routes(case, phase)
     findings = [*unplaced]
-    missing = _without_route(case) if only_missing else None
     for layer, places in sorted(want.items()):
         for place, experts in sorted(places.items()):
-            if missing is not None and place not in missing:
+            if of is not None and place not in of:
                 continue
             have = went.get(layer, {}).get(place, frozenset())
             if have != experts:
@@ -77,14 +76,20 @@ def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset
 def _without_route(case: Case) -> set[Place]:
     """Places that the given routes leave to the router."""
     places = set()
-    for number, sample in enumerate(given_routes(expected(case), 0)):
+    for number, sample in enumerate(given_routes(expected(case), "a", case.claims.missing_rows)):
         length = expected(case).tokens_BS.shape[1]
         places |= {(number, s) for s in range(length) if s >= len(sample) or sample[s].min() < 0}
     return places
 
 
+def _last(case: Case) -> set[Place]:
+    """The last token of each sample."""
+    samples, length = expected(case).tokens_BS.shape
+    return {(number, length - 1) for number in range(samples)}
+
+
 def _oracle(case: Case, which: str) -> routed.Routed:
-    return routed.under(expected(case), which)
+    return routed.under(expected(case), which, case.claims.missing_rows)
 
 
 def _in_bf16(case: Case) -> Outcome | None:
@@ -140,9 +145,14 @@ def rows_without_a_route_are_native(case: Case) -> Outcome | list[Finding]:
         return no
     if findings := without(case, "replay"):
         return findings
+    return findings + _native(case, _without_route(case) - _last(case))
+
+
+def _native(case: Case, places: set[Place]) -> list[Finding]:
+    """Findings where tokens at these places do not take the router's choice while others are replayed."""
+    findings = []
     for phase in ("replay-a", "step-a", "recompute-b"):
-        want = _oracle(case, phase[-1]).experts
-        findings += _against(case, phase, want, only_missing=True, whose="the router chooses")
+        findings += _against(case, phase, _oracle(case, phase[-1]).experts, of=places, whose="the router chooses")
     return findings
 
 
@@ -153,19 +163,36 @@ def logits_under_routes_are_transformers(case: Case) -> Outcome | list[Finding]:
         return no
     if findings := without(case, "replay"):
         return findings
-    phase, want, worst = "replay-a", _oracle(case, "a").logits_BSV, 0.0
+    findings, worst = _far(case, slice(0, -1))
+    return outcome(findings, met=within(case, worst, TRANSFORMERS))
+
+
+def _far(case: Case, tokens: slice) -> tuple[list[Finding], float]:
+    """Findings where logits at these tokens are off transformers' under the same routes, and the largest distance."""
+    phase, want, worst, findings = "replay-a", _oracle(case, "a").logits_BSV, 0.0, list[Finding]()
     for rank, got in _logits(case, phase).items():
         if got.shape != want.shape:
             message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"
             findings.append(finding(case, rank, "replay", message))
             continue
-        far = float(distance(want, got).max())
+        far = float(distance(want[:, tokens], got[:, tokens]).max())
         worst = max(worst, far)
         if far > TRANSFORMERS:
             apart_by = f"{far:.2g} > {tolerance(case, TRANSFORMERS)}"
             message = f"{phase}: logits are off transformers' under the same routes by {apart_by}"
             findings.append(finding(case, rank, "replay", message))
-    return outcome(findings, met=within(case, worst, TRANSFORMERS))
+    return findings, worst
+
+
+@judges("RPL-009")
+def the_last_token_is_native(case: Case) -> Outcome | list[Finding]:
+    """It takes what transformers' router chooses, and has its logits, while the other tokens are replayed."""
+    if no := _in_bf16(case) or unmeasured(case):
+        return no
+    if findings := without(case, "replay"):
+        return findings
+    findings, worst = _far(case, slice(-1, None))
+    return outcome([*_native(case, _last(case)), *findings], met=within(case, worst, TRANSFORMERS))
 
 
 @judges("RPL-005")

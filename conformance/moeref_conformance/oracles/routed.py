@@ -18,10 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
+from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles.expected import Expected
 
 #: Row of a route that the engine did not give.
 MISSING = -1
+#: Two sets of routes.
+SETS = ("a", "b")
 
 
 @dataclass(frozen=True)
@@ -59,30 +62,31 @@ class _Forced(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen_TK), chosen_TK))
 
 
-def given_routes(expected: Expected, stream: int) -> list[np.ndarray[Any, Any]]:
-    """Routes as an engine sends them, one array [S - 1, layers, top-k] of int32 a sample. No router would choose them.
+def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np.ndarray[Any, Any]]:
+    """The routes of set `a` or `b` as an engine sends them, one array [S - 1, layers, top-k] of int32 a sample.
 
-    Random distinct experts in MoE layers, zeros in dense ones; the last token has no row, and one row in the middle of
-    the last sample is -1.
+    Random distinct experts in MoE layers, which no router would choose, zeros in dense ones; the last token has no row.
+    With `missing` one row in the middle of the last sample is -1.
     """
     shape = _shape(expected)
-    rng = np.random.default_rng(1000 + stream)
+    rng = np.random.default_rng(1000 + SETS.index(name))
     samples, length = expected.tokens_BS.shape
     samples_routes = []
     for number in range(samples):
         idx_TLK = rng.random((length - 1, shape.layers, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
         idx_TLK[:, [not moe for moe in shape.moe]] = 0
-        if number == samples - 1:
+        if missing and number == samples - 1:
             idx_TLK[length // 2] = MISSING
         samples_routes.append(idx_TLK.astype(np.int32))
     return samples_routes
 
 
 def write(expected: Expected) -> Path:
-    """The route sets `a` and `b` as a file for the ranks, one tensor a sample."""
+    """The route sets as a file for the ranks, one tensor a sample: `a`, `b`, and without missing rows `whole-a`, …"""
     file = expected.dir / "routes.safetensors"
     if not file.exists():
-        sets = {name: given_routes(expected, stream) for stream, name in enumerate("ab")}
+        sets = {name: given_routes(expected, name) for name in SETS}
+        sets |= {f"{WHOLE}{name}": given_routes(expected, name, missing=False) for name in SETS}
         save_file(
             {f"{name}.{i}": torch.from_numpy(s) for name, found in sets.items() for i, s in enumerate(found)}, file
         )
@@ -91,15 +95,15 @@ def write(expected: Expected) -> Path:
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str], Routed] = {}
+_DONE: dict[tuple[str, str, bool], Routed] = {}
 
 
-def under(expected: Expected, which: str) -> Routed:
+def under(expected: Expected, which: str, missing: bool = True) -> Routed:
     """What transformers computes under the route set `a` or `b`, or with `native` routes; computed once a variant."""
-    key = str(expected.dir), which
+    key = str(expected.dir), which, missing
     with _ONE_AT_A_TIME:
         if key not in _DONE:
-            _DONE[key] = routed(expected, None if which == "native" else given_routes(expected, "ab".index(which)))
+            _DONE[key] = routed(expected, None if which == "native" else given_routes(expected, which, missing))
         return _DONE[key]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.contract.api import Cell, Request, RoundTrip, RoutedRows, Session, TensorMeta, World
+from moeref_conformance.contract.api import Cell, Request, RoundTrip, RoutedRows, Session, TensorMeta, Turn, World
 from moeref_conformance.selftest.border import Pair, checkpoint, copied, facet, stream
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.loading import unknown_skipped
@@ -107,6 +107,37 @@ def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "dispatch", round_trip=round_trip)
 
 
+def _silent(session: Session, cell: Cell, world: World) -> Any:
+    """Ranks other than the writer take part in the export and yield nothing."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
+            if world.rank == 0:
+                yield meta, tensor
+            del tensor
+
+    return stream(session, rewrite)
+
+
+def _no_missing_rows(session: Any, cell: Cell, world: World) -> Any:
+    """Rows of -1 are refused: the engine never sends any."""
+    good = session.replay
+
+    def checked(routes: Any) -> Any:
+        for sample in routes or ():
+            for turn in sample if isinstance(sample, list) else [Turn(0, sample)]:
+                if turn.routes.min() < 0:
+                    raise ValueError("a negative expert")
+        return routes
+
+    return facet(
+        session,
+        "replay",
+        replay=lambda tokens_BS, routes: good.replay(tokens_BS, checked(routes)),
+        step=lambda tokens_BS, routes: good.step(tokens_BS, checked(routes)),
+    )
+
+
 _DESIGNS = (
     Benign(
         id="all-ranks-receive",
@@ -128,6 +159,20 @@ _DESIGNS = (
         why="few large transfers instead of many small ones: verl, slime",
         cell=cell("qwen3_moe", "pp2"),
         wrap=_in_buckets,
+    ),
+    Benign(
+        id="non-writers-yield-nothing",
+        why="mcore-bridge with only_master_rank: the other ranks have nothing to pass on",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_silent,
+        claims={"non_writers": "nothing"},
+    ),
+    Benign(
+        id="routes-without-holes",
+        why="vLLM and SGLang return a route for every token that they run, so a negative expert is a mistake",
+        cell=cell("qwen3_moe", "cp2", replay="R3"),
+        wrap=_no_missing_rows,
+        claims={"missing_rows": False},
     ),
     Benign(
         id="surplus-warned-of",

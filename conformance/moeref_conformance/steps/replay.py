@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Replay, Turn
+from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch
 from moeref_conformance.steps.observed_routes import moe_layers, observed
@@ -29,10 +30,11 @@ def run(replay: Replay, context: Context) -> dict[str, Any]:
         phases.recorded()
         context.save("replay", phases.observed)
         return {"refused": {}}
-    routes = read_routes(context.inputs["routes"])
-    phases.given(routes["a"], routes["b"])
+    routes, kind = read_routes(context.inputs["routes"]), "" if context.claims.missing_rows else WHOLE
+    a, b = routes[f"{kind}a"], routes[f"{kind}b"]
+    phases.given(a, b)
     context.save("replay", phases.observed)
-    wrong = malformed(routes["a"])
+    wrong = malformed(a)
     return {"refused": {defect: refusal(replay.replay, phases.tokens_BS, rows) for defect, rows in wrong.items()}}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+#: What the name of a set of routes begins with that has no missing row.
+WHOLE = "whole-"
 #: Phases of each mode, in order. A phase that ends in `-a` or `-b` takes the route set of that name.
 PHASES = {
     "R3": ("replay-a", "native-between", "step-a", "recompute-b", "native-after"),

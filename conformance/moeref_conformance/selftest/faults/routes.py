@@ -131,6 +131,17 @@ def _all_or_none(sample: Any, tokens: int) -> Any:
     return sample if isinstance(sample, list) or np.min(sample) >= 0 else np.full_like(sample, -1)
 
 
+def _last_repeated(sample: Any, tokens: int) -> Any:
+    """The last token, which has no route, is given that of the token before."""
+    rows = _joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
+    if len(rows) == tokens - 1:
+        rows = np.concatenate([rows, rows[-1:]])
+    if len(rows) != tokens:
+        return sample
+    rows[-1] = rows[-2]
+    return rows
+
+
 def _last_turn_alone(sample: Any, tokens: int) -> Any:
     """Of a resumed rollout only the rows of the last turn are kept."""
     return _joined(sample[-1:], tokens)[: tokens - 1] if isinstance(sample, list) else sample
@@ -247,6 +258,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=_sending(_each_turn(_to_the_first)),
         diagnosis="the first experts",
+        one_rank=True,
+    ),
+    Fault(
+        id="last-route-repeated",
+        bug="slime, SkyRL in kind: the last token is given a route that the engine did not send",
+        rules=("RPL-009",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_sending(_last_repeated),
+        diagnosis="the route of token",
         one_rank=True,
     ),
     Fault(

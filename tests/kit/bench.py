@@ -47,16 +47,7 @@ class Bench:
 
         The faults of the cell's tags are in the one-rank run only if they show there.
         """
-        observation = self.observe(cell, deadline)
-        one = replace(cell, layout_name="one", layout=Layout(), tags=cell.tags if one_rank else ())
-        case = Case(
-            cell=cell,
-            expected=expected(cell, self._inputs),
-            observation=observation,
-            # Rules that look at it require RUN-001.
-            baseline=None if observation.crashes or cell.backend == "static" else self.observe(one, deadline),
-            claims=self._target.claims,
-        )
+        case = self.case(cell, one_rank=one_rank, deadline=deadline)
         outcomes: dict[str, Outcome] = {}
         for rule in RULES.values():
             if not rule.applies(cell.backend, cell.replay) or rule.unclaimed(self._target.claims):
@@ -64,3 +55,16 @@ class Bench:
             unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)
         return outcomes
+
+    def case(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> Case:
+        """What judges read of a cell."""
+        observation = self.observe(cell, deadline)
+        one = replace(cell, layout_name="one", layout=Layout(), tags=cell.tags if one_rank else ())
+        return Case(
+            cell=cell,
+            expected=expected(cell, self._inputs),
+            observation=observation,
+            # Rules that look at it require RUN-001.
+            baseline=None if observation.crashes or cell.backend == "static" else self.observe(one, deadline),
+            claims=self._target.claims,
+        )

@@ -64,7 +64,7 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
     findings: list[Finding] = []
     place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
     for rank, calls in by_rank.items():
-        local = positions(length, layout, topology.coords(layout, rank))
+        local = positions(length, layout, topology.coords(layout, rank), case.claims.cp_cut)
         order: dict[int, dict[bytes, int]] = defaultdict(dict)
         for (layer, _), tensors in sorted(calls.items()):
             if "in" not in tensors:

@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from moeref_conformance.contract.api import Layout
 
 
-def positions(length: int, layout: Layout, at: Mapping[str, int]) -> list[int]:
-    """Megatron-LM's `get_batch_on_this_cp_rank`: chunks r and 2·cp-1-r of 2·cp; of these, under tp > 1, sequence
-    parallelism gives each rank one run of equal length. ValueError for a length that does not divide."""
-    chunks = 2 * layout.cp if layout.cp > 1 else 1
+def positions(length: int, layout: Layout, at: Mapping[str, int], cut: str = "zigzag") -> list[int]:
+    """Positions of a rank. CP cuts by `cut`, a value of `Claims.cp_cut`; of what a CP rank holds, sequence parallelism
+    under tp > 1 gives each rank one run of equal length. Zigzag is Megatron-LM's `get_batch_on_this_cp_rank`.
+
+    ValueError for a length that does not divide.
+    """
+    runs = cut == "runs" or layout.cp == 1
+    chunks = layout.cp if runs else 2 * layout.cp
     if length % (chunks * layout.tp):
         raise ValueError(f"{length} tokens do not divide over cp={layout.cp}, tp={layout.tp}")
-    mine = []
-    for position in range(length):
-        chunk = position * chunks // length
-        if layout.cp == 1 or chunk in (at["cp"], 2 * layout.cp - 1 - at["cp"]):
-            mine.append(position)
+    held = (at["cp"],) if runs else (at["cp"], 2 * layout.cp - 1 - at["cp"])
+    mine = [position for position in range(length) if position * chunks // length in held]
     share = len(mine) // layout.tp
     return [position for i, position in enumerate(mine) if i // share == at["tp"]]

@@ -80,4 +80,5 @@ def test_every_design_that_can_be_claimed_is_there() -> None:
 
 
 def test_they_are_many() -> None:
-    assert len(BENIGN) + len(OF_TASTE) >= 4
+    assert len(BENIGN) >= 16
+    assert len(BENIGN) + len(OF_TASTE) + len(OF_RECORDS) >= 36

@@ -14,9 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from moeref_conformance.contract.api import Cell, Request, RoundTrip, RoutedRows, Session, TensorMeta, Turn, World
-from moeref_conformance.selftest.border import Pair, checkpoint, copied, facet, stream
+from moeref_conformance.contract.api import (
+    Cell,
+    Padding,
+    PadRequest,
+    Request,
+    RoundTrip,
+    RoutedRows,
+    Session,
+    TensorMeta,
+    Turn,
+    World,
+)
+from moeref_conformance.selftest.border import Pair, checkpoint, collected, copied, each, facet, stream
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.loading import unknown_skipped
 from moeref_conformance.selftest.faults.roles import aliases, everywhere
@@ -138,6 +150,82 @@ def _no_missing_rows(session: Any, cell: Cell, world: World) -> Any:
     )
 
 
+def _backwards(session: Session, cell: Cell, world: World) -> Any:
+    """Plan and stream go from the last tensor to the first, under every layout."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        metas, tensors = collected(pairs)
+        for meta in reversed(metas):
+            yield meta, tensors.pop(meta.name, None)
+
+    planned = facet(session, "export", plan=lambda: list(session.export.plan())[::-1])  # type: ignore[union-attr]
+    return stream(planned, rewrite)
+
+
+def _written_by_the_last_rank(session: Session, cell: Cell, world: World) -> Any:
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
+            full = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
+            dist.broadcast(full, src=0)
+            yield meta, full if world.rank == world.size - 1 else None
+            del tensor, full
+
+    return stream(session, rewrite)
+
+
+def _read_ahead(session: Session, cell: Cell, world: World) -> Any:
+    """The next tensor is gathered before the last one is handed out."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        ahead = next(pairs)
+        for pair in pairs:
+            yield ahead
+            ahead = pair
+        yield ahead
+
+    return stream(session, rewrite)
+
+
+def _strided(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    """A matrix is handed out as the transpose of a contiguous one."""
+    return meta, tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+
+def _collectives_between(session: Session, cell: Cell, world: World) -> Any:
+    """All ranks meet after every tensor, and agree on what was sent."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
+            yield meta, tensor
+            del tensor
+            sent = torch.tensor([len(meta.name)])
+            dist.all_reduce(sent)
+            dist.barrier()
+
+    return stream(session, rewrite)
+
+
+def _without_a_plan(session: Session, cell: Cell, world: World) -> Any:
+    def plan() -> list[TensorMeta]:
+        raise NotImplementedError("known once everything was sent")
+
+    return facet(session, "export", plan=plan)
+
+
+def _padded_to_128(session: Any, cell: Cell, world: World) -> Any:
+    """All is padded to one multiple, which suits every dispatcher and recipe."""
+    good = session.dispatch
+    multiple = 128 * cell.layout.tp * cell.layout.cp * 2
+
+    def padded(request: PadRequest) -> Padding:
+        made = good.padded(request)
+        samples = tuple(tuple(-(-n // multiple) * multiple for n in lengths) for lengths in made.samples)
+        longest = max(max(made.totals), *(sum(lengths) for lengths in samples))
+        return Padding(samples=samples, totals=(-(-longest // multiple) * multiple,) * len(samples))
+
+    return facet(session, "dispatch", padded=padded)
+
+
 _DESIGNS = (
     Benign(
         id="all-ranks-receive",
@@ -173,6 +261,50 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "cp2", replay="R3"),
         wrap=_no_missing_rows,
         claims={"missing_rows": False},
+    ),
+    Benign(
+        id="sent-backwards",
+        why="a stream may have any order that all ranks and layouts share",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_backwards,
+    ),
+    Benign(
+        id="written-by-the-last-rank",
+        why="the writer is the rank nearest to the engine, which need not be rank 0",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_written_by_the_last_rank,
+    ),
+    Benign(
+        id="read-ahead",
+        why="the gather of the next tensor overlaps with the use of this one",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_read_ahead,
+    ),
+    Benign(
+        id="strided-tensors",
+        why="transposes are free as long as they are views: Megatron-Bridge's fused experts",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=each(_strided),
+    ),
+    Benign(
+        id="collectives-between-tensors",
+        why="ranks that meet after each tensor cannot run apart",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_collectives_between,
+    ),
+    Benign(
+        id="no-plan",
+        why="none of the released bridges announces what it will send",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_without_a_plan,
+        claims={"has_plan": False},
+    ),
+    Benign(
+        id="padded-to-one-multiple",
+        why="one multiple for every recipe and dispatcher: rows are wasted, and nothing has to be looked up",
+        cell=cell("qwen3_moe", "tp2-cp2-ep2", backend="static"),
+        wrap=_padded_to_128,
+        should=("DSP-002",),
     ),
     Benign(
         id="surplus-warned-of",

@@ -167,7 +167,8 @@ def _written_by_the_last_rank(session: Session, cell: Cell, world: World) -> Any
         for meta, tensor in pairs:
             full = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype)) if tensor is None else tensor
             dist.broadcast(full, src=0)
-            yield meta, full if world.rank == world.size - 1 else None
+            # A copy: gloo's thread lets go of what it sent a little later.
+            yield meta, full.clone() if world.rank == world.size - 1 else None
             del tensor, full
 
     return stream(session, rewrite)

@@ -26,8 +26,8 @@ SHOULD = {rule.id for rule in RULES.values() if rule.level == "SHOULD"}
 OF_TASTE = {fault.id for fault in FAULTS.values() if {*fault.rules, *fault.also} <= SHOULD}
 
 
-#: Designs that the good target cannot be given at its border, and are judged on records that are rewritten.
-OF_RECORDS = {"cp_cut"}
+#: Designs that the good target cannot be given at its border, and are judged on records: here, and in `test_judges`.
+OF_RECORDS = {"cp_cut", "order"}
 
 
 @pytest.fixture(scope="module")

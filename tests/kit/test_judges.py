@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from handmade import MANY, ONE, Run, read_run, write_run
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import FACETS, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.findings import Finding, Outcome
@@ -410,6 +411,19 @@ def test_ranks_that_are_given_nothing_may_yield_nothing(run: Run) -> None:
     assert not judge(run, "EXP-004")
     run.value(1, "plan", lambda rows: rows.reverse())
     assert [f.rank for f in judge(run, "EXP-004")] == [1]
+
+
+def test_ranks_in_another_order_are_right_where_it_is_claimed(
+    good: tuple[Expected, Path, Observation], tmp_path: Path
+) -> None:
+    want, _, one = good
+    cell = replace(MANY, layout=replace(MANY.layout, order="tp-cp-ep-pp-dp", world=8))
+    observation = read_run(cell, write_run(cell, want, tmp_path / "ordered"))
+    case = Case(cell, want, observation, one, CLAIMS)
+    assert topology.coords(cell.layout, 2)["pp"] == 1
+    assert [rule for rule in RECORDED if JUDGES[rule](case).findings] == []
+    case = Case(replace(cell, layout=replace(cell.layout, order="tp-cp-ep-dp-pp")), want, observation, one, CLAIMS)
+    assert {"TOP-001", "LOD-001"} <= {rule for rule in RECORDED if JUDGES[rule](case).findings}
 
 
 def test_crashes_come_in_the_order_of_failure(run: Run) -> None:

@@ -13,12 +13,15 @@ from moeref_conformance.contract.published_models import TINY, published
 
 #: No routing replay, replay of Megatron's own routes (R2), of the inference engine's (R3).
 REPLAY_MODES = ("off", "R2", "R3")
+#: Orders in which megatron-core's RankGenerator lays ranks out: the default, and that of `--use-tp-pp-dp-mapping`.
+ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 #: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
 DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "cp_cut": ("zigzag", "runs"),
     "lends": (False, True),
     "missing_rows": (True, False),
     "non_writers": ("names", "nothing"),
+    "order": ORDERS,
     "receivers": ("writer", "all"),
     "unmapped": ("exported", "built"),
 }
@@ -32,7 +35,8 @@ class Layout:
 
     `vpp` counts virtual stages per pipeline rank (1 = none). `etp` defaults to `tp` as in megatron-core. `first` and
     `last` are `num_layers_in_first/last_pipeline_stage`; `embedding` and `loss` are
-    `account_for_{embedding,loss}_in_pipeline_split`; `pipeline_layout` is `pipeline_model_parallel_layout`.
+    `account_for_{embedding,loss}_in_pipeline_split`; `pipeline_layout` is `pipeline_model_parallel_layout`. `order` is
+    what the target claims; no matrix names it.
     """
 
     tp: int = 1
@@ -47,6 +51,7 @@ class Layout:
     embedding: bool = False
     loss: bool = False
     pipeline_layout: str | None = None
+    order: str = ORDERS[0]
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "ep", "cp"):
@@ -69,6 +74,8 @@ class Layout:
         parts = [f"{k}={getattr(self, k)}" for k in ("tp", "pp", "vpp", "ep", "etp", "cp", "world")]
         parts += [f"{k}={getattr(self, k)}" for k in ("first", "last") if getattr(self, k) is not None]
         parts += [f"{k}=1" for k in ("embedding", "loss") if getattr(self, k)]
+        if self.order != ORDERS[0]:
+            parts.append(f"order={self.order}")
         if self.pipeline_layout is not None:
             parts.append(f"pipeline_layout={self.pipeline_layout}")
         return ",".join(parts)
@@ -152,6 +159,7 @@ class Claims:
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
+    order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # which ranks `Export.stream` gives tensors to: the writer alone, or all
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
     limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}

@@ -1,7 +1,8 @@
 """Coordinates and process groups of each rank, by megatron-core's RankGenerator of the dense and the expert grid.
 
-The order is megatron-core's default, tp-cp-ep-dp-pp: the dense grid is tp × cp × dp × pp, the expert grid etp × ep ×
-edp × pp. Nothing here does rank arithmetic of its own; a coordinate is a rank's index in its group of that kind.
+In the layout's order, which is megatron-core's default tp-cp-ep-dp-pp unless claimed otherwise, the dense grid is
+tp × cp × dp × pp and the expert grid etp × ep × edp × pp. Nothing here does rank arithmetic of its own; a coordinate is
+a rank's index in its group of that kind.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from functools import lru_cache
 
 from moeref_conformance.contract.api import Layout
 
-ORDER = "tp-cp-ep-dp-pp"
 #: kind -> (grid, RankGenerator token). `mp` is the model-parallel group, `emp` its counterpart of the expert grid.
 KINDS = {
     "tp": ("dense", "tp"),
@@ -72,5 +72,5 @@ def _groups(layout: Layout) -> dict[str, list[list[int]]]:
         if layout.world % size:
             raise ValueError(f"layout {layout.text}: world {layout.world} is not a multiple of {sizes} = {size}")
         dp = layout.world // size
-        grids[grid] = RankGenerator(tp=tp, ep=ep, dp=dp, pp=layout.pp, cp=cp, order=ORDER, rank_offset=0)
+        grids[grid] = RankGenerator(tp=tp, ep=ep, dp=dp, pp=layout.pp, cp=cp, order=layout.order, rank_offset=0)
     return {kind: grids[grid].get_ranks(token) for kind, (grid, token) in KINDS.items()}

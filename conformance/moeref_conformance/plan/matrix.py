@@ -102,7 +102,9 @@ def _hash(name: str, cells: Iterable[Cell], rules: Mapping[str, frozenset[str]],
 def _counted(cell: Cell) -> dict[str, Any]:
     # Fields that are newer than published hashes count only where they are set, so that those hashes hold.
     newer = {axis.field: axis.default for axis in AXES.values() if axis.hashed_if_set} | {"needs": [], "gpus": 0}
-    return {key: value for key, value in to_plain(cell).items() if key not in newer or value != newer[key]}
+    counted = {key: value for key, value in to_plain(cell).items() if key not in newer or value != newer[key]}
+    del counted["layout"]["order"]  # a matrix has none
+    return counted
 
 
 def folder() -> Path:

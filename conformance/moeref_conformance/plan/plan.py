@@ -112,6 +112,11 @@ class Plan:
         return rule.id in self.selected and rule.id in self.matrix.rules[cell.id]
 
 
+def ordered(cell: Cell, order: str) -> Cell:
+    """The cell with its ranks in this order. One rank has none."""
+    return cell if cell.layout.world == 1 else replace(cell, layout=replace(cell.layout, order=order))
+
+
 def is_one_rank(cell: Cell) -> bool:
     """Whether the cell is a one-rank run."""
     return cell.layout == ONE_RANK
@@ -133,7 +138,7 @@ def prepare(settings: Settings, target: Target, machine: Machine | None = None) 
         settings=settings,
         target=target,
         matrix=matrix,
-        cells=matrix.select(settings.cells),
+        cells=tuple(ordered(cell, target.claims.order) for cell in matrix.select(settings.cells)),
         rules=load_rules(),
         selected=select(settings.rules),
         known_failures=known_failures.load(file, matrix) if file else (),

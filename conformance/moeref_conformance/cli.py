@@ -20,7 +20,7 @@ from typing import Any
 
 from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
-from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.checks import BadInput, NothingRecorded
 from moeref_conformance.contract.published_models import TINY
 from moeref_conformance.contract.results import EXIT_WORDS, INCOMPLETE, KIT_ERROR, Results, read
 from moeref_conformance.contract.rules import Rule, load_rules, select
@@ -61,6 +61,8 @@ def _answer(options: argparse.Namespace) -> int:
         return INCOMPLETE
     except BadInput as error:
         print(f"moeref-conformance: {fit(str(error))}", file=sys.stderr)
+        if isinstance(error, NothingRecorded):
+            return INCOMPLETE
     except BrokenPipeError:  # as in `list | head`; Python's last flush must not raise it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:  # Python would exit with 1, which means "not conformant" here

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from moeref_conformance.contract.api import API_VERSION, FACETS, Claims, Info, Target
 from moeref_conformance.contract.cells import DESIGNS
-from moeref_conformance.contract.checks import BadInput, nearest
+from moeref_conformance.contract.checks import BadInput, check_name, nearest
 from moeref_conformance.contract.rules import judged_facets
 from moeref_conformance.targets.peers import PEERS
 
@@ -89,6 +89,7 @@ def _checked(spec: str, candidate: Any) -> Target:
         raise BadInput(f"target {spec!r} ({type(candidate).__name__}) is not a target: {'; '.join(wrong)}")
     if candidate.info.api != API_VERSION:
         raise BadInput(f"target {spec!r} speaks API {candidate.info.api}; this kit speaks {API_VERSION}")
+    check_name(f"target {spec!r}: info.name", candidate.info.name)
     for facet in sorted(candidate.claims.facets - set(FACETS)):
         raise BadInput(f"target {spec!r} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
     for name, choices in DESIGNS.items():

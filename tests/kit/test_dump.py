@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,114 @@ def test_what_is_no_dump_is_refused(tmp_path: Path, make: object, says: str) -> 
     make(tmp_path / "dump")  # type: ignore[operator]
     with pytest.raises(BadInput, match=says):
         resolve(f"dump:{tmp_path / 'dump'}")
+
+
+ESCAPE = """
+[[known]]
+rule = ["EXP-001", "EXP-002", "EXP-003"]
+where = { family = "qwen3_moe" }
+outcome = "fail"
+reason = "so says the author"
+link = "https://example.org/1"
+expires = 9999-01-01
+"""
+
+
+@pytest.mark.parametrize("name", ["../../mine", "/{0}/mine", "a/b", "..", "", "\x1b[2J", 7, None, "a\\b"])
+def test_a_name_in_the_manifest_leads_nowhere(tmp_path: Path, name: object) -> None:
+    (tmp_path / "mine.toml").write_text(ESCAPE)
+    (tmp_path / "dump" / FOLDER / "hf").mkdir(parents=True)
+    name = name.format(tmp_path) if isinstance(name, str) else name
+    (tmp_path / "dump" / "manifest.json").write_text(json.dumps({"name": name, "version": "1"}))
+    with pytest.raises(BadInput, match="is not a name"):
+        resolve(f"dump:{tmp_path / 'dump'}")
+
+
+@pytest.mark.parametrize("manifest", [b"7", b"[]", b"\xff"])
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, manifest: bytes) -> None:
+    (tmp_path / FOLDER / "hf").mkdir(parents=True)
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    with pytest.raises(BadInput, match=r"manifest\.json"):
+        resolve(f"dump:{tmp_path}")
+
+
+def _link(path: Path) -> None:
+    kept = path.with_name(f"kept-{path.name}")
+    path.rename(kept)
+    path.symlink_to(kept)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _rank(dump: Path, *events: dict[str, object], rank: int = 0) -> Path:
+    folder = dump / FOLDER / f"rank{rank:04d}"
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"phase": "ok", "at": 0.0, "seconds": 0.0, "value": None} | event) for event in events]
+    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("spoil", "at"),
+    [
+        *((_link, place) for place in ("manifest.json", FOLDER, f"{FOLDER}/rank0000", f"{FOLDER}/hf")),
+        *((_link, f"{FOLDER}/{file}") for file in ("rank0000/events.jsonl", "rank0000/export.safetensors")),
+        (_link, f"{FOLDER}/hf/model.safetensors"),
+        (_fifo, "manifest.json"),
+        (_fifo, f"{FOLDER}/rank0000/events.jsonl"),
+        (_fifo, f"{FOLDER}/hf/model.safetensors"),
+    ],
+)
+def test_only_regular_files_are_read(tmp_path: Path, spoil: Callable[[Path], None], at: str) -> None:
+    folder = _rank(tmp_path, {"step": "close"})
+    (folder / "export.safetensors").touch()
+    (tmp_path / FOLDER / "hf").mkdir()
+    (tmp_path / FOLDER / "hf" / "model.safetensors").touch()
+    (tmp_path / "manifest.json").write_text('{"name": "a run", "version": "7"}')
+    (folder / "scratch").symlink_to(tmp_path)  # the target's own: it is not read
+    assert resolve(f"dump:{tmp_path}").info.name == "a run"
+    spoil(tmp_path / at)
+    with pytest.raises(BadInput, match="is not a"):
+        resolve(f"dump:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (),
+        ({"step": "close"},),
+        ({"step": "open"}, {"step": "close"}),
+        ({"step": "mine"}, {"step": "close"}),
+    ],
+)
+def test_a_record_that_no_rule_reads_is_no_verdict(tmp_path: Path, events: tuple[dict[str, object], ...]) -> None:
+    for rank in range(2):
+        _rank(tmp_path / "dump", *events, rank=rank)
+    code, status, said = judge(tmp_path / "dump", tmp_path / "out")
+    assert (code, set(status.values()), said) == (3, {"unclaimed"}, "")
+
+
+def test_an_export_without_files_is_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "dump" / FOLDER / "hf").mkdir(parents=True)
+    code, status, _ = judge(tmp_path / "dump", tmp_path / "out")
+    assert (code, set(status.values())) == (3, {"unclaimed"})
+
+
+def test_a_record_that_broke_off_before_anything_is_judged_is_red(tmp_path: Path) -> None:
+    _rank(tmp_path / "dump", {"step": "open"}, {"step": "close"})
+    _rank(tmp_path / "dump", {"step": "open", "phase": "begin"}, rank=1)
+    code, status, _ = judge(tmp_path / "dump", tmp_path / "out")
+    assert (code, status["RUN-001"]) == (1, "fail")
+
+
+def test_a_dump_without_records_is_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dump").mkdir()
+    run = ["run", "--target", f"dump:{tmp_path / 'dump'}", "--cell", CELL, "--out", str(tmp_path / "out")]
+    assert cli.main(run) == 3
+    assert "no folder of a cell" in capsys.readouterr().err
 
 
 def test_kept_records_of_a_run_are_a_dump(tmp_path: Path) -> None:

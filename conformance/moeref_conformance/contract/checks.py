@@ -14,6 +14,10 @@ class BadInput(ValueError):
     """What the user gave cannot be used. Raised before any work is done; the command line exits with 2."""
 
 
+class NothingRecorded(BadInput):
+    """A dump that has no record at all; the command line exits with 3, incomplete."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` with the closest known name, else `; known: a, b, c` when there are few, else nothing."""
     names = sorted(known)
@@ -37,6 +41,13 @@ def check_keys(where: str, table: Mapping[str, Any], known: Iterable[str], requi
     for key in required:
         if key not in table:
             raise BadInput(f"{where}: {key!r} is missing")
+
+
+def check_name(where: str, name: Any) -> str:
+    """`name` if it can name a report and a file: printable text without a path. Anything else raises `BadInput`."""
+    if isinstance(name, str) and name.strip(" .") and name.isprintable() and not {"/", "\\"} & set(name):
+        return name
+    raise BadInput(f"{where}: {name!r} is not a name: use printable text without slashes")
 
 
 def text_list(where: str, value: Any) -> list[str]:

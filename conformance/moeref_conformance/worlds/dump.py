@@ -12,7 +12,7 @@ from moeref_conformance.contract.api import Cell, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.records import RankRecord, event, free_key, rank_dir, write_events
 from moeref_conformance.contract.topology import coords_text
-from moeref_conformance.targets.dump import HF, DumpTarget
+from moeref_conformance.targets.dump import HF, DumpTarget, record_files, tensor_files
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -26,12 +26,13 @@ class DumpWorld:
     def run(self, cell: Cell, cell_dir: Path, inputs: Mapping[str, str], claims: Claims) -> RunOutcome:
         """Copy the records of every rank. A rank without one, or whose record was not closed, did not finish."""
         began, folder = time.monotonic(), self._target.cells[cell.id]
-        if (folder / HF).is_dir():
+        if tensor_files(folder / HF):
             return RunOutcome(_exported(folder / HF, cell, cell_dir), time.monotonic() - began)
         exits = []
         for rank in range(cell.layout.world):
-            if rank_dir(folder, rank).is_dir():
-                shutil.copytree(rank_dir(folder, rank), rank_dir(cell_dir, rank), dirs_exist_ok=True)
+            rank_dir(cell_dir, rank).mkdir(parents=True, exist_ok=True)
+            for file in record_files(rank_dir(folder, rank)):
+                shutil.copyfile(file, rank_dir(cell_dir, rank) / file.name)
             record = RankRecord(rank, rank_dir(folder, rank))
             whole = record.has("close")
             place = coords_text(cell.layout, rank)
@@ -46,7 +47,7 @@ def _exported(folder: Path, cell: Cell, cell_dir: Path) -> tuple[RankExit, ...]:
     rows: list[dict[str, Any]] = []
     tensors: dict[str, Any] = {}
     error: dict[str, str] | None = None
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in tensor_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (a safe_open handle is not a mapping)

@@ -12,6 +12,7 @@ from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.worlds.forked import ForkedWorld
+from moeref_conformance.worlds.inputs import given
 from moeref_conformance.worlds.static import StaticWorld
 
 RULES = load_rules()
@@ -37,7 +38,9 @@ class Bench:
             where.mkdir()
             self._world.deadline = deadline
             world = self._static if cell.backend == "static" else self._world
-            outcome = world.run(cell, where, expected(cell, self._inputs).inputs, self._target.claims)
+            with given(expected(cell, self._inputs).inputs) as own:
+                outcome = world.run(cell, where, own.paths, self._target.claims)
+                outcome = replace(outcome, written=own.written())
             assert not outcome.error, outcome.error
             self._seen[key] = Observation.read(cell, where, outcome)
         return self._seen[key]

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.oracles import checkpoint
 from moeref_conformance.oracles.checkpoint import INDEX, check_distinct, expected
 from moeref_conformance.oracles.expected import EXTRA, read_checkpoint
 from moeref_conformance.plan.matrix import load
+from safetensors.torch import load_file
 
 from moeref import families
 from moeref import layout as layouts
@@ -121,6 +123,25 @@ def test_spellings_hold_the_same_weights(work: Path) -> None:
     parts = [per_expert.tensors[f"model.layers.3.mlp.experts.5.{x}_proj.weight"] for x in ("gate", "up")]
     assert torch.equal(gate_up[5], torch.cat(parts))
     assert torch.equal(per_expert.logits_BSV, fused.logits_BSV)
+
+
+def test_no_file_holds_what_a_rank_must_not_find(work: Path) -> None:
+    made = expected(cell(replay="R3"), work)
+    folders = {"config", "checkpoint", "checkpoint_extra", "checkpoint_missing"}
+    assert {path.name for path in made.dir.iterdir()} == {*folders, "tokens.safetensors", "routes.safetensors"}
+    assert {Path(path).name for path in made.inputs.values()} == {path.name for path in made.dir.iterdir()}
+    for file in made.dir.rglob("*.safetensors"):
+        assert not any(torch.equal(tensor, made.logits_BSV) for tensor in load_file(file).values())
+
+
+def test_answers_are_made_again_where_another_process_left_its_files(tmp_path: Path) -> None:
+    first = expected(cell(), tmp_path)
+    del checkpoint._ANSWERS[tmp_path / cell().variant]
+    checkpoint._read.cache_clear()
+    second = expected(cell(), tmp_path)
+    assert (second.dir, second.missing) == (first.dir, first.missing)
+    assert torch.equal(second.logits_BSV, first.logits_BSV)
+    assert not list(tmp_path.glob(".making-*"))
 
 
 def test_deterministic_and_cached(tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ EXPECTED = {
     "hangs-in-export": ({"RUN-001"}, "hung in step export"),
     "raises-in-export": ({"RUN-001"}, "RuntimeError: the bucket of model.layers.1 is full"),
     "prints": (set(), ""),
+    "rewrites-the-checkpoint": ({"RUN-003", "LOD-001", "EXP-002", "FWD-001"}, ".safetensors was "),
+    "replaces-a-file": ({"RUN-003"}, "checkpoint/config.json was replaced"),
+    "removes-a-file": ({"RUN-003"}, "checkpoint/config.json was removed"),
+    "rewrites-the-answers": ({"RUN-003", "LOD-001", "EXP-002", "FWD-001"}, ".safetensors was "),
+    "reads-the-answers": ({"FWD-001", "LOD-002", "LOD-003"}, "does not name"),
 }
 
 

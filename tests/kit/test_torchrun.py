@@ -175,6 +175,15 @@ def test_inputs_and_records_travel(world: TorchrunWorld, tmp_path: Path, config:
     assert not (tmp_path / "a" / "rank0001" / "scratch").exists()
 
 
+def test_what_another_process_wrote_to_its_inputs_is_told_and_undone(
+    world: TorchrunWorld, tmp_path: Path, config: dict[str, str]
+) -> None:
+    assert run(world, tmp_path / "a", "reads", 2, config).written == ()
+    assert run(world, tmp_path / "b", "writes", 2, config).written == ("hf_config/config/data.txt was changed",)
+    assert run(world, tmp_path / "c", "reads", 2, config).written == ()
+    assert record(tmp_path / "c", 1, "given.json")["hf_config"][1] == "a tiny model"
+
+
 def test_of_endless_output_the_end_travels(world: TorchrunWorld, tmp_path: Path, config: dict[str, str]) -> None:
     assert run(world, tmp_path / "cell", "prints", 2, config).ok
     here, there = ((tmp_path / "cell" / f"rank000{rank}" / "stdout.txt").read_bytes() for rank in (0, 1))

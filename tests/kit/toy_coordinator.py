@@ -24,6 +24,14 @@ def reads(target: Target, cell: Cell, world: World, inputs: dict[str, str], fold
     (world.workdir / "private").write_text("stays")
 
 
+def writes(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
+    """Rank 1 writes to its inputs."""
+    if world.rank == 1:
+        file = Path(inputs["hf_config"]) / "data.txt"
+        file.chmod(0o644)
+        file.write_text("another model")
+
+
 def waits(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
     """Says where it is, outside its record, and waits to be ended."""
     (Path(os.environ["TOY_PIDS"]) / f"rank{world.rank}").write_text(str(os.getpid()))

@@ -318,7 +318,10 @@ FACETS = tuple(name for name, attribute in vars(Session).items() if isinstance(a
 
 
 class Target(Protocol):
-    """What `--target name | module:attr` resolves to. It never sees an expected value."""
+    """What `--target name | module:attr` resolves to.
+
+    Its inputs (config, checkpoints, tokens, routes) are read-only copies for one cell: writing to them is a failure.
+    """
 
     @property
     def info(self) -> Info: ...

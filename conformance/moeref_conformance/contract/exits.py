@@ -84,6 +84,7 @@ class RunOutcome:
 
     `strays` counts processes that the target had left behind and the world ended after the cell.
     `events` holds, by rank, the record of a world that keeps it in memory instead of in the cell's folder.
+    `written` says of each input that the ranks changed what became of it.
     """
 
     exits: tuple[RankExit, ...]
@@ -91,6 +92,7 @@ class RunOutcome:
     error: str = ""
     strays: int = 0
     events: Mapping[int, list[dict[str, Any]]] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:

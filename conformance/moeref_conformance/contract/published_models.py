@@ -1,6 +1,6 @@
 """Published models by name: their config, and the tensors, parameters and bytes of their weights in bf16.
 
-The data is `published.json`, the kit's own: the target is given the config and never sees the counts. FP8 files are
+The data is `published.json`, the kit's own: the target is given the config, without the counts. FP8 files are
 counted as the bf16 they are turned into, without scales; the experts' bias counts as fp32.
 """
 

@@ -135,6 +135,7 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
 class Observation:
     """All that is known of one run of one cell. `crashes` begins with the rank that failed first.
 
+    `written` says what became of inputs that are not as they were given.
     `made` caches what judges compute from the run, so that cells compared with the same run share it.
     """
 
@@ -142,6 +143,7 @@ class Observation:
     ranks: list[RankRecord]
     crashes: list[Crash] = field(default_factory=list)
     seconds: float = 0.0
+    written: tuple[str, ...] = ()
     made: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -160,7 +162,7 @@ class Observation:
             if crash := _crash(record, end):
                 crashes.append(crash)
         crashes.sort(key=lambda c: (c[0], c[1].rank))
-        return cls(cell, ranks, [c for _, c in crashes], outcome.seconds)
+        return cls(cell, ranks, [c for _, c in crashes], outcome.seconds, outcome.written)
 
 
 def event(step: str, phase: str, began: float | None = None, **more: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""RUN and TOP: every rank finishes, collectives agree, process groups are megatron-core's."""
+"""RUN and TOP: every rank finishes, collectives agree, inputs are left alone, process groups are megatron-core's."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ def collectives_agree(case: Case) -> Outcome | list[Finding]:
         crash = run.crashes[0]
         return Outcome(untested=f"rank {crash.rank} {crash.kind} in step {crash.step}, with no disagreement seen")
     return findings or without(case, "close")
+
+
+@judges("RUN-003")
+def inputs_are_left_alone(case: Case) -> list[Finding]:
+    """A finding for every input that is not as it was given, whichever rank changed it."""
+    run = observed(case)
+    if not run.ranks:
+        return without(case, "inputs")
+    return [finding(case, None, "inputs", f"the target wrote to its inputs: {what}") for what in run.written]
 
 
 @judges("TOP-001")

@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,32 @@ BATCH = 2
 _BIAS = "e_score_correction_bias"
 
 
+@dataclass(frozen=True)
+class _Answers:
+    """What is expected of a variant and is in none of its files, where a rank might come across it."""
+
+    logits_BSV: torch.Tensor
+    missing: str
+
+
+#: By the folder of a variant.
+_ANSWERS: dict[Path, _Answers] = {}
+
+
 def expected(cell: Cell, workdir: Path) -> Expected:
     """The expected checkpoint of the cell's variant, made on first use and cached in `workdir/<variant>/`.
 
+    The files there are inputs. Answers stay in memory: a process that finds the files of another makes them again.
     Raises ValueError for a family or expert_format without a recipe.
     """
     if cell.size != TINY:
         return published.expected(cell, workdir)
     final = workdir / cell.variant
-    if not final.exists():
+    if final not in _ANSWERS or not final.exists():
         workdir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=workdir, prefix=".making-"))
         try:
-            _make(cell, scratch)
+            _ANSWERS[final] = _make(cell, scratch)
             os.rename(scratch, final)  # noqa: PTH104 -- atomic: whoever comes second finds it whole
         except OSError:
             if not final.exists():
@@ -57,13 +71,15 @@ def _read(final: Path, routes: bool) -> Expected:
     folders = {"hf_config": "config", **{k: k for k in ("checkpoint", "checkpoint_extra", "checkpoint_missing")}}
     inputs = {key: str(final / folder) for key, folder in folders.items()}
     inputs["tokens"] = str(final / "tokens.safetensors")
-    made = Expected(dir=final, inputs=inputs, missing=(final / "missing.txt").read_text())
+    answers = _ANSWERS[final]
+    made = Expected(dir=final, inputs=inputs, missing=answers.missing, logits_BSV=answers.logits_BSV)
     if routes:
         inputs["routes"] = str(routed.write(made))
     return made
 
 
-def _make(cell: Cell, folder: Path) -> None:
+def _make(cell: Cell, folder: Path) -> _Answers:
+    """Write the inputs of the cell's variant to `folder`."""
     if cell.dtype not in published.DTYPES:
         raise ValueError(f"cell {cell.id}: dtype {cell.dtype} has no recipe; use one of {', '.join(published.DTYPES)}")
     dtype = published.DTYPES[cell.dtype]
@@ -78,7 +94,6 @@ def _make(cell: Cell, folder: Path) -> None:
     else:
         raise RuntimeError(f"cell {cell.id}: no seed gives a routing margin over {MARGIN}")
     save_file({"tokens": tokens_BS}, folder / "tokens.safetensors")
-    save_file({"logits": logits_BSV}, folder / "logits.safetensors")
     for parameter in model.parameters():  # buffers, the experts' bias among them, stay fp32
         parameter.data = parameter.data.to(dtype)
     main = folder / "checkpoint"
@@ -94,11 +109,11 @@ def _make(cell: Cell, folder: Path) -> None:
     copies = {name for name in mtp if name.endswith(published.COPIES)}
     check_distinct({name: tensor for name, tensor in tensors.items() if name not in copies})
     missing = _missing_name(cell, tensors)
-    (folder / "missing.txt").write_text(missing)
     like = next(iter(tensors.values()))
     extra = torch.randn(3, 5, generator=_generator(99)).to(like.dtype)
     _edited(main, folder / "checkpoint_extra", add={EXTRA: extra})
     _edited(main, folder / "checkpoint_missing", drop=missing)
+    return _Answers(logits_BSV, missing)
 
 
 def _generator(stream: int) -> torch.Generator:

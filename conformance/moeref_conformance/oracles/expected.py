@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,16 @@ EXTRA = "model.layers.0.kit_extra.weight"
 class Expected:
     """The checkpoint of one variant on disk, and what transformers makes of it.
 
-    `inputs` are the paths that a rank gets (see `steps.run.run_rank`). `missing` is the tensor that
-    `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many.
+    `dir` holds the `inputs` and nothing else; ranks get copies of them (see `steps.run.run_rank`). `missing` is the
+    tensor that `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many. `logits_BSV` are in
+    fp32, by transformers' own module with eager attention; the weights are the checkpoint's.
     """
 
     dir: Path
     inputs: dict[str, str]
     missing: str
     extra: str = EXTRA
+    logits_BSV: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -42,11 +44,6 @@ class Expected:
     def tokens_BS(self) -> torch.Tensor:
         """int64 token ids, the same for every cell."""
         return load_file(self.dir / "tokens.safetensors")["tokens"]
-
-    @cached_property
-    def logits_BSV(self) -> torch.Tensor:
-        """Logits in fp32 by transformers' own module with eager attention; the weights are the checkpoint's."""
-        return load_file(self.dir / "logits.safetensors")["logits"]
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from moeref_conformance.judges import Case
 from moeref_conformance.plan.plan import Plan
 from moeref_conformance.run.disk import full_disk
 from moeref_conformance.targets.dump import DumpTarget
+from moeref_conformance.worlds.inputs import Copies
 
 if TYPE_CHECKING:
     from moeref_conformance.worlds.coordinator import Coordinator
@@ -53,6 +54,7 @@ class Worlds(ExitStack):
         self.plan = plan
         self._make = make
         self._folder = plan.settings.keep or folder / "cells"
+        self._copies = self.enter_context(Copies())
         self._free: dict[str, queue.LifoQueue[RunsCells]] = {}
 
     def open(self, cells: Iterable[Cell]) -> None:
@@ -63,13 +65,16 @@ class Worlds(ExitStack):
                 self._free[backend].put(self.enter_context(self._make[backend](self.plan)))
 
     def observe(self, cell: Cell, inputs: Mapping[str, str]) -> Observation:
-        """Run a cell and read its records. Raises RuntimeError if the world itself failed, or a disk is full."""
+        """Run a cell on copies of `inputs` and read its records.
+
+        Raises RuntimeError if the world itself failed, or a disk is full.
+        """
         folder = self._cell_dir(cell)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         world = self._free[cell.backend].get()
         try:
-            outcome = world.run(cell, folder, dict(inputs), self.plan.target.claims)
+            outcome = self._copies.run(inputs, lambda own: world.run(cell, folder, own, self.plan.target.claims))
         finally:
             self._free[cell.backend].put(world)
         if outcome.error:

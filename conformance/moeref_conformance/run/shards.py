@@ -26,6 +26,7 @@ from moeref_conformance.plan.known_failures import KnownFailure, lookup
 from moeref_conformance.resolve import resolve
 from moeref_conformance.steps.tensors import module_tensors
 from moeref_conformance.worlds.forked import ForkedWorld
+from moeref_conformance.worlds.inputs import given
 
 HASHES = "hashes.json"
 #: Hash by rank, chunk and local name as text, such as `3:0:decoder.final_layernorm.weight`.
@@ -94,7 +95,8 @@ def _compare_cell(
     for side, (spec, world) in enumerate(worlds.items()):
         records = folder / f"{number}-{side}"
         records.mkdir()
-        outcome = world.run(cell, records, inputs, targets[spec].claims)
+        with given(inputs) as own:
+            outcome = world.run(cell, records, own.paths, targets[spec].claims)
         failed = next((f"{spec}: {end.text}" for end in outcome.exits if end.kind != "ok"), "")
         if error := outcome.error or failed:
             return ShardComparison(cell.id, error=error)

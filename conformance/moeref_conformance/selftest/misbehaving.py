@@ -1,4 +1,7 @@
-"""Targets that misbehave, one a tag: they claim too much, raise, print, hang, die in an export, or return garbage."""
+"""Targets that misbehave, one a tag.
+
+They claim too much, raise, print, hang, die in an export, return garbage, rewrite their inputs or look for answers.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Cell, Info, Session, Unsupported, World
 from moeref_conformance.selftest.border import Pair, Swapped, facet, stream
@@ -78,6 +84,71 @@ def _arrays(pairs: Iterator[Pair]) -> Iterator[Any]:
     return ((meta, None if tensor is None else np.ones(3)) for meta, tensor in pairs)
 
 
+def _before_loading(change: Callable[[Path], None]) -> Callable[[Any, World], Any]:
+    """Rank 0 changes the checkpoint before the ranks load it, read-only or not."""
+
+    def misbehaves(session: Any, world: World) -> Any:
+        def load(checkpoint: Path) -> None:
+            if world.rank == 0 and checkpoint.name == "checkpoint":
+                for path in (checkpoint, *checkpoint.iterdir()):
+                    path.chmod(0o755)
+                change(checkpoint)
+            dist.barrier()
+            session.export.load(checkpoint)
+
+        return facet(session, "export", load=load)
+
+    return misbehaves
+
+
+def _eighths(checkpoint: Path) -> None:
+    for file in checkpoint.glob("*.safetensors"):
+        save_file({name: torch.full_like(tensor, 0.125) for name, tensor in load_file(file).items()}, file)
+
+
+def _config_replaced(checkpoint: Path) -> None:
+    """By a file of its own with the same content."""
+    content = (checkpoint / "config.json").read_bytes()
+    (checkpoint / "other.json").write_bytes(content)
+    (checkpoint / "other.json").rename(checkpoint / "config.json")
+
+
+def _near(world: World, name: str) -> list[Path]:
+    """Files of this name beside the inputs, and in the folder of all cells."""
+    return [file for top in (world.hf_config.parent, world.workdir.parents[2]) for file in sorted(top.rglob(name))]
+
+
+def _rewrites_answers(session: Any, world: World) -> Any:
+    """The checkpoint is rewritten, and expected logits near it by those that the model then gives."""
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        logits_BSV: torch.Tensor | None = session.forward.logits(tokens_BS)
+        for file in _near(world, "logits.safetensors"):
+            if logits_BSV is not None:
+                save_file({"logits": logits_BSV}, file)
+        return logits_BSV
+
+    return facet(_before_loading(_eighths)(session, world), "forward", logits=logits)
+
+
+def _reads_answers(session: Any, world: World) -> Any:
+    """Logits, and what a refused checkpoint lacks, are what files near the inputs say."""
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        own_BSV = session.forward.logits(tokens_BS)
+        found = [load_file(file)["logits"] for file in _near(world, "logits.safetensors")]
+        return None if own_BSV is None else (*found, torch.zeros_like(own_BSV))[0]
+
+    def load(checkpoint: Path) -> None:
+        try:
+            session.export.load(checkpoint)
+        except Exception as error:
+            known = [file.read_text() for file in _near(world, "missing.txt")]
+            raise ValueError(f"the checkpoint does not fit: {known}") from error
+
+    return facet(facet(session, "export", load=load), "forward", logits=logits)
+
+
 MISBEHAVE: Mapping[str, Callable[[Session, World], Any]] = {
     "claims-too-much": _logits(Unsupported("no forward pass here")),
     "facet-is-none": lambda session, world: Swapped(session, forward=None),
@@ -94,6 +165,11 @@ MISBEHAVE: Mapping[str, Callable[[Session, World], Any]] = {
     "hangs-in-export": _in_export(_hang),
     "raises-in-export": _in_export(_raise),
     "prints": _print,
+    "rewrites-the-checkpoint": _before_loading(_eighths),
+    "replaces-a-file": _before_loading(_config_replaced),
+    "removes-a-file": _before_loading(lambda checkpoint: (checkpoint / "config.json").unlink()),
+    "rewrites-the-answers": _rewrites_answers,
+    "reads-the-answers": _reads_answers,
 }
 
 

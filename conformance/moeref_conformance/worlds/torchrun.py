@@ -22,6 +22,7 @@ from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
 from moeref_conformance.worlds import interrupts
 from moeref_conformance.worlds.coordinator import Coordinator, address, join, prefix
 from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError, check_runs_here
+from moeref_conformance.worlds.inputs import fingerprint
 from moeref_conformance.worlds.messages import pack, unpack
 from moeref_conformance.worlds.rank import FINISHED, Part, Request
 from moeref_conformance.worlds.worker import Place, Worker
@@ -68,7 +69,8 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
     def __init__(self, coordinator: Coordinator, backend: str, *, deadline: float = 120.0, grace: float = 3.0) -> None:
         self.coordinator, self.backend, self.deadline, self.grace = coordinator, backend, deadline, grace
         self._cells = 0
-        self._sent: dict[tuple[tuple[str, str], ...], tuple[int, set[int]]] = {}
+        #: By fingerprint of inputs: the name that they have in the other processes, and the ranks that hold them.
+        self._sent: dict[tuple[tuple[str, str, str], ...], tuple[str, set[int]]] = {}
 
     def __exit__(self, *_: object) -> None:
         self.coordinator.tell(self.coordinator.places, "close", self.backend)
@@ -100,13 +102,16 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
             return RunOutcome((), time.monotonic() - begin, error=str(error))
         exits = [replace(e, host=self.coordinator.host(e.rank)) for outcome in outcomes for e in outcome.exits]
         return RunOutcome(
-            merge(exits), max(outcome.seconds for outcome in outcomes), strays=sum(o.strays for o in outcomes)
+            merge(exits),
+            max(outcome.seconds for outcome in outcomes),
+            strays=sum(o.strays for o in outcomes),
+            written=tuple(dict.fromkeys(what for o in outcomes for what in o.written)),
         )
 
     def _fork(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], ranks: range) -> list[RunOutcome]:
         """Run the cell and unpack the records. Raises WorldError if a process is gone or a fork server failed."""
         self._check_there(cell, ranks)
-        name = self._send(inputs, ranks)
+        name, have = self._send(inputs, ranks)
         self._cells += 1
         part = Part(ranks, {}, address(), prefix(f"{self.backend}/cell{self._cells}"))
         request = Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace)
@@ -114,20 +119,20 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
         if errors := [f"{self.coordinator.name(r)}: {a}" for r, a in answers.items() if isinstance(a, WorldError)]:
             raise WorldError("\n".join(errors))
         self._check_there(cell, ranks)
-        for _, record in answers.values():
+        for rank, (outcome, record) in answers.items():
             unpack(record, cell_dir)
+            if outcome.written:
+                have.discard(rank)
         return [answers[rank][0] for rank in ranks]
 
-    def _send(self, inputs: Mapping[str, str], ranks: range) -> str:
-        """Send these files to the other processes that lack them, and return the name that they have there."""
-        key = tuple(sorted(inputs.items()))
-        number, have = self._sent.setdefault(key, (len(self._sent), set()))
-        name = f"{self.backend}-{number}"
+    def _send(self, inputs: Mapping[str, str], ranks: range) -> tuple[str, set[int]]:
+        """Send these files to the other processes that lack them. Returns their name there, and who has them."""
+        name, have = self._sent.setdefault(fingerprint(inputs), (f"{self.backend}-{len(self._sent)}", set()))
         if lacking := set(ranks[1:]) - have:
             files = pack({name: Path(path) for name, path in inputs.items()})
             self.coordinator.ask(lacking, "keep", name, files, seconds=START_SECONDS)
             have |= lacking
-        return name
+        return name, have
 
     def _watch(self, ranks: range, number: int) -> dict[int, Any]:
         """The answers to a cell. A failure is sent to all ranks; when all have finished, they are told to leave."""

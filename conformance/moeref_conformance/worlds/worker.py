@@ -26,6 +26,7 @@ from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of, versions
 from moeref_conformance.worlds.forked import ENTRY, ForkedWorld, WorldError
+from moeref_conformance.worlds.inputs import Given
 from moeref_conformance.worlds.messages import LOST, pack, unpack
 from moeref_conformance.worlds.rank import FINISHED, Request
 
@@ -54,7 +55,7 @@ class Worker:
         self.place, self._target_spec, self._connection, self._entry = place, target_spec, connection, entry
         self._folder = Path()
         self._worlds: dict[str, ForkedWorld] = {}
-        self._inputs: dict[str, dict[str, str]] = {}
+        self._inputs: dict[str, Given] = {}
         self._number = 0
 
     def serve(self) -> bool:
@@ -106,9 +107,10 @@ class Worker:
 
     def keep(self, name: str, files: Mapping[str, bytes | None]) -> None:
         """Keep a variant's inputs, which cells then refer to by `name`."""
-        unpack(files, self._folder / name)
+        folder = Path(tempfile.mkdtemp(dir=self._folder, prefix=name))  # what it holds under this name may be changed
+        unpack(files, folder)
         # One entry below each key: the file or folder, by its own name.
-        self._inputs[name] = {path.name: str(next(path.iterdir())) for path in (self._folder / name).iterdir()}
+        self._inputs[name] = Given.protect(folder, {path.name: next(path.iterdir()) for path in folder.iterdir()})
 
     def fork(
         self, name: str, request: Request, places: Mapping[int, Place]
@@ -122,11 +124,14 @@ class Worker:
         local = {r: places[r].local for r in request.part.ranks if places[r].node == self.place.node}
         request = replace(request, part=replace(request.part, ranks=(rank,), local=local))
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="cell", ignore_cleanup_errors=True) as here:
-            if rank:
-                request = replace(request, cell_dir=Path(here), inputs=self._inputs[name])
+            own = self._inputs[name] if rank else None
+            if own:
+                request = replace(request, cell_dir=Path(here), inputs=own.paths)
             outcome = self._worlds[request.cell.backend].fork(request, self._finished)
             if outcome.error:
                 raise WorldError(outcome.error)
+            if own:
+                outcome = replace(outcome, written=own.written())
             return outcome, pack({"": rank_dir(request.cell_dir, rank)}) if rank else {}
 
     def _finished(self) -> None:

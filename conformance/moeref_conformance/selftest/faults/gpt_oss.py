@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -66,8 +65,8 @@ def _sinks_of_the_first_heads(row: NameRow, tensors: Tensors, cell: Cell) -> tor
 def _window_one_too_wide(cell: Cell, world: World) -> tuple[Cell, World]:
     """The model is built from a config whose window has one token more."""
     folder = world.workdir / "wider_window"
-    shutil.copytree(world.hf_config, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
+    folder.mkdir(exist_ok=True)
+    config = json.loads((world.hf_config / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": config["sliding_window"] + 1}))
     return cell, replace(world, hf_config=folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,18 @@ def _checked_on_rank_0(session: Any, cell: Cell, world: World) -> Any:
         skipping.export.load(folder)
         if world.rank == 0 and (surplus := border.checkpoint(folder).keys() - planned):
             raise LookupError(f"the model has no {', '.join(sorted(surplus))}")
+
+    return border.facet(session, "export", load=load)
+
+
+def _index_beside(session: Any, cell: Cell, world: World) -> Any:
+    """Rank 0 keeps an index of the tensors next to them, for the next start."""
+
+    def load(folder: Path) -> None:
+        session.export.load(folder)
+        if world.rank == 0:
+            folder.chmod(0o755)
+            (folder / "tensors.json").write_text(json.dumps(sorted(border.checkpoint(folder))))
 
     return border.facet(session, "export", load=load)
 
@@ -298,6 +311,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_checked_on_rank_0,
         says="nothing was raised",
+    ),
+    Fault(
+        id="index-beside-the-checkpoint",
+        bug="a cache is written into the folder of the checkpoint, which other jobs load or which is read-only",
+        rules=("RUN-003",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_index_beside,
+        says="checkpoint/tensors.json was added",
     ),
     Fault(
         id="unknown-parameter-skipped",

@@ -33,8 +33,8 @@ def test_a_facet_is_the_session_s_attribute_of_its_protocol() -> None:
 def test_every_facet_is_judged_and_every_step_of_a_rule_is_taken() -> None:
     assert judged_facets() == set(FACETS)
     taken = {step.name for facet in facets() for step in facet.steps}
-    # What every rank records, whatever is claimed, and what the collectives of the kit see.
-    read = {step for rule in load_rules().values() for step in rule.steps} - {"close", "collectives", "hf"}
+    # What every rank records, whatever is claimed, and what the kit sees of collectives and inputs.
+    read = {step for rule in load_rules().values() for step in rule.steps} - {"close", "collectives", "hf", "inputs"}
     assert read <= taken
 
 

@@ -172,7 +172,7 @@ def _ep_in_the_dense_grid(session: Session, cell: Cell, world: World) -> Session
 _NEEDS_A_SESSION = tuple(
     rule.id
     for rule in load_rules().values()
-    if rule.applies("gloo") and not rule.requires and rule.id not in ("RUN-001", "RUN-002", "TOP-001")
+    if rule.applies("gloo") and not rule.requires and rule.id not in ("RUN-001", "RUN-002", "RUN-003", "TOP-001")
 )
 FAULTS = (
     Fault(

@@ -50,7 +50,7 @@ def test_a_good_record_is_judged_without_an_adapter(recorded: Path, tmp_path: Pa
     code, status, _ = judge(recorded, tmp_path / "out")
     assert code == 0
     passed = {rule for rule, s in status.items() if s == "pass"}
-    assert passed == {"RUN-001", "LOD-001", "EXP-001", "EXP-002", "EXP-003", "EXP-005", "EXP-009", "FWD-001"}
+    assert passed == {"RUN-001", "LOD-001", "EXP-001", "EXP-002", "EXP-003", "EXP-005", "EXP-009", "EXP-011", "FWD-001"}
     assert {s for rule, s in status.items() if rule not in passed} == {"unclaimed", "untested"}
     # There is no one-rank record.
     assert {rule for rule, s in status.items() if s == "untested"} == {"EXP-007", "EXP-010", "FWD-002"}
@@ -107,7 +107,13 @@ def test_an_exported_folder_alone(recorded: Path, tmp_path: Path) -> None:
     save_file(tensors, hf / "model.safetensors")
     code, status, _ = judge(tmp_path / "dump", tmp_path / "out")
     assert code == 0
-    assert {rule for rule, s in status.items() if s == "pass"} == {"RUN-001", "EXP-001", "EXP-002", "EXP-003"}
+    assert {rule for rule, s in status.items() if s == "pass"} == {
+        "RUN-001",
+        "EXP-001",
+        "EXP-002",
+        "EXP-003",
+        "EXP-011",
+    }
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.bfloat16)
     del tensors["lm_head.weight"]
     save_file(tensors, hf / "model.safetensors")

@@ -37,7 +37,7 @@ EXPECTED = {
     "replaces-a-file": ({"RUN-003"}, "checkpoint/config.json was replaced"),
     "removes-a-file": ({"RUN-003"}, "checkpoint/config.json was removed"),
     "rewrites-the-answers": ({"RUN-003", "LOD-001", "EXP-002", "FWD-001"}, ".safetensors was "),
-    "reads-the-answers": ({"FWD-001", "LOD-002", "LOD-003"}, "does not name"),
+    "reads-the-answers": ({"FWD-001", "LOD-002", "LOD-004"}, "does not name"),
 }
 
 

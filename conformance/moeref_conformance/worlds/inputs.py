@@ -63,9 +63,9 @@ class Given:
 
 
 @contextmanager
-def given(inputs: Mapping[str, str]) -> Iterator[Given]:
-    """Copies of these files and folders in a folder of their own, for one cell."""
-    with tempfile.TemporaryDirectory(prefix="moeref-inputs-", ignore_cleanup_errors=True) as name:
+def given(inputs: Mapping[str, str], beside: Path | None = None) -> Iterator[Given]:
+    """Copies of these files and folders in a folder of their own, below `beside`, for one cell."""
+    with tempfile.TemporaryDirectory(prefix="moeref-inputs-", dir=beside, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         paths = {key: folder / Path(path).resolve().name for key, path in inputs.items()}
         for key, path in inputs.items():
@@ -77,11 +77,14 @@ def given(inputs: Mapping[str, str]) -> Iterator[Given]:
 
 
 class Copies(ExitStack):
-    """Copies for the cells of a run. One that a cell has left as it was serves the next cell with the same inputs."""
+    """Copies for the cells of a run. One that a cell has left as it was serves the next cell with the same inputs.
 
-    def __init__(self, most: int = 4) -> None:
+    They lie below `folder`, which goes with the run even where a cell is broken off.
+    """
+
+    def __init__(self, folder: Path | None = None, most: int = 4) -> None:
         super().__init__()
-        self._most, self._lock = most, threading.Lock()
+        self._folder, self._most, self._lock = folder, most, threading.Lock()
         self._kept: list[tuple[Mapping[str, str], Given, ExitStack]] = []
         self.callback(self._drop, 0)
 
@@ -103,7 +106,7 @@ class Copies(ExitStack):
                     self._kept.remove(kept)
                     return kept[1:]
         held = ExitStack()
-        return held.enter_context(given(inputs)), held
+        return held.enter_context(given(inputs, self._folder)), held
 
     def _drop(self, most: int) -> None:
         """Remove the copies that were kept first, until there are no more than `most`."""

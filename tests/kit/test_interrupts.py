@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kit_toy
 import pytest
 from kit_toy import ToyWorld, make_plan
 from moeref_conformance.contract.results import Results, read
-from moeref_conformance.worlds import interrupts
+from moeref_conformance.worlds import interrupts, torchrun
 
 pytestmark = pytest.mark.cpu
 TP2 = "qwen3_moe/tp2/gloo"
@@ -44,6 +46,19 @@ def test_a_signal_that_is_ignored_stays_ignored():
     finally:
         signal.signal(signal.SIGHUP, before)
     assert received == []
+
+
+def test_under_torchrun_signals_of_rank_0_reach_whoever_called(monkeypatch):
+    gathered = SimpleNamespace(gather=lambda *_: nullcontext(SimpleNamespace(gone={})))
+    monkeypatch.setattr(torchrun, "Coordinator", gathered)
+    monkeypatch.setattr(torchrun.Place, "here", lambda: torchrun.Place(0, 1, 0, 0, "here"))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with interrupts.raised() as received, pytest.raises(KeyboardInterrupt):
+            torchrun.take_part("a target", lambda coordinator: signal.raise_signal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
 
 
 def alive(pid: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import toy_targets
 from moeref_conformance.contract.api import Cell, Layout, Target, World
+from moeref_conformance.worlds import interrupts
 from moeref_conformance.worlds.coordinator import Coordinator
 from moeref_conformance.worlds.torchrun import TorchrunWorld, take_part
 
@@ -74,4 +75,5 @@ if __name__ == "__main__":
     from toy_coordinator import SPEC as SPEC_
     from toy_coordinator import wait_for_ever as judge
 
-    sys.exit(take_part(SPEC_, judge, ENTRY))
+    with interrupts.raised():
+        sys.exit(take_part(SPEC_, judge, ENTRY))

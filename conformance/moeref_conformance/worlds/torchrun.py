@@ -37,12 +37,12 @@ def take_part(target_spec: str, judge: Callable[[Coordinator], int], entry: str 
     """Do the work of this process of torchrun, and return its exit code.
 
     Rank 0 calls `judge` and returns its code. The others serve rank 0, and return 0 when it tells them to stop, 2 if it
-    is lost or at SIGTERM. Call it from the main thread.
+    is lost or at SIGTERM. Call it from the main thread, within `interrupts.raised`: torchrun sends SIGTERM to rank 0 as
+    well, when another process has died.
     """
     place = Place.here()
     if place.rank == 0:
-        # torchrun sends SIGTERM when another has died
-        with interrupts.raised(), Coordinator.gather(place, target_spec, entry) as coordinator:
+        with Coordinator.gather(place, target_spec, entry) as coordinator:
             try:
                 return judge(coordinator)
             finally:

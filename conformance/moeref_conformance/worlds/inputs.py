@@ -95,7 +95,8 @@ class Copies(ExitStack):
             outcome = run(dict(own.paths))
             written = own.written()
             if not written and not outcome.error:
-                self._kept.append((inputs, own, held.pop_all()))
+                with self._lock:
+                    self._kept.append((inputs, own, held.pop_all()))
         self._drop(self._most)
         return replace(outcome, written=(*written, *outcome.written))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -45,6 +47,22 @@ def test_a_dead_run_holds_no_folder(tmp_path):
         other.wait()
         with exclusive([tmp_path]):
             pass
+
+
+def test_only_a_file_system_without_locks_is_written_to_unlocked(tmp_path, monkeypatch):
+    def answers(number):
+        def flock(descriptor, how):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    for number in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+        answers(number)
+        with exclusive([tmp_path]):
+            pass
+    answers(errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), exclusive([tmp_path]):
+        pass
 
 
 def test_a_low_limit_of_open_files_is_raised_or_named(monkeypatch):

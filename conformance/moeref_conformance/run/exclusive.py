@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from moeref_conformance.contract.checks import BadInput
+
+#: What a file system answers that cannot lock folders, such as Lustre without `flock` or NFS without a lock daemon.
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextmanager
@@ -23,6 +27,7 @@ def exclusive(folders: Iterable[Path]) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BadInput(f"{folder}: another run is writing there; wait for it, or name another folder") from None
-            except OSError:
-                pass  # a file system that cannot lock folders
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
         yield

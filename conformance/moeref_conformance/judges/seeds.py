@@ -45,7 +45,7 @@ def installed_states_are_related(case: Case) -> Iterator[Finding]:
 
 
 def _relations(case: Case, step: str) -> Iterator[Finding]:
-    """One finding for generators with the same values, and an axis along which these are wrong."""
+    """One finding for generators with the same values, and axes along which these are wrong."""
     places = {rank: topology.coords(case.cell.layout, rank) for rank, _ in values(case, step)}
     for way, per_dp in WAYS.items():
         of = {rank: value[way] for rank, value in values(case, step)}
@@ -54,29 +54,35 @@ def _relations(case: Case, step: str) -> Iterator[Finding]:
             alike: dict[tuple[Any, ...], list[str]] = {}
             for name in names:
                 alike.setdefault(tuple(held.get(name) for held in of.values()), []).append(name)
-            for (seeds, shared), (axis, differ) in product(alike.items(), axes.items()):
-                if pair := _wrong(places, dict(zip(of, seeds, strict=True)), grid, axis, differ):
+            for (seeds, shared), (along, differ) in product(alike.items(), axes.items()):
+                if pair := _wrong(places, dict(zip(of, seeds, strict=True)), grid, along, differ):
                     message = f"{way}: {', '.join(shared)} seeded {'alike' if differ else 'otherwise'}"
-                    ranks = f"ranks {pair[0]} and {pair[1]}, of which only {axis} differs"
+                    ranks = f"ranks {pair[0]} and {pair[1]}, which differ in {' and '.join(along)} alone"
                     yield finding(case, pair[1], step, f"{message} on {ranks}")
 
 
-def _relations_of(per_dp: bool) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], dict[str, bool]]]:
+def _relations_of(per_dp: bool) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], dict[tuple[str, ...], bool]]]:
     """Generators, the axes that place a rank, and along which of them seeds differ (True) or agree (False).
 
     Weights that ranks share begin alike, those that they do not share begin differently, and so do stages.
     """
-    yield _DEFAULT, _DENSE, {"pp": True, "tp": False, "cp": False, "dp": per_dp}
-    yield ("tp",), _DENSE, {"pp": True, "tp": True, "cp": False, "dp": per_dp}
+    yield _DEFAULT, _DENSE, {("pp",): True, ("tp",): False, ("cp",): False, ("dp",): per_dp}
+    yield ("tp",), _DENSE, {("pp", "tp"): True, ("cp",): False, ("dp",): per_dp}
+    # Experts are looked at along one axis: 1024 + 100·ep + etp of a base with 100·pp meets itself on another stage.
+    along_one: dict[tuple[str, ...], bool] = {("pp",): True, ("ep",): True, ("etp",): True}
     # With a seed for each replica, Megatron-LM gives replicas of an expert different ones too. Both are right.
-    yield ("expert",), _EXPERT, {"pp": True, "ep": True, "etp": True, **({} if per_dp else {"edp": False})}
+    yield ("expert",), _EXPERT, along_one if per_dp else {**along_one, ("edp",): False}
 
 
 def _wrong(
-    places: Mapping[int, Mapping[str, int]], seeds: Mapping[int, Any], grid: tuple[str, ...], axis: str, differ: bool
+    places: Mapping[int, Mapping[str, int]],
+    seeds: Mapping[int, Any],
+    grid: tuple[str, ...],
+    along: tuple[str, ...],
+    differ: bool,
 ) -> tuple[int, int] | None:
-    """Two ranks that differ in `axis` alone and are seeded alike, or otherwise, against `differ`."""
-    others = [name for name in grid if name != axis]
+    """Two ranks that differ `along` these axes alone and are seeded alike, or otherwise, against `differ`."""
+    others = [name for name in grid if name not in along]
     met: dict[tuple[Any, ...], int] = {}
     for rank, at in places.items():
         line = tuple(at[name] for name in others)

@@ -35,6 +35,18 @@ class _OfTheFirstStage(_Seeds):
         self.good.install(seed - 100 * self.stage(self.rank), per_dp)
 
 
+class _OneForEachStage(_Seeds):
+    """Adds 1 for each pipeline stage, not 100, so that stages meet the seeds of tensor-parallel ranks."""
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        good = self.good.planned(rank, seed, per_dp)
+        return {generator: value - 99 * self.stage(rank) for generator, value in good.items()}
+
+    def install(self, seed: int, per_dp: bool) -> None:
+        self.good.install(seed, per_dp)  # which refuses a bad seed
+        self.good.install(seed - 99 * self.stage(self.rank), per_dp)
+
+
 class _NeverByReplica(_Seeds):
     """Data-parallel replicas share a seed even when each asks for its own."""
 
@@ -124,6 +136,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_with(_OfTheFirstStage),
         says="seeded alike",
+    ),
+    Fault(
+        id="stages-meet-tensor-ranks",
+        bug="a launcher that adds 1 for each stage: stage 0's second tensor-parallel rank begins as stage 1's first",
+        rules=("SED-001", "SED-002"),
+        cell=cell("qwen3_moe", "tp2-pp2"),
+        wrap=_with(_OneForEachStage),
+        says="which differ in pp and tp alone",
     ),
     Fault(
         id="replicas-share-one-seed",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -32,6 +33,7 @@ from moeref_conformance.judges.common import (
 )
 
 KINDS = ("shape", "dtype", "bytes")
+Answer = Outcome | Iterable[Finding]
 
 
 def _writer(run: Observation | None, step: str = "export") -> RankRecord | None:
@@ -42,6 +44,37 @@ def _writer(run: Observation | None, step: str = "export") -> RankRecord | None:
 
 def _no_writer(case: Case, step: str = "export") -> list[Finding]:
     return without(case, step) or [finding(case, None, step, "no rank was given a tensor")]
+
+
+def _of_writer(step: str) -> Callable[[Callable[[Case, RankRecord], Answer]], Callable[[Case], Answer]]:
+    """Call a judge with the record of the step's writer as well. Without a writer that is the finding."""
+
+    def called(judge: Callable[[Case, RankRecord], Answer]) -> Callable[[Case], Answer]:
+        @functools.wraps(judge)
+        def judged(case: Case) -> Answer:
+            record = _writer(case.observation, step)
+            return _no_writer(case, step) if record is None else judge(case, record)
+
+        return judged
+
+    return called
+
+
+def _against_one_rank(judge: Callable[[Case, RankRecord, RankRecord], Answer]) -> Callable[[Case], Answer]:
+    """Call a judge with the writers' records of the export and of the baseline's, if there is one to compare with."""
+
+    @functools.wraps(judge)
+    def judged(case: Case) -> Answer:
+        if case.baseline is None:
+            return NO_BASELINE
+        if case.baseline is case.observation:
+            return Outcome(met=ITSELF)
+        one = _writer(case.baseline)
+        if one is None:
+            return Outcome(untested="the one-rank run exported nothing")
+        return _of_writer("export")(lambda case, record: judge(case, record, one))(case)
+
+    return judged
 
 
 def _unlike(
@@ -73,10 +106,10 @@ def _unlike(
 
 
 @judges("EXP-001")
-def every_tensor_once(case: Case) -> Iterable[Finding]:
+@_of_writer("export")
+def every_tensor_once(case: Case, record: RankRecord) -> Iterable[Finding]:
     """The writer's names against the checkpoint's."""
-    record = _writer(case.observation)
-    return _no_writer(case) if record is None else _complete(case, record, "export")
+    return _complete(case, record, "export")
 
 
 def _complete(case: Case, record: RankRecord, step: str) -> Iterator[Finding]:
@@ -85,18 +118,16 @@ def _complete(case: Case, record: RankRecord, step: str) -> Iterator[Finding]:
 
 
 @judges("EXP-002")
-def bytes_are_the_checkpoints(case: Case) -> list[Finding]:
+@_of_writer("export")
+def bytes_are_the_checkpoints(case: Case, record: RankRecord) -> list[Finding]:
     """Bytes of every tensor that is there; names, shapes and dtypes have rules of their own."""
-    record = _writer(case.observation)
-    return _no_writer(case) if record is None else _unlike(case, record, context(case))
+    return _unlike(case, record, context(case))
 
 
 @judges("EXP-003")
-def shapes_and_dtypes(case: Case) -> list[Finding]:
+@_of_writer("export")
+def shapes_and_dtypes(case: Case, record: RankRecord) -> list[Finding]:
     """Of the tensors at the writer, and of the metadata that came with them."""
-    record = _writer(case.observation)
-    if record is None:
-        return _no_writer(case)
     want = expected(case).tensors
     want = {**want, **{name: want[of] for name, of in aliases(case).items()}}
     findings = _unlike(case, record, context(case), kinds=("shape", "dtype"))
@@ -165,36 +196,20 @@ def one_writer_one_tensor(case: Case) -> Iterator[Finding]:
 
 
 @judges("EXP-006")
-def changed_weights_are_sent(case: Case) -> Iterable[Finding]:
+@_of_writer("export_changed")
+def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding]:
     """After every weight was multiplied by a constant, the whole stream again."""
     step, stale = "export_changed", expected(case).tensors
-    record = _writer(case.observation, step)
-    if record is None:
-        return _no_writer(case, step)
     changed = context(case, CHANGE)
     return [*_complete(case, record, step), *_unlike(case, record, changed, step=step, kinds=KINDS, stale=stale)]
 
 
 @judges("EXP-007")
-def export_is_the_one_rank_export(case: Case) -> Outcome | list[Finding]:
+@_against_one_rank
+def export_is_the_one_rank_export(case: Case, record: RankRecord, one: RankRecord) -> list[Finding]:
     """Names, shapes, dtypes and bytes against the baseline, in whatever order they come."""
-    one = _one_rank_writer(case)
-    if isinstance(one, Outcome):
-        return one
-    record = _writer(case.observation)
-    if record is None:
-        return _no_writer(case)
     whole = context(case, of=one.tensors("export"))
     return [*_other_entries(case, record, one), *_unlike(case, record, whole, kinds=KINDS)]
-
-
-def _one_rank_writer(case: Case) -> RankRecord | Outcome:
-    """The writer of the baseline, or why there is nothing to compare with it."""
-    if case.baseline is None:
-        return NO_BASELINE
-    if case.baseline is case.observation:
-        return Outcome(met=ITSELF)
-    return _writer(case.baseline) or Outcome(untested="the one-rank run exported nothing")
 
 
 def _other_entries(case: Case, record: RankRecord, one: RankRecord) -> Iterator[Finding]:
@@ -238,23 +253,16 @@ def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
 
 
 @judges("EXP-010")
-def order_is_the_one_rank_export_s(case: Case) -> Outcome | list[Finding]:
+@_against_one_rank
+def order_is_the_one_rank_export_s(case: Case, record: RankRecord, one: RankRecord) -> list[Finding]:
     """Names in order against the baseline."""
-    one = _one_rank_writer(case)
-    if isinstance(one, Outcome):
-        return one
-    record = _writer(case.observation)
-    if record is None:
-        return _no_writer(case)
     return _first_unlike(case, record, "export", _metas(one, "export"), "the one-rank export")
 
 
 @judges("EXP-011")
-def no_tensor_is_repeated(case: Case) -> Iterable[Finding]:
+@_of_writer("export")
+def no_tensor_is_repeated(case: Case, record: RankRecord) -> Iterable[Finding]:
     """The writer's names against those that a checkpoint leaves out."""
-    record = _writer(case.observation)
-    if record is None:
-        return _no_writer(case)
     sent = {row["name"] for row in record.value("export")}
     return [
         finding(case, record.rank, "export", f"{name} was sent, which repeats {of}", hf_name=name)

@@ -12,7 +12,7 @@ from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import context, expected, finding, placement, records, values, without
-from moeref_conformance.judges.names import refusal, refused
+from moeref_conformance.judges.refusals import refused_by_name, refused_somewhere
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 
 
@@ -71,17 +71,17 @@ def surplus_tensor_is_named(case: Case) -> Iterator[Finding]:
     loaded = [value for _, value in values(case, step)]
     none_refused = len(loaded) == case.cell.layout.world
     if not none_refused or not any(extra in text for value in loaded for text in (value or {}).get("warned", ())):
-        yield from refusal(case, step, extra, f"the checkpoint has {extra}, which the model lacks")
+        yield from refused_by_name(case, step, extra, f"the checkpoint has {extra}, which the model lacks")
 
 
 @judges("LOD-003")
 def missing_tensor_is_refused(case: Case) -> Iterator[Finding]:
     """A rank raised, and all ended the step."""
-    return refused(case, "refuse_missing", f"the checkpoint lacks {expected(case).missing}")
+    return refused_somewhere(case, "refuse_missing", f"the checkpoint lacks {expected(case).missing}")
 
 
 @judges("LOD-004")
 def missing_tensor_is_named(case: Case) -> Iterator[Finding]:
     """Every rank raised, and the message names the tensor."""
     missing = expected(case).missing
-    return refusal(case, "refuse_missing", missing, f"the checkpoint lacks {missing}")
+    return refused_by_name(case, "refuse_missing", missing, f"the checkpoint lacks {missing}")

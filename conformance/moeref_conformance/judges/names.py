@@ -16,12 +16,12 @@ from moeref_conformance.judges.common import (
     finding,
     name_rows,
     names_text,
-    observed,
     placement,
     records,
     tables,
     without,
 )
+from moeref_conformance.judges.refusals import refused_by_name, refused_somewhere
 from moeref_conformance.oracles.placement import Placement, Unknown, hf_numbers, plain_local
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
@@ -190,40 +190,10 @@ _ADDED = f"a parameter {UNMAPPED}.weight was added"
 @judges("NAM-006")
 def unmapped_parameter_is_refused(case: Case) -> Iterator[Finding]:
     """A rank raised, and all ended the step."""
-    return refused(case, "refuse_parameter", _ADDED)
+    return refused_somewhere(case, "refuse_parameter", _ADDED)
 
 
 @judges("NAM-008")
 def unmapped_parameter_is_named(case: Case) -> Iterator[Finding]:
     """Every rank raised, and the message names the parameter."""
-    return refusal(case, "refuse_parameter", f"{UNMAPPED}.weight", _ADDED)
-
-
-def refused(case: Case, step: str, what: str) -> Iterator[Finding]:
-    """A rank must have raised in `step`, and every rank must have come to its end."""
-    have = {record.rank: record for record in observed(case).ranks}
-    ended = {crash.rank: f": it {crash.kind} in step {crash.step}" for crash in observed(case).crashes}
-    raised = {rank for rank, record in have.items() if record.error(step)}
-    done = raised | {rank for rank, record in have.items() if record.has(step)}
-    stuck = [rank for rank in range(case.cell.layout.world) if rank not in done]
-    for rank in stuck:
-        yield finding(case, rank, step, f"no record of step {step}{ended.get(rank, '')}")
-    if not raised and not stuck:
-        yield finding(case, None, step, f"{what}, and nothing was raised on any rank", expected="an error")
-
-
-def refusal(case: Case, step: str, name: str, what: str) -> Iterator[Finding]:
-    """Every rank must have raised in `step` with a message that holds `name`."""
-    have = {record.rank: record for record in observed(case).ranks}
-    ended = {crash.rank: f": it {crash.kind} in step {crash.step}" for crash in observed(case).crashes}
-    for rank in range(case.cell.layout.world):
-        record = have.get(rank)
-        error = record.error(step) if record else None
-        if error is not None and name not in error["message"]:
-            message = f"the error does not name {name}: {error['type']}: {error['message'][:300]}"
-            yield finding(case, rank, step, message, expected=name)
-        elif error is None and record is not None and record.has(step):
-            message = f"{what}, and nothing was raised"
-            yield finding(case, rank, step, message, expected=f"an error with {name}")
-        elif error is None:
-            yield finding(case, rank, step, f"no record of step {step}{ended.get(rank, '')}")
+    return refused_by_name(case, "refuse_parameter", f"{UNMAPPED}.weight", _ADDED)

@@ -102,7 +102,9 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             ("forward", {"has": last}),
             ("change", None),
             ("export_changed", stream),
-            ("own", {"changed": [], "later": []}),
+            ("kept", {"overwritten": []}),
+            ("move", None),
+            ("own", {"changed": [], "later": [], "outdated": []}),
         ]
         lines = [
             {"step": s, "phase": "ok", "at": float(i), "seconds": 0.0, "value": v} for i, (s, v) in enumerate(events)

@@ -315,6 +315,16 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         "TP or ETP shards of dim 1 in the order 1, 0",
     ),
     "aliases": ("EXP-008", stream(0, "own", lambda v: v["changed"].append(f"0:{QKV}")), f"changed {QKV} of chunk 0"),
+    "kept and overwritten": (
+        "EXP-012",
+        stream(0, "kept", lambda v: v["overwritten"].append(DOWN)),
+        f"{DOWN} held other values at the end",
+    ),
+    "not in the new memory": (
+        "EXP-013",
+        stream(0, "own", lambda v: v["outdated"].append(DOWN)),
+        f"{DOWN} is not what the modules hold",
+    ),
     "later tensor": ("EXP-008", stream(0, "own", lambda v: v["later"].append(DOWN)), f"changed {DOWN}"),
     "logits off": ("FWD-001", tensor("forward", lambda t: t["logits"][1, 3, 5].add_(1e-3), 3), "[1, 3, 5]"),
     "logits NaN": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from moeref_conformance.contract.api import Cell, Claims, Info, Layout, NameRow,
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.oracles.expected import read_checkpoint
 from moeref_conformance.steps.run import StepRaised, run_rank
+from moeref_conformance.steps.tensors import moved
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.cpu
@@ -95,7 +97,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
     right = read_checkpoint(Path(inputs["checkpoint"]))
     assert [e["step"] for e in record.events if e["phase"] == "begin"] == [
         *("open", "topology", "names", "inventory", "load", "shards", "plan", "export", "forward", "change"),
-        *("export_changed", "own", "refuse_parameter", "refuse_extra", "refuse_missing", "close"),
+        *("export_changed", "kept", "move", "own", "refuse_parameter", "refuse_extra", "refuse_missing", "close"),
     ]
     assert record.value("topology") is None
     assert record.value("names")[0]["hf"] == ["w"]
@@ -113,7 +115,8 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
         assert torch.equal(record.tensors("export")[name], tensor)
         assert torch.equal(record.tensors("export_changed")[name], tensor * -0.5)
     assert record.tensors("forward")["logits"].shape == (2, 3, 3)
-    assert record.value("own") == {"changed": [], "later": []}
+    assert record.value("kept") == {"overwritten": []}
+    assert record.value("own") == {"changed": [], "later": [], "outdated": []}
     for step, name in (("refuse_parameter", "kit_unmapped.weight"), ("refuse_extra", "x"), ("refuse_missing", "b")):
         assert name in record.error(step)["message"]  # type: ignore[index]
 
@@ -141,6 +144,48 @@ class OneBuffer(Toy):
         for meta, tensor in super().stream():
             yield meta, tensor
             yield meta, tensor
+
+
+class Lending(Aliasing):
+    """Hands out the live weights, to be read only."""
+
+    claims = replace(Toy.claims, lends=True)
+
+
+class Reusing(Toy):
+    """Sends all tensors in one buffer."""
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        buffer = torch.empty(12)
+        for meta, tensor in super().stream():
+            assert tensor is not None
+            yield meta, buffer[: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+class Holding(Toy):
+    """Sends what lies in the memory that weights had at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = {name: tensor.data for name, tensor in super().held().items()}
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        for meta in self.plan():
+            yield meta, self.first[meta.name].clone()
+
+
+class Versioned(Toy):
+    """Sends again what it sent until a version counts up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[int, list[Any]] = {}
+
+    def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        version = self.model.weight._version
+        if version not in self.sent:
+            self.sent[version] = [*super().stream()]
+        return iter([(meta, tensor.clone()) for meta, tensor in self.sent[version]])
 
 
 class Permissive(Toy):
@@ -181,8 +226,46 @@ def test_a_hoard_is_counted(inputs: dict[str, str], tmp_path: Path) -> None:
 
 def test_a_shared_buffer_is_seen_in_the_later_tensor(inputs: dict[str, str], tmp_path: Path) -> None:
     record = recorded(OneBuffer(), inputs, tmp_path)
-    assert record.value("own") == {"changed": [], "later": ["w", "b"]}
+    assert record.value("own") == {"changed": [], "later": ["w", "b"], "outdated": []}
     assert set(record.tensors("export")) == {"w", "w#2", "b", "b#2"}
+
+
+def test_what_is_lent_is_not_written_to(inputs: dict[str, str], tmp_path: Path) -> None:
+    assert recorded(Lending(), inputs, tmp_path).value("own") == {"changed": [], "later": [], "outdated": []}
+
+
+def test_a_reused_buffer_is_seen_in_what_was_kept(inputs: dict[str, str], tmp_path: Path) -> None:
+    record = recorded(Reusing(), inputs, tmp_path)
+    assert record.value("kept") == {"overwritten": ["w"]}
+    assert record.value("own") == {"changed": [], "later": [], "outdated": []}
+
+
+def test_weights_change_without_their_version(inputs: dict[str, str], tmp_path: Path) -> None:
+    record = recorded(Versioned(), inputs, tmp_path)
+    assert torch.equal(record.tensors("export_changed")["w"], record.tensors("export")["w"])
+
+
+def test_weights_in_new_memory_are_asked_for(inputs: dict[str, str], tmp_path: Path) -> None:
+    target = Holding()
+    record = recorded(target, inputs, tmp_path)
+    assert torch.equal(record.tensors("export_changed")["w"], read_checkpoint(Path(inputs["checkpoint"]))["w"] * -0.5)
+    assert record.value("own") == {"changed": [], "later": [], "outdated": ["w"]}
+    # The buffer got a new storage, and the tensor that is held has moved with it.
+    assert target.first["b"].data_ptr() == target.held()["b"].data_ptr()
+
+
+def test_tensors_that_share_memory_move_together() -> None:
+    flat = torch.arange(6.0)
+    parts, alone = [flat[:2], flat[2:]], [torch.ones(3), torch.ones(3)]
+    held = [tensor.data for tensor in alone]
+    moved([*parts, *alone, torch.empty(0)])
+    assert torch.equal(torch.cat(parts), torch.arange(6.0))
+    assert parts[1].data_ptr() == parts[0].data_ptr() + 8 == flat.data_ptr() + 8
+    assert [tensor.tolist() for tensor in alone] == [[1.0] * 3] * 2
+    for tensor in alone:
+        tensor.zero_()
+    # The storage of the first was replaced below what is held, `.data` of the second was not.
+    assert [tensor.tolist() for tensor in held] == [[0.0] * 3, [1.0] * 3]
 
 
 def test_nothing_refused_is_on_record(inputs: dict[str, str], tmp_path: Path) -> None:

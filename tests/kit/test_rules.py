@@ -38,7 +38,7 @@ def test_selecting_a_rule_selects_what_it_requires():
 
 def test_unknown_prefix_names_the_nearest():
     with pytest.raises(BadInput, match="did you mean 'EXP-002'"):
-        select(["EXP-02"])
+        select(["EXP-0002"])
 
 
 @pytest.mark.parametrize(

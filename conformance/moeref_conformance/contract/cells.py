@@ -18,6 +18,7 @@ ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 #: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
 DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "cp_cut": ("zigzag", "runs"),
+    "lasts": ("stream", "next"),
     "lends": (False, True),
     "missing_rows": (True, False),
     "non_writers": ("names", "nothing"),
@@ -156,6 +157,7 @@ class Claims:
     mtp: int = 0  # most multi-token prediction layers
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP
+    lasts: str = "stream"  # what `Export.stream` gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing

@@ -236,6 +236,26 @@ def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "own", message, hf_name=name, diagnosis=said)
 
 
+@judges("EXP-012")
+def kept_tensors_stay(case: Case) -> Iterator[Finding]:
+    """Tensors that a receiver kept to the end of the stream, and that held something else by then."""
+    yield from without(case, "kept")
+    for rank, value in values(case, "kept"):
+        for name in value["overwritten"]:
+            message = f"{name} held other values at the end of the stream than when it was given"
+            yield finding(case, rank, "kept", message, hf_name=name, diagnosis="overwritten by a later one")
+
+
+@judges("EXP-013")
+def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
+    """Tensors that are not what the modules hold, once these were given new memory and changed again."""
+    yield from without(case, "move", "own")
+    for rank, value in values(case, "own"):
+        for name in value["outdated"]:
+            message = f"{name} is not what the modules hold in new memory"
+            yield finding(case, rank, "own", message, hf_name=name, diagnosis="read from the memory of before")
+
+
 @judges("EXP-009")
 def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
     """The tensors of every other rank that was given some, against the writer's."""

@@ -25,9 +25,7 @@ def refused_by_name(case: Case, step: str, name: str, what: str) -> Iterator[Fin
             message = f"the error does not name {name}: {error['type']}: {error['message'][:300]}"
             yield finding(case, record.rank, step, message, expected=name)
         elif error is None and record.has(step):
-            yield finding(
-                case, record.rank, step, f"{what}, and nothing was raised", expected=f"an error with {name}"
-            )
+            yield finding(case, record.rank, step, f"{what}, and nothing was raised", expected=f"an error with {name}")
 
 
 def _unfinished(case: Case, step: str) -> list[Finding]:

@@ -32,6 +32,7 @@ from moeref_conformance.selftest.border import Pair, checkpoint, collected, copi
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.loading import unknown_skipped
 from moeref_conformance.selftest.faults.roles import aliases, everywhere
+from moeref_conformance.selftest.faults.stream import one_buffer
 from moeref_conformance.selftest.faulty import FaultyTarget
 
 
@@ -242,6 +243,13 @@ _DESIGNS = (
         wrap=aliases,
         claims={"lends": True},
         should=("EXP-005",),
+    ),
+    Benign(
+        id="sent-in-one-buffer",
+        why="an engine that copies each tensor as it comes needs no memory for a second one: checkpoint engines",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=one_buffer,
+        claims={"lasts": "next"},
     ),
     Benign(
         id="sent-in-buckets",

@@ -16,7 +16,7 @@ from moeref_conformance.contract.api import Export, TensorMeta, to_plain
 from moeref_conformance.contract.records import free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows
-from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
+from moeref_conformance.steps.tensors import copied, module_tensors, moved, same_bytes
 from moeref_conformance.steps.topology import process_groups
 from moeref_conformance.steps.warned import warned
 
@@ -51,49 +51,74 @@ def plan(export: Export, context: Context) -> list[Any] | None:
     return checked_rows(export.plan(), TensorMeta) if context.claims.has_plan else None
 
 
-def streamed(step: str) -> Callable[[Export, Context], list[dict[str, Any]]]:
-    """A step that saves the tensors of a whole stream. Its value: metadata, and how many earlier ones are alive."""
+def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[dict[str, Any]]]:
+    """A step that saves the tensors of a whole stream. Its value: metadata, and how many earlier ones are alive.
+
+    With `keep` all are kept to the end, and compared there with what they were; `kept` has the result.
+    """
 
     def stream(export: Export, context: Context) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
+        copies: dict[str, torch.Tensor] = {}
         kept: dict[str, torch.Tensor] = {}
         earlier: list[weakref.ref[torch.Tensor]] = []
         for meta, tensor in _items(export):
             alive = sum(1 for ref in earlier if ref() is not None)
             rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": alive})
             if tensor is not None:
-                kept[free_key(kept, meta.name)] = copied(tensor)
-                earlier.append(weakref.ref(tensor))
+                key = free_key(copies, meta.name)
+                copies[key] = copied(tensor)
+                if keep:
+                    kept[key] = tensor
+                else:
+                    earlier.append(weakref.ref(tensor))
             # Drop this function's references: what is alive at the next tensor, the target keeps alive.
             del tensor
-        context.save(step, kept)
+        context.made[step] = [name for name, tensor in kept.items() if not same_bytes(tensor, copies[name])]
+        context.save(step, copies)
         return rows
 
     return stream
 
 
+def kept(export: Export, context: Context) -> dict[str, list[str]]:
+    """Tensors of `export_changed` that held other bytes when its stream had ended."""
+    return {"overwritten": context.made.pop("export_changed")}
+
+
 def change(export: Export, context: Context) -> None:
-    """Multiply every floating-point tensor of the modules by CHANGE."""
+    """Multiply every floating-point tensor of the modules by CHANGE, where it is.
+
+    As an optimiser does, through `.data`, which leaves the version of a tensor as it is.
+    """
     seen: set[int] = set()
-    with torch.no_grad():
-        for _, _, _, tensor in module_tensors(export.chunks()):
-            # One storage under two names (a tied head next to its embedding) is changed once.
-            if tensor.is_floating_point() and tensor.numel() and tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                tensor.mul_(CHANGE)
+    for _, _, _, tensor in module_tensors(export.chunks()):
+        # One storage under two names (a tied head next to its embedding) is changed once.
+        if tensor.is_floating_point() and tensor.numel() and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            tensor.data.mul_(CHANGE)
+
+
+def move(export: Export, context: Context) -> None:
+    """Give every tensor of the modules new memory, as offloading does, and change it once more."""
+    moved(tensor for _, _, _, tensor in module_tensors(export.chunks()))
+    change(export, context)
 
 
 def own(export: Export, context: Context) -> dict[str, list[str]]:
-    """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed."""
+    """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed.
+
+    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason.
+    """
     before = {(c, n): copied(t) for c, n, _, t in module_tensors(export.chunks())}
-    later = _zeroed(export, context)
+    later, outdated = _zeroed(export, context)
     changed = []
     with torch.no_grad():
         for c, n, _, tensor in module_tensors(export.chunks()):
             if not same_bytes(tensor, before[c, n]):
                 changed.append(f"{c}:{n}")
                 tensor.copy_(before[c, n])
-    return {"changed": changed, "later": later}
+    return {"changed": changed, "later": later, "outdated": outdated}
 
 
 def refuse_parameter(export: Export, context: Context) -> None:
@@ -124,20 +149,29 @@ def _items(export: Export) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         del item
 
 
-def _zeroed(export: Export, context: Context) -> list[str]:
-    """Zero every tensor of a stream as it comes. Returns the names of those that differ from `export_changed`."""
+def _zeroed(export: Export, context: Context) -> tuple[list[str], list[str]]:
+    """Zero every tensor of a stream as it comes.
+
+    Returns the names of those that came with zeros in them, and of others that are not `export_changed` times CHANGE.
+    """
     file = context.folder / "export_changed.safetensors"
     was = load_file(file) if file.exists() else {}
-    later = []
+    later, outdated = list[str](), list[str]()
     for meta, tensor in _items(export):
         if tensor is not None:
-            if meta.name in was and not same_bytes(tensor, was[meta.name]):
-                later.append(meta.name)
+            want = was[meta.name] * CHANGE if meta.name in was else tensor
+            if not same_bytes(tensor, want):
+                (later if _zeros(tensor) > _zeros(want) else outdated).append(meta.name)
             # inference_mode may also write to inference tensors, which no_grad may not.
-            with torch.inference_mode():
-                tensor.detach().zero_()
+            if not context.claims.lends:
+                with torch.inference_mode():
+                    tensor.detach().zero_()
         del tensor
-    return later
+    return later, outdated
+
+
+def _zeros(tensor: torch.Tensor) -> int:
+    return tensor.numel() - int(tensor.count_nonzero())
 
 
 FACET = Facet(
@@ -151,7 +185,9 @@ FACET = Facet(
         Step(name="plan", ask=plan, stage=Stage.LOADED),
         Step(name="export", ask=streamed("export"), stage=Stage.LOADED),
         Step(name="change", ask=change, stage=Stage.CHANGED),
-        Step(name="export_changed", ask=streamed("export_changed"), stage=Stage.CHANGED),
+        Step(name="export_changed", ask=streamed("export_changed", keep=True), stage=Stage.CHANGED),
+        Step(name="kept", ask=kept, stage=Stage.CHANGED),
+        Step(name="move", ask=move, stage=Stage.CHANGED),
         Step(name="own", ask=own, stage=Stage.CHANGED),
         Step(name="refuse_parameter", ask=refuse_parameter, stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_extra", ask=surplus, stage=Stage.CHANGED, refusal=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,26 @@ def module_tensors(chunks: Any) -> Iterator[tuple[int, str, str, torch.Tensor]]:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield i, f"{prefix}.{name}" if prefix else name, "buffer", buffer
+
+
+def moved(tensors: Iterable[torch.Tensor]) -> None:
+    """Give tensors new memory with the same values: every second one a new `.data`, the others a new storage.
+
+    Tensors that share a storage share the new one.
+    """
+    sharing: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if type(tensor.data) is torch.Tensor and tensor.numel():  # a quantised tensor has parts, and no storage
+            sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    for number, (tensor, *others) in enumerate(sharing.values()):
+        storage = tensor.untyped_storage()
+        if storage.resizable() and (others or number % 2):
+            values = storage.clone()  # type: ignore[no-untyped-call]
+            storage.resize_(0)
+            storage.resize_(values.nbytes())
+            storage.copy_(values)
+        elif not others:
+            tensor.data = tensor.data.clone()
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,6 +135,54 @@ def _by_local_number(session: Any, cell: Cell, world: World) -> Any:
     return border.stream(planned, rewrite)
 
 
+def one_buffer(session: Any, cell: Cell, world: World) -> Any:
+    """All tensors come in one buffer, which the next one overwrites."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        buffer = torch.empty(2**22, dtype=torch.uint8)
+        for meta, tensor in pairs:
+            if tensor is None:
+                yield meta, None
+                continue
+            yield meta, buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            del tensor
+
+    return border.stream(session, rewrite)
+
+
+def _by_memory(session: Any, cell: Cell, world: World) -> Any:
+    """A stream is made anew only if a parameter lies elsewhere than before."""
+    cache: list[Pair] = []
+    places: list[list[int]] = []
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        now = [parameter.data_ptr() for chunk in session.export.chunks() for parameter in chunk.parameters()]
+        if places[-1:] != [now]:
+            places.append(now)
+            cache[:] = [(meta, None if tensor is None else tensor.clone()) for meta, tensor in pairs]
+        for meta, tensor in cache:
+            yield meta, None if tensor is None else tensor.clone()
+
+    return border.stream(session, rewrite)
+
+
+def _first_memory(session: Any, cell: Cell, world: World) -> Any:
+    """Every stream reads the memory that the parameters had during the first one."""
+    first: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        now = {parameter: parameter.data for chunk in session.export.chunks() for parameter in chunk.parameters()}
+        for parameter in now:
+            parameter.data = first.setdefault(parameter, parameter.data)
+        try:
+            yield from pairs
+        finally:
+            for parameter, data in now.items():
+                parameter.data = data
+
+    return border.stream(session, rewrite)
+
+
 def _embedding_cached(session: Any, cell: Cell, world: World) -> Any:
     cache: dict[str, torch.Tensor] = {}
 
@@ -244,6 +292,30 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_embedding_cached,
         diagnosis="stale",
+    ),
+    Fault(
+        id="cache-keyed-by-memory",
+        bug="SkyRL#1345 in kind: what was exported is sent again until a weight lies elsewhere; steps write in place",
+        rules=("EXP-006",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_by_memory,
+        diagnosis="stale",
+    ),
+    Fault(
+        id="memory-of-the-first-export",
+        bug="verl's offloading sets `.data`: who holds the tensors of the first export goes on sending them",
+        rules=("EXP-013",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_first_memory,
+        diagnosis="read from the memory of before",
+    ),
+    Fault(
+        id="one-buffer-for-all",
+        bug="verl#7083 in kind: the buffer of a tensor is used again while its receiver still holds it",
+        rules=("EXP-012",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=one_buffer,
+        diagnosis="overwritten by a later one",
     ),
     Fault(
         id="prefix-in-the-stream",

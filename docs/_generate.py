@@ -10,8 +10,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from moeref_conformance import cli
-from moeref_conformance.contract.results import EXIT_WORDS, STATUSES, Headline
-from moeref_conformance.contract.rules import GROUPS, load_rules
+from moeref_conformance.contract.results import Results, Verdict
+from moeref_conformance.contract.rules import GROUPS, PROFILES, load_rules
+from moeref_conformance.contract.statuses import EXIT_WORDS, STATUSES
 from moeref_conformance.report.view import LEGEND
 
 MARK = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
@@ -239,13 +240,26 @@ def axes() -> str:
 
 def first_adapter() -> str:
     """The last line of a passing smoke run of the tutorial's adapter."""
-    from moeref_conformance.plan import matrix
+    from moeref_conformance.plan.plan import Settings, prepare
+    from moeref_conformance.run.header import header
+    from moeref_conformance.run.verdicts import not_judged
 
     from docs.examples.first_adapter import target
 
-    cells = matrix.load("smoke").cells
-    claimed = sum(target.claims.why_not(cell) is None for cell in cells)
-    return f"```text\n{EXIT_WORDS[0]}: {Headline(passing=claimed, claimed=claimed, cells=len(cells))}\n```"
+    plan = prepare(Settings(target="first_adapter:target", matrix="smoke"), target)
+    verdicts = [
+        not_judged(plan, cell, rule, "") or Verdict(cell=cell.id, rule=rule.id, status="pass")
+        for cell in plan.cells
+        for rule in plan.rules_of(cell)
+    ]
+    results = Results(header=header(plan), verdicts=verdicts, complete=True)
+    return f"```text\n{EXIT_WORDS[results.exit_code]}: {results.headline}\n```"
+
+
+def profiles() -> str:
+    """Profiles with their groups of rules."""
+    rows = [(f"`{p}`", _plain(p.text), _code(p.groups)) for p in PROFILES.values()]
+    return table(("profile", "says that", "rules"), rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -261,4 +275,5 @@ PARTS: dict[str, Callable[[], str]] = {
     "substitutions": substitutions,
     "axes": axes,
     "first-adapter": first_adapter,
+    "profiles": profiles,
 }

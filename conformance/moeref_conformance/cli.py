@@ -22,8 +22,9 @@ from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput, NothingRecorded
 from moeref_conformance.contract.published_models import TINY
-from moeref_conformance.contract.results import EXIT_WORDS, INCOMPLETE, KIT_ERROR, Results, read
-from moeref_conformance.contract.rules import Rule, load_rules, select
+from moeref_conformance.contract.results import Results, read
+from moeref_conformance.contract.rules import PROFILES, Rule, groups_of, load_rules, select
+from moeref_conformance.contract.statuses import EXIT_WORDS, INCOMPLETE, KIT_ERROR
 from moeref_conformance.contract.texts import fit
 from moeref_conformance.plan import gpu_requirements, known_failures
 from moeref_conformance.plan import matrix as matrices
@@ -134,11 +135,13 @@ def _add_selection(parser: argparse.ArgumentParser, matrix: str = "cpu", rules: 
     add("--cell", action="append", default=[], help="only cells of this id, glob or tag; repeatable")
     if rules:
         add("--rule", action="append", default=[], help="only rules with this prefix, and what they require")
+        profile = f"only the rules of {', '.join(PROFILES)}, and what they require"
+        add("--profile", action="append", default=[], metavar="NAME", help=f"{profile}; repeatable")
 
 
 def _list(options: argparse.Namespace) -> int:
     matrix = matrices.load(options.matrix)
-    cells, chosen = matrix.select(options.cell), select(options.rule)
+    cells, chosen = matrix.select(options.cell), select([*options.rule, *groups_of(options.profile)])
     if options.backends:
         print(gpu_requirements.markdown(cells))
         return 0
@@ -153,7 +156,7 @@ def _list(options: argparse.Namespace) -> int:
         print(f"  {cell.id:{width}}  {cell.layout.text}" + _remarks(cell, why))
     print(f"rules: {len(rules)}")
     for rule in rules:
-        print(f"  {rule.id}  {rule.level:6}  {rule.text}")
+        print(f"  {rule.id}  {rule.level:6}  {rule.profile:9}  {rule.text}")
     return 0
 
 
@@ -176,7 +179,7 @@ def _listed(
             | ({"claimed": why is None, "why_not": why} if with_claims else {})
             for cell, why in rows
         ],
-        "rules": [{"id": rule.id, "level": rule.level, "text": rule.text} for rule in rules],
+        "rules": [{"id": r.id, "level": r.level, "profile": r.profile, "text": r.text} for r in rules],
     }
 
 
@@ -284,6 +287,8 @@ def _say(results: Results, page: Path) -> int:
     if results.advice:
         counts += f"; {results.advice} of these are of recommendations (SHOULD), which decide nothing"
     print(f"{results.header['target']['name']} {results.header['target']['version']}: {counts}")
+    for standing in results.headline.standings:
+        print(f"  {standing}")
     print(f"report: {page}")
     print(f"{EXIT_WORDS[results.exit_code]}: {results.headline}")
     return results.exit_code

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moeref_conformance.plan.plan import Plan
 
 PACKAGE = "moeref_conformance"
-OPTIONS = ("target", "matrix", "cell", "rule", "known", "deadline")
+OPTIONS = ("target", "matrix", "cell", "rule", "profile", "known", "deadline")
 _ACTIVE = pytest.StashKey[bool]()
 _PLAN = pytest.StashKey["Plan"]()
 
@@ -32,6 +32,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     group.addoption("--matrix", default="cpu", help="a shipped matrix or a file (default: cpu)")
     group.addoption("--cell", action="append", default=[], help="only cells of this id, glob or tag; repeatable")
     group.addoption("--rule", action="append", default=[], help="only rules with this prefix, and what they require")
+    group.addoption("--profile", action="append", default=[], help="only the rules of this profile; repeatable")
     group.addoption("--known", type=Path, help="known failures (default: known/<target>.toml next to the matrix)")
     group.addoption("--deadline", type=float, default=120.0, help="seconds a cell may take")
 

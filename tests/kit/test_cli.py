@@ -7,6 +7,7 @@ import sys
 import pytest
 from kit_toy import MATRIX, ToyWorld, failing, run
 from moeref_conformance import cli
+from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.plan.machine import Machine
 
 
@@ -24,6 +25,20 @@ def test_list(toy, capsys):
     assert "unclaimed: family=glm4_moe" in out
     assert "EXP-003" in out
     assert "EXP-004" not in out
+
+
+def test_a_profile_is_selected_by_its_name(toy, capsys, tmp_path):
+    assert cli.main(["list", "--matrix", toy, "--profile", "logits"]) == 0
+    out = capsys.readouterr().out
+    assert "FWD-001  MUST    logits" in out
+    assert "EXP-001" not in out
+    assert cli.main(["list", "--matrix", toy, "--profile", "weigths"]) == 2
+    assert "unknown profile 'weigths'; did you mean 'weights'?" in capsys.readouterr().err
+    results = run(tmp_path, settings={"profiles": ("weights",)})
+    assert results.header["settings"]["profiles"] == ["weights"]
+    statuses = {rule: verdict.status for rule, verdict in results.table["qwen3_moe/tp2/gloo"].items()}
+    assert (statuses["EXP-001"], statuses["NAM-001"], statuses["SED-002"]) == ("pass", "pass", "unclaimed")
+    assert [standing.profile for standing in results.headline.standings] == [str(PROFILES["weights"])]
 
 
 def test_list_as_json(toy, capsys):
@@ -77,7 +92,8 @@ def test_report_and_diff(tmp_path, capsys):
     files = [str(folder / "out" / "results.jsonl") for folder in (good, bad)]
     assert cli.main(["report", files[1]]) == 1
     out = capsys.readouterr().out
-    assert "not conformant: 0/3 claimed cells pass; claims cover 3/4" in out
+    assert f"\nnot conformant: does not conform to {PROFILES['weights']}; " in out
+    assert f"\n  does not conform to {PROFILES['weights']}: " in out
     assert (bad / "out" / "report.html").is_file()
     assert cli.main(["report", files[0]]) == 0
     assert cli.main(["diff", *files]) == 1
@@ -93,7 +109,8 @@ def test_a_run_without_a_gpu_says_so_and_what_would_run(tmp_path, capsys, monkey
     said = capsys.readouterr().out
     assert "No GPU: no device. What would run where there are some:" in said
     assert "1 nccl, 2" in said
-    assert "incomplete: 0/15 claimed cells pass" in said
+    assert f"incomplete: undecided on {PROFILES['weights']}, {PROFILES['logits']}, " in said
+    assert "conforms" not in said
     assert "needs a GPU, and there is none here: no device" in (out / "summary.md").read_text()
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert {row["status"] for row in rows if row["kind"] == "verdict"} == {"untested"}

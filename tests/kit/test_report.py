@@ -3,13 +3,17 @@
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from kit_toy import ToyWorld, failing, run
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.report import badge, html, junit, markdown, write_all
+from moeref_conformance.contract.rules import PROFILES
+from moeref_conformance.contract.standing import Headline
+from moeref_conformance.report import badge, html, junit, markdown, table, write_all
 from moeref_conformance.report.view import view
 
+WEIGHTS = str(PROFILES["weights"])
 EVIL = "<script>alert('x')</script> & ```"
 FINDING = Finding(
     stage="export",
@@ -56,8 +60,9 @@ def test_page_is_complete_and_escaped(failed):
         assert value in page
     assert "and 2 more" in page
     assert "family=glm4_moe is not claimed" in page
-    assert re.search(r"<b>0<i>/3</i></b>", page)
-    assert re.search(r"<b>3<i>/4</i></b>", page)
+    head = failed.headline
+    assert re.search(rf"<b>{head.passing}<i>/{head.claimed}</i></b>", page)
+    assert re.search(rf"<b>{head.claimed}<i>/{head.rows}</i></b>", page)
 
 
 def test_page_needs_nothing_else(failed):
@@ -82,7 +87,9 @@ def test_squares_say_exact_or_the_tolerance_met(failed):
 
 def test_a_recommendation_that_is_not_followed_is_shown_apart(tmp_path):
     results = run(tmp_path, EXP_005=failing(FINDING))
-    assert (results.exit_code, str(results.headline)) == (0, "3/3 claimed cells pass; claims cover 3/4")
+    head = results.headline
+    assert (results.exit_code, head.verdicts) == (0, f"conforms to {WEIGHTS}")
+    assert head.passing == head.claimed == 3 * head.standings[0].rows // 4
     shown = view(results)
     assert not shown.red
     assert [failure.rule.id for failure in shown.advice] == ["EXP-005"]
@@ -104,7 +111,7 @@ def test_unfinished_run_says_so_everywhere(failed):
     assert "did not finish" in markdown.render(failed)
     assert ET.fromstring(junit.render(failed)).find(".//testcase[@name='complete']/error") is not None
     assert json.loads(badge.render(failed))["color"] == "lightgrey"
-    assert str(failed.headline) == "0/3 claimed cells pass; claims cover 3/4"
+    assert failed.headline.verdicts == f"undecided on {WEIGHTS}"
     tally = view(failed).blocks[0].tallies["RUN"]
     assert tally.text == "2 not reached"
 
@@ -123,7 +130,8 @@ def test_junit_counts_and_survives_control_characters(failed):
 def test_markdown_fences_hold(failed):
     text = markdown.render(failed)
     assert text.count("```") % 2 == 0
-    assert "0/3 claimed cells pass; claims cover 3/4" in text
+    assert f"**{failed.headline}**" in text
+    assert f"- {failed.headline.standings[0]}\n" in text
     assert "**3 fail**" in text
 
 
@@ -131,7 +139,26 @@ def test_markdown_fences_hold(failed):
 def test_badge(tmp_path, judges, color):
     data = json.loads(badge.render(run(tmp_path, ToyWorld(), **judges)))
     assert (data["schemaVersion"], data["label"], data["color"]) == (1, "conformance toy", color)
-    assert data["message"].endswith("claims 3/4")
+    verdict = "conforms" if color == "green" else "does not conform"
+    assert re.fullmatch(rf"{verdict} to {WEIGHTS}; \d+ of \d+ rows claimed", data["message"])
+
+
+def test_a_badge_of_many_profiles_counts_them(tmp_path):
+    results = run(tmp_path, EXP_002=failing())
+    (weights, *others) = results.headline.standings
+    many = [replace(other, claimed=1, code=0) for other in others]
+    assert badge.verdict(Headline((weights, *many))) == f"conforms to {len(many)} of {len(many) + 1} profiles"
+
+
+def test_every_output_says_the_profile(failed, tmp_path):
+    standing = str(failed.headline.standings[0])
+    assert standing.startswith(f"the kit broke on {WEIGHTS}: ")
+    assert f"<b>{WEIGHTS}</b>" in html.render(failed)
+    assert standing in table.render([(failed, [])])
+    good = run(tmp_path)
+    for results, child in ((failed, "skipped"), (good, None)):
+        case = ET.fromstring(junit.render(results)).find(f"testsuite[@name='profiles']/testcase[@name='{WEIGHTS}']")
+        assert [kind.tag for kind in case] == ([child] if child else [])
 
 
 def test_all_files_are_written(failed, tmp_path):

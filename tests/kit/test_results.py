@@ -9,37 +9,88 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.results import Results, Verdict, Writer, read
 from moeref_conformance.report.diff import diff
 
-RULES = {"hash": "r", "list": [{"id": "AAA-001", "level": "MUST"}, {"id": "AAA-002", "level": "SHOULD"}]}
+RULES = {
+    "hash": "r",
+    "list": [
+        {"id": "AAA-001", "level": "MUST"},
+        {"id": "AAA-002", "level": "SHOULD"},
+        {"id": "BBB-001", "level": "MUST", "requires": ["AAA-001"]},
+        {"id": "BBB-002", "level": "MUST", "requires": ["BBB-001"]},
+    ],
+}
+PROFILES = [{"name": name, "version": "1.0", "text": name, "groups": [name.upper() * 3]} for name in "ab"]
 
 
-def results(*rows, complete=True, strict=False):
-    """Cells `c0`, `c1`, ... with one status a rule: AAA-001 is a MUST, AAA-002 a SHOULD."""
+def results(*rows, complete=True, strict=False, **settings):
+    """Cells `c0`, `c1`, ... with one status a rule of RULES."""
     header = {
         "rules": RULES,
+        "profiles": PROFILES,
         "matrix": {"hash": "m"},
-        "settings": {"strict": strict},
+        "settings": {"strict": strict, **settings},
         "cells": [{"id": f"c{number}"} for number in range(len(rows))],
     }
     verdicts = [
         Verdict(cell=f"c{number}", rule=rule, status=status)
         for number, row in enumerate(rows)
-        for rule, status in zip(("AAA-001", "AAA-002"), row, strict=False)
+        for rule, status in zip([rule["id"] for rule in RULES["list"]], row, strict=False)
     ]
     return Results(header=header, verdicts=verdicts, complete=complete)
 
 
 @pytest.mark.parametrize(
-    ("rows", "headline"),
+    ("rows", "how", "headline"),
     [
-        ([["pass"], ["pass"]], "2/2 claimed cells pass; claims cover 2/2"),
-        ([["pass"], ["unclaimed"], ["fail"]], "1/2 claimed cells pass; claims cover 2/3"),
-        ([["pass", "fail"]], "1/1 claimed cells pass; claims cover 1/1"),
-        ([["xfail"], ["xpass"], ["error"], ["untested"]], "0/4 claimed cells pass; claims cover 4/4"),
-        ([["unclaimed", "disabled"]], "0/0 claimed cells pass; claims cover 0/1"),
+        ([["pass"], ["pass"]], {}, "conforms to a 1.0; 2 of 2 rows claimed"),
+        ([["pass"], ["unclaimed"], ["fail"]], {}, "does not conform to a 1.0; 2 of 3 rows claimed"),
+        # Only MUST rows decide and are counted, with `strict` all.
+        ([["pass", "fail"]], {}, "conforms to a 1.0; 1 of 1 rows claimed"),
+        ([["pass", "fail"]], {"strict": True}, "does not conform to a 1.0; 2 of 2 rows claimed"),
+        ([["xfail"], ["xpass"], ["untested"]], {}, "does not conform to a 1.0; 3 of 3 rows claimed"),
+        ([["xfail"], ["pass"]], {}, "conforms, but for known failures, to a 1.0; 2 of 2 rows claimed"),
+        ([["xfail"], ["pass"]], {"strict": True}, "does not conform to a 1.0; 2 of 2 rows claimed"),
+        ([["xfail"]], {}, "undecided on a 1.0; 1 of 1 rows claimed"),
+        ([["fail"], ["error"]], {}, "the kit broke on a 1.0; 2 of 2 rows claimed"),
+        ([["unclaimed"]], {}, "nothing claimed; 0 of 1 rows claimed"),
+        ([["disabled"]], {}, "nothing claimed; 0 of 0 rows claimed"),
+        ([["pass"]], {"complete": False}, "undecided on a 1.0; 1 of 1 rows claimed"),
+        ([["pass"]], {"cells": ["c0"]}, "selected rows conform to a 1.0; 1 of 1 rows claimed"),
+        ([["fail"]], {"cells": ["c0"]}, "does not conform to a 1.0; 1 of 1 rows claimed"),
+        ([["pass", "pass", "pass"]], {}, "conforms to a 1.0 and b 1.0; 2 of 2 rows claimed"),
+        ([["pass", "pass", "unclaimed"]], {}, "conforms to a 1.0; 1 of 2 rows claimed"),
+        ([["pass", "pass", "fail"]], {}, "conforms to a 1.0; does not conform to b 1.0; 2 of 2 rows claimed"),
+        ([["pass", "pass", "fail"]], {"profiles": ["a"]}, "conforms to a 1.0; 1 of 1 rows claimed"),
+        # What a red rule keeps from being judged is undecided, also through another rule.
+        (
+            [["pass", "pass", "pass", "pass"], ["fail", "pass", "untested", "untested"]],
+            {},
+            "does not conform to a 1.0; undecided on b 1.0; 6 of 6 rows claimed",
+        ),
+        (
+            [["pass", "pass", "pass", "pass"], ["xfail", "pass", "untested", "untested"]],
+            {},
+            "conforms, but for known failures, to a 1.0 and b 1.0; 6 of 6 rows claimed",
+        ),
+        # Untested with nothing wrong before it: as where a rule is judged in fp32 only.
+        (
+            [["pass", "pass", "pass", "pass"], ["pass", "pass", "untested", "untested"]],
+            {},
+            "conforms to a 1.0 and b 1.0; 6 of 6 rows claimed",
+        ),
+        # A cell that could not be run.
+        ([["pass"], ["untested"]], {}, "undecided on a 1.0; 2 of 2 rows claimed"),
     ],
 )
-def test_headline(rows, headline):
-    assert str(results(*rows).headline) == headline
+def test_headline(rows, how, headline):
+    assert str(results(*rows, **how).headline) == headline
+
+
+def test_a_profile_says_what_its_rows_are():
+    (standing,) = results(["pass"], ["xfail"], ["unclaimed"], ["pass"]).headline.standings
+    figures = "2 of 3 claimed rows pass, 1 known to fail; 3 of 4 rows claimed"
+    assert str(standing) == f"conforms, but for known failures, to a 1.0: {figures}"
+    (standing,) = results(["unclaimed"]).headline.standings
+    assert str(standing) == "nothing claimed of a 1.0: 0 of 0 claimed rows pass; 0 of 1 rows claimed"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +176,9 @@ def test_diff_sorts_changes():
     assert [c.cell for c in changes.other] == ["c2"]
     assert (changes.only_old, changes.only_new) == (1, 0)
     assert diff(old, old).lines == ["no change"]
+    was = "does not conform to a 1.0: 2 of 4 claimed rows pass, 1 untested; 4 of 4 rows claimed"
+    now = "does not conform to a 1.0: 1 of 3 claimed rows pass, 1 known to fail; 3 of 3 rows claimed"
+    assert changes.lines[0] == f"{was} → {now}"
 
 
 def test_diff_sees_lost_exactness_but_not_its_digits():

@@ -19,14 +19,11 @@ from typing import Any, TextIO
 
 from moeref_conformance.contract.checks import BadInput, read_json_lines
 from moeref_conformance.contract.findings import Finding
+from moeref_conformance.contract.standing import Headline, standings
+from moeref_conformance.contract.statuses import CONFORMANT, INCOMPLETE, KIT_ERROR, NOT_CONFORMANT, RED, STATUSES
 from moeref_conformance.contract.texts import fit
 
 SCHEMA = 1
-STATUSES = ("pass", "fail", "xfail", "xpass", "unclaimed", "disabled", "untested", "error")
-#: Statuses that make a target not conformant when the rule is a MUST.
-RED = ("fail", "xpass")
-CONFORMANT, NOT_CONFORMANT, KIT_ERROR, INCOMPLETE = 0, 1, 2, 3
-EXIT_WORDS = ("conformant", "not conformant", "error of the kit", "incomplete")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +43,6 @@ class Verdict:
         if self.status not in STATUSES:
             raise ValueError(f"status {self.status!r} is not one of {', '.join(STATUSES)}")
         object.__setattr__(self, "reason", fit(self.reason))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Headline:
-    """Always two numbers: how many claimed cells pass, and how many of all cells are claimed."""
-
-    passing: int
-    claimed: int
-    cells: int
-
-    def __str__(self) -> str:
-        return f"{self.passing}/{self.claimed} claimed cells pass; claims cover {self.claimed}/{self.cells}"
 
 
 @dataclass(kw_only=True)
@@ -85,22 +70,9 @@ class Results:
 
     @property
     def headline(self) -> Headline:
-        """A cell is claimed if any of its rows is; it passes if some MUST passes and none fails or has an error.
-
-        A known failure (`xfail`) and a cell that could not be run (`untested` throughout) do not pass.
-        """
-        passing = claimed = 0
-        promised = {cell["id"] for cell in self.header["cells"] if cell.get("claimed")}
-        for cell_id, rows in self.table.items():
-            if not rows:  # an unfinished run did not get to it
-                claimed += cell_id in promised
-                continue
-            if not any(v.status not in ("unclaimed", "disabled") for v in rows.values()):
-                continue
-            claimed += 1
-            must = {v.status for v in rows.values() if self.is_must(v.rule)}
-            passing += "pass" in must and not must & {*RED, "xfail", "error"}
-        return Headline(passing=passing, claimed=claimed, cells=len(self.table))
+        """What is said of every profile, and how many of its rows are claimed."""
+        cells = [{rule: verdict.status for rule, verdict in rows.items()} for rows in self.table.values()]
+        return Headline(standings(self.header, cells, self.complete))
 
     @property
     def exit_code(self) -> int:
@@ -113,7 +85,7 @@ class Results:
         if any(v.status == "error" for v in self.verdicts):
             return KIT_ERROR
         for v in self.verdicts:
-            if (v.status in RED and self.decides(v.rule)) or (self._strict and v.status == "xfail"):
+            if (v.status in RED and self.decides(v.rule)) or (self.strict and v.status == "xfail"):
                 return NOT_CONFORMANT
         judged = False
         for rows in self.table.values():
@@ -129,12 +101,13 @@ class Results:
         return sum(v.status in RED and not self.decides(v.rule) for v in self.verdicts)
 
     @property
-    def _strict(self) -> bool:
+    def strict(self) -> bool:
+        """Whether known failures and SHOULD rules count like any other."""
         return bool(self.header.get("settings", {}).get("strict"))
 
     def decides(self, rule_id: str) -> bool:
         """Whether a failure of this rule makes the target not conformant: a MUST does, with `strict` any rule."""
-        return self._strict or self.is_must(rule_id)
+        return self.strict or self.is_must(rule_id)
 
     def is_must(self, rule_id: str) -> bool:
         """Whether the level of this rule is MUST."""

@@ -1,4 +1,5 @@
-"""The golden list: `rules.toml` as checked `Rule` objects in the order in which they are judged, and its revision."""
+"""The golden list: `rules.toml` as checked `Rule` objects in the order in which they are judged, its revision, and the
+profiles that its groups make up."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from moeref_conformance.contract.checks import BadInput, check_keys, check_known
 
 LEVELS = ("MUST", "SHOULD")
 
-#: The table of `rules.toml` that is not a rule: the subject of each group of rules, for headings.
-HEADINGS = "groups"
+#: The tables of `rules.toml` that are no rules: the subject of each group of rules, for headings, and the profiles.
+HEADINGS, LISTS = "groups", "profiles"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,11 @@ class Rule:
         """The part before the dash: `EXP` of `EXP-002`."""
         return self.id.partition("-")[0]
 
+    @property
+    def profile(self) -> str:
+        """The name of the profile that its group is in."""
+        return next(profile.name for profile in PROFILES.values() if self.group in profile.groups)
+
     def applies(self, backend: str, replay: str = "off") -> bool:
         """Whether the rule is judged in cells of this backend and replay mode. `gloo` means every backend with one
         process per rank; a rule without modes is judged in all."""
@@ -61,6 +67,19 @@ class Rule:
         return claimed and f"the target claims {claimed}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A named list of rules that a target can conform to: all of some groups. Its version changes with the list."""
+
+    name: str
+    version: str
+    text: str
+    groups: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
 @cache
 def load_rules() -> dict[str, Rule]:
     """Every rule by id, prerequisites before those that require them, otherwise in the order of the file.
@@ -71,6 +90,8 @@ def load_rules() -> dict[str, Rule]:
     for rule in rules.values():
         if rule.group not in GROUPS:
             raise BadInput(f"rules: {rule.id}: [{HEADINGS}] says nothing of {rule.group}")
+        if len(names := [name for name, profile in PROFILES.items() if rule.group in profile.groups]) != 1:
+            raise BadInput(f"rules: {rule.id}: {rule.group} is in {len(names)} of [{LISTS}], not in one")
     return rules
 
 
@@ -82,7 +103,8 @@ def judged_facets() -> frozenset[str]:
 
 def parse_rules(text: str) -> dict[str, Rule]:
     """`load_rules` for a text in the format of `rules.toml`."""
-    rules = {rule_id: _rule(rule_id, entry) for rule_id, entry in tomllib.loads(text).items() if rule_id != HEADINGS}
+    entries = {key: entry for key, entry in tomllib.loads(text).items() if key not in (HEADINGS, LISTS)}
+    rules = {rule_id: _rule(rule_id, entry) for rule_id, entry in entries.items()}
     for rule in rules.values():
         for needed in rule.requires:
             if needed not in rules:
@@ -115,6 +137,13 @@ def select(prefixes: Iterable[str], rules: Mapping[str, Rule] | None = None) -> 
         if rule_id in chosen:
             chosen.update(rules[rule_id].requires)
     return frozenset(chosen)
+
+
+def groups_of(profiles: Iterable[str]) -> list[str]:
+    """The groups of rules of these profiles, by name. Raises `BadInput` for an unknown name."""
+    names = list(profiles)
+    check_known("--profile", "profile", names, PROFILES)
+    return [group for name in names for group in PROFILES[name].groups]
 
 
 def revision(rules: Mapping[str, Rule] | None = None) -> str:
@@ -158,3 +187,7 @@ def _text() -> str:
 
 
 GROUPS: Mapping[str, str] = tomllib.loads(_text())[HEADINGS]
+PROFILES: Mapping[str, Profile] = {
+    name: Profile(name=name, version=entry["version"], text=entry["text"], groups=tuple(entry["groups"]))
+    for name, entry in tomllib.loads(_text())[LISTS].items()
+}

@@ -13,7 +13,7 @@ from moeref_conformance.contract.api import Recorded, Target
 from moeref_conformance.contract.backends import ANY_GPU, GPU_BACKENDS
 from moeref_conformance.contract.cells import Cell, Layout
 from moeref_conformance.contract.checks import BadInput
-from moeref_conformance.contract.rules import Rule, load_rules, select
+from moeref_conformance.contract.rules import Rule, groups_of, load_rules, select
 from moeref_conformance.plan import known_failures
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.known_failures import KnownFailure
@@ -34,6 +34,7 @@ class Settings:
     matrix: str = "cpu"
     cells: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()  # names; their rules are selected besides
     backend: str = "auto"  # one of ASKED
     known_failures: Path | None = None  # the file; None for the one next to the matrix, if there is one
     deadline: float = DEADLINE  # seconds a cell may take
@@ -42,9 +43,12 @@ class Settings:
     keep: Path | None = None  # records of all cells are kept here
 
     @classmethod
-    def of(cls, *, cell: Iterable[str], rule: Iterable[str], known: Path | None, **others: Any) -> Settings:
+    def of(
+        cls, *, cell: Iterable[str], rule: Iterable[str], profile: Iterable[str], known: Path | None, **others: Any
+    ) -> Settings:
         """Settings by the names of their options, on the command line and in pytest."""
-        return cls(cells=tuple(cell), rules=tuple(rule), known_failures=known, **others)
+        cells, rules, profiles = tuple(cell), tuple(rule), tuple(profile)
+        return cls(cells=cells, rules=rules, profiles=profiles, known_failures=known, **others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,7 @@ def prepare(settings: Settings, target: Target, machine: Machine | None = None) 
         matrix=matrix,
         cells=tuple(ordered(cell, target.claims.order) for cell in matrix.select(settings.cells)),
         rules=load_rules(),
-        selected=select(settings.rules),
+        selected=select([*settings.rules, *groups_of(settings.profiles)]),
         known_failures=known_failures.load(file, matrix) if file else (),
         known_failures_file=file,
         machine=machine,
@@ -148,7 +152,8 @@ def prepare(settings: Settings, target: Target, machine: Machine | None = None) 
     )
     kept = tuple(cell for cell in plan.cells if any(plan.enabled(cell, rule) for rule in plan.rules_of(cell)))
     if not kept:
-        raise BadInput(f"none of the selected rules ({', '.join(settings.rules)}) can be judged in the selected cells")
+        asked = ", ".join([*settings.rules, *settings.profiles])
+        raise BadInput(f"none of the selected rules ({asked}) can be judged in the selected cells")
     return replace(plan, cells=kept)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moeref_conformance.contract.checks import BadInput
-from moeref_conformance.contract.results import RED, Results, Verdict
+from moeref_conformance.contract.results import Results, Verdict
+from moeref_conformance.contract.statuses import RED
 
 #: How bad a verdict is; every status that is not here is 2.
 BADNESS = {"exact": 0, "within tolerance": 1, **dict.fromkeys((*RED, "error"), 3)}
@@ -33,11 +34,12 @@ class Diff:
     other: list[Change] = field(default_factory=list)
     only_old: int = 0
     only_new: int = 0
+    profiles: list[str] = field(default_factory=list)  # what is said of those that changed
 
     @property
     def lines(self) -> list[str]:
         """For people, worst first."""
-        text: list[str] = []
+        text = list(self.profiles)
         for title, changes in (("worse", self.worse), ("better", self.better), ("changed", self.other)):
             if changes:
                 text.append(f"{title}: {len(changes)}")
@@ -62,7 +64,15 @@ def diff(old: Results, new: Results) -> Diff:
             gain = BADNESS.get(was, 2) - BADNESS.get(state, 2)
             changes = result.better if gain > 0 else result.worse if gain < 0 else result.other
             changes.append(Change(cell, rule, was, state))
+    result.profiles = _profiles(old, new)
     return result
+
+
+def _profiles(old: Results, new: Results) -> list[str]:
+    """`weights 1.0: conforms to … → does not conform to …`, of profiles that the runs do not say the same of."""
+    before = {standing.profile: standing for standing in old.headline.standings}
+    pairs = [(before[now.profile], now) for now in new.headline.standings if now.profile in before]
+    return [f"{was} → {now}" for was, now in pairs if was != now]
 
 
 def _state(verdict: Verdict) -> str:

@@ -29,7 +29,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
     """Everything that decided this run, as (label, value)."""
     header, settings = results.header, results.header["settings"]
     claims: dict[str, Any] = header["target"]["claims"]
-    chosen = ", ".join([*settings["cells"], *settings["rules"]]) or "everything"
+    chosen = ", ".join([*settings["cells"], *settings["rules"], *settings["profiles"]]) or "everything"
     known = f"{settings['known']} ({settings['known entries']})" if settings["known"] else "none"
     # The empty precision means that of the dtype, and is not shown.
     named = {name: [v for v in value if v] for name, value in claims.items() if isinstance(value, list)}

@@ -1,4 +1,4 @@
-"""JUnit XML for CI systems: a suite for each cell, a case for each rule."""
+"""JUnit XML for CI systems: a suite for each cell, a case for each rule; and a suite of profiles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 
 from moeref_conformance.contract.results import Results, Verdict
+from moeref_conformance.contract.statuses import CONFORMANT, NOT_CONFORMANT
 from moeref_conformance.report.view import lines
 
 # Not allowed in XML 1.0, even escaped; the name of a target may contain it.
@@ -22,6 +23,7 @@ def render(results: Results) -> str:
         for verdict in rows.values():
             _case(suite, verdict, must=results.decides(verdict.rule))
         _count(suite)
+    _profiles(root, results)
     if not results.complete:
         suite = ET.SubElement(root, "testsuite", name="run")
         case = ET.SubElement(suite, "testcase", classname="run", name="complete")
@@ -30,6 +32,17 @@ def render(results: Results) -> str:
     ET.indent(root)
     text = _ILLEGAL.sub("�", ET.tostring(root, encoding="unicode"))
     return f'<?xml version="1.0" encoding="utf-8"?>\n{text}\n'
+
+
+def _profiles(root: ET.Element, results: Results) -> None:
+    """A suite with a case for each profile: a failure if the target does not conform to it."""
+    suite = ET.SubElement(root, "testsuite", name="profiles")
+    for standing in results.headline.standings:
+        case = ET.SubElement(suite, "testcase", classname="profiles", name=standing.profile)
+        if standing.code != CONFORMANT:
+            red = standing.code == NOT_CONFORMANT
+            ET.SubElement(case, "failure" if red else "skipped", message=str(standing))
+    _count(suite)
 
 
 def _case(suite: ET.Element, verdict: Verdict, must: bool) -> None:

@@ -19,6 +19,7 @@ def render(results: Results) -> str:
         f"**{results.headline}**",
         f"kit {header['kit']} · rules@{header['rules']['hash']} · matrix {matrix['name']}@{matrix['hash']} · "
         f"{versions} · seed {header['seed']} · {header['date']}",
+        "\n".join(f"- {_text(str(standing))}" for standing in results.headline.standings),
         " · ".join(f"{number} {STATUS.get(status, status)}" for status, number in shown.counts.items() if number),
         _table(shown),
     ]

@@ -34,6 +34,7 @@ def section(results: Results, shards: Sequence[ShardComparison]) -> str:
     parts = [
         f"## {target['name']} {target['version']}",
         f"{versions} · matrix {header['matrix']['name']}@{header['matrix']['hash']} · {header['date'][:10]}",
+        "\n".join(f"- {standing}" for standing in results.headline.standings),
         f"```text\n{command(target['spec'])} --cell CELL --rule RULE\n```",
         *_tables(results, shown, rules, causes),
     ]

@@ -9,8 +9,9 @@ from typing import Any
 
 from moeref_conformance.contract.cells import AXES
 from moeref_conformance.contract.findings import Finding
-from moeref_conformance.contract.results import EXIT_WORDS, RED, STATUSES, Results, Verdict
+from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.contract.rules import GROUPS, Rule
+from moeref_conformance.contract.statuses import EXIT_WORDS, RED, STATUSES
 
 #: Findings shown in full for one verdict. The others are counted here and listed in results.jsonl.
 SHOWN = 5

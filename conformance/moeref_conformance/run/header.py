@@ -10,7 +10,7 @@ from typing import Any
 from moeref_conformance.contract.api import to_plain
 from moeref_conformance.contract.published_models import TINY_SEED
 from moeref_conformance.contract.results import version_of, versions
-from moeref_conformance.contract.rules import GROUPS, revision
+from moeref_conformance.contract.rules import GROUPS, PROFILES, revision
 from moeref_conformance.contract.texts import fit
 from moeref_conformance.plan.plan import Plan
 
@@ -31,6 +31,7 @@ def header(plan: Plan) -> dict[str, Any]:
         "settings": {
             "cells": list(settings.cells),
             "rules": list(settings.rules),
+            "profiles": list(settings.profiles),
             "backend": settings.backend,
             "known": plan.known_failures_file.name if plan.known_failures_file else "",
             "known entries": len(plan.known_failures),
@@ -38,6 +39,7 @@ def header(plan: Plan) -> dict[str, Any]:
             "jobs": plan.workers,
             "strict": settings.strict,
         },
+        "profiles": [asdict(profile) for profile in PROFILES.values()],
         "rules": {"hash": revision(plan.rules), "list": [asdict(rule) for rule in rules]},
         "cells": [
             {

@@ -1,0 +1,57 @@
+"""Profiles: every rule is in one, and a list that changed has another version."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+from moeref_conformance.contract import rules
+from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.rules import PROFILES, load_rules
+from moeref_conformance.plan.matrix import folder, load
+
+#: Profile and version, and a hash over its rows in the shipped matrices. The line of a released version stays as it is.
+FROZEN = {
+    "weights 1.0": "0dbe5fe2",
+    "logits 1.0": "5c6de35b",
+    "gradients 1.0": "d99f0db6",
+    "settings 1.0": "523a6e3b",
+    "dispatch 1.0": "17d58dff",
+    "seeds 1.0": "dbf78daf",
+    "replay 1.0": "92ba3807",
+}
+
+
+def rows() -> dict[str, list[str]]:
+    """The rows of each profile: matrix, cell and rule."""
+    found: dict[str, list[str]] = {name: [] for name in PROFILES}
+    for path in sorted(folder().glob("*.toml")):
+        matrix = load(path.stem)
+        for cell in matrix.cells:
+            for rule in load_rules().values():
+                if rule.applies(cell.backend, cell.replay) and rule.id in matrix.rules[cell.id]:
+                    found[rule.profile].append(f"{path.stem} {cell.id} {rule.id}")
+    return found
+
+
+def test_a_list_that_changed_has_another_version() -> None:
+    """Rules and cells are the list. Who changes it raises the version in rules.toml and adds a line here."""
+    listed = {str(PROFILES[name]): "\n".join(sorted(of)) for name, of in rows().items()}
+    hashes = {profile: hashlib.sha256(text.encode()).hexdigest()[:8] for profile, text in listed.items()}
+    assert hashes == {profile: FROZEN.get(profile) for profile in hashes}
+
+
+def test_every_rule_is_in_one_profile() -> None:
+    for rule in load_rules().values():
+        assert [name for name, profile in PROFILES.items() if rule.group in profile.groups] == [rule.profile]
+
+
+@pytest.mark.parametrize(("groups", "number"), [((), 0), (("FWD", "SED"), 2)])
+def test_a_group_in_no_profile_or_in_two_is_refused(
+    monkeypatch: pytest.MonkeyPatch, groups: tuple[str, ...], number: int
+) -> None:
+    others = {**PROFILES, "logits": replace(PROFILES["logits"], groups=groups)}
+    monkeypatch.setattr(rules, "PROFILES", others)
+    with pytest.raises(BadInput, match=rf"is in {number} of \[profiles\], not in one"):
+        load_rules.__wrapped__()

@@ -49,6 +49,12 @@ AS_IT_IS = "--no-install" in sys.argv[: sys.argv.index("--") if "--" in sys.argv
 GPU = "conformance-report/gpu"
 #: The kit's exit code where a claimed cell could not be judged.
 INCOMPLETE = 3
+#: By the name of their schema.
+GITHUB = {
+    "github-workflows": "workflows/*.yml",
+    "github-issue-forms": "ISSUE_TEMPLATE/*-*.yml",
+    "github-issue-config": "ISSUE_TEMPLATE/config.yml",
+}
 
 
 def constraints(python: str) -> Path:
@@ -242,10 +248,14 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
-    """Check rules and formatting with ruff; `-- --fix` mends."""
+    """Check rules and formatting with ruff, and GitHub's files; `-- --fix` lets ruff mend."""
     install(session, groups=("lint",))
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]))
+    for schema, files in GITHUB.items():
+        paths = sorted(str(path) for path in Path(".github").glob(files))
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *paths)
+    session.run("zizmor", "--offline", "--no-progress", "--quiet", ".github")
 
 
 @nox.session(python=PYTHON)

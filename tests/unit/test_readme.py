@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from fenced import ROOT, blocks, check, commands, nox_sessions, words
+from moeref_conformance.contract.rules import load_rules
 from transformers import Qwen3MoeConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -78,3 +81,28 @@ def test_python_on_ranks_names_what_exists() -> None:
     ]
     assert used
     assert [f"{room}.{name}" for room, name in used if not hasattr(rooms[room], name)] == []
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
+def test_pages_of_the_project_name_what_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for path in re.findall(r"\]\(([^):]+)\)", text):
+        assert (ROOT / path).exists(), path
+    for command in commands(text):
+        check(command)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert [cited[key] for key in ("title", "version", "license")] == [
+        project[key] for key in ("name", "version", "license")
+    ]
+    assert f"\n## {project['version']}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "rule", sorted(set(re.findall(r"[A-Z]{3}-\d{3}", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))))
+)
+def test_the_changelog_names_rules_that_exist(rule: str) -> None:
+    assert rule in load_rules()

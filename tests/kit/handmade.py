@@ -111,6 +111,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
         ]
         for step, name in (
             ("refuse_parameter", "kit_unmapped.weight"),
+            ("refuse_buffer", "kit_unmapped.weight"),
             ("refuse_extra", expected.extra),
             ("refuse_missing", expected.missing),
         ):

@@ -195,6 +195,11 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         both(*(error(r, "refuse_parameter", None) for r in range(4))),
         "nothing was raised on any rank",
     ),
+    "unmapped buffer: nothing raised": (
+        "NAM-009",
+        both(*(error(r, "refuse_buffer", None) for r in range(4))),
+        "a persistent buffer kit_unmapped.weight was added inside the first chunk, and nothing was raised",
+    ),
     "unmapped: not raised on one rank": ("NAM-008", error(2, "refuse_parameter", None), "nothing was raised"),
     "unmapped: not named": ("NAM-008", error(2, "refuse_parameter", "bad model"), "does not name kit_unmapped.weight"),
     "surplus: nothing raised": ("LOD-002", error(3, "refuse_extra", None), "nothing was raised"),

@@ -14,7 +14,7 @@ from moeref_conformance.contract.api import Cell, Claims, Info, Layout, NameRow,
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.oracles.expected import read_checkpoint
 from moeref_conformance.steps.run import StepRaised, run_rank
-from moeref_conformance.steps.tensors import moved
+from moeref_conformance.steps.tensors import deepest, moved
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.cpu
@@ -97,7 +97,8 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
     right = read_checkpoint(Path(inputs["checkpoint"]))
     assert [e["step"] for e in record.events if e["phase"] == "begin"] == [
         *("open", "topology", "names", "inventory", "load", "shards", "plan", "export", "forward", "change"),
-        *("export_changed", "kept", "move", "own", "refuse_parameter", "refuse_extra", "refuse_missing", "close"),
+        *("export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer", "refuse_extra"),
+        *("refuse_missing", "close"),
     ]
     assert record.value("topology") is None
     assert record.value("names")[0]["hf"] == ["w"]
@@ -252,6 +253,19 @@ def test_weights_in_new_memory_are_asked_for(inputs: dict[str, str], tmp_path: P
     assert record.value("own") == {"changed": [], "later": [], "outdated": ["w"]}
     # The buffer got a new storage, and the tensor that is held has moved with it.
     assert target.first["b"].data_ptr() == target.held()["b"].data_ptr()
+
+
+def test_the_deepest_module_is_the_last_of_those_with_parameters() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()) for _ in range(2))
+    chunk = torch.nn.ModuleDict({"layers": layers, "head": torch.nn.Linear(2, 2)})
+    assert deepest(chunk) is layers[1][0]
+    assert deepest(torch.nn.ReLU()).extra_repr() == ""
+
+
+def test_what_is_planted_is_removed(inputs: dict[str, str], tmp_path: Path) -> None:
+    target = Permissive()
+    recorded(target, inputs, tmp_path)
+    assert [name for name, _ in target.model.named_modules()] == [""]
 
 
 def test_tensors_that_share_memory_move_together() -> None:

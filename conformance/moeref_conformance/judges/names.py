@@ -183,8 +183,9 @@ def _against_modules(case: Case, record: RankRecord) -> Iterator[Finding]:
             yield _row(case, rank, row, f"chunk {row.chunk} has no tensor {row.local}")
 
 
-#: What step `refuse_parameter` does.
-_ADDED = f"a parameter {UNMAPPED}.weight was added"
+#: What steps `refuse_parameter` and `refuse_buffer` do.
+_ADDED = f"a parameter {UNMAPPED}.weight was added inside the last chunk"
+_BUFFER = f"a persistent buffer {UNMAPPED}.weight was added inside the first chunk"
 
 
 @judges("NAM-006")
@@ -197,3 +198,9 @@ def unmapped_parameter_is_refused(case: Case) -> Iterator[Finding]:
 def unmapped_parameter_is_named(case: Case) -> Iterator[Finding]:
     """Every rank raised, and the message names the parameter."""
     return refused_by_name(case, "refuse_parameter", f"{UNMAPPED}.weight", _ADDED)
+
+
+@judges("NAM-009")
+def unmapped_buffer_is_refused(case: Case) -> Iterator[Finding]:
+    """A rank raised, and all ended the step."""
+    return refused_somewhere(case, "refuse_buffer", _BUFFER)

@@ -16,7 +16,7 @@ from moeref_conformance.contract.api import Export, TensorMeta, to_plain
 from moeref_conformance.contract.records import free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows
-from moeref_conformance.steps.tensors import copied, module_tensors, moved, same_bytes
+from moeref_conformance.steps.tensors import copied, deepest, module_tensors, moved, same_bytes
 from moeref_conformance.steps.topology import process_groups
 from moeref_conformance.steps.warned import warned
 
@@ -122,18 +122,34 @@ def own(export: Export, context: Context) -> dict[str, list[str]]:
 
 
 def refuse_parameter(export: Export, context: Context) -> None:
-    """Export while chunk 0 has a parameter that is in no table; drain the stream if the plan does not raise."""
+    """Export while the last chunk has a parameter that is in no table."""
+    chunk, holder = export.chunks()[-1], torch.nn.Module()
+    holder.register_parameter("weight", torch.nn.Parameter(_unmapped(chunk)))
+    _export_with(export, context, deepest(chunk), holder)
+
+
+def refuse_buffer(export: Export, context: Context) -> None:
+    """Export while the first chunk has a persistent buffer that is in no table."""
     chunk, holder = export.chunks()[0], torch.nn.Module()
+    holder.register_buffer("weight", _unmapped(chunk))
+    _export_with(export, context, deepest(chunk), holder)
+
+
+def _unmapped(chunk: torch.nn.Module) -> torch.Tensor:
     like = next(chunk.parameters(), torch.empty(0))
-    holder.register_parameter("weight", torch.nn.Parameter(torch.ones(2, 3, dtype=like.dtype, device=like.device)))
-    chunk.add_module(UNMAPPED, holder)
+    return torch.ones(2, 3, dtype=like.dtype, device=like.device)
+
+
+def _export_with(export: Export, context: Context, module: torch.nn.Module, holder: torch.nn.Module) -> None:
+    """Export while `module` holds `holder`; drain the stream if the plan does not raise."""
+    module.add_module(UNMAPPED, holder)
     try:
         if context.claims.has_plan:
             export.plan()
         for _ in export.stream():
             pass
     finally:
-        delattr(chunk, UNMAPPED)
+        delattr(module, UNMAPPED)
 
 
 def _items(export: Export) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
@@ -190,6 +206,7 @@ FACET = Facet(
         Step(name="move", ask=move, stage=Stage.CHANGED),
         Step(name="own", ask=own, stage=Stage.CHANGED),
         Step(name="refuse_parameter", ask=refuse_parameter, stage=Stage.CHANGED, refusal=True),
+        Step(name="refuse_buffer", ask=refuse_buffer, stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_extra", ask=surplus, stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_missing", ask=loading("checkpoint_missing"), stage=Stage.CHANGED, refusal=True),
     ),

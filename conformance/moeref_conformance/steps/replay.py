@@ -114,11 +114,14 @@ def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
 
     return {
         "three rows too few": [first_TLK[:-3], *routes[1:]],
+        "three rows too many": [np.concatenate([first_TLK, first_TLK[:3]]), *routes[1:]],
         "a layer too few": [first_TLK[:, 1:-1], *routes[1:]],
+        "a layer too many": [np.concatenate([first_TLK, first_TLK[:, -1:]], axis=1), *routes[1:]],
         "an expert that does not exist": put(255),
         "an expert that wraps to one in 8 bits": put(256 + absent),
         "an expert twice in a row": put(row_K[1]),
         "a sample too few": list(routes[:-1]),
+        "a sample too many": [*routes, routes[-1]],
     }
 
 

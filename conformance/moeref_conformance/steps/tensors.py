@@ -19,6 +19,12 @@ def module_tensors(chunks: Any) -> Iterator[tuple[int, str, str, torch.Tensor]]:
                     yield i, f"{prefix}.{name}" if prefix else name, "buffer", buffer
 
 
+def deepest(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The last of the modules that hold a parameter under the most others, such as the last expert's second linear."""
+    holders = [name for name, module in chunk.named_modules() if any(module.named_parameters(recurse=False))]
+    return chunk.get_submodule(max(reversed(holders), key=lambda name: name.count("."), default=""))
+
+
 def moved(tensors: Iterable[torch.Tensor]) -> None:
     """Give tensors new memory with the same values: every second one a new `.data`, the others a new storage.
 

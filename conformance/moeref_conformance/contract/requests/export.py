@@ -4,5 +4,5 @@ from __future__ import annotations
 
 #: Exact in every floating dtype, and changes sign, so that a zero or an absolute value cannot hide a stale tensor.
 CHANGE = -0.5
-#: Name of a module with a parameter that is in no names table; an export must refuse it.
+#: Name of a module with a parameter or a buffer that is in no names table; an export must refuse it.
 UNMAPPED = "kit_unmapped"

@@ -177,6 +177,11 @@ def _rows_made_up(sample: Any, tokens: int) -> Any:
     return np.concatenate([sample, np.full((tokens - 1 - len(sample), *sample.shape[1:]), -1, sample.dtype)])
 
 
+def _surplus_cut(sample: Any, tokens: int) -> Any:
+    """Rows past the last token are cut off, whatever they belong to."""
+    return sample if isinstance(sample, list) else sample[: tokens - 1]
+
+
 def _recorded_as_sets(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """Megatron's routers record the experts of each token in ascending order."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -292,6 +297,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=_sending(_rows_made_up),
         says="three rows too few",
+    ),
+    Fault(
+        id="surplus-rows-cut",
+        bug="R14 in kind: routes of a longer sequence, such as an earlier turn's, are cut to the length of this one",
+        rules=("RPL-007",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_sending(_surplus_cut),
+        says="three rows too many",
     ),
     Fault(
         id="routes-kept-as-sets",

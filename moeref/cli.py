@@ -1,6 +1,6 @@
 """The command line: `moeref check`.
 
-Exit codes: 0 it will work, 1 it will not, 2 bad input.
+Exit codes: 0 it will work, 1 it will not, 2 bad input, 3 not known: moeref cannot map it, or nothing here verifies it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeref.check import CheckError, Report, check
+from moeref.check import CheckError, Report, UnmappedError, check
+from moeref.check.report import EXIT
 from moeref.check.run import OPTIONS
 from moeref.check.runfile import RunFile, is_run_file, read_run_file
 from moeref.config import ConfigError, MoEConfig
@@ -20,15 +21,28 @@ from moeref.families import published
 from moeref.record import CHOICES
 from moeref.seeds import FORMULAS
 
+BAD_INPUT = 2
+#: The most characters of a message: a value from a file may be of any length.
+LONGEST = 2000
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         return _check(options)
+    except UnmappedError as error:
+        print(f"moeref: not known: {printable(str(error))}", file=sys.stderr)
+        return EXIT["unknown"]
     except (CheckError, ConfigError) as error:
-        print(f"moeref: {error}", file=sys.stderr)
-        return 2
+        print(f"moeref: {printable(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def printable(text: str) -> str:
+    """`text` as a terminal can show it: of at most LONGEST characters, and without control characters."""
+    short = text if len(text) <= LONGEST else f"{text[:LONGEST]}… ({len(text) - LONGEST} more characters)"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in short)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any Megatron setting; the value is JSON"
     )
     command.add_argument("--core", help=f"version of megatron-core (default: {CORE})")
+    command.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        help="construct megatron-core's own config, which takes seconds (default: where no rule covers a setting)",
+    )
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
     return parser
@@ -85,7 +104,9 @@ def _check(options: argparse.Namespace) -> int:
         print(json.dumps(plain if len(plain) > 1 else next(iter(plain.values())), indent=1, ensure_ascii=False))
     else:
         _show(reports, options.all)
-    return 0 if all(report.works for report in reports.values()) else 1
+    # A run works as well as the worst of its models.
+    verdicts = {report.verdict for report in reports.values()}
+    return EXIT["refused" if "refused" in verdicts else "unknown" if "unknown" in verdicts else "works"]
 
 
 def _of_file(run: RunFile, options: argparse.Namespace) -> dict[str, Report]:
@@ -98,7 +119,7 @@ def _of_file(run: RunFile, options: argparse.Namespace) -> dict[str, Report]:
 
 def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace) -> Report:
     given = {name: value for name in ("seq_length", *OPTIONS) if (value := getattr(options, name)) is not None}
-    return check(model, layout, asked=asked, **given)
+    return check(model, layout, asked=asked, verify=options.verify, **given)
 
 
 def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:

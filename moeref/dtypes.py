@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 
 @dataclass(frozen=True)
 class DType:
-    """One dtype. `precision` names an unquantised run in this dtype; "" if that is not supported."""
+    """Bytes of one element, and the name of an unquantised run in this dtype; "" if that is not supported."""
 
-    torch: torch.dtype
+    bytes: int
     precision: str = ""
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of one element."""
-        return self.torch.itemsize
 
-
-DTYPES = {
-    "float32": DType(torch.float32, "fp32"),
-    "bfloat16": DType(torch.bfloat16, "bf16"),
-    "float16": DType(torch.float16),
-}
-TORCH = {name: dtype.torch for name, dtype in DTYPES.items()}
+DTYPES = {"float32": DType(4, "fp32"), "bfloat16": DType(2, "bf16"), "float16": DType(2)}
 #: From each plain precision to the name of its dtype.
 NAMES = {dtype.precision: name for name, dtype in DTYPES.items() if dtype.precision}
+
+
+def index_bytes(experts: int) -> int:
+    """Bytes of an expert's index in routes."""
+    return 1 if experts <= 256 else 2

@@ -23,7 +23,7 @@ from moeref.config.precision import PRECISIONS, recipe
 from moeref.config.rules import run_contradictions
 from moeref.config.settings import ATTRIBUTES
 from moeref.dispatcher import AUTO, Choice, DispatcherError, Environment, Setup, setup_of
-from moeref.dispatcher.setup import CORE, PACKAGES
+from moeref.dispatcher.setup import CORE, PACKAGES, minor_version
 from moeref.dtypes import DTYPES, NAMES
 from moeref.families import Model, SpecNames
 from moeref.layout import Layout
@@ -167,6 +167,7 @@ class Record:
             "norms": self.names.norms,
             "experts": self.names.experts,
             "replay": self.replay,
+            "core": minor_version(self.core),
             "parameters": DTYPES[self.model.param_dtype].precision,
         }
         raise_all(f"{self.model.family}", run_contradictions(self.settings.by_name, self.layout, facts))

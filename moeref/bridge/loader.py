@@ -13,7 +13,7 @@ from moeref.bridge.agreement import all_or_none, check_place, device_of
 from moeref.bridge.checkpoint import Checkpoint, check_headers
 from moeref.bridge.regions import BridgeError, bounding, relative
 from moeref.bridge.shard_map import HFTensor, LocalShard, ShardMap
-from moeref.dtypes import TORCH
+from moeref.torch_dtypes import TORCH
 
 
 def inventory(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.Tensor]:

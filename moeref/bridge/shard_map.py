@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -152,11 +153,27 @@ class ShardMap:
     @functools.cached_property
     def global_params(self) -> tuple[GlobalParam, ...]:
         """All parameters in canonical order. The order is the export order and does not depend on the layout."""
+        return tuple(self._ordered(range(self.model.experts)))
+
+    def _ordered(self, experts: range) -> Iterator[GlobalParam]:
+        """All parameters, of each layer's experts only these."""
         mappings = self._mappings
-        params = [self._param(m, None, None) for m in mappings if m.where == "first"]
+        yield from (self._param(m, None, None) for m in mappings if m.where == "first")
         for layer in range(self.model.num_layers + self.model.mtp_layers):
-            params += [param for _, param in self._layer_params(layer, range(self.model.experts))]
-        return (*params, *(self._param(m, None, None) for m in mappings if m.where == "last"))
+            yield from (param for _, param in self._layer_params(layer, experts))
+        yield from (self._param(m, None, None) for m in mappings if m.where == "last")
+
+    def hf_sizes(self) -> tuple[int, int]:
+        """The number of Hugging Face tensors, and of their elements. The experts of a layer are alike."""
+        alike: dict[str, tuple[int, int]] = {}
+        for param in self._ordered(range(1)):
+            times = self.model.experts if self._has_own(param) else 1
+            alike |= {t.name: (times, times * math.prod(t.shape)) for t in param.hf if param.exports}
+        return sum(number for number, _ in alike.values()), sum(elements for _, elements in alike.values())
+
+    def _has_own(self, param: GlobalParam) -> bool:
+        """Whether every expert has Hugging Face tensors of its own for this parameter."""
+        return self.expert_format == "per_expert" and "{expert}" in param.mapping.hf[0].name
 
     def _layer_params(self, layer: int, experts: range) -> Iterator[tuple[int, GlobalParam]]:
         """(local expert or 0, parameter) of one layer, one expert after the other, as Hugging Face saves them."""
@@ -177,8 +194,7 @@ class ShardMap:
     def shard(self, param: GlobalParam, part: int) -> Shard:
         """The shard that TP rank (ETP rank for an expert) `part` holds of `param`."""
         # Where every expert has Hugging Face tensors of its own, all experts are cut alike.
-        own = self.expert_format == "per_expert" and "{expert}" in param.mapping.hf[0].name
-        key = param.mapping, part, None if own else param.expert
+        key = param.mapping, part, None if self._has_own(param) else param.expert
         if key not in self._shards:
             self._shards[key] = self._cut(param, part)
         return self._shards[key]

@@ -10,7 +10,7 @@ from rich.padding import Padding as Indented
 from rich.table import Table
 from rich.text import Text
 
-from moeref.check.report import Report, Stage
+from moeref.check.report import Report, Stage, Verdict
 
 #: Settings shown by default: the ones in which frameworks differ, and `sequence_parallel`.
 SHOWN = (
@@ -32,6 +32,12 @@ SHOWN = (
     "rotary_base",
 )
 
+#: The words of each verdict, and their style.
+VERDICTS: dict[Verdict, tuple[str, str]] = {
+    "works": ("will work", "bold green"),
+    "refused": ("will not work", "bold red"),
+    "unknown": ("not known whether it works", "bold yellow"),
+}
 #: Names of seeds and formulas on the page.
 KINDS = {"default": "python, numpy, torch, CUDA", "tp": "TP tracker", "expert": "expert tracker"}
 FORMULAS = {"megatron": "Megatron's formula", "distinct": "the formula without collisions"}
@@ -63,7 +69,7 @@ def _indented(what: RenderableType) -> Indented:
 
 
 def _verdict(report: Report) -> Text:
-    said = ("will work", "bold green") if report.works else ("will not work", "bold red")
+    said = VERDICTS[report.verdict]
     where = f" on {report.world} ranks" if report.world else ""
     return Text.assemble((report.title, "bold"), f" under {report.layout}{where}: ", said)
 
@@ -71,7 +77,7 @@ def _verdict(report: Report) -> Text:
 def _problems(report: Report) -> Indented:
     table = Table.grid(padding=(0, 2))
     for problem in report.problems:
-        table.add_row(Text(problem.about, style="red"), Text(problem.text))
+        table.add_row(Text(problem.about, style="red" if problem.refused else "yellow"), Text(problem.text))
         if problem.fix:
             table.add_row("", Text(problem.fix, style="green"))
     return _indented(table)
@@ -110,6 +116,8 @@ def _lines(report: Report) -> Iterable[tuple[str, str]]:
     yield from _seeds(report)
     if report.replay != "off":
         yield "replay", f"{report.replay}; {report.route_bytes} bytes of routes a token"
+    if report.verified:
+        yield "verified", f"by {report.verified}"
     for note in report.notes:
         yield "note", note
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from moeref.config import EffectiveSettings
 from moeref.dispatcher.padding import Plan
@@ -17,13 +17,26 @@ class CheckError(ValueError):
     """Input that cannot be checked: an unknown model, key or value. A layout that cannot work is a Problem instead."""
 
 
+class UnmappedError(CheckError):
+    """A model that moeref does not map: whether the run will work is not known."""
+
+
+Verdict = Literal["works", "refused", "unknown"]
+#: The exit code of each verdict; 2 is bad input.
+EXIT: dict[Verdict, int] = {"works": 0, "refused": 1, "unknown": 3}
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Why the run will not work, and the fix. `about`: layout, bridge, config, dispatcher, padding or seeds."""
+    """Why the run will not work, and the fix; or, if not `refused`, what of it moeref cannot map or verify.
+
+    `about`: layout, bridge, config, dispatcher, padding, seeds, or megatron for what megatron-core itself says.
+    """
 
     about: str
     text: str
     fix: str = ""
+    refused: bool = True
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,7 @@ class Report:
     notes: tuple[str, ...] = ()
     settings: EffectiveSettings | None = None
     record: Record | None = None  # None if there are problems
+    verified: str = ""  # by what the settings were verified
     dispatcher: str = ""
     dispatcher_why: str = ""
     needs: tuple[str, ...] = ()  # what the machine must have
@@ -74,6 +88,13 @@ class Report:
     route_bytes: int = 0  # per token, as moeref.replay writes them
 
     @property
+    def verdict(self) -> Verdict:
+        """`refused` if Megatron or a rule refuses something, `unknown` if the rest could not be mapped or verified."""
+        if any(problem.refused for problem in self.problems):
+            return "refused"
+        return "unknown" if self.problems else "works"
+
+    @property
     def works(self) -> bool:
         """Whether there are no problems."""
         return not self.problems
@@ -83,6 +104,8 @@ class Report:
         padding = self.padding
         return {
             "works": self.works,
+            "verdict": self.verdict,
+            "verified": self.verified,
             "model": self.title,
             "family": self.model.family,
             "layout": self.layout,

@@ -12,21 +12,21 @@ from typing import Any, cast
 
 from moeref import families, seeds
 from moeref.bridge import BridgeError, LocalShard, ShardMap
-from moeref.check.report import CheckError, Padding, Problem, Report, Stage
+from moeref.check.report import CheckError, Padding, Problem, Report, Stage, UnmappedError
 from moeref.check.settings import quantised, settled, split
 from moeref.check.splits import splits
+from moeref.check.verified import verified
 from moeref.config import ConfigError, MoEConfig
 from moeref.config.errors import nearest
 from moeref.config.precision import FORMATS, unfit_widths
 from moeref.dispatcher import Choice
 from moeref.dispatcher.padding import PaddingError, plan
 from moeref.dispatcher.setup import CORE
-from moeref.dtypes import DTYPES, NAMES
-from moeref.families import FamilyError, Model, SpecNames
+from moeref.dtypes import DTYPES, NAMES, index_bytes
+from moeref.families import FamilyError, Model, SpecNames, UnmappedModelError
 from moeref.layout import Layout, LayoutError
 from moeref.layout import text as layout_text
 from moeref.record import Draft, Options
-from moeref.replay import index_dtype
 
 OPTIONS = tuple(field.name for field in fields(Options))
 
@@ -45,6 +45,8 @@ def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> 
         if path.suffix == ".json" or len(path.parts) > 1:
             raise CheckError(f"{model}: no such file or folder")
         return str(model), families.read(families.known(str(model)), dtype)
+    except UnmappedModelError as error:
+        raise UnmappedError(str(error)) from error
     except FamilyError as error:
         raise CheckError(str(error)) from error
     except CheckError:
@@ -62,6 +64,7 @@ def check(
     asked: MoEConfig | None = None,
     core: str = CORE,
     precision: str = "bf16",
+    verify: bool | None = None,
     **options: Any,
 ) -> Report:
     """The report of a run before it starts, with the record that its model is built from.
@@ -69,6 +72,7 @@ def check(
     model: as in `model_of`. layout: the text form of `Layout`. seq_length: tokens of one packed sequence. asked:
     Megatron's settings; none may contradict an option. core, precision and options: the fields of
     `moeref.record.Options`. A GPU and the packages that a dispatcher needs are assumed to exist; `needs` lists them.
+    verify: construct megatron-core's own config in a process of its own; None does so where no rule covers a setting.
 
     Raises CheckError for input that cannot be read. The report has a Problem for everything that will not work.
     """
@@ -90,7 +94,8 @@ def check(
         made = Layout(**sizes)
     except LayoutError as error:
         return replace(base, problems=(Problem("layout", str(error)),))
-    return _checked(replace(base, layout=made.text, world=made.world), replace(draft, layout=made), seq_length)
+    report = _checked(replace(base, layout=made.text, world=made.world), replace(draft, layout=made), seq_length)
+    return verified(report, chosen.core, verify)
 
 
 def _options(**options: Any) -> Options:
@@ -117,7 +122,7 @@ def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
     report = _seeds(report, draft, problems, notes)
     if draft.options.replay != "off":
         model = draft.model
-        a_layer = model.top_k * index_dtype(model.experts).itemsize
+        a_layer = model.top_k * index_bytes(model.experts)
         report = replace(report, route_bytes=sum(model.moe_layers) * a_layer)
     record = None if problems else report.record
     return replace(report, problems=tuple(problems), notes=tuple(notes), record=record)
@@ -147,9 +152,15 @@ def _weights(report: Report, layout: Layout, problems: list[Problem]) -> tuple[R
         report = replace(report, experts=(model.experts, len(layout.experts(0, model.experts))))
         sizes, shapes = _sizes(model, layout)
     except (LayoutError, BridgeError) as error:
-        problems.append(Problem("bridge", str(error)))
+        problems.append(Problem("bridge", str(error), refused=not _repeats_groups(model, layout)))
         return report, {}
     return replace(report, **sizes), shapes
+
+
+def _repeats_groups(model: Model, layout: Layout) -> bool:
+    """Whether only this is in the way: megatron-core repeats KV groups over TP ranks, which the bridge does not map."""
+    groups, tp = model.kv_groups, layout.tp
+    return model.mla is None and tp > groups and tp % groups == 0 and model.heads % tp == 0
 
 
 @functools.lru_cache(maxsize=8)  # a run's policy and reference share them, and so do runs that differ in settings
@@ -157,12 +168,10 @@ def _sizes(model: Model, layout: Layout) -> tuple[Mapping[str, Any], Mapping[str
     """Fields of the report that follow from all tensors, and the shapes of shards by name. Raises BridgeError."""
     shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"))
     held = {pp: shard_map.local_shards(layout.rank_of(tp=0, pp=pp)) for pp in range(layout.pp)}
-    # Several parameters may be parts of one tensor, such as experts that a checkpoint stacks.
-    tensors = {t.name: t.shape for param in shard_map.global_params if param.exports for t in param.hf}
-    parameters = sum(math.prod(shape) for shape in tensors.values())
+    tensors, parameters = shard_map.hf_sizes()
     weights = MappingProxyType({pp: sum(map(_bytes, shards)) for pp, shards in held.items()})
     shapes = {shard.local_name: shard.shape for shards in held.values() for shard in shards}
-    return {"weights": weights, "tensors": len(tensors), "parameters": parameters}, MappingProxyType(shapes)
+    return {"weights": weights, "tensors": tensors, "parameters": parameters}, MappingProxyType(shapes)
 
 
 def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tuple[tuple[str, bool], ...]:

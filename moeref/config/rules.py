@@ -1,4 +1,5 @@
-"""The table of settings that cannot be combined. Dispatchers have their own in `moeref.dispatcher.table`.
+"""The table of settings that cannot be combined. Dispatchers have their own in `moeref.dispatcher.table`, and what
+else megatron-core's config classes refuse is in `core_rules`.
 
 megatron-core checks some of these when a config is made, some when a layer is built, and some not at all, so that a
 setting silently has no effect. Here every rule is checked before anything is built. Functions named in sources are
@@ -9,61 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
+from moeref.config import core_rules
 from moeref.config.precision import FORMATS
+from moeref.config.rule import Effective, Rule
 from moeref.config.setting import Setting
 from moeref.dispatcher import DispatcherError, setup_of
 from moeref.dispatcher import contradictions as contradictions_of
 from moeref.families.model import Model
-from moeref.layout import Layout, LayoutError
-
-_ASKED = ("field", "override")
-
-
-class Effective:
-    """The effective settings as rules read them; a name that is not set reads as None.
-
-    `facts` are values of a run that are not settings of megatron-core: kernels, norms, experts, replay, parameters.
-    """
-
-    def __init__(self, settings: Mapping[str, Setting], layout: Layout, facts: Mapping[str, str] | None = None) -> None:
-        self.settings, self.layout, self.facts = settings, layout, facts or {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self.facts:
-            return self.facts[name]
-        return self.settings[name].value if name in self.settings else None
-
-    def asked(self, name: str) -> bool:
-        """Whether `name` was asked for."""
-        return name in self.settings and self.settings[name].origin in _ASKED
-
-    def said(self, *names: str) -> str:
-        """`name=value (origin)` of each."""
-        return ", ".join(map(self._said, names))
-
-    def _said(self, name: str) -> str:
-        if name in self.facts:
-            return f"{name}={self[name]!r}"
-        return f"{name}={self[name]!r} ({self.settings[name].origin if name in self.settings else 'unset'})"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A combination that is refused. `names` are the settings and facts that the message shows with their values.
-
-    stage: `settings` rules read effective settings only, `run` rules also the facts of a run.
-    """
-
-    id: str
-    stage: Literal["settings", "run"]
-    names: tuple[str, ...]
-    text: str
-    fix: str
-    source: str
-    refuses: Callable[[Effective], bool]
-
+from moeref.layout import Layout, LayoutError, UnmappedLayoutError
 
 _REPLAY, _BALANCING = "moe_enable_routing_replay", "moe_router_load_balancing_type"
 _DISPATCHER, _BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
@@ -185,7 +140,7 @@ def run_contradictions(settings: Mapping[str, Setting], layout: Layout, facts: M
 
 
 def _refused(now: Effective, stage: str) -> Iterator[str]:
-    for rule in RULES:
+    for rule in (*RULES, *core_rules.RULES):
         if rule.stage == stage and rule.refuses(now):
             yield f"{now.said(*rule.names)}: {rule.text}; {rule.fix} [{rule.id}]"
 
@@ -207,13 +162,14 @@ def _dispatcher(now: Effective) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """A layout under which moeref cannot map a kind of model."""
+    """A layout that a kind of model cannot have; if `unmapped`, megatron-core builds it and moeref does not map it."""
 
     id: str
     text: str
     fix: str
     source: str
     refuses: Callable[[Model, Layout], bool]
+    unmapped: bool = False
 
 
 LAYOUT_RULES: tuple[LayoutRule, ...] = (
@@ -228,12 +184,14 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
         "gated delta nets and context parallelism are not mapped together",
         "give cp=1", "the bridge has no mapping for it",
         lambda model, layout: model.gated_delta_net is not None and layout.cp > 1,
+        unmapped=True,
     ),
     LayoutRule(
         "sinks-need-cp1",
         "attention sinks under context parallelism are not mapped",
         "give cp=1", "attention in plain torch has no sinks under CP",
         lambda model, layout: model.sinks and layout.cp > 1,
+        unmapped=True,
     ),
 )  # fmt: skip
 
@@ -242,7 +200,8 @@ def check_layout(model: Model, layout: Layout) -> None:
     """Raise LayoutError for a layout under which megatron-core or moeref cannot compute `model`."""
     for rule in LAYOUT_RULES:
         if rule.refuses(model, layout):
-            raise LayoutError(f"{model.family}: {rule.text} ({layout.text}); {rule.fix} [{rule.id}]")
+            kind = UnmappedLayoutError if rule.unmapped else LayoutError
+            raise kind(f"{model.family}: {rule.text} ({layout.text}); {rule.fix} [{rule.id}]")
 
 
 def derive(settings: Mapping[str, Setting], layout: Layout) -> dict[str, Setting]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from moeref.bridge.agreement import all_or_none, check_place, device_of
 from moeref.bridge.loader import bind
 from moeref.bridge.shard_map import GlobalParam, HFTensor
-from moeref.dtypes import TORCH
 from moeref.exporter.plan import ExportError, Plan
+from moeref.torch_dtypes import TORCH
 
 
 def export(

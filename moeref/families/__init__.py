@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from moeref.families.catalog import Source, known, published, sources
 from moeref.families.mapping import ExpertFormat, HFPattern, ParamMapping, SpecNames
-from moeref.families.model import FamilyError, Model
+from moeref.families.model import FamilyError, Model, UnmappedModelError
 
 __all__ = [
     "ALIASES",
@@ -28,6 +28,7 @@ __all__ = [
     "ParamMapping",
     "Source",
     "SpecNames",
+    "UnmappedModelError",
     "discover",
     "known",
     "mappings",
@@ -78,13 +79,15 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     if family is None:
         spelled = sorted({*FAMILIES, *ALIASES})
         near = difflib.get_close_matches(str(name), spelled, n=1, cutoff=0.7)
-        raise FamilyError(
+        raise UnmappedModelError(
             f"unknown model_type {name!r}; families are {', '.join(spelled)}"
             + (f" (did you mean {near[0]}?)" if near else "")
         )
     if config.get("quantization_config"):
         kind = config["quantization_config"].get("quant_method")
-        raise FamilyError(f"{name}: the checkpoint is quantised ({kind}); turn it into bf16 first and give that config")
+        raise UnmappedModelError(
+            f"{name}: the checkpoint is quantised ({kind}); turn it into bf16 first and give that config"
+        )
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     model = family.read(config, found.removeprefix("torch."))
     _check(model)
@@ -97,12 +100,14 @@ def _check(model: Model) -> None:
     if model.heads % model.kv_groups or model.top_k > model.experts:
         raise FamilyError(f"{model.family}: {sizes}")
     if model.tied and model.mtp_layers:
-        raise FamilyError(f"{model.family}: tied embeddings with multi-token prediction are not mapped")
+        raise UnmappedModelError(f"{model.family}: tied embeddings with multi-token prediction are not mapped")
     if model.score_function == "sigmoid" and model.top_k == 1:
-        raise FamilyError(f"{model.family}: {sizes}: megatron-core does not normalise the score of a single expert")
+        raise UnmappedModelError(
+            f"{model.family}: {sizes}: megatron-core does not normalise the score of a single expert"
+        )
     # transformers ranks groups by their two best experts, megatron-core by their top_k // topk_group best.
     if model.n_group > 1 and (model.experts % model.n_group or model.top_k // model.topk_group != 2):
-        raise FamilyError(
+        raise UnmappedModelError(
             f"{model.family}: {sizes} in {model.topk_group} of {model.n_group} groups: megatron-core ranks groups as "
             f"transformers does only where top_k // topk_group is 2"
         )

@@ -8,7 +8,11 @@ from typing import Literal
 
 
 class FamilyError(ValueError):
-    """A config that its family cannot express, or a model type without a family."""
+    """A config that cannot be read: a key is missing, or a value makes no sense."""
+
+
+class UnmappedModelError(FamilyError):
+    """A model that moeref does not map, whether or not megatron-core can build it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moeref.families.model import FamilyError
+from moeref.families.model import FamilyError, UnmappedModelError
 
 
 def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None) -> Any:
@@ -27,7 +27,7 @@ def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, flo
     scaling = hf.get("rope_scaling") or {}
     kinds = {str(d.get("rope_type", d.get("type", "default"))) for d in (inner, scaling)}
     if kinds - {"default"}:
-        raise FamilyError(f"{family}: rope type {sorted(kinds - {'default'})} is not mapped; only 'default' is")
+        raise UnmappedModelError(f"{family}: rope type {sorted(kinds - {'default'})} is not mapped; only 'default' is")
     theta = float(inner.get("rope_theta") or require(hf, family, "rope_theta"))
     return theta, float(inner.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial)
 
@@ -36,7 +36,9 @@ def check_switches(hf: Mapping[str, Any], family: str, expected: Mapping[str, An
     """Raise FamilyError for a switch that has another value than the table describes."""
     for name, value in expected.items():
         if name in hf and hf[name] is not None and hf[name] != value:
-            raise FamilyError(f"{family}: {name}={hf[name]!r} is not mapped (only {value!r} is); add it to the family")
+            raise UnmappedModelError(
+                f"{family}: {name}={hf[name]!r} is not mapped (only {value!r} is); add it to the family"
+            )
 
 
 def decoder(hf: Mapping[str, Any], family: str, dtype: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from moeref.families.model import FamilyError, Yarn
+from moeref.families.model import UnmappedModelError, Yarn
 from moeref.families.reading import require
 
 KEYS = frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
@@ -20,17 +20,19 @@ def read_rope(hf: Mapping[str, Any], name: str, keys: Collection[str] = KEYS) ->
     kind = given.pop("rope_type", given.pop("type", "default"))
     theta = float(given.pop("rope_theta", None) or require(hf, name, "rope_theta"))
     if float(given.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise FamilyError(f"{name}: a partial_rotary_factor other than 1 is not mapped")
+        raise UnmappedModelError(f"{name}: a partial_rotary_factor other than 1 is not mapped")
     unknown = given.keys() - (set(keys) if kind == "yarn" else set())
     if kind not in ("default", "yarn") or unknown:
-        raise FamilyError(f"{name}: rope type {kind!r} with {sorted(unknown)} is not mapped; 'default' and 'yarn' are")
+        raise UnmappedModelError(
+            f"{name}: rope type {kind!r} with {sorted(unknown)} is not mapped; 'default' and 'yarn' are"
+        )
     if kind == "default":
         return theta, None
     # transformers and megatron-core scale cos and sin by m(mscale) / m(mscale_all_dim) where both are given. Where
     # mscale_all_dim is not, transformers ignores mscale too.
     all_dim = float(given.get("mscale_all_dim") or 0.0)
     if all_dim and not given.get("mscale"):
-        raise FamilyError(f"{name}: YaRN with mscale_all_dim but without mscale is not mapped")
+        raise UnmappedModelError(f"{name}: YaRN with mscale_all_dim but without mscale is not mapped")
     return theta, Yarn(
         factor=float(require(given, f"{name} (YaRN)", "factor")),
         original_positions=int(require(given, f"{name} (YaRN)", "original_max_position_embeddings")),

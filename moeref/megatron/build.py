@@ -11,12 +11,12 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from moeref.bridge import ShardMap, padded_vocab
 from moeref.config import ConfigError, EffectiveSettings, Setting, read_back
 from moeref.config.settings import ATTRIBUTES
 from moeref.dispatcher.setup import minor_version
-from moeref.dtypes import TORCH
 from moeref.megatron import device as on
 from moeref.megatron import dispatch, gated_delta_net, groups, seeding, te_layers
 from moeref.megatron import norms as norms_of_torch
@@ -26,6 +26,7 @@ from moeref.megatron.grouped_names import with_grouped_names
 from moeref.megatron.marks import mark_sequence_parallel
 from moeref.megatron.spec import layer_spec, mtp_name, mtp_spec
 from moeref.record import Record, installed_core
+from moeref.torch_dtypes import TORCH
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,13 @@ class Built:
 def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
     """Settings that are not in the record: torch objects, and what depends on this machine."""
     model, dtype = record.model, TORCH[record.model.param_dtype]
+    by_name = record.settings.by_name
+    residual = "fp32_residual_connection" in by_name and by_name["fp32_residual_connection"].value
     values: dict[str, Any] = {
         "activation_func": quick_gelu if model.clamp else torch.nn.functional.silu,
         "params_dtype": dtype,
-        "pipeline_dtype": dtype,
+        # Stages send what the residual connection holds.
+        "pipeline_dtype": torch.float32 if residual else dtype,
         "autocast_dtype": dtype,
         # If False, megatron-core allocates on the current CUDA device.
         "use_cpu_initialization": device == "cpu",
@@ -56,7 +60,7 @@ def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
     found = {name: Setting(value, "default") for name, value in values.items()}
     if model.gated_delta_net and gated_delta_net.without_fla():
         found["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
-    asked = {name for name, one in record.settings.by_name.items() if one.origin in ("field", "override")}
+    asked = {name for name, one in by_name.items() if one.origin in ("field", "override")}
     return {name: one for name, one in found.items() if name not in asked}
 
 
@@ -68,6 +72,8 @@ def transformer_config(record: Record, device: str = "cpu") -> tuple[Transformer
     kind = MLATransformerConfig if record.model.mla else TransformerConfig
     settings = record.settings.with_settings(_of_the_machine(record, device))
     given = {name: s.value for name, s in settings.by_name.items() if s.origin != "provider default"}
+    if isinstance(given.get("attention_backend"), str):
+        given["attention_backend"] = AttnBackend[given["attention_backend"]]
     config = kind(**{name: value for name, value in given.items() if name not in ATTRIBUTES})
     for name in ATTRIBUTES & given.keys():
         setattr(config, name, given[name])

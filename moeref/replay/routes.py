@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moeref.dtypes import index_bytes
+
 Index = npt.NDArray[np.unsignedinteger[Any]]
 Kind = npt.NDArray[np.uint8]
 
@@ -28,7 +30,7 @@ def index_dtype(experts: int) -> np.dtype[Any]:
     """uint8 up to 256 experts, uint16 up to 65536. Raises RouteError for other numbers."""
     if not 1 <= experts <= 65536:
         raise RouteError(f"experts={experts} must be from 1 to 65536")
-    return np.dtype(np.uint8 if experts <= 256 else np.uint16)
+    return np.dtype(np.uint8 if index_bytes(experts) == 1 else np.uint16)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,16 +24,17 @@ ROOMS: dict[str, set[str]] = {
     "seeds": {"layout"},
     "config": {"layout", "families", "dispatcher"},
     "dispatcher": {"layout"},
-    "replay": {"layout"},
+    "replay": {"layout", "dtypes"},
     "families": {"layout"},
     "dtypes": set(),
-    "bridge": {"layout", "families", "dtypes"},
-    "exporter": {"layout", "families", "bridge", "dtypes"},
+    "torch_dtypes": {"dtypes"},
+    "bridge": {"layout", "families", "dtypes", "torch_dtypes"},
+    "exporter": {"layout", "families", "bridge", "dtypes", "torch_dtypes"},
     # How a model is built: made by the preflight, taken by the builder.
     "record": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes"},
     "sync": {"layout", "families", "bridge", "exporter"},
     # The preflight asks every room that is arithmetic.
-    "check": {"layout", "seeds", "families", "config", "dispatcher", "replay", "bridge", "dtypes", "record"},
+    "check": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes", "record"},
 }
 #: Rooms at the border import any room, and no room above imports one of them.
 BORDERS = {"megatron", "vllm", "cli", "__main__"}

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from moeref.bridge import BridgeError, ShardMap, bind, checkpoint, hf_tensors, inventory, load
-from moeref.dtypes import TORCH
 from moeref.layout import Layout
+from moeref.torch_dtypes import TORCH
 from tests.unit.models import model
 
 pytestmark = pytest.mark.cpu

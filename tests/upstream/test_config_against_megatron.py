@@ -138,8 +138,8 @@ def test_names_choices_and_refusals_are_those_of_the_installed_version() -> None
         with pytest.raises(ConfigError, match=message):
             settings_with(**asked)
     target = bare("qwen3_moe")
-    with pytest.raises(ConfigError, match=r"TransformerConfig refuses these settings: .*asked for: .*recompute"):
-        apply(settings_with(recompute_granularity="full"), target)
+    with pytest.raises(ConfigError, match=r"TransformerConfig refuses these settings: .*asked for: .*cpu_offloading"):
+        apply(settings_with(cpu_offloading=True, cpu_offloading_num_layers=99), target)
     assert target.num_layers == 1
 
 

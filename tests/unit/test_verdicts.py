@@ -1,0 +1,125 @@
+"""The three verdicts of the preflight: it works, Megatron or a rule refuses it, or nothing here can tell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeref.check import Report, UnmappedError, check, verify
+from moeref.cli import main
+from moeref.config import MoEConfig
+from moeref.families import known
+
+QWEN = "qwen3-30b-a3b"
+
+
+def judged(settings: dict[str, Any], layout: str = "tp=2,ep=8,etp=1", **more: Any) -> Report:
+    return check(QWEN, layout, asked=MoEConfig(transformer_config_kwargs=settings), **{"verify": False, **more})
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"recompute_granularity": "full"}, "full-recompute-needs-method"),
+        ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "selective-recompute-has-no-layers"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mpl"]}, "recompute-modules-are-known"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "moe-act-needs-grouped"),
+        ({"moe_router_group_topk": 2}, "router-groups-divide"),
+        ({"moe_router_group_topk": 2, "moe_router_num_groups": 7}, "router-groups-divide"),
+        ({"fp8_param": True}, "fp8-param-needs-fp8"),
+        ({"overlap_moe_expert_parallel_comm": True, "moe_shared_expert_overlap": True}, "ep-overlap-is-one"),
+        ({"delay_wgrad_compute": True}, "delayed-wgrad-needs-ep-overlap"),
+        ({"fine_grained_activation_offloading": True}, "offloading-needs-modules"),
+        ({"moe_router_load_balancing_type": "aux_los"}, "balancing-is-known"),
+    ],
+)
+def test_what_megatron_refuses_is_refused_by_a_rule(settings: dict[str, Any], rule: str) -> None:
+    report = judged(settings)
+    assert report.verdict == "refused"
+    assert any(f"[{rule}]" in problem.text + problem.fix for problem in report.problems), report.problems
+    assert all(problem.fix for problem in report.problems)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "layout", "rule"),
+    [
+        (QWEN, {"overlap_moe_expert_parallel_comm": True}, "pp=2,ep=8,etp=1", "ep-overlap-needs-vpp"),
+        ("glm-4.7-flash", {"apply_rope_fusion": True}, "ep=8", "rope-fusion-of-mla-needs-yarn"),
+    ],
+)
+def test_a_rule_may_depend_on_layout_and_model(model: str, settings: dict[str, Any], layout: str, rule: str) -> None:
+    asked = MoEConfig(transformer_config_kwargs=settings)
+    report = check(model, layout, asked=asked, verify=False)
+    assert any(f"[{rule}]" in problem.fix for problem in report.problems), report.problems
+
+
+def test_settings_that_rules_cover_work_and_the_report_says_by_what_it_knows() -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    report = judged({**full, "moe_router_dtype": "fp32", "moe_z_loss_coeff": 1e-3})
+    assert (report.verdict, report.verified) == ("works", "the rules of megatron-core 0.19")
+
+
+def test_what_no_rule_covers_is_not_known_and_named() -> None:
+    report = judged({"use_mup": True, "cuda_graph_impl": "local", "moe_router_dtype": "fp32"})
+    assert report.verdict == "unknown"
+    assert report.record is None
+    (problem,) = report.problems
+    assert "no rule covers cuda_graph_impl, use_mup" in problem.text or "use_mup, cuda_graph_impl" in problem.text
+    assert "moe_router_dtype" not in problem.text
+    assert "megatron-core 0.19" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "says"),
+    [
+        ({"core": "0.19.2", "refusal": "ValueError: no"}, "refused", "megatron-core 0.19.2 refuses it: ValueError: no"),
+        ({"core": "0.19.2", "stand_ins": ("Transformer Engine",)}, "works", "0.19.2's own TransformerConfig, with"),
+        ({"unavailable": "megatron-core is not installed"}, "unknown", "megatron-core is not installed"),
+    ],
+)
+def test_megatron_is_asked_about_what_no_rule_covers(
+    answer: dict[str, Any], verdict: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(model: Any, settings: Any, core: str) -> verify.Answer:
+        asked.append(core)
+        return verify.Answer(**answer)
+
+    monkeypatch.setattr(sys.modules["moeref.check.verified"], "ask", ask)
+    report = judged({"use_mup": True}, verify=None)
+    assert (report.verdict, len(asked)) == (verdict, 1)
+    assert says in " ".join([report.verified, *(problem.text for problem in report.problems)])
+    assert judged({}, verify=None).verdict == "works"
+    assert len(asked) == 1  # the rules cover it
+
+
+def test_a_model_or_layout_that_is_not_mapped_is_not_refused() -> None:
+    for model, layout in ((QWEN, "tp=8,etp=1,ep=8"), ("gpt-oss-20b", "cp=2"), ("qwen3-next-80b-a3b", "cp=2")):
+        assert check(model, layout, verify=False).verdict == "unknown", model
+    assert check("gpt-oss-20b", "tp=2,ep=2,etp=2", verify=False).verdict == "refused"
+    with pytest.raises(UnmappedError, match="rope type"):
+        check(known(QWEN) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "ep=8")
+    with pytest.raises(UnmappedError, match="unknown model_type"):
+        check({"model_type": "qwen9"}, "ep=8")
+
+
+def test_each_verdict_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(["check", *arguments])
+        out, err = capsys.readouterr()
+        return code, " ".join((out + err).split())
+
+    assert run(QWEN, "--layout", "ep=8")[0] == 0
+    code, said = run(QWEN, "--layout", "ep=8", "--set", "fp8_param=true")
+    assert (code, "will not work" in said) == (1, True)
+    code, said = run(QWEN, "--layout", "ep=8", "--no-verify", "--set", "use_mup=true", "--json")
+    assert (code, json.loads(said)["verdict"]) == (3, "unknown")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "qwen9"}))
+    code, said = run(str(config), "--layout", "ep=8")
+    assert (code, said.startswith("moeref: not known: unknown model_type")) == (3, True)

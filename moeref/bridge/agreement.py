@@ -16,6 +16,8 @@ from moeref.layout import Layout
 
 #: What a rank sends that refuses; digests are not negative.
 _REFUSED = -1
+#: Bytes of what a rank says of its failure.
+_TEXT = 480
 
 
 @contextmanager
@@ -49,6 +51,21 @@ def _gathered(mine: int, device: torch.device, group: dist.ProcessGroup | None) 
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(received, sent, group=group)
     return [int(one) for one in received]
+
+
+def failures(mine: str, device: torch.device, group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Why ranks of `group` failed, by rank, the same on all of them: one all-gather at the end of common work.
+
+    Every rank calls it, with an empty text if it did not fail. A text is cut after _TEXT bytes.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) <= 1:
+        return {0: mine} if mine else {}
+    raw = mine.encode(errors="replace")[:_TEXT].ljust(_TEXT, b"\0")
+    sent = torch.tensor(list(raw), dtype=torch.uint8, device=device)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    texts = (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in received)
+    return {rank: text for rank, text in enumerate(texts) if text}
 
 
 def check_place(layout: Layout, rank: int, group: dist.ProcessGroup | None) -> None:

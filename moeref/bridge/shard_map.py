@@ -74,7 +74,7 @@ class ShardMap:
     expert_format: ExpertFormat = "per_expert"
     divisible_by: int = VOCAB_DIVISIBLE_BY
     #: Caches: shards by mapping, TP or ETP rank and expert; parameters by mapping, layer and expert; the shards of a
-    #: rank by (pp, ep, tp, etp), as data-parallel replicas hold the same.
+    #: rank by (pp, ep, tp, etp), as data-parallel replicas hold the same; owners by PP and EP rank.
     _shards: dict[tuple[ParamMapping, int, int | None], Shard] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -82,6 +82,9 @@ class ShardMap:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _local_shards: dict[tuple[int, int, int, int], tuple[LocalShard, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _owners: dict[tuple[int, int | None, bool], tuple[int, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -258,12 +261,19 @@ class ShardMap:
 
     def owners(self, param: GlobalParam) -> tuple[int, ...]:
         """The ranks that together hold `param`, in TP (ETP) order, each shard once: DP, CP and replicas at 0."""
-        layout, whole = self.layout, param.mapping.sharding == "replicate"
+        whole = param.mapping.sharding == "replicate"
         if param.layer is not None:
             pp = self._pp_of[param.layer]
         else:
             pp = 0 if param.mapping.where == "first" else self._last_stage(param.mapping)[0]
-        if param.expert is not None:
-            ep = param.expert // (self.model.experts // layout.ep)
-            return tuple(layout.expert_rank_of(etp=etp, ep=ep, pp=pp) for etp in range(1 if whole else layout.etp))
-        return tuple(layout.rank_of(tp=tp, pp=pp) for tp in range(1 if whole else layout.tp))
+        ep = None if param.expert is None else param.expert // (self.model.experts // self.layout.ep)
+        key = pp, ep, whole
+        if key not in self._owners:
+            self._owners[key] = self._owners_at(*key)
+        return self._owners[key]
+
+    def _owners_at(self, pp: int, ep: int | None, whole: bool) -> tuple[int, ...]:
+        layout = self.layout
+        if ep is None:
+            return tuple(layout.rank_of(tp=tp, pp=pp) for tp in range(1 if whole else layout.tp))
+        return tuple(layout.expert_rank_of(etp=etp, ep=ep, pp=pp) for etp in range(1 if whole else layout.etp))

@@ -6,9 +6,15 @@ Every rank makes the same plan from the shard map alone. Names and order depend 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap, hashed
+from moeref.exporter import batches
+from moeref.exporter.batches import Batch
+from moeref.exporter.copies import Copy, copies
+
+#: Bytes that travel to the writer at a time.
+BUCKET_BYTES = 64 << 20
 
 
 class ExportError(RuntimeError):
@@ -26,13 +32,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an export sends, in order, and the rank that gets it. Raises ExportError for a writer that is no rank."""
+    """What an export sends, in order, and the rank that gets it. Raises ExportError for a writer that is no rank.
+
+    bucket_bytes: shards travel in messages; those that a rank holds at a time have so many bytes, or are the shards of
+    one parameter that has more.
+    """
 
     shard_map: ShardMap
     writer: int = 0
+    bucket_bytes: int = BUCKET_BYTES
+    _copies: dict[int, tuple[tuple[Copy, ...], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         layout = self.shard_map.layout
+        if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
+            raise ExportError(f"bucket_bytes={self.bucket_bytes!r} is no number of bytes")
         if type(self.writer) is not int or not 0 <= self.writer < layout.world:
             raise ExportError(f"writer={self.writer!r} is none of the {layout.world} ranks of {layout.text}")
 
@@ -51,6 +67,27 @@ class Plan:
         return tuple(t for step in self.steps for t in step.tensors)
 
     @functools.cached_property
+    def params(self) -> tuple[tuple[Step, GlobalParam], ...]:
+        """Every parameter that is sent, in order, with its step."""
+        return tuple((step, param) for step in self.steps for param in step.params)
+
+    @functools.cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        """The parameters by number, cut into batches; two of them fit into the bucket."""
+        params = [param for _, param in self.params]
+        return tuple(batches.batches(self.shard_map, params, self.writer, self.bucket_bytes // 2))
+
+    def copies(self, param: GlobalParam, part: int) -> tuple[tuple[Copy, ...], ...]:
+        """For each Hugging Face tensor of `param` the copies that move shard `part` into it."""
+        shard = self.shard_map.shard(param, part)
+        # The shard map keeps its shards, so that an id stays that of one shard.
+        if id(shard) not in self._copies:
+            self._copies[id(shard)] = copies(shard, [tensor.shape for tensor in param.hf])
+        return self._copies[id(shard)]
+
+    @functools.cached_property
     def digest(self) -> int:
-        """63 bits of a hash of shard map, tensors and writer. Nothing is sent unless it is equal on all ranks."""
-        return hashed(self.shard_map.digest, self.writer, [(t.name, t.shape, t.dtype) for t in self.tensors])
+        """63 bits of a hash of shard map, tensors, writer and bucket. Ranks with different ones send nothing."""
+        return hashed(
+            self.shard_map.digest, self.writer, self.bucket_bytes, [(t.name, t.shape, t.dtype) for t in self.tensors]
+        )

@@ -1,25 +1,33 @@
 """Streaming full Hugging Face tensors out of a sharded model, one at a time, to one writer rank.
 
-Owners send their shards point to point to the writer, in the order of the plan; no other rank ever holds a full tensor.
+Owners send their shards point to point to the writer, in the order of the plan, many in one message; no other rank ever
+holds a full tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from moeref.bridge.agreement import all_or_none, check_place, device_of
+from moeref.bridge.agreement import all_or_none, check_place, device_of, failures
 from moeref.bridge.loader import bind
-from moeref.bridge.shard_map import GlobalParam, HFTensor
+from moeref.bridge.shard_map import HFTensor, hashed
+from moeref.exporter.messages import Peer
 from moeref.exporter.plan import ExportError, Plan
+from moeref.exporter.transfer import Owner, Stopped, Writer
 from moeref.torch_dtypes import TORCH
+
+Item = tuple[HFTensor, torch.Tensor | None]
 
 
 def export(
-    plan: Plan, rank: int, chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None = None
-) -> Iterator[tuple[HFTensor, torch.Tensor | None]]:
+    plan: Plan, rank: int, chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None = None, version: int = 0
+) -> Stream:
     """Yield (tensor's description, full tensor on the writer or None elsewhere) for every tensor of the plan, in order.
 
     `group` holds the layout's ranks in order (default: the world); all of them must iterate to the end. A yielded
@@ -27,76 +35,141 @@ def export(
     are offloaded to the host and the group is NCCL's, which cannot send from there: then on the current CUDA device.
     Padded vocabulary rows are left out; a tied head appears once, as the embedding.
     Before anything is sent, raises BridgeError if the chunks hold a tensor that the shard map does not list or if the
-    group is not the layout's; ExportError on the other ranks, and on all of them if their plans differ.
+    group is not the layout's; ExportError on the other ranks, and on all of them if their plans or the `version` of
+    their weights differ.
+
+    Later, a rank that fails ends the export on all ranks, with an ExportError that names it and its tensor; at the end
+    of the stream all ranks wait for each other. Written as `with export(…) as stream`, an error of the block is such a
+    failure, and the other ranks are told what it was.
     """
-    device = device_of(chunks, group)
-    where = f"{plan.shard_map.model.family}, rank {rank}"
-    with all_or_none(plan.digest, device, group, lambda reason: ExportError(f"{where}: {reason}; nothing was sent")):
-        check_place(plan.shard_map.layout, rank, group)
-        held = {shard.param.name: tensor for shard, tensor in bind(plan.shard_map, rank, chunks) if shard.param.exports}
-    for step in plan.steps:
-        if len(step.tensors) == 1:
-            tensor = step.tensors[0]
-            full = _empty(tensor, device) if rank == plan.writer else None
-            for param in step.params:
-                _fill(plan, param, {0: full}, _collect(plan, rank, param, held, device, group))
-            yield tensor, full
+    return Stream(_Export(Peer(plan, rank, device_of(chunks, group), group), chunks, version))
+
+
+class Stream(Iterator[Item]):
+    """The tensors of an export, and a context manager that lets all ranks know of an error in its block."""
+
+    def __init__(self, export: _Export) -> None:
+        self._export = export
+        self._items = export.items()
+
+    def __next__(self) -> Item:
+        return next(self._items)
+
+    def close(self) -> None:
+        """End early. The other ranks get an ExportError, unless they do the same."""
+        self._items.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif inspect.getgeneratorstate(self._items) == inspect.GEN_CREATED:
+            self._export.refuse(error)
         else:
-            shards = _collect(plan, rank, step.params[0], held, device, group)
-            for number, tensor in enumerate(step.tensors):
-                full = _empty(tensor, device) if rank == plan.writer else None
-                _fill(plan, step.params[0], {number: full}, shards)
-                yield tensor, full
-                del full
-        full = None
+            self._throw(error)
+
+    def _throw(self, error: BaseException) -> None:
+        try:
+            self._items.throw(error)
+        except BaseException as raised:
+            if raised is not error:
+                raise
 
 
-def _global(rank: int, group: dist.ProcessGroup | None) -> int:
-    """The global rank of the layout's `rank`; they differ where engines share the world with the trainers."""
-    return rank if group is None else dist.get_global_rank(group, rank)
+class _Export:
+    """One rank's part in an export."""
 
+    def __init__(self, peer: Peer, chunks: Sequence[torch.nn.Module], version: int) -> None:
+        self._peer, self._chunks, self._version = peer, chunks, version
+        self._where = f"{peer.plan.shard_map.model.family}, rank {peer.rank}"
+        self._name = "the first tensor"  # what this rank is at
 
-def _empty(tensor: HFTensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=TORCH[tensor.dtype], device=device)
+    def _together(self) -> AbstractContextManager[None]:
+        digest = hashed(self._peer.plan.digest, self._version)
+        peer = self._peer
+        return all_or_none(
+            digest, peer.device, peer.group, lambda why: ExportError(f"{self._where}: {why}; nothing was sent")
+        )
 
+    def refuse(self, error: BaseException) -> None:
+        """Let the others know that this rank does not begin."""
+        with suppress(ExportError), self._together():
+            raise ExportError(str(error))
 
-def _collect(
-    plan: Plan,
-    rank: int,
-    param: GlobalParam,
-    held: dict[str, torch.Tensor],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-) -> list[torch.Tensor] | None:
-    """The shards of `param` in TP (ETP) order on the writer, None elsewhere. The writer's own shard is not copied."""
-    owners = plan.shard_map.owners(param)
-    if rank != plan.writer:
-        if rank in owners:
-            # gloo and NCCL send contiguous tensors only.
-            dist.send(held[param.name].to(device).contiguous(), dst=_global(plan.writer, group), group=group)
-        return None
-    shards: list[torch.Tensor] = []
-    for part, owner in enumerate(owners):
-        if owner == rank:
-            shards.append(held[param.name])
-            continue
-        shape, _ = plan.shard_map.shard(param, part)
-        shard = torch.empty(shape, dtype=TORCH[param.dtype], device=device)
-        dist.recv(shard, src=_global(owner, group), group=group)
-        shards.append(shard)
-    return shards
+    def _bound(self) -> dict[str, torch.Tensor]:
+        plan, rank = self._peer.plan, self._peer.rank
+        with self._together():
+            check_place(plan.shard_map.layout, rank, self._peer.group)
+            pairs = bind(plan.shard_map, rank, self._chunks)
+        return {shard.param.name: tensor for shard, tensor in pairs if shard.param.exports}
 
+    def items(self) -> Generator[Item, None, None]:
+        """Bind, stream, and agree on how it went."""
+        held = self._bound()
+        transfer = (Writer if self._peer.rank == self._peer.plan.writer else Owner)(self._peer, held)
+        failed: BaseException | None = None
+        try:
+            yield from self._tensors(transfer)
+            transfer.end()
+        except BaseException as error:
+            failed = error
+            with suppress(RuntimeError, ValueError):
+                transfer.abort()
+        told = self._settled(failed)
+        if failed and not isinstance(failed, Stopped):
+            raise failed
+        if told:
+            raise ExportError(f"{self._where}: {'; '.join(f'rank {rank} {text}' for rank, text in told.items())}")
 
-def _fill(
-    plan: Plan, param: GlobalParam, fulls: dict[int, torch.Tensor | None], shards: list[torch.Tensor] | None
-) -> None:
-    """Copy every region of `shards` into `fulls`, the full tensors by their number in the parameter."""
-    if shards is None:
-        return
-    for part, shard in enumerate(shards):
-        _, regions = plan.shard_map.shard(param, part)
-        for region in regions:
-            full = fulls.get(region.tensor)
-            if full is not None:
-                place = full[region.hf_index]
-                (place.mT if region.transposed else place).copy_(shard[region.shard_index])
+    def _settled(self, failed: BaseException | None) -> dict[int, str]:
+        """Why ranks failed, by rank."""
+        try:
+            return failures(self._reason(failed), self._peer.device, self._peer.group)
+        except RuntimeError:
+            # A rank is gone. What this one has met before is the better error.
+            if failed is None:
+                raise
+            return {}
+
+    def _reason(self, failed: BaseException | None) -> str:
+        if failed is None or isinstance(failed, Stopped):
+            return ""
+        if isinstance(failed, GeneratorExit):
+            last = self._name == self._peer.plan.tensors[-1].name
+            return "" if last else f"stopped after {self._name}: its own error says why"
+        return f"failed at {self._name}: {type(failed).__name__}: {failed}"
+
+    def _tensors(self, transfer: Owner | Writer) -> Generator[Item, None, None]:
+        """The tensors of the plan, batch by batch. A fused tensor of experts may be filled over several batches."""
+        params = self._peer.plan.params
+        full: torch.Tensor | None = None
+        for batch in self._peer.plan.batches:
+            self._name = params[batch.params.start][1].hf[0].name
+            transfer.begin(batch)
+            for number in batch.params:
+                step, param = params[number]
+                for index, tensor in enumerate(step.tensors):
+                    self._name = tensor.name
+                    if isinstance(transfer, Writer):
+                        full = self._filled(full, index, number, transfer)
+                    if param is step.params[-1]:
+                        yield tensor, full
+                        full = None
+
+    def _filled(self, full: torch.Tensor | None, index: int, number: int, writer: Writer) -> torch.Tensor:
+        """`full`, or a new tensor, with what the shards of parameter `number` have of its tensor `index`."""
+        plan = self._peer.plan
+        param = plan.params[number][1]
+        if full is None:
+            tensor = param.hf[index]
+            full = torch.empty(tensor.shape, dtype=TORCH[tensor.dtype], device=self._peer.device)
+        for part in range(len(plan.shard_map.owners(param))):
+            memory, offset = writer.source(number, part, param)
+            for size, into, source in plan.copies(param, part)[index]:
+                place = full.as_strided(size, into.strides, into.offset)
+                place.copy_(memory.as_strided(size, source.strides, offset + source.offset))
+        return full

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.oracles import checkpoint
+from moeref_conformance.oracles import checkpoint, spoiled
 from moeref_conformance.oracles.checkpoint import INDEX, check_distinct, expected
-from moeref_conformance.oracles.expected import EXTRA, read_checkpoint
+from moeref_conformance.oracles.expected import read_checkpoint
 from moeref_conformance.plan.matrix import load
 from safetensors.torch import load_file
 
@@ -89,14 +89,38 @@ def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: 
         expected(cell(mtp=1, tied=True), work)
 
 
+def test_every_kind_of_tensor_is_missing_in_one_variant_and_too_many_in_another() -> None:
+    cells = {made.variant: made for made in load("cpu").cells}.values()
+    for kinds in (spoiled.missing_kinds, spoiled.surplus_kinds):
+        assert {spoiled.chosen(made, kinds(made)) for made in cells} == {k for made in cells for k in kinds(made)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
+def test_every_kind_has_a_name(family: str, expert_format: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = cell(family)
+    tensors = expected(one, work).tensors
+    if expert_format == "fused" or family == "gpt_oss":
+        one = replace(one, expert_format="fused")
+        tensors = {**tensors, "model.layers.7.mlp.experts.down_proj": torch.ones(1)}
+    lacking, held = set(), set()
+    for kinds, names in ((spoiled.missing_kinds(one), lacking), (spoiled.surplus_kinds(one), held)):
+        for kind in kinds:
+            monkeypatch.setattr(spoiled, "chosen", lambda cell, kinds, kind=kind: kind)
+            names.add(spoiled.missing(one, tensors) if names is lacking else spoiled.surplus(one, tensors)[0])
+        assert len(names) == len(kinds)
+    assert lacking <= tensors.keys()
+    assert not held & tensors.keys()
+
+
 @pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
 def test_spoiled_copies(expert_format: str, work: Path) -> None:
     made = expected(cell(expert_format=expert_format), work)
     extra = read_checkpoint(Path(made.inputs["checkpoint_extra"]))
     missing = read_checkpoint(Path(made.inputs["checkpoint_missing"]))
-    assert set(extra) - set(made.tensors) == {EXTRA}
+    assert set(extra) - set(made.tensors) == {made.extra}
     assert set(made.tensors) - set(missing) == {made.missing}
-    assert "layers.7" in made.missing
+    assert extra[made.extra].dtype == made.tensors[made.missing].dtype
     for name, tensor in made.tensors.items():
         assert torch.equal(extra[name], tensor)
     for folder, tensors in (("checkpoint_extra", extra), ("checkpoint_missing", missing)):

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
-from moeref_conformance.oracles import published, recipes, routed
-from moeref_conformance.oracles.expected import EXTRA, Expected, read_checkpoint
+from moeref_conformance.oracles import published, recipes, routed, spoiled
+from moeref_conformance.oracles.expected import Expected, read_checkpoint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 #: For every token and layer the scores of the last chosen and the first unchosen expert differ by more than this, so
@@ -37,6 +37,7 @@ class _Answers:
 
     logits_BSV: torch.Tensor
     missing: str
+    extra: str
 
 
 #: By the folder of a variant.
@@ -72,7 +73,7 @@ def _read(final: Path, routes: bool) -> Expected:
     inputs = {key: str(final / folder) for key, folder in folders.items()}
     inputs["tokens"] = str(final / "tokens.safetensors")
     answers = _ANSWERS[final]
-    made = Expected(dir=final, inputs=inputs, missing=answers.missing, logits_BSV=answers.logits_BSV)
+    made = Expected(dir=final, inputs=inputs, **vars(answers))
     if routes:
         inputs["routes"] = str(routed.write(made))
     return made
@@ -108,12 +109,10 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     tensors = read_checkpoint(main)
     copies = {name for name in mtp if name.endswith(published.COPIES)}
     check_distinct({name: tensor for name, tensor in tensors.items() if name not in copies})
-    missing = _missing_name(cell, tensors)
-    like = next(iter(tensors.values()))
-    extra = torch.randn(3, 5, generator=_generator(99)).to(like.dtype)
-    _edited(main, folder / "checkpoint_extra", add={EXTRA: extra})
+    missing, (extra, shape) = spoiled.missing(cell, tensors), spoiled.surplus(cell, tensors)
+    _edited(main, folder / "checkpoint_extra", add={extra: torch.randn(shape, generator=_generator(99)).to(dtype)})
     _edited(main, folder / "checkpoint_missing", drop=missing)
-    return _Answers(logits_BSV, missing)
+    return _Answers(logits_BSV, missing, extra)
 
 
 def _generator(stream: int) -> torch.Generator:
@@ -228,20 +227,6 @@ def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Gener
             copy = name.endswith(published.COPIES)
             tensors[name] = like.clone() if copy else _random(name, like, cell.family, generator).to(like.dtype)
     return tensors
-
-
-def _missing_name(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
-    layer = f"model.layers.{cell.layers - 1}."
-    if cell.expert_format == "fused" or cell.family == "gpt_oss":
-        name = layer + "mlp.experts.down_proj"
-    else:
-        name = layer + ("block_sparse_moe.experts.11.w3" if cell.family == "mixtral" else "mlp.experts.11.up_proj")
-        name += ".weight"
-    if name not in tensors:
-        raise RuntimeError(
-            f"cell {cell.id}: transformers wrote no {name}; the recipe of checkpoint_missing is outdated"
-        )
-    return name
 
 
 def _edited(source: Path, folder: Path, add: Mapping[str, torch.Tensor] | None = None, drop: str = "") -> None:

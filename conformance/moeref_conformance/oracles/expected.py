@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-#: The tensor that `checkpoint_extra` has too many.
+#: A tensor that `checkpoint_extra` may have too many.
 EXTRA = "model.layers.0.kit_extra.weight"
 
 

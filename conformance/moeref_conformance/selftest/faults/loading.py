@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.contract.api import Cell, NameRow, World
+from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 from moeref_conformance.selftest import border
 from moeref_conformance.selftest.border import Pair, Tensors, loaded, rearranged
 from moeref_conformance.selftest.faults.base import Fault, cell
@@ -80,16 +80,48 @@ def _nameless_refusal(session: Any, cell: Cell, world: World) -> Any:
     return border.facet(session, "export", load=load)
 
 
-def _extra_skipped(session: Any, cell: Cell, world: World) -> Any:
-    planned = {meta.name for meta in session.plan.tensors()}
+def _surplus_skipped(left_out: str) -> border.Change:
+    """Tensors that the model lacks are left out if they have `left_out` in their names."""
 
-    def load(folder: Path) -> None:
-        def known(tensors: Tensors) -> Tensors:
-            return {name: tensor for name, tensor in tensors.items() if name in planned}
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        planned = {meta.name for meta in session.plan.tensors()}
 
-        session.export.load(border.copied(folder, world, known))
+        def load(folder: Path) -> None:
+            def known(tensors: Tensors) -> Tensors:
+                return {name: t for name, t in tensors.items() if name in planned or left_out not in name}
 
-    return border.facet(session, "export", load=load)
+            session.export.load(border.copied(folder, world, known))
+
+        return border.facet(session, "export", load=load)
+
+    return wrap
+
+
+_extra_skipped = _surplus_skipped("")
+
+
+def _lacking_filled(fill: Callable[[TensorMeta, Tensors], torch.Tensor | None]) -> border.Change:
+    """Where the checkpoint lacks a tensor, `fill(what it is, checkpoint)` is loaded; None leaves it missing."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        def filled(tensors: Tensors) -> Tensors:
+            made = {m.name: fill(m, tensors) for m in session.plan.tensors() if m.name not in tensors}
+            return tensors | {name: tensor for name, tensor in made.items() if tensor is not None}
+
+        def load(folder: Path) -> None:
+            session.export.load(border.copied(folder, world, filled))
+
+        return border.facet(session, "export", load=load)
+
+    return wrap
+
+
+def _ones_for_norms(meta: TensorMeta, tensors: Tensors) -> torch.Tensor | None:
+    return torch.ones(meta.shape, dtype=getattr(torch, meta.dtype)) if "norm" in meta.name else None
+
+
+def _embedding_for_head(meta: TensorMeta, tensors: Tensors) -> torch.Tensor | None:
+    return tensors["model.embed_tokens.weight"].clone() if meta.name == "lm_head.weight" else None
 
 
 def _checked_on_rank_0(session: Any, cell: Cell, world: World) -> Any:
@@ -368,6 +400,30 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2"),
         wrap=_missing_on_one_rank,
         says="nothing was raised",
+    ),
+    Fault(
+        id="missing-norm-left-at-one",
+        bug="B24 in kind: norms are initialised to one, which looks like a value",
+        rules=("LOD-003",),
+        cell=cell("glm4_moe", "pp2", layers=4),
+        wrap=_lacking_filled(_ones_for_norms),
+        says="lacks model.layers.3.input_layernorm.weight",
+    ),
+    Fault(
+        id="missing-head-tied",
+        bug="B34 in kind: without lm_head.weight the head is the embedding, whatever the config says",
+        rules=("LOD-003",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_lacking_filled(_embedding_for_head),
+        says="lacks lm_head.weight",
+    ),
+    Fault(
+        id="surplus-expert-skipped",
+        bug="a loader that counts to the number of experts in the config never sees the others",
+        rules=("LOD-002",),
+        cell=cell("qwen3_moe", "pp2-vpp2", layers=4),
+        wrap=_surplus_skipped(".experts."),
+        says="the checkpoint has model.layers.3.mlp.experts.16.up_proj.weight",
     ),
     Fault(
         id="extra-tensor-skipped",

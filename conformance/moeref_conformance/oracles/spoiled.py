@@ -1,0 +1,88 @@
+"""Checkpoints that a target must not take as they are: one tensor too few, or one too many, of another kind by variant.
+
+A loader may look for experts and not for norms, so every kind has its variants, which cost nothing more.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.oracles.expected import EXTRA
+
+#: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
+_BIASED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
+_PREDICTING = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
+
+
+def missing_kinds(cell: Cell) -> list[str]:
+    """Kinds of tensors of the cell's checkpoint."""
+    kinds = ["expert", "norm", "final norm", "router"]
+    kinds += ["head"] * (not cell.tied) + ["bias"] * (cell.family in _BIASED) + ["mtp"] * bool(cell.mtp)
+    return kinds
+
+
+def surplus_kinds(cell: Cell) -> list[str]:
+    """Kinds of tensors that the cell's checkpoint could have too many."""
+    kinds = ["module", "norm", "head"]
+    kinds += ["expert"] * _per_expert(cell) + ["bias"] * (cell.family not in ("gpt_oss", "qwen3_next"))
+    kinds += ["router"] * (cell.family not in _BIASED) + ["layer"] * (cell.family not in _PREDICTING)
+    return kinds
+
+
+def chosen(cell: Cell, kinds: Sequence[str]) -> str:
+    """The kind for the cell's variant."""
+    return kinds[zlib.crc32(cell.variant.encode()) % len(kinds)]
+
+
+def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The name that a checkpoint of the cell's variant lacks. RuntimeError if transformers writes no such tensor."""
+    kind, layer = chosen(cell, missing_kinds(cell)), f"model.layers.{cell.layers - 1}."
+    fixed = {
+        "expert": _expert(cell, 11),
+        "norm": f"{layer}input_layernorm.weight",
+        "final norm": "model.norm.weight",
+        "head": "lm_head.weight",
+        "mtp": f"model.layers.{cell.layers}.eh_proj.weight",
+    }
+    ends = {"router": _ROUTERS, "bias": ("bias",)}.get(kind, ())
+    name = fixed.get(kind) or next((n for n in reversed(list(tensors)) if n.startswith(layer) and n.endswith(ends)), "")
+    if name not in tensors:
+        raise RuntimeError(f"cell {cell.id}: transformers wrote no {name or kind}; the recipe of `missing` is outdated")
+    return name
+
+
+def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of what a checkpoint of the cell's variant has too many."""
+    kind, layer = chosen(cell, surplus_kinds(cell)), f"model.layers.{cell.layers - 1}."
+    vocabulary, hidden = tensors["model.embed_tokens.weight"].shape
+    experts = next(len(t) for n, t in tensors.items() if n.startswith(layer) and n.endswith(_ROUTERS))
+    if kind == "expert":
+        return _expert(cell, experts), tuple(tensors[_expert(cell, 11)].shape)
+    return {
+        "module": (EXTRA, (3, 5)),
+        "norm": (f"{layer}post_feedforward_layernorm.weight", (hidden,)),
+        "head": ("lm_head.bias", (vocabulary,)),
+        "bias": (f"{layer}self_attn.o_proj.bias", (hidden,)),
+        "router": (f"{layer}mlp.gate.e_score_correction_bias", (experts,)),
+        "layer": (f"model.layers.{cell.layers}.input_layernorm.weight", (hidden,)),
+    }[kind]
+
+
+def _per_expert(cell: Cell) -> bool:
+    return cell.expert_format == "per_expert" and cell.family != "gpt_oss"
+
+
+def _expert(cell: Cell, number: int) -> str:
+    layer = f"model.layers.{cell.layers - 1}."
+    if not _per_expert(cell):
+        return f"{layer}mlp.experts.down_proj"
+    return layer + (
+        f"block_sparse_moe.experts.{number}.w3.weight"
+        if cell.family == "mixtral"
+        else f"mlp.experts.{number}.up_proj.weight"
+    )

@@ -13,7 +13,7 @@ from moeref_conformance.selftest.benign import BENIGN, Benign, targets
 from moeref_conformance.selftest.faults import FAULTS
 from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.selftest.faults.context import zigzag
-from moeref_conformance.targets.moeref import MoerefTarget
+from moeref_conformance.targets.moeref import MoerefTarget, unpadded
 from moeref_conformance.worlds.forked import ForkedWorld
 from safetensors.torch import load_file, save_file
 
@@ -67,6 +67,13 @@ def test_cp_may_cut_in_runs(folder: Path, tmp_path: Path, shared_world: ForkedWo
     for cut, red in (("zigzag", {"RPL-001", "RPL-002", "RPL-003", "RPL-009"}), ("runs", set[str]())):
         case = replace(case, claims=replace(case.claims, cp_cut=cut), made={})
         assert {rule for rule in rules if JUDGES[rule](case).findings} == red
+
+
+def test_a_vocabulary_may_be_padded_by_tp_alone(folder: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
+    """131 rows become 132: an odd number, and none of the multiples of 128 that the good target has elsewhere."""
+    with Shared(shared_world, "moeref_conformance.targets.moeref:unpadded", grace=1.0) as world:
+        outcomes = Bench(world, tmp_path, unpadded(), inputs=folder).judge(cell("qwen3_moe", "tp2"))
+    assert {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings} == {}
 
 
 def test_only_recommendations_are_not_followed() -> None:

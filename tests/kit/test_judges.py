@@ -251,6 +251,11 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         stream(1, "inventory", lambda v: [t for t in v if "expert_bias" not in t["local"]]),
         f"no tensor of this rank holds {BIAS}",
     ),
+    "padding is NaN": (
+        "LOD-005",
+        tensor("shards", lambda t: t["0:output_layer.weight"][-1].fill_(float("nan")), 3),
+        "40 values of the rows that pad output_layer.weight are NaN",
+    ),
     "never sent": ("EXP-001", stream(0, "export", lambda v: [m for m in v if m["name"] != DOWN]), "was never sent"),
     "sent twice": ("EXP-001", stream(0, "export", lambda v: [*v, v[5]]), "was sent 2 times"),
     "sent too much": (

@@ -95,6 +95,16 @@ class RankRecord:
         path = self.dir / f"{step}.safetensors"
         return load_file(path) if path.exists() else {}
 
+    def tensor(self, step: str, key: str) -> torch.Tensor | None:
+        """One tensor of a step, on CPU; None if the step has none of this key."""
+        from safetensors import safe_open
+
+        path = self.dir / f"{step}.safetensors"
+        if not path.exists():
+            return None
+        with safe_open(path, framework="pt") as file:
+            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 -- it is no mapping
+
     @property
     def last_step(self) -> str:
         """The step that began last, or `start`."""

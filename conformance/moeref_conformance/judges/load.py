@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 
+import torch
+
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.records import RankRecord
-from moeref_conformance.diagnosis.compare import compare
+from moeref_conformance.diagnosis.compare import compare, same
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import context, expected, finding, placement, records, values, without
 from moeref_conformance.judges.refusals import refused_by_name, refused_somewhere
-from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
+from moeref_conformance.oracles.cuts import VOCABULARY
+from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown, plain_local
 
 
 @judges("LOD-001")
@@ -85,3 +89,34 @@ def missing_tensor_is_named(case: Case) -> Iterator[Finding]:
     """Every rank raised, and the message names the tensor."""
     missing = expected(case).missing
     return refused_by_name(case, "refuse_missing", missing, f"the checkpoint lacks {missing}")
+
+
+@judges("LOD-005")
+def padded_rows_are_numbers(case: Case) -> Iterator[Finding]:
+    """Rows past the end of the vocabulary, against those of the first rank that holds the same shard."""
+    yield from without(case, "inventory", "shards")
+    first: dict[tuple[str, int], tuple[int, torch.Tensor]] = {}
+    for record in records(case, "inventory", "shards"):
+        for local, padding in _padding(case, record):
+            if not bool(padding.isfinite().all()):
+                message = f"{int((~padding.isfinite()).sum())} values of the rows that pad {local} are NaN or infinite"
+                yield finding(case, record.rank, "shards", message, local_name=local)
+                continue
+            key = plain_local(local), placement(case).coords(record.rank)["tp"]
+            rank, other = first.setdefault(key, (record.rank, padding))
+            if not same(padding, other):
+                message = f"the rows that pad {local} are not those of rank {rank}, which holds the same shard"
+                yield finding(case, record.rank, "shards", message, local_name=local)
+
+
+def _padding(case: Case, record: RankRecord) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and padded rows of every shard of the vocabulary that a rank holds."""
+    for item in record.value("inventory"):
+        chunk, local = item["chunk"], item["local"]
+        if plain_local(local) not in VOCABULARY:
+            continue
+        got = record.tensor("shards", f"{chunk}:{local}")
+        with contextlib.suppress(Unknown):  # LOD-001 finds a module that is elsewhere in Megatron
+            held = placement(case).shard(record.rank, chunk, local, item["shape"])
+            if got is not None:
+                yield local, got[held.rows :]

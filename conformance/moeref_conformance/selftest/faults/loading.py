@@ -189,6 +189,27 @@ def _tied_head_unset(session: Any, cell: Cell, world: World) -> Any:
     return border.facet(session, "export", load=load)
 
 
+def _padded_with(value: Callable[[World], float]) -> border.Change:
+    """After loading, the rows that pad the vocabulary hold `value(world)`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        vocabulary = {
+            "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+            "output_layer.weight": "lm_head.weight",
+        }
+
+        def change(folder: Path) -> None:
+            sizes = {meta.name: meta.shape[0] for meta in session.plan.tensors()}
+            for row, tensor in border.held(session, world):
+                if row.local in vocabulary:
+                    rows = sizes[vocabulary[row.local]] - world.rank % cell.layout.tp * len(tensor)
+                    tensor[max(rows, 0) :] = value(world)
+
+        return border.after_load(session, change)
+
+    return wrap
+
+
 def _vocab_not_padded(session: Any, cell: Cell, world: World) -> Any:
     def table(rows: Any, rank: int) -> Any:
         if 131 % cell.layout.tp:
@@ -400,6 +421,23 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2"),
         wrap=_missing_on_one_rank,
         says="nothing was raised",
+    ),
+    Fault(
+        id="padding-never-written",
+        bug="B33 in kind: only the rows of the checkpoint are written, the others are what the memory held",
+        rules=("LOD-005",),
+        also=("GRD-001",),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_padded_with(lambda world: float("nan")),
+        says="are NaN or infinite",
+    ),
+    Fault(
+        id="padding-differs-by-rank",
+        bug="B33 in kind: rows are padded with random numbers by a generator that every rank seeds for itself",
+        rules=("LOD-005",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_padded_with(lambda world: 0.01 * world.rank),
+        says="are not those of rank 0, which holds the same shard",
     ),
     Fault(
         id="missing-norm-left-at-one",

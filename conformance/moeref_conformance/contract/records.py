@@ -146,7 +146,6 @@ class Observation:
     """All that is known of one run of one cell. `crashes` begins with the rank that failed first.
 
     `written` says what became of inputs that are not as they were given.
-    `made` caches what judges compute from the run, so that cells compared with the same run share it.
     """
 
     cell: Cell
@@ -154,7 +153,6 @@ class Observation:
     crashes: list[Crash] = field(default_factory=list)
     seconds: float = 0.0
     written: tuple[str, ...] = ()
-    made: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def read(cls, cell: Cell, cell_dir: Path, outcome: RunOutcome) -> Observation:

@@ -185,12 +185,6 @@ def context(case: Case, factor: float = 1.0, of: Mapping[str, torch.Tensor] | No
     return Context(tensors, int(model.config.get("first_k_dense_replace") or 0))
 
 
-def one_rank(case: Case, step: str) -> RankRecord | None:
-    """The record of the one-rank run; None if there is no such run, or it lacks the step."""
-    ranks = case.baseline.ranks if case.baseline is not None else []
-    return ranks[0] if ranks and ranks[0].has(step) else None
-
-
 def tolerance(case: Case, limit: float) -> str:
     """A tolerance as text; on a GPU with the remark that it was measured on CPUs."""
     return f"{limit:g}" + (", a limit measured on CPUs" if case.cell.backend in GPU_BACKENDS else "")

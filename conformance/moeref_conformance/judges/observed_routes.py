@@ -1,4 +1,7 @@
-"""Which experts received each token of a phase, from what the step `replay` recorded at the experts."""
+"""Which experts received each token of a phase, from what the step `replay` recorded at the experts.
+
+And what transformers computes when the same experts receive them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.judges import Case
 from moeref_conformance.judges.common import expected, finding, once, records
+from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.sequence import positions
 
 Place = tuple[int, int]  # sample, position
@@ -44,6 +48,38 @@ def seen_routes(case: Case, phase: str) -> Routes:
             experts[layer][place].add(expert)
     frozen = {layer: {place: frozenset(e) for place, e in places.items()} for layer, places in experts.items()}
     return frozen, findings
+
+
+def oracle(case: Case, which: str) -> routed.Routed:
+    """What transformers computes under these routes, or the router's own where they have none."""
+    return routed.under(expected(case), which, case.claims.missing_rows)
+
+
+def without_route(case: Case) -> set[Place]:
+    """Places that the given routes leave to the router."""
+    places = set()
+    length = expected(case).tokens_BS.shape[1]
+    for number, sample in enumerate(routed.given_routes(expected(case), "a", case.claims.missing_rows)):
+        places |= {(number, s) for s in range(length) if s >= len(sample) or sample[s].min() < 0}
+    return places
+
+
+@once
+def oracle_of(case: Case, phase: str) -> routed.Routed:
+    """What transformers computes under the routes of a phase.
+
+    Tokens without a route take the experts that the target chose for them, which other rules judge.
+    """
+    native, seen = oracle(case, phase[-1]), seen_routes(case, phase)[0]
+    chosen = {
+        (layer, *place, seen[layer][place])
+        for layer, places in native.experts.items()
+        for place in without_route(case)
+        if seen.get(layer, {}).get(place, places[place]) != places[place]
+    }
+    top_k = {len(experts) for places in native.experts.values() for experts in places.values()}
+    other = frozenset(one for one in chosen if len(one[3]) in top_k)
+    return routed.under(expected(case), phase[-1], case.claims.missing_rows, other) if other else native
 
 
 def _of_phase(case: Case, phase: str) -> ByRank:
@@ -100,4 +136,4 @@ def _rows(tensor: torch.Tensor) -> Iterator[bytes]:
     return (content[i * width : (i + 1) * width] for i in range(len(tensor)))
 
 
-__all__ = ["Place", "Seen", "replayed", "seen_routes"]
+__all__ = ["Place", "Seen", "oracle", "oracle_of", "replayed", "seen_routes", "without_route"]

@@ -21,9 +21,7 @@ from moeref_conformance.judges.common import (
     within,
     without,
 )
-from moeref_conformance.judges.observed_routes import Place, Seen, replayed, seen_routes
-from moeref_conformance.oracles import routed
-from moeref_conformance.oracles.routed import given_routes
+from moeref_conformance.judges.observed_routes import Place, Seen, oracle, replayed, seen_routes, without_route
 
 TRANSFORMERS = 2e-5
 
@@ -68,28 +66,15 @@ def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset
         return "fewer experts than top-k: an expert twice in the route"
     if have == frozenset(range(len(have))):
         return "the first experts: a padding row"
-    if case.cell.replay == "R3" and fits(_oracle(case, "native").experts.get(layer, {}).get(place)):
+    if case.cell.replay == "R3" and fits(oracle(case, "native").experts.get(layer, {}).get(place)):
         return "the router's own choice"
     return ""
-
-
-def _without_route(case: Case) -> set[Place]:
-    """Places that the given routes leave to the router."""
-    places = set()
-    for number, sample in enumerate(given_routes(expected(case), "a", case.claims.missing_rows)):
-        length = expected(case).tokens_BS.shape[1]
-        places |= {(number, s) for s in range(length) if s >= len(sample) or sample[s].min() < 0}
-    return places
 
 
 def _last(case: Case) -> set[Place]:
     """The last token of each sample."""
     samples, length = expected(case).tokens_BS.shape
     return {(number, length - 1) for number in range(samples)}
-
-
-def _oracle(case: Case, which: str) -> routed.Routed:
-    return routed.under(expected(case), which, case.claims.missing_rows)
 
 
 def _in_bf16(case: Case) -> Outcome | None:
@@ -107,11 +92,11 @@ def tokens_take_their_routes(case: Case) -> list[Finding]:
         for phase, source in (("replay", "record"), ("recompute", "record"), ("step-changed", "record-changed")):
             findings += _against(case, phase, seen_routes(case, source)[0], whose="the recorded forward's")
         return findings
-    missing = _without_route(case)
+    missing = without_route(case)
     for phase in PHASES["R3"]:
         if phase.startswith("native"):
             continue
-        want = _oracle(case, phase[-1]).experts
+        want = oracle(case, phase[-1]).experts
         given = {layer: {p: e for p, e in places.items() if p not in missing} for layer, places in want.items()}
         findings += _against(case, phase, given, whose="its route says")
     return findings
@@ -124,7 +109,7 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
         return no
     if findings := without(case, "replay"):
         return findings
-    native = _oracle(case, "native").experts
+    native = oracle(case, "native").experts
     if case.cell.replay == "R3":
         for phase in ("native-between", "native-after"):
             findings += _against(case, phase, _first(native), whose="the router chooses")
@@ -145,14 +130,14 @@ def rows_without_a_route_are_native(case: Case) -> Outcome | list[Finding]:
         return no
     if findings := without(case, "replay"):
         return findings
-    return findings + _native(case, _without_route(case) - _last(case))
+    return findings + _native(case, without_route(case) - _last(case))
 
 
 def _native(case: Case, places: set[Place]) -> list[Finding]:
     """Findings where tokens at these places do not take the router's choice while others are replayed."""
     findings = []
     for phase in ("replay-a", "step-a", "recompute-b"):
-        findings += _against(case, phase, _oracle(case, phase[-1]).experts, of=places, whose="the router chooses")
+        findings += _against(case, phase, oracle(case, phase[-1]).experts, of=places, whose="the router chooses")
     return findings
 
 
@@ -169,7 +154,7 @@ def logits_under_routes_are_transformers(case: Case) -> Outcome | list[Finding]:
 
 def _far(case: Case, tokens: slice) -> tuple[list[Finding], float]:
     """Findings where logits at these tokens are off transformers' under the same routes, and the largest distance."""
-    phase, want, worst, findings = "replay-a", _oracle(case, "a").logits_BSV, 0.0, list[Finding]()
+    phase, want, worst, findings = "replay-a", oracle(case, "a").logits_BSV, 0.0, list[Finding]()
     for rank, got in _logits(case, phase).items():
         if got.shape != want.shape:
             message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 #: A tensor that `checkpoint_extra` may have too many.
@@ -44,6 +45,15 @@ class Expected:
     def tokens_BS(self) -> torch.Tensor:
         """int64 token ids, the same for every cell."""
         return load_file(self.dir / "tokens.safetensors")["tokens"]
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal checkpoints and tokens, whatever the variant."""
+        files = [self.dir / "tokens.safetensors", *sorted((self.dir / "checkpoint").iterdir())]
+        found = xxhash.xxh3_64()
+        for file in files:
+            found.update(file.read_bytes())
+        return found.hexdigest()
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""transformers' own module under given routes: its logits, and the experts of its tokens.
+"""transformers' own module under given routes or its own: logits, experts of the tokens, gradients of a step.
 
 A torch function mode replaces the result of the one `topk` by which a router chooses experts. Scores, normalisation and
 everything else stay transformers' own, and so does the choice for rows without a route.
@@ -27,12 +27,22 @@ MISSING = -1
 SETS = ("a", "b")
 
 
+#: Experts by layer, sample and position, for tokens whose route is not given.
+Chosen = frozenset[tuple[int, int, int, frozenset[int]]]
+
+
 @dataclass(frozen=True)
 class Routed:
-    """What transformers computes: `logits_BSV`, and experts by (sample, position) of every MoE layer."""
+    """What transformers computes, all in fp32.
+
+    `experts` has those of every MoE layer by (sample, position). `gradients` are autograd's by the checkpoint's names,
+    of the mean over all tokens of the cross entropy of the next token, the first token of a row following its last;
+    NaN for a tensor that is no parameter.
+    """
 
     logits_BSV: torch.Tensor
     experts: Mapping[int, Mapping[tuple[int, int], frozenset[int]]]
+    gradients: Mapping[str, torch.Tensor]
 
 
 class _Forced(TorchFunctionMode):
@@ -95,34 +105,56 @@ def write(expected: Expected) -> Path:
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str, bool], Routed] = {}
+_DONE: dict[tuple[str, str, bool, Chosen], Routed] = {}
 
 
-def under(expected: Expected, which: str, missing: bool = True) -> Routed:
-    """What transformers computes under the route set `a` or `b`, or with `native` routes; computed once a variant."""
-    key = str(expected.dir), which, missing
+def under(expected: Expected, which: str, missing: bool = True, chosen: Chosen = frozenset()) -> Routed:
+    """What transformers computes under the route set `a` or `b`, or with `native` routes.
+
+    Tokens without a route take the experts `chosen`, else the router's. Computed once for equal checkpoints.
+    """
+    key = expected.digest, which, missing, chosen
     with _ONE_AT_A_TIME:
         if key not in _DONE:
-            _DONE[key] = routed(expected, None if which == "native" else given_routes(expected, which, missing))
+            given = () if which == "native" else given_routes(expected, which, missing)
+            _DONE[key] = routed(expected, given, chosen)
         return _DONE[key]
 
 
-def routed(expected: Expected, routes: Sequence[np.ndarray[Any, Any]] | None) -> Routed:
-    """transformers' forward of the cell's tokens under `routes` as `given_routes` makes them; native without."""
+def routed(expected: Expected, routes: Sequence[np.ndarray[Any, Any]] = (), chosen: Chosen = frozenset()) -> Routed:
+    """transformers' step with the cell's tokens under `routes` as `given_routes` makes them; native without."""
     model, shape = _model(str(expected.inputs["checkpoint"])), _shape(expected)
     samples, length = expected.tokens_BS.shape
     target_BSLK = np.full((samples, length, shape.layers, shape.top_k), MISSING, np.int64)
-    for number, sample in enumerate(routes or ()):
+    for number, sample in enumerate(routes):
         target_BSLK[number, : len(sample)] = sample
+    for layer, sample, position, own in chosen:
+        target_BSLK[sample, position, layer] = sorted(own)
     layers = [layer for layer, moe in enumerate(shape.moe) if moe]
     target_TLK = torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k))
-    with torch.no_grad(), _Forced(shape.experts, target_TLK) as forced:
-        logits_BSV = model(expected.tokens_BS).logits.float().contiguous()
+    with torch.enable_grad(), _Forced(shape.experts, target_TLK) as forced:
+        logits_BSV = model(expected.tokens_BS).logits.float()
+        gradients = _gradients(model, logits_BSV, expected)
     experts = {}
-    for layer, chosen in zip(layers, forced.chosen, strict=True):
-        rows = chosen.reshape(samples, length, -1).tolist()
+    for layer, chosen_TK in zip(layers, forced.chosen, strict=True):
+        rows = chosen_TK.reshape(samples, length, -1).tolist()
         experts[layer] = {(b, s): frozenset(rows[b][s]) for b in range(samples) for s in range(length)}
-    return Routed(logits_BSV, experts)
+    return Routed(logits_BSV.detach().contiguous(), experts, gradients)
+
+
+def _gradients(model: Any, logits_BSV: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
+    """The gradients under the names of the checkpoint, as transformers' own writer splits and names its tensors."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    labels_BS = expected.tokens_BS.roll(-1, 1)
+    loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    gradients = dict(zip(parameters, found, strict=True))
+    if not gradients.keys() <= expected.tensors.keys():  # a fused checkpoint has the module's own names
+        gradients = revert_weight_conversion(model, gradients)
+    nan = torch.tensor(torch.nan)
+    return {name: gradients.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Plan:
                 made = over_nccl
         same = (made.variant, made.backend)
         listed = (c for c in self.matrix.cells if is_one_rank(c) and (c.variant, c.backend) == same)
-        return replace(next(listed, made), gradients=True)
+        return next(listed, made)
 
     def enabled(self, cell: Cell, rule: Rule) -> bool:
         """Whether the selection and the cell's grid include the rule."""

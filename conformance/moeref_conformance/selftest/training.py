@@ -1,4 +1,4 @@
-"""Targets that differ from moeref in their training steps alone: one benign, the others wrong by the cell's tag."""
+"""Targets that differ from moeref in their training steps alone: wrong by the cell's tag."""
 
 from __future__ import annotations
 
@@ -11,24 +11,8 @@ from moeref_conformance.contract.api import Cell, Info, Session, World
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import configured
-from moeref_conformance.selftest.faults.steps import balanced
 from moeref_conformance.selftest.faulty import FaultyTarget
 from moeref_conformance.targets.moeref import MoerefTarget
-
-#: Correct: steps with megatron-core's auxiliary loss, unscaled.
-BALANCED = Fault(
-    id="balanced",
-    bug="none: the auxiliary loss as megatron-core has it",
-    rules=(),
-    cell=cell("qwen3_moe", "tp2"),
-    wrap=balanced(lambda layout: 1.0),
-    one_rank=True,
-)
-
-
-def with_auxiliary_loss() -> FaultyTarget:
-    """moeref whose steps have megatron-core's auxiliary loss."""
-    return FaultyTarget(BALANCED)
 
 
 def _noting_marks(cell: Cell, world: World) -> AbstractContextManager[Any]:

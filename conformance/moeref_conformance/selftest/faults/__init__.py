@@ -53,6 +53,7 @@ NOT_EXPRESSIBLE = {
     "W15": "delta updates by XOR: no facet yet",
     "R9": "padding for FP8: no cell has a quantised model",
     "R18": "the mask of padded tokens: the tokens of a cell have no padding",
+    "Megatron-LM#5047": "the scale of an auxiliary loss: the step that is asked for has none, with one GRD-001 fails",
     "W18": "a checker that waits for nothing: a bug of the judge, not of the judged",
 }
 

@@ -1,4 +1,4 @@
-"""Bugs of a training step: its load-balancing loss, and how many microbatches each rank has."""
+"""Bugs of a training step: its loss, gradients that get lost, and how many microbatches each rank has."""
 
 from __future__ import annotations
 
@@ -6,27 +6,37 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, Layout, Session, World
+from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
-#: Large enough for the balancing loss to be seen next to the cross entropy.
-COEFFICIENT = 1.0
+#: As in published configs, which a framework may read and apply unasked.
+COEFFICIENT = 1e-3
 
 
-def balanced(share: Callable[[Layout], float]) -> Callable[[Session, Cell, World], Any]:
-    """A fault's `wrap`: steps have megatron-core's auxiliary loss, scaled by `share(layout)`."""
+def _balanced(session: Session, cell: Cell, world: World) -> Any:
+    """Steps have megatron-core's auxiliary loss."""
+    good: Any = session.gradients
+
+    def gradients(tokens_BS: Any) -> Any:
+        with ExitStack() as stack:
+            for router in _routers(session):
+                _while(stack, router, "routing_type", "aux_loss")
+                _while(stack, router.config, "moe_aux_loss_coeff", COEFFICIENT)
+            return good.gradients(tokens_BS)
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _times(factor: Callable[[Cell], float], part: str = "") -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: gradients of parameters whose name contains `part` are multiplied by `factor(cell)`."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.gradients
 
         def gradients(tokens_BS: Any) -> Any:
-            with ExitStack() as stack:
-                for router in _routers(session):
-                    _while(stack, router, "routing_type", "aux_loss")
-                    _while(stack, router.config, "moe_aux_loss_coeff", COEFFICIENT)
-                    _while(stack, router, "attach_and_log_load_balancing_loss", _scaled(router, share(cell.layout)))
-                return good.gradients(tokens_BS)
+            found = good.gradients(tokens_BS)
+            return {key: factor(cell) * one if part in key[1] else one for key, one in found.items()}
 
         return facet(session, "gradients", gradients=gradients)
 
@@ -38,15 +48,6 @@ def _routers(session: Session) -> list[Any]:
 
     chunks = session.export.chunks() if session.export else ()
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
-
-
-def _scaled(router: Any, share: float) -> Callable[..., Any]:
-    good = router.attach_and_log_load_balancing_loss
-
-    def attach(activation: Any, coefficient: float, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        return good(activation, coefficient, loss * share, *args, **kwargs)
-
-    return attach
 
 
 def _while(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -68,13 +69,42 @@ def _one_more_on_odd_ranks(session: Session, cell: Cell, world: World) -> Any:
 
 FAULTS = (
     Fault(
-        id="aux-loss-scaled-by-tp",
-        bug="P15 Megatron-LM#5047: the gradient of the auxiliary loss is divided by the size of the tp·cp group",
+        id="aux-loss-nobody-asked-for",
+        bug="a coefficient in the model's config, or Megatron's default, adds the auxiliary loss to a step without it",
         rules=("GRD-001",),
-        cell=cell("qwen3_moe", "tp2"),
-        wrap=balanced(lambda layout: 1 / (layout.tp * layout.cp)),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_balanced,
         one_rank=True,
-        says="the gradient of decoder.layers.",
+        says="off transformers' by",
+    ),
+    Fault(
+        id="loss-summed-over-tokens",
+        bug="the sum over the tokens of a row where their mean is wanted, the same under every layout",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_times(lambda cell: 16.0),
+        one_rank=True,
+        diagnosis="16 times the right one",
+    ),
+    Fault(
+        id="router-gradient-lost",
+        bug="the weights of experts are detached from the router, whose gradient is zero under every layout",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "tp2"),
+        wrap=_times(lambda cell: 0.0, "router.weight"),
+        one_rank=True,
+        says="mlp.router.weight",
+        diagnosis="all zero",
+    ),
+    Fault(
+        id="expert-gradient-lost",
+        bug="a grouped GEMM whose last group has no weight gradient, under every layout",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "ep2", experts="grouped", expert_format="fused"),
+        wrap=_times(lambda cell: 0.0, "linear_fc1.weight7"),
+        one_rank=True,
+        says="linear_fc1.weight7",
+        diagnosis="all zero",
     ),
     Fault(
         id="unequal-microbatches",

@@ -26,7 +26,7 @@ def gradients(
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
     The loss is the mean cross entropy of the next token over the unpadded vocabulary; the label of the last token is
-    the first token. Each row is a microbatch, and every data-parallel replica computes all rows. Weights and buffers do
+    the first token. Each row is a microbatch; data-parallel replicas may have different ones. Weights and buffers do
     not change.
 
     Raises ValueError for a model with multi-token prediction layers, whose loss is not supported, and under VPP for a

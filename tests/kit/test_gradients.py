@@ -42,6 +42,24 @@ def test_interleaving_gets_more_microbatches_of_the_same_mean() -> None:
     tokens_BS = torch.arange(6).reshape(2, 3)
     assert gradients.batch(tokens_BS, Layout(pp=4)).tolist() == tokens_BS.tolist()
     assert gradients.batch(tokens_BS, Layout(pp=2, vpp=2)).tolist() == [*tokens_BS.tolist(), *tokens_BS.tolist()]
+    assert gradients.batch(tokens_BS[:1], Layout(pp=2, vpp=2)).tolist() == 4 * tokens_BS[:1].tolist()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        (Layout(), [[0, 1]]),
+        (Layout(tp=2, world=4), [[0], [0], [1], [1]]),
+        (Layout(ep=4), [[0], [1], [0], [1]]),
+        (Layout(world=3), [[0, 1]] * 3),
+    ],
+    ids=lambda value: value.text if isinstance(value, Layout) else "",
+)
+def test_replicas_get_different_rows_of_the_same_mean(layout: Layout, rows: list[list[int]]) -> None:
+    tokens_BS = torch.arange(6).reshape(2, 3)
+    found = [gradients.of_replica(tokens_BS, layout, rank) for rank in range(layout.world)]
+    assert [rows_BS.tolist() for rows_BS in found] == [tokens_BS[picked].tolist() for picked in rows]
 
 
 @pytest.mark.cpu

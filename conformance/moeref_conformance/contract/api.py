@@ -128,9 +128,10 @@ class Gradients(Protocol):
         """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
         pass and all reductions over ranks; no optimiser step, and the weights stay as they are.
 
-        The loss is the mean over all tokens of the cross entropy of the next token over the unpadded vocabulary, the
-        first token of a row following its last. Every data-parallel replica gets all rows. `tokens_BS` is as in
-        `Forward.logits`, with rows in multiples of 2·PP under interleaving. Not asked in bf16 or with MTP layers.
+        The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
+        the unpadded vocabulary, the first token of a row following its last, and nothing else. `tokens_BS` is as in
+        `Forward.logits`, but replicas (of the dense grid: ranks with other experts among them) get different rows, all
+        the same number, in multiples of 2·PP under interleaving. Not asked in bf16 or with MTP layers.
         """
 
 

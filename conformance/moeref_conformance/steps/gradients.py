@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from safetensors.torch import load_file
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Gradients, Layout
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
@@ -19,12 +22,20 @@ def batch(tokens_BS: torch.Tensor, layout: Layout) -> torch.Tensor:
 
     2·PP microbatches bring an interleaved schedule into its steady state, where sends of both directions cross.
     """
-    return tokens_BS.repeat(layout.pp if layout.vpp > 1 else 1, 1)
+    return tokens_BS.repeat(2 * layout.pp // len(tokens_BS) if layout.vpp > 1 else 1, 1)
+
+
+def of_replica(tokens_BS: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The rows of a rank's data-parallel replica. The mean over replicas is that over all rows."""
+    group = next(ranks for ranks in topology.groups(layout)["dp"] if rank in ranks)
+    parts = math.gcd(len(tokens_BS), len(group))
+    return tokens_BS[group.index(rank) % parts :: parts]
 
 
 def step(facet: Gradients, context: Context) -> None:
     """Save the gradients by `chunk:local`. Raises TypeError for anything but fp32 tensors by (chunk, local name)."""
-    gradients = facet.gradients(batch(load_file(context.input("tokens"))["tokens"], context.cell.layout))
+    layout, tokens_BS = context.cell.layout, load_file(context.input("tokens"))["tokens"]
+    gradients = facet.gradients(batch(of_replica(tokens_BS, layout, context.rank), layout))
     by_name: dict[str, torch.Tensor] = {}
     for (chunk, local), tensor in gradients.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.border import facet
@@ -36,6 +38,15 @@ def marked(attribute: str, value: Any, part: str = "") -> Wrap:
 
 def _untied(chunk: Any) -> None:
     chunk.share_embeddings_and_output_weights = False
+
+
+def _replicas_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    from megatron.core.distributed import DistributedDataParallel
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    return mock.patch.object(DistributedDataParallel, "finish_grad_sync", nothing)
 
 
 def configured(**values: Any) -> Wrap:
@@ -77,6 +88,13 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2", tied=True),
         wrap=_chunks(_untied),
         says="embedding.word_embeddings.weight",
+    ),
+    Fault(
+        id="mean-over-dp-never-taken",
+        bug="gradients stay those of each data-parallel replica's own rows",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "tp1", world_size=2),
+        patch=_replicas_alone,
     ),
     Fault(
         id="batched-sends-cross",

@@ -35,6 +35,7 @@ PAIRS = (
     ("row-shards-mirrored", "extra-tensor-skipped"),
     ("layers-not-globalised", "embedding-cached"),
 )
+NATIVE = {"FWD-001", "FWD-002", "RPL-002", "RPL-003", "RPL-009"}
 #: Reports of garbled or missing weights and of confused layouts.
 REPORTS = (
     *("SkyRL#1816", "SkyRL#1680", "SkyRL#1345", "SkyRL#1471", "SkyRL#1505", "training-gym#100", "slime#1840"),
@@ -81,9 +82,12 @@ def test_fault_turns_its_rules_red(bench: Bench, fault: Fault) -> None:
 def test_the_good_target_stays_green(bench: Bench, cell: Cell) -> None:
     outcomes = bench.judge(cell)
     assert {rule: o.findings for rule, o in outcomes.items() if o.findings} == {}
-    # A cell that takes no training step says so.
+    # A cell that takes no training step says so; in bf16 nothing compares what follows from a router's own choice.
     steps = gradients.asked(cell) or cell.backend == "static"
-    assert {rule for rule, o in outcomes.items() if o.untested} == (set() if steps else {"GRD-001"})
+    untested = set() if steps else {"GRD-001"}
+    if cell.dtype == "bfloat16":
+        untested |= NATIVE & outcomes.keys()
+    assert {rule for rule, o in outcomes.items() if o.untested} == untested
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)

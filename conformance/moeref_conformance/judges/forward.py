@@ -11,6 +11,7 @@ from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     ITSELF,
+    NATIVE,
     NO_BASELINE,
     distance,
     expected,
@@ -89,7 +90,7 @@ def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
 def logits_are_transformers(case: Case) -> Outcome:
     """In fp32, whatever the layout."""
     if case.cell.dtype != "float32":
-        return Outcome(untested=f"judged in fp32 only: in {case.cell.dtype} rounding turns routes without replay")
+        return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-004"))
     return unmeasured(case) or _judge(case, expected(case).logits_BSV, "transformers", TRANSFORMERS)
 
 
@@ -106,7 +107,7 @@ def logits_are_the_one_rank_runs(case: Case) -> Outcome:
     layout = case.cell.layout
     bitwise = layout.tp == layout.expert_tp == layout.ep == layout.cp == 1
     if not bitwise and case.cell.dtype != "float32":
-        return Outcome(untested=f"in {case.cell.dtype} sums in another order turn routes; comparing needs replay")
+        return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-004"))
     if not bitwise and (no := unmeasured(case)):
         return no
     return _judge(case, next(iter(one.values())), "the one-rank run", 0.0 if bitwise else LAYOUT)

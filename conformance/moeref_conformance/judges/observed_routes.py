@@ -55,6 +55,11 @@ def oracle(case: Case, which: str) -> routed.Routed:
     return routed.under(expected(case), which, case.claims.missing_rows)
 
 
+def rounding(case: Case, which: str) -> routed.Rounding:
+    """How far transformers' own bf16 is from its fp32 under these routes."""
+    return routed.rounding(expected(case), which, case.claims.missing_rows)
+
+
 def without_route(case: Case) -> set[Place]:
     """Places that the given routes leave to the router."""
     places = set()
@@ -136,4 +141,4 @@ def _rows(tensor: torch.Tensor) -> Iterator[bytes]:
     return (content[i * width : (i + 1) * width] for i in range(len(tensor)))
 
 
-__all__ = ["Place", "Seen", "oracle", "oracle_of", "replayed", "seen_routes", "without_route"]
+__all__ = ["Place", "Seen", "oracle", "oracle_of", "replayed", "rounding", "seen_routes", "without_route"]

@@ -33,7 +33,7 @@ Chosen = frozenset[tuple[int, int, int, frozenset[int]]]
 
 @dataclass(frozen=True)
 class Routed:
-    """What transformers computes, all in fp32.
+    """What transformers computes; logits are in fp32.
 
     `experts` has those of every MoE layer by (sample, position). `gradients` are autograd's by the checkpoint's names,
     of the mean over all tokens of the cross entropy of the next token, the first token of a row following its last;
@@ -105,31 +105,69 @@ def write(expected: Expected) -> Path:
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str, bool, Chosen], Routed] = {}
+_DONE: dict[tuple[str, str, bool, Chosen, torch.dtype], Routed] = {}
 
 
-def under(expected: Expected, which: str, missing: bool = True, chosen: Chosen = frozenset()) -> Routed:
-    """What transformers computes under the route set `a` or `b`, or with `native` routes.
+def under(
+    expected: Expected,
+    which: str,
+    missing: bool = True,
+    chosen: Chosen = frozenset(),
+    dtype: torch.dtype = torch.float32,
+) -> Routed:
+    """What transformers computes in `dtype` under the route set `a` or `b`, or with `native` routes.
 
     Tokens without a route take the experts `chosen`, else the router's. Computed once for equal checkpoints.
     """
-    key = expected.digest, which, missing, chosen
+    key = expected.digest, which, missing, chosen, dtype
     with _ONE_AT_A_TIME:
         if key not in _DONE:
             given = () if which == "native" else given_routes(expected, which, missing)
-            _DONE[key] = routed(expected, given, chosen)
+            _DONE[key] = routed(expected, given, chosen, dtype)
         return _DONE[key]
 
 
-def routed(expected: Expected, routes: Sequence[np.ndarray[Any, Any]] = (), chosen: Chosen = frozenset()) -> Routed:
+@dataclass(frozen=True)
+class Rounding:
+    """How far transformers in bf16 is from itself in fp32: the distance of all values, relative to their length."""
+
+    logits: float
+    gradients: float
+
+
+def rounding(expected: Expected, which: str, missing: bool) -> Rounding:
+    """That of bf16 where every token takes the experts that it takes in fp32 under the route set `a` or `b`."""
+    exact = under(expected, which, missing)
+    taken = frozenset(
+        (layer, *place, own) for layer, by_place in exact.experts.items() for place, own in by_place.items()
+    )
+    rounded = under(expected, "native", chosen=taken, dtype=torch.bfloat16)
+    names = [name for name, gradient in exact.gradients.items() if not bool(gradient.isnan().any())]
+    return Rounding(
+        _apart([rounded.logits_BSV], [exact.logits_BSV]),
+        _apart([rounded.gradients[name] for name in names], [exact.gradients[name] for name in names]),
+    )
+
+
+def _apart(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True)]
+    return float((sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)) ** 0.5)
+
+
+def routed(
+    expected: Expected,
+    routes: Sequence[np.ndarray[Any, Any]] = (),
+    chosen: Chosen = frozenset(),
+    dtype: torch.dtype = torch.float32,
+) -> Routed:
     """transformers' step with the cell's tokens under `routes` as `given_routes` makes them; native without."""
-    model, shape = _model(str(expected.inputs["checkpoint"])), _shape(expected)
+    model, shape = _model(str(expected.inputs["checkpoint"]), dtype), _shape(expected)
     samples, length = expected.tokens_BS.shape
     target_BSLK = np.full((samples, length, shape.layers, shape.top_k), MISSING, np.int64)
     for number, sample in enumerate(routes):
         target_BSLK[number, : len(sample)] = sample
-    for layer, sample, position, own in chosen:
-        target_BSLK[sample, position, layer] = sorted(own)
+    for layer, row, position, own in chosen:
+        target_BSLK[row, position, layer] = sorted(own)
     layers = [layer for layer, moe in enumerate(shape.moe) if moe]
     target_TLK = torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k))
     with torch.enable_grad(), _Forced(shape.experts, target_TLK) as forced:
@@ -175,11 +213,11 @@ def _shape(expected: Expected) -> _Shape:
 
 
 @functools.lru_cache(maxsize=2)
-def _model(folder: str) -> Any:
-    """transformers' module with the checkpoint's weights, in fp32."""
+def _model(folder: str, dtype: torch.dtype) -> Any:
+    """transformers' module with the checkpoint's weights."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        Path(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        Path(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
     )
     return model.eval()

@@ -129,6 +129,16 @@ def _gate_unmarked(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", step=step)
 
 
+def _scaled(method: str, change: Callable[[Any], Any]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: what a method of the facet `replay` gives passes through `change`."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good = getattr(session.replay, method)
+        return facet(session, "replay", **{method: lambda tokens_BS, routes: change(good(tokens_BS, routes))})
+
+    return wrap
+
+
 FAULTS = (
     Fault(
         id="routes-of-an-earlier-forward",
@@ -204,5 +214,23 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", replay="R3"),
         wrap=_gate_unmarked,
         says="router.weight",
+    ),
+    Fault(
+        id="logits-scaled-in-bf16",
+        bug="logits off by a twentieth, which fp32 would show at once, in the dtype that everybody trains in",
+        rules=("RPL-004",),
+        cell=cell("qwen3_moe", "tp2", replay="R3", dtype="bfloat16"),
+        wrap=_scaled("replay", lambda logits_BSV: 1.05 * logits_BSV),
+        one_rank=True,
+        says="of their length",
+    ),
+    Fault(
+        id="loss-scaled-in-bf16",
+        bug="gradients off by a twentieth in bf16, under every layout",
+        rules=("RPL-008",),
+        cell=cell("glm4_moe", "ep2", replay="R3", dtype="bfloat16"),
+        wrap=_scaled("step", lambda gradients: {key: 1.05 * gradient for key, gradient in gradients.items()}),
+        one_rank=True,
+        says="of their length",
     ),
 )

@@ -120,10 +120,10 @@ def test_shards_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("name", "other", "said"),
     [
-        (DOWN, "model.layers.3.mlp.experts.7.down_proj.weight", "is expert 7"),
+        (DOWN, "model.layers.3.mlp.experts.7.down_proj.weight", "holds expert 7, expected expert 5"),
         (DOWN, "model.layers.1.mlp.experts.5.down_proj.weight", "is layer -2"),
         (DOWN, "model.layers.4.mlp.experts.5.down_proj.weight", "is layer +1 = dense prefix"),
-        (DOWN, "model.layers.1.mlp.experts.2.down_proj.weight", "is expert 2 of layer -2"),
+        (DOWN, "model.layers.1.mlp.experts.2.down_proj.weight", "holds expert 2 of layer -2, expected expert 5"),
         (GATE, UP, "gate and up swapped"),
         (UP, GATE, "gate and up swapped"),
         (K, V, "is v_proj of the same layer"),
@@ -312,7 +312,7 @@ def test_shard_of_another_rank() -> None:
 
 
 def test_shard_of_another_expert() -> None:
-    assert say_of_shard(FC1, fc1("experts.2")) == "is expert 2"
+    assert say_of_shard(FC1, fc1("experts.2")) == "holds expert 2, expected expert 5"
     other = CHECKPOINT[DOWN.replace("layers.3", "layers.4")].chunk(2, 1)[0]
     assert say_of_shard(FC2, other) == "is layer +1 = dense prefix"
 
@@ -323,7 +323,7 @@ def test_experts_of_a_fused_tensor() -> None:
     moved = want.clone()
     moved[2:] = want[:2]
     inside = Context({name: want})
-    assert diagnose(name, want, moved, inside) == "2 of 4 experts: expert 2 is expert 0"
+    assert diagnose(name, want, moved, inside) == "2 of 4 experts: expert 2 holds expert 0, expected expert 2"
     shards = torch.cat([x for g, u in zip(want[1].chunk(4)[:2], want[1].chunk(4)[2:], strict=True) for x in (g, u)])
     joined = want.clone()
     joined[1] = shards

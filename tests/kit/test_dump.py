@@ -79,7 +79,7 @@ def test_wrong_bytes_are_red_with_their_cause(recorded: Path, tmp_path: Path) ->
     save_file(tensors, file)
     code, status, said = judge(dump, tmp_path / "out")
     assert (code, status["EXP-002"]) == (1, "fail")
-    assert "is expert 9" in said
+    assert "holds expert 9" in said
 
 
 def test_a_record_that_broke_off_is_no_pass(recorded: Path, tmp_path: Path) -> None:

@@ -233,12 +233,12 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
     "neighbour's expert": (
         "LOD-001",
         tensor("shards", lambda t: swap(t, f"0:{FC1}", f"0:{FC1.replace('experts.3', 'experts.5')}"), 3),
-        "is expert 13",
+        "holds expert 13",
     ),
     "expert of another rank": (
         "LOD-001",
         lambda run: run.tensors(3, "shards", lambda t: t[f"0:{FC1}"].copy_(first_experts(run, 3))),
-        "is expert 3",
+        "holds expert 3",
     ),
     "expert bias never loaded": (
         "LOD-001",

@@ -11,7 +11,7 @@ import torch
 
 from moeref_conformance.diagnosis import axes, shards, values
 from moeref_conformance.diagnosis.compare import same
-from moeref_conformance.diagnosis.matching import Context, first_of, moved, relation, shifted
+from moeref_conformance.diagnosis.matching import Context, first_of, mistaken, moved, shifted
 
 UNKNOWN = "no known pattern"
 
@@ -53,7 +53,7 @@ def diagnose(
         lambda: shards.not_rechunked(name, expected, got, context),
         lambda: shards.groups_lost(name, expected, got, context),
         lambda: axes.shards_reordered(name, expected, got),
-        lambda: _related(expected, got, context),
+        lambda: shifted(expected, got, context),
         lambda: values.missing_lines(expected, got),
         lambda: moved(name, got, context, Context({name: expected})),
         lambda: values.rounded(expected, got),
@@ -72,12 +72,7 @@ def _another(name: str, got: torch.Tensor, context: Context) -> str:
         return "gate and up swapped"
     parts = context.parts.get(name, ())
     seen_from = parts[0] if len(parts) == 1 and other not in context.tensors else name
-    return f"is {relation(seen_from, other, context.dense_prefix)}"
-
-
-def _related(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
-    other = shifted(expected, got, context)
-    return f"is {other}" if other else ""
+    return mistaken(seen_from, other, context.dense_prefix)
 
 
 def _slices(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None) -> str:

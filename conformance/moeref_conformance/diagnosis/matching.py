@@ -125,6 +125,12 @@ def relation(name: str, other: str, dense_prefix: int = 0) -> str:
     return " of ".join(parts) if parts else "itself"
 
 
+def mistaken(name: str, other: str, dense_prefix: int = 0) -> str:
+    """What is wrong with a tensor that has the values of `other`: "is layer +1", "holds expert 0, expected expert 8"."""
+    said, own = relation(name, other, dense_prefix), _template(name)[2]
+    return f"holds {said}, expected expert {own}" if said.startswith("expert ") else f"is {said}"
+
+
 def short(name: str) -> str:
     """`up_proj` of a full name."""
     return name.removesuffix(".weight").rsplit(".", 1)[-1] + (".bias" if name.endswith(".bias") else "")
@@ -142,7 +148,7 @@ def runs(flags: list[bool]) -> list[tuple[int, int]]:
 
 
 def shifted(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
-    """`expert 8` if every row (or column) of `got` is the expected one, but of tensors with that relation.
+    """`holds expert 8, …` if every row (or column) of `got` is the expected one, but of tensors with that relation.
 
     It explains a shard made of several tensors when all are of another expert, layer or kind.
     """
@@ -154,9 +160,9 @@ def shifted(expected: torch.Tensor, got: torch.Tensor, context: Context) -> str:
             mine, other = (_at_the_source(context, line, columns) for line in (right, wrong))
             if mine is None or other is None or mine[1] != other[1]:
                 break
-            relations.add(relation(mine[0], other[0], context.dense_prefix))
+            relations.add(mistaken(mine[0], other[0], context.dense_prefix))
         else:
-            if len(relations) == 1 and relations != {"itself"}:
+            if len(relations) == 1 and relations != {"is itself"}:
                 return relations.pop()
     return ""
 

@@ -70,12 +70,12 @@ def wrong_expert(name: str, expected: torch.Tensor, got: torch.Tensor, context: 
     if len(sources) != 1 or sources[0].dim() < 2 or expected.shape != got.shape:
         return ""
     experts, want, have = bits(sources[0]).reshape(len(sources[0]), -1), bits(expected), bits(got)
-    for own in experts:
+    for number, own in enumerate(experts):
         ordered, order = own.sort()
         place = torch.searchsorted(ordered, want).clamp(max=len(own) - 1)
         if torch.equal(ordered[place], want):
             others = (experts[:, order[place]] == have).all(1).nonzero()
-            return f"is expert {int(others[0])}" if len(others) else ""
+            return f"holds expert {int(others[0])}, expected expert {number}" if len(others) else ""
     return ""
 
 

@@ -197,7 +197,7 @@ FAULTS = (
         also=("EXP-006", "EXP-007"),
         cell=cell("qwen3_moe", "ep2"),
         wrap=whole_stream(_ep_mirrored),
-        diagnosis="is expert 8",
+        diagnosis="holds expert 8",
     ),
     Fault(
         id="gather-list-aliased",

@@ -107,7 +107,7 @@ FAULTS = (
         also=("EXP-006", "EXP-007", "FWD-001", "FWD-002"),
         cell=cell("gpt_oss", "ep2"),
         wrap=loaded(_biases_without_ep_offset),
-        diagnosis="is expert 0",
+        diagnosis="holds expert 0",
     ),
     Fault(
         id="expert-biases-never-loaded",

@@ -295,7 +295,7 @@ FAULTS = (
         ),
         cell=cell("qwen3_moe", "ep2"),
         wrap=loaded(_no_expert_offset),
-        diagnosis="is expert 0",
+        diagnosis="holds expert 0",
     ),
     Fault(
         id="qkv-as-q-k-v",

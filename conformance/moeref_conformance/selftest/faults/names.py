@@ -228,7 +228,7 @@ FAULTS = (
         also=("FWD-001",),
         cell=cell("qwen3_moe", "pp2"),
         wrap=_experts_sorted_as_text,
-        diagnosis="is expert 10",
+        diagnosis="holds expert 10",
         one_rank=True,
     ),
     Fault(

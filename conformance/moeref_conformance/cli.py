@@ -283,12 +283,14 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _say(results: Results, page: Path) -> int:
+    from moeref_conformance.report.terminal import failures
+
     counts = ", ".join(f"{number} {status}" for status, number in results.counts.items() if number)
     if results.advice:
         counts += f"; {results.advice} of these are of recommendations (SHOULD), which decide nothing"
     print(f"{results.header['target']['name']} {results.header['target']['version']}: {counts}")
-    for standing in results.headline.standings:
-        print(f"  {standing}")
+    for line in [*failures(results), *(f"  {standing}" for standing in results.headline.standings)]:
+        print(line)
     print(f"report: {page}")
     print(f"{EXIT_WORDS[results.exit_code]}: {results.headline}")
     return results.exit_code

@@ -51,7 +51,7 @@ for name in ("good", "stale", "lenient"):
     outcome = StaticWorld(target).run(cell, Path(name), {"hf_config": "."}, target.claims)
     seen = Observation.read(cell, Path(name), outcome)
     case = Case(cell=cell, expected=None, observation=seen, baseline=None, claims=target.claims)
-    said[name] = [f.message for f in JUDGES["VER-001"](case).findings]
+    said[name] = [[f.message, f.count] for f in JUDGES["VER-001"](case).findings]
 heading = GROUPS[load_rules()["VER-001"].group]
 print(json.dumps({"said": said, "last": [FACETS[-1], facets()[-1].name], "heading": heading}))
 """
@@ -71,6 +71,6 @@ def test_the_new_facet_is_claimed_asked_and_judged(tmp_path: Path) -> None:
     assert answer["heading"] == "versions"
     assert answer["said"] == {
         "good": [],
-        "stale": ["after 1 pushes version 0 is served", "after 5 pushes version 0 is served"],
-        "lenient": ["a negative number of pushes was taken"],
+        "stale": [["after 1 pushes version 0 is served", 2]],
+        "lenient": [["a negative number of pushes was taken", 1]],
     }

@@ -423,7 +423,7 @@ def test_a_refusal_on_one_rank_is_a_refusal(run: Run) -> None:
         error(rank, "refuse_missing", None)(run)
         error(rank, "refuse_parameter", None)(run)
     assert not judge(run, "LOD-003") + judge(run, "NAM-006")
-    assert [f.rank for f in judge(run, "LOD-004")] == [f.rank for f in judge(run, "NAM-008")] == [0, 1, 3]
+    assert [f.ranks for f in judge(run, "LOD-004")] == [f.ranks for f in judge(run, "NAM-008")] == [(0, 1, 3)]
 
 
 def test_ranks_that_are_given_nothing_may_yield_nothing(run: Run) -> None:
@@ -543,10 +543,23 @@ def test_many_findings_are_grouped() -> None:
     found = [Finding("export", f"tensor {i}", diagnosis=f"is expert {i}") for i in range(90)]
     found += [Finding("export", "other", diagnosis="all zero")]
     kept = grouped(found)
-    assert len(kept) == 11
-    assert kept[9].message == "tensor 9 … and 80 more with the same diagnosis"
-    assert kept[10].diagnosis == "all zero"
-    assert len(grouped([Finding("a", chr(65 + i)) for i in range(26)])) == 20
+    assert [(finding.message, finding.count) for finding in kept] == [("tensor 0", 90), ("other", 1)]
+    assert kept[1].diagnosis == "all zero"
+    letters = grouped([Finding("a", chr(65 + i)) for i in range(26)])
+    assert len(letters) == 20
+    assert letters[-1].message == "T … and 6 more of other patterns"
+
+
+def test_a_finding_says_what_it_stands_for() -> None:
+    experts = [f"model.layers.{layer}.mlp.experts.{expert}" for layer in (0, 1) for expert in (8, 9)]
+    names = [f"{expert}.{part}.weight" for expert in experts for part in ("up", "gate")]
+    names += ["model.layers.0.self_attn.q_proj.bias"]
+    found = [Finding("hf", f"{name} was never sent", rank=rank, hf_name=name) for rank in (3, 1) for name in names]
+    (kept,) = grouped(found)
+    assert (kept.message, kept.count, kept.ranks) == (f"{names[0]} was never sent", 18, (1, 3))
+    assert kept.kinds == {"gate": 4, "up": 4, "q_proj.bias": 1}
+    local = Finding("shards", "x", local_name="decoder.layers.0.mlp.experts.linear_fc1.weight3")
+    assert grouped([local, replace(local, rank=1)])[0].kinds == {"linear_fc1": 1}
 
 
 def test_two_judges_for_one_rule_are_refused() -> None:

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 from kit_toy import ToyWorld, failing, run
 from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.results import Verdict
 from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.contract.standing import Headline
-from moeref_conformance.report import badge, html, junit, markdown, table, write_all
+from moeref_conformance.report import badge, html, junit, markdown, table, terminal, write_all
+from moeref_conformance.report.causes import Cause
 from moeref_conformance.report.view import view
 
 WEIGHTS = str(PROFILES["weights"])
@@ -58,7 +60,7 @@ def test_page_is_complete_and_escaped(failed):
         assert value in page
     for value in (FINDING.expected, FINDING.got, FINDING.diagnosis, "--cell qwen3_moe/tp2/gloo --rule EXP-002"):
         assert value in page
-    assert "and 2 more" in page
+    assert page.count(FINDING.diagnosis) == 2  # of 21 findings: in the text of the cause, and of the first
     assert "family=glm4_moe is not claimed" in page
     head = failed.headline
     assert re.search(rf"<b>{head.passing}<i>/{head.claimed}</i></b>", page)
@@ -102,6 +104,78 @@ def test_a_recommendation_that_is_not_followed_is_shown_apart(tmp_path):
     assert 'id="failures"' not in html.render(results)
     strict = run(tmp_path, settings={"strict": True}, EXP_005=failing(FINDING))
     assert (strict.exit_code, view(strict).red[0].rule.id, strict.advice) == (1, "EXP-005", 0)
+
+
+def held(expert, **more):
+    """A finding on a gate that holds another expert."""
+    name = f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"
+    said = f"holds expert {expert - 8}, expected expert {expert}"
+    return Finding("export", f"{name}: differs", rank=1, hf_name=name, diagnosis=said, **more)
+
+
+def test_findings_of_one_pattern_are_one_cause_over_tensors_and_cells(tmp_path):
+    many = replace(held(8), count=32, ranks=(1, 3), kinds={"gate_proj": 16})
+    results = run(tmp_path, EXP_002=failing(many, Finding("export", "another", rank=0)))
+    (failure,) = view(results).red
+    texts = [cause.text for cause in failure.causes]
+    assert texts == [
+        "48 gate_proj tensors of 3 cells hold expert 0, expected expert 8",
+        "another (and 2 alike of 3 cells)",
+    ]
+    page, summary = html.render(results), markdown.render(results)
+    assert page.count(f"<b>{texts[0]}</b>") == summary.count(texts[0]) == 1
+    assert "32 findings, 16 gate_proj tensors, on ranks 1, 3" in page
+    assert [len(cause.verdicts) for cause in failure.causes] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ([held(8)], f"{held(8).hf_name} holds expert 0, expected expert 8"),
+        ([held(8), held(9)], "2 gate_proj tensors hold expert 0, expected expert 8"),
+        ([replace(held(8), diagnosis="all zero")], f"{held(8).hf_name}: all zero"),
+        ([replace(held(8), diagnosis="is layer -1", kinds={"a": 1, "b": 2})], "3 a and b tensors are layer -1"),
+        ([Finding("config", "moe_x is 1, not 2")], "moe_x is 1, not 2"),
+    ],
+)
+def test_a_cause_in_words(found, text):
+    verdict = Verdict(cell="c", rule="EXP-002", status="fail")
+    assert Cause([(verdict, finding) for finding in found]).text == text
+
+
+def test_what_follows_is_folded_under_its_cause_in_the_same_cell(tmp_path):
+    only_tp2 = lambda case: failing()(case) if case.cell.layout.tp == 2 else Outcome()  # noqa: E731
+    results = run(tmp_path, LOD_001=only_tp2, EXP_002=failing(), EXP_007=failing(), NAM_006=failing())
+    told = [(f.rule.id, f.cells, [(other.rule.id, other.cells) for other in f.follows]) for f in view(results).red]
+    # What ought to have been refused comes last.
+    assert told == [
+        ("LOD-001", 1, [("EXP-002", 1), ("EXP-007", 1)]),
+        ("EXP-002", 2, [("EXP-007", 2)]),
+        ("NAM-006", 3, []),
+    ]
+    said = terminal.failures(results)
+    assert next(line for line in said if line.startswith("✗")) == "✗ LOD-001 differs"
+    assert "    follows from it: EXP-002, EXP-007" in said
+    page = html.render(results)
+    assert re.search(r"follows from it: EXP-002 <small>in 1 cell</small>, EXP-007", page)
+    assert "follows from LOD-001: EXP-002 in 1 cells, EXP-007 in 1 cells" in markdown.render(results)
+
+
+def test_failures_come_before_the_settings_of_the_run(failed):
+    page = html.render(failed)
+    places = [page.index(f'id="{name}"') for name in ("failures", "overview", "cells", "settings", "rules")]
+    assert places == sorted(places)
+
+
+def test_the_terminal_shows_the_first_finding_of_each_red_rule(failed, tmp_path):
+    said = terminal.failures(run(tmp_path, EXP_002=failing(held(8)), EXP_005=failing(FINDING)))
+    assert said[:3] == [
+        "✗ EXP-002 3 gate_proj tensors of 3 cells hold expert 0, expected expert 8",
+        f"    {held(8).message}",
+        "    in qwen3_moe/one/gloo, rank 1",
+    ]
+    assert not any("EXP-005" in line for line in said)
+    assert terminal.failures(failed)[0].startswith("! LOD-001 the judge raised KeyError")
 
 
 def test_unfinished_run_says_so_everywhere(failed):

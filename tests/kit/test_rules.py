@@ -53,7 +53,7 @@ def test_unknown_prefix_names_the_nearest():
         ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-001"]', "circular"),
         ('since = "0.1"', 'since = "0.1"\nclaims = { receiver = "all" }', "did you mean 'receivers'"),
         ('since = "0.1"', 'since = "0.1"\nclaims = { receivers = "some" }', "receivers='some' is not one of"),
-        ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-002"]', "requires unknown 'AAA-002'"),
+        ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-002"]', "requires or follows unknown 'AAA-002'"),
     ],
 )
 def test_malformed_entries_are_refused(old, new, message):

@@ -152,7 +152,8 @@ def plain(verdict: Verdict) -> dict[str, Any]:
     value = {k: v for k, v in asdict(verdict).items() if v not in ("", (), 0.0)}
     if verdict.findings:
         value["findings"] = [
-            {k: v for k, v in asdict(finding).items() if v not in ("", None)} for finding in verdict.findings
+            {k: v for k, v in asdict(finding).items() if v not in ("", None, (), {}) and (k, v) != ("count", 1)}
+            for finding in verdict.findings
         ]
     return value
 
@@ -207,6 +208,6 @@ def version_of(distribution: str) -> str:
 def _verdict(row: Mapping[str, Any]) -> Verdict:
     findings = []
     for finding in row.get("findings", ()):
-        index = finding.get("index")
-        findings.append(Finding(**{**finding, "index": None if index is None else tuple(index)}))
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in finding.items()}
+        findings.append(Finding(**values))
     return Verdict(**{k: v for k, v in row.items() if k not in ("kind", "findings")}, findings=tuple(findings))

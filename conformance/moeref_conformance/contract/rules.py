@@ -35,6 +35,7 @@ class Rule:
     facets: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
+    follows: tuple[str, ...] = ()
     why: tuple[str, ...] = ()
     since: str = ""
     faults: tuple[str, ...] = ()
@@ -106,11 +107,12 @@ def parse_rules(text: str) -> dict[str, Rule]:
     entries = {key: entry for key, entry in tomllib.loads(text).items() if key not in (HEADINGS, LISTS)}
     rules = {rule_id: _rule(rule_id, entry) for rule_id, entry in entries.items()}
     for rule in rules.values():
-        for needed in rule.requires:
+        for needed in (*rule.requires, *rule.follows):
             if needed not in rules:
-                raise BadInput(f"rules: {rule.id} requires unknown {needed!r}{nearest(needed, rules)}")
+                raise BadInput(f"rules: {rule.id} requires or follows unknown {needed!r}{nearest(needed, rules)}")
     try:
-        order = list(graphlib.TopologicalSorter({r.id: r.requires for r in rules.values()}).static_order())
+        before = {rule.id: (*rule.requires, *rule.follows) for rule in rules.values()}
+        order = list(graphlib.TopologicalSorter(before).static_order())
     except graphlib.CycleError as error:
         raise BadInput(f"rules: circular requirements: {' -> '.join(error.args[1])}") from error
     # Stable: a rule moves down only as far as its prerequisites require.
@@ -160,7 +162,7 @@ def _rule(rule_id: str, entry: Any) -> Rule:
     where = f"rules: {rule_id}"
     if not re.fullmatch(r"[A-Z]{3}-\d{3}", rule_id):
         raise BadInput(f"{where}: an id is three capitals, a dash and three digits")
-    lists = ("facets", "backends", "requires", "why", "faults", "steps", "replay")
+    lists = ("facets", "backends", "requires", "follows", "why", "faults", "steps", "replay")
     required = ("level", "text", "facets", "backends", "why", "since")
     check_keys(where, entry, ("level", "text", "since", "claims", *lists), required)
     if entry["level"] not in LEVELS:

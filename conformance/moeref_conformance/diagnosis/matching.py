@@ -126,7 +126,7 @@ def relation(name: str, other: str, dense_prefix: int = 0) -> str:
 
 
 def mistaken(name: str, other: str, dense_prefix: int = 0) -> str:
-    """What is wrong with a tensor that has the values of `other`: "is layer +1", "holds expert 0, expected expert 8"."""
+    """What a tensor with the values of `other` is: "is layer +1", or "holds expert 0, expected expert 8"."""
     said, own = relation(name, other, dense_prefix), _template(name)[2]
     return f"holds {said}, expected expert {own}" if said.startswith("expert ") else f"is {said}"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.findings import Finding, Outcome, merged
 
 if TYPE_CHECKING:
     from moeref_conformance.contract.api import Cell, Claims
@@ -65,26 +65,12 @@ def judges(rule: str) -> Callable[[Callable[[Case], Outcome | Iterable[Finding]]
 
 
 def grouped(findings: Iterable[Finding], most: int = MOST) -> tuple[Finding, ...]:
-    """At most `most` findings: the first of every pattern, then more while there is room.
-
-    A pattern is the stage with the diagnosis (or the message without its numbers); the first finding of a pattern that
-    was shortened says how many more there are.
-    """
+    """One finding for each pattern, which stands for all of it; at most `most`, and how many more there are."""
     patterns: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        key = "".join(c for c in finding.diagnosis or finding.message if not c.isdigit())
-        patterns.setdefault((finding.stage, key), []).append(finding)
-    room = [len(group) for group in patterns.values()]
-    share = max(1, most // max(1, len(room)))
-    kept: list[Finding] = []
-    for group in list(patterns.values())[:most]:
-        shown, rest = group[:share], len(group) - share
-        if rest > 0:
-            same = "the same diagnosis" if shown[0].diagnosis else "the same pattern"
-            shown[-1] = replace(shown[-1], message=f"{shown[-1].message} … and {rest} more with {same}")
-        kept += shown
-    left = sum(room[most:])
-    if left:
+        patterns.setdefault(finding.pattern, []).append(finding)
+    kept = [merged(group) for group in list(patterns.values())[:most]]
+    if left := sum(len(group) for group in list(patterns.values())[most:]):
         kept[-1] = replace(kept[-1], message=f"{kept[-1].message} … and {left} more of other patterns")
     return tuple(kept)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moeref_conformance.contract.results import Results
+from moeref_conformance.report.causes import Cause, Failure
 from moeref_conformance.report.view import Mark, View, lines, view
 
 STATUS = {"advice": "not followed"}
-MOST = 20  # failures shown; the page and results.jsonl have all of them
+MOST = 20  # causes shown; the page and results.jsonl have all of them
 
 
 def render(results: Results) -> str:
@@ -25,17 +28,16 @@ def render(results: Results) -> str:
     ]
     if not results.complete:
         parts.insert(2, "The run did not finish: what is missing here was not judged.")
-    failures = [verdict for failure in shown.red for verdict in failure.verdicts]
-    for title, verdicts in (
-        ("Failures", failures),
-        ("Recommendations not followed", [verdict for failure in shown.advice for verdict in failure.verdicts]),
-        ("Known failures", [verdict for failure in shown.known_failures for verdict in failure.verdicts]),
+    for title, failures in (
+        ("Failures", shown.red),
+        ("Recommendations not followed", shown.advice),
+        ("Known failures", shown.known_failures),
     ):
-        if verdicts:
-            parts.append(f"### {title}")
-            parts += ["```\n" + "\n".join(lines(v, shown=2)).replace("```", "'''") + "\n```" for v in verdicts[:MOST]]
-            if len(verdicts) > MOST:
-                parts.append(f"and {len(verdicts) - MOST} more.")
+        texts = [_cause(failure, cause) for failure in failures for cause in failure.causes]
+        if texts:
+            parts += [f"### {title}", *texts[:MOST]]
+            if len(texts) > MOST:
+                parts.append(f"and {len(texts) - MOST} more.")
     if shown.reasons:
         parts.append("### Not judged")
         rows = [
@@ -44,6 +46,15 @@ def render(results: Results) -> str:
         ]
         parts.append("\n".join(["| status | reason | rules | cells |", "|---|---|--:|--:|", *rows]))
     return "\n\n".join(parts) + "\n"
+
+
+def _cause(failure: Failure, cause: Cause) -> str:
+    """A cause with its first finding, and which rules of the same cells follow from it."""
+    first = replace(cause.verdict, findings=(cause.finding,) if cause.finding else ())
+    follows = ", ".join(f"{other.rule.id} in {other.cells} cells" for other in failure.follows)
+    text = [*lines(first), *([f"follows from {failure.rule.id}: {follows}"] if follows else [])]
+    fenced = _unfenced("\n".join(text))
+    return f"**{failure.rule.id}** {_text(cause.text)}\n\n```\n{fenced}\n```"
 
 
 def _table(shown: View) -> str:
@@ -58,4 +69,8 @@ def _table(shown: View) -> str:
 
 def _text(value: str) -> str:
     """Free text for a table cell or a heading."""
-    return value.replace("|", "\\|").replace("<", "&lt;")
+    return _unfenced(value).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _unfenced(value: str) -> str:
+    return value.replace("```", "'''")

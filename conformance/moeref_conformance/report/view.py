@@ -12,6 +12,7 @@ from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.contract.rules import GROUPS, Rule
 from moeref_conformance.contract.statuses import EXIT_WORDS, RED, STATUSES
+from moeref_conformance.report.causes import Failure, failures, folded
 
 #: Findings shown in full for one verdict. The others are counted here and listed in results.jsonl.
 SHOWN = 5
@@ -90,14 +91,6 @@ def subject(group: str) -> str:
 
 
 @dataclass
-class Failure:
-    """One rule and its failed verdicts, in the order of the matrix."""
-
-    rule: Rule
-    verdicts: list[Verdict]
-
-
-@dataclass
 class View:
     """All that a report shows."""
 
@@ -129,7 +122,7 @@ def view(results: Results) -> View:
         state=EXIT_WORDS[results.exit_code],
         blocks=blocks,
         groups=[(group, subject(group)) for group in dict.fromkeys(map(group_of, rules)) if group in used],
-        red=_failures(results, by_rule, ("fail", "xpass", "error")),
+        red=folded(_failures(results, by_rule, ("fail", "xpass", "error"))),
         advice=_failures(results, by_rule, ("advice",)),
         known_failures=_failures(results, by_rule, ("xfail",)),
         reasons=_reasons(results),
@@ -149,6 +142,7 @@ def where(finding: Finding) -> list[tuple[str, str]]:
     rows = [
         ("stage", finding.stage),
         ("rank", place),
+        ("alike", _alike(finding)),
         ("HF name", finding.hf_name),
         ("global name", finding.global_name),
         ("local name", finding.local_name),
@@ -159,6 +153,15 @@ def where(finding: Finding) -> list[tuple[str, str]]:
         ("got", finding.got),
     ]
     return [(label, value) for label, value in rows if value]
+
+
+def _alike(finding: Finding) -> str:
+    """What the finding stands for besides itself."""
+    if finding.count == 1:
+        return ""
+    kinds = [f"{number} {kind} tensor{'s' if number > 1 else ''}" for kind, number in finding.kinds.items()]
+    ranks = f"on rank{'s' if len(finding.ranks) > 1 else ''} {', '.join(map(str, finding.ranks))}"
+    return ", ".join([f"{finding.count} findings", *kinds, *([ranks] if finding.ranks else [])])
 
 
 def lines(verdict: Verdict, shown: int = SHOWN) -> list[str]:
@@ -276,11 +279,7 @@ def _worst(marks: Iterable[Mark]) -> str:
 
 
 def _failures(results: Results, rules: dict[str, Rule], statuses: tuple[str, ...]) -> list[Failure]:
-    by_rule: dict[str, list[Verdict]] = {}
-    for verdict in results.verdicts:
-        if _status(results, verdict) in statuses:
-            by_rule.setdefault(verdict.rule, []).append(verdict)
-    return [Failure(rule, by_rule[rule.id]) for rule in rules.values() if rule.id in by_rule]
+    return failures((v for v in results.verdicts if _status(results, v) in statuses), rules)
 
 
 def _reasons(results: Results) -> list[tuple[str, str, list[str], list[str]]]:

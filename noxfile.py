@@ -227,6 +227,22 @@ def peers_status(session: nox.Session) -> None:
     page.write_text(head + page.read_text(encoding="utf-8"), encoding="utf-8")
 
 
+def preflight_with(core: str) -> None:
+    @nox.session(
+        python=PYTHON_OF_CORE[core], name="preflight" if core == CORE else f"preflight(core='{core}')", default=False
+    )
+    def preflight(session: nox.Session) -> None:
+        install(session, "-e", ".[kit]", groups=("test",))
+        cases = session.posargs or ["5000", "300"]
+        session.run("python", "-m", "tests.upstream.preflight_cases", *cases, env=ENV)
+
+    preflight.__doc__ = f"Compare `moeref check` with megatron-core {core} itself in random runs and print the rates."
+
+
+for _core in PYTHON_OF_CORE:
+    preflight_with(_core)
+
+
 @nox.session(python=PYTHON, default=False)
 def static(session: nox.Session) -> None:
     """Judge moeref's names and plans for published models, up to 8192 ranks; the report goes to conformance-report/."""

@@ -1,0 +1,43 @@
+"""`moeref check` against megatron-core itself: no run that it refuses works, in a small size of `nox -s preflight`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+
+ROOT = Path(__file__).parents[2]
+
+
+def compared(cases: int, built: int, before: str = "", shrink: bool = True) -> warm.Done:
+    """The run of `preflight_cases` in a process of its own, which `before` may spoil."""
+    arguments = f"{cases}, {built}, derandomize=True, shrink={shrink}"
+    program = f"from tests.upstream import preflight_cases\n{before}\npreflight_cases.main({arguments})"
+    # megatron-core is imported anew, after the kit's substitutions.
+    forget = ["megatron", "moeref", "moeref_conformance"]
+    return warm.run(program, cwd=ROOT, path=[str(ROOT)], forget=forget)
+
+
+def test_no_run_that_should_work_is_refused_by_megatron() -> None:
+    done = compared(60, 2)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "false accepts 0" in done.stdout
+    found = {name: int(number) for name, number in re.findall(r"(\w+) (\d+)", done.stdout.splitlines()[0])}
+    assert (found["runs"], found["built"]) == (60, 2)
+    assert min(found["works"], found["refused"]) >= 10
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ("from moeref.config import core_rules\ncore_rules.RULES = ()", "false accept"),
+        ("preflight_cases.explained = lambda text: ''", "false refusal without a reason"),
+    ],
+)
+def test_a_missing_rule_or_reason_is_found(before: str, says: str) -> None:
+    done = compared(150, 0, before, shrink=False)
+    assert done.returncode != 0
+    assert says in done.stderr

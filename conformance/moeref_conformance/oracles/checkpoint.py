@@ -84,9 +84,10 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     if cell.dtype not in published.DTYPES:
         raise ValueError(f"cell {cell.id}: dtype {cell.dtype} has no recipe; use one of {', '.join(published.DTYPES)}")
     dtype = published.DTYPES[cell.dtype]
-    tokens_BS = torch.randint(0, recipes.VOCABULARY, (BATCH, recipes.length(cell)), generator=_generator(0))
     for attempt in range(1, 50):
         model = recipes.model(cell)
+        rows = BATCH, recipes.length(cell)
+        tokens_BS = torch.randint(0, model.config.vocab_size, rows, generator=_generator(0))
         _fill(model, dtype, _generator(attempt))
         logits_BSV, margin = _forward(model, tokens_BS)
         # In FP8 routes change whatever the margin is; nothing compares logits there.

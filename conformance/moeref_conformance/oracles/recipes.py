@@ -1,7 +1,7 @@
 """The tiny models: their sizes by family, and transformers' own modules made from them.
 
-Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide; the vocabulary divides by
-nothing, so that padding shows.
+Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide. Most vocabularies divide by
+nothing, so that padding shows; Mixtral's is even, DeepSeek's needs no padding at TP 1 and 2.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell
 
-VOCABULARY = 131
 _COMMON: dict[str, Any] = {
     "hidden_size": 40,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "moe_intermediate_size": 56,
     "intermediate_size": 144,
-    "vocab_size": VOCABULARY,
+    "vocab_size": 131,
     "num_experts_per_tok": 3,
     "max_position_embeddings": 64,
     "norm_topk_prob": True,
@@ -42,8 +41,15 @@ _LATENT: dict[str, Any] = {
 }
 _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 6, "num_experts": 16},
-    # Mixtral's only width is intermediate_size.
-    "mixtral": {"head_dim": 6, "num_local_experts": 16, "intermediate_size": 56},
+    # Mixtral's only width is intermediate_size. Its sizes divide by 3 and 6, and by 8 ranks into one expert each.
+    "mixtral": {
+        "head_dim": 6,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 12,
+        "num_local_experts": 8,
+        "intermediate_size": 72,
+        "vocab_size": 134,
+    },
     "glm4_moe": {
         "head_dim": 8,
         "n_routed_experts": 16,
@@ -58,6 +64,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     # 16 experts in 4 groups of which 2 are chosen, and YaRN with two different mscales.
     "deepseek_v3": {
         **_LATENT,
+        "vocab_size": 256,
         "n_shared_experts": 2,
         "n_group": 4,
         "topk_group": 2,
@@ -132,9 +139,13 @@ _CLASSES = {
 }
 
 
+#: Tokens of a sequence by family. Sequence parallelism cuts them into TP parts, CP into 2·CP.
+_LENGTH = {"mixtral": 24, "deepseek_v3": 24, "gpt_oss": 20}
+
+
 def length(cell: Cell) -> int:
     """Tokens of a sequence: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2."""
-    return 256 if cell.precision else 16
+    return 256 if cell.precision else _LENGTH.get(cell.family, 16)
 
 
 def model(cell: Cell) -> Any:

@@ -16,6 +16,8 @@ from moeref_conformance.oracles.expected import EXTRA
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
 _BIASED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 _PREDICTING = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+#: An expert of the second half, which EP 2 does not give to its first rank.
+_ONE = {"mixtral": 5}
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
 
 
@@ -43,7 +45,7 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     """The name that a checkpoint of the cell's variant lacks. RuntimeError if transformers writes no such tensor."""
     kind, layer = chosen(cell, missing_kinds(cell)), f"model.layers.{cell.layers - 1}."
     fixed = {
-        "expert": _expert(cell, 11),
+        "expert": _expert(cell, _ONE.get(cell.family, 11)),
         "norm": f"{layer}input_layernorm.weight",
         "final norm": "model.norm.weight",
         "head": "lm_head.weight",
@@ -62,7 +64,7 @@ def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple
     vocabulary, hidden = tensors["model.embed_tokens.weight"].shape
     experts = next(len(t) for n, t in tensors.items() if n.startswith(layer) and n.endswith(_ROUTERS))
     if kind == "expert":
-        return _expert(cell, experts), tuple(tensors[_expert(cell, 11)].shape)
+        return _expert(cell, experts), tuple(tensors[_expert(cell, _ONE.get(cell.family, 11))].shape)
     return {
         "module": (EXTRA, (3, 5)),
         "norm": (f"{layer}post_feedforward_layernorm.weight", (hidden,)),

@@ -9,8 +9,8 @@ import torch
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Layout, RoutedRows
 
-#: Width of the rows, and of the experts (split over ETP).
-HIDDEN, INNER = 5, 8
+#: Width of the rows, and of the experts, which ETP 1, 2, 3, 4, 6 and 8 split evenly.
+HIDDEN, INNER = 5, 24
 GRADIENTS = ("x", "weights", "one", "two")
 
 
@@ -84,5 +84,7 @@ def parameters(experts: int) -> tuple[torch.Tensor, torch.Tensor]:
 def local_experts(layout: Layout, rank: int, experts: int) -> tuple[range, slice]:
     """The experts of `rank`, and its share of their inner dimension."""
     at, local = topology.coords(layout, rank), experts // layout.ep
-    width = INNER // layout.expert_tp
+    width, rest = divmod(INNER, layout.expert_tp)
+    if rest:
+        raise ValueError(f"ETP {layout.expert_tp} does not divide experts that are {INNER} wide")
     return range(at["ep"] * local, (at["ep"] + 1) * local), slice(at["etp"] * width, (at["etp"] + 1) * width)

@@ -246,7 +246,7 @@ def first_adapter() -> str:
 
     from docs.examples.first_adapter import target
 
-    plan = prepare(Settings(target="first_adapter:target", matrix="smoke"), target)
+    plan = prepare(Settings(target="first_adapter:target", matrix="smoke"), lambda backend: target)
     verdicts = [
         not_judged(plan, cell, rule, "") or Verdict(cell=cell.id, rule=rule.id, status="pass")
         for cell in plan.cells

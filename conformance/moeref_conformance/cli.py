@@ -26,11 +26,11 @@ from moeref_conformance.contract.results import Results, read
 from moeref_conformance.contract.rules import PROFILES, Rule, groups_of, load_rules, select
 from moeref_conformance.contract.statuses import EXIT_WORDS, INCOMPLETE, KIT_ERROR
 from moeref_conformance.contract.texts import fit
-from moeref_conformance.plan import gpu_requirements, known_failures
+from moeref_conformance.plan import gpu_requirements
 from moeref_conformance.plan import matrix as matrices
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
-from moeref_conformance.plan.plan import DEADLINE, Settings, prepare
+from moeref_conformance.plan.plan import DEADLINE, Plan, Settings
 from moeref_conformance.resolve import resolve
 from moeref_conformance.run.disk import is_full
 from moeref_conformance.worlds import interrupts
@@ -201,14 +201,19 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
+    from moeref_conformance.run.machinery import served
+
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    with served(Settings.of(**given), coordinator) as (plan, parts):
+        return _judge_by(plan, parts, options)
+
+
+def _judge_by(plan: Plan, parts: Any, options: argparse.Namespace) -> int:
     from moeref_conformance.report import write_all
     from moeref_conformance.report.progress import Progress
     from moeref_conformance.run.exclusive import exclusive
-    from moeref_conformance.run.machinery import machinery
     from moeref_conformance.run.runner import run
 
-    given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    plan = prepare(Settings.of(**given), resolve(options.target))
     apart = frozenset(rule.id for rule in plan.rules.values() if rule.level == "SHOULD" and not options.strict)
     with exclusive([options.out, options.keep or options.out]), Progress(len(plan.cells), apart=apart) as progress:
 
@@ -216,7 +221,7 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
             page, cells = write_all(results, options.out), f"{len(results.seconds)} of {len(plan.cells)} cells"
             progress.say(f"interrupted, {cells}, report written: {page}")
 
-        results = run(plan, options.out, progress, machinery(coordinator), interrupted)
+        results = run(plan, options.out, progress, parts, interrupted)
         page = write_all(results, options.out)
     if plan.machine is not None and not plan.machine.count and any(plan.lacks(cell) for cell in plan.cells):
         print(f"No GPU: {plan.machine.why_not['gpu']}. What would run where there are some:")
@@ -262,9 +267,7 @@ def _shards(options: argparse.Namespace) -> int:
     from moeref_conformance.run.shards import run
 
     matrix, comparisons = matrices.load(options.matrix), []
-    files = {known_failures.find(matrix, resolve(spec).info.name) for spec in (options.left, options.right)}
-    failures = [entry for file in files if file for entry in known_failures.load(file, matrix)]
-    for comparison in run(options.left, options.right, matrix.select(options.cell), failures):
+    for comparison in run(options.left, options.right, matrix, matrix.select(options.cell)):
         print(comparison.text, flush=True)
         comparisons.append(comparison)
     if options.out:

@@ -7,6 +7,7 @@ kit's tests are named: other test suites may have a `--target` of their own.
 from __future__ import annotations
 
 import importlib.util
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ import pytest
 
 if TYPE_CHECKING:
     from moeref_conformance.plan.plan import Plan
+    from moeref_conformance.run.machinery import Machinery
 
 PACKAGE = "moeref_conformance"
 OPTIONS = ("target", "matrix", "cell", "rule", "profile", "known", "deadline")
 _ACTIVE = pytest.StashKey[bool]()
-_PLAN = pytest.StashKey["Plan"]()
+_SERVED = pytest.StashKey["tuple[Plan, Machinery]"]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,21 +49,26 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.register_profile(PACKAGE, derandomize=True, deadline=None, database=None)
 
 
-def plan_of(config: pytest.Config) -> Plan:
-    """The plan that the options describe, made once. Raises pytest.UsageError for bad input."""
-    if _PLAN not in config.stash:
+def served(config: pytest.Config) -> tuple[Plan, Machinery]:
+    """The plan that the options describe and its machinery, made once and closed with `config`.
+
+    Raises pytest.UsageError for bad input.
+    """
+    if _SERVED not in config.stash:
         from moeref_conformance.contract.checks import BadInput
-        from moeref_conformance.plan.plan import Settings, prepare
-        from moeref_conformance.resolve import resolve
+        from moeref_conformance.plan.plan import Settings
+        from moeref_conformance.run import machinery
 
         if not config.stash.get(_ACTIVE, False) or not config.getoption("--target"):
             raise pytest.UsageError(f"run as: pytest --pyargs {PACKAGE} --target NAME|module:attr")
         try:
             given = {name: config.getoption(name) for name in OPTIONS}
-            config.stash[_PLAN] = prepare(Settings.of(**given), resolve(given["target"]))
+            opened = ExitStack()
+            config.stash[_SERVED] = opened.enter_context(machinery.served(Settings.of(**given)))
+            config.add_cleanup(opened.close)
         except BadInput as error:
             raise pytest.UsageError(str(error)) from error
-    return config.stash[_PLAN]
+    return config.stash[_SERVED]
 
 
 def _names_kit(argument: str) -> bool:

@@ -20,6 +20,8 @@ from moeref_conformance.contract.rules import judged_facets
 from moeref_conformance.targets.peers import PEERS
 
 GROUP = "moeref.targets"
+#: What the name of a dump begins with; its folder follows.
+DUMP = "dump:"
 #: Target name -> `module:attr`.
 BUILTIN = {"moeref": "moeref_conformance.targets.moeref:target", **PEERS}
 #: Targets of the kit's own proof, by what comes before the colon: a module with `targets` by id.
@@ -37,22 +39,28 @@ def resolve(spec: str) -> Target:
     Raises `BadInput` for an unknown name, a module or attribute that cannot be imported, and an object that is not a
     target, saying what it lacks.
     """
-    if not spec:
-        raise BadInput(f"no target given; known targets: {', '.join(sorted(names()))}; or give module:attr")
-    if spec.partition(":")[0] in SELFTEST:
-        return _checked(spec, _of_the_selftest(spec))
-    if spec.startswith("dump:"):
+    if spec.startswith(DUMP):
         from moeref_conformance.targets.dump import DumpTarget
 
-        return _checked(spec, DumpTarget(Path(spec.removeprefix("dump:"))))
+        return _checked(spec, DumpTarget(Path(spec.removeprefix(DUMP))))
+    place = located(spec)
+    if spec.partition(":")[0] in SELFTEST:
+        return _checked(spec, _of_the_selftest(spec))
+    module, _, attribute = place.partition(":")
+    return _checked(spec, _attribute(spec, module, attribute))
+
+
+def located(spec: str) -> str:
+    """The `module:attr` that `spec` names, or `spec` itself. Imports nothing. Raises `BadInput` for an unknown name."""
+    if not spec:
+        raise BadInput(f"no target given; known targets: {', '.join(sorted(names()))}; or give module:attr")
     place = names().get(spec, spec)
     if ":" not in place:
         raise BadInput(
             f"unknown target {spec!r}{nearest(spec, names())}; targets: {', '.join(sorted(names()))}, faulty:<id>, "
             "benign:<id> or module:attr"
         )
-    module, _, attribute = place.partition(":")
-    return _checked(spec, _attribute(spec, module, attribute))
+    return place
 
 
 def _of_the_selftest(spec: str) -> Any:

@@ -9,8 +9,8 @@ import time
 
 import pytest
 from moeref_conformance.oracles import published
-from moeref_conformance.plan.plan import Settings, prepare
-from moeref_conformance.resolve import resolve
+from moeref_conformance.plan.plan import Settings
+from moeref_conformance.run.machinery import served
 from moeref_conformance.run.runner import Runner
 from rich.console import Console
 
@@ -24,11 +24,11 @@ CELL = "kimi-k2/tp8-pp16-ep64-etp1-first3-last2-w8192/static"
 
 
 def test_a_trillion_parameters_on_8192_ranks() -> None:
-    plan = prepare(Settings(target="moeref", matrix="static", cells=(CELL,), rules=("NAM", "PLN")), resolve("moeref"))
+    settings = Settings(target="moeref", matrix="static", cells=(CELL,), rules=("NAM", "PLN"))
     began = time.monotonic()
     published.tensors("kimi-k2", "per_expert")
     oracle = time.monotonic() - began
-    with Runner.opened(plan) as runner:
+    with served(settings) as (plan, parts), Runner.opened(plan, parts) as runner:
         began = time.monotonic()
         verdicts, asked = runner.cell(plan.cells[0])
         seconds = time.monotonic() - began

@@ -12,6 +12,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims, Info, World
 from moeref_conformance.contract.exits import RankExit, RunOutcome
+from moeref_conformance.contract.facts import told
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import EVENTS, rank_dir
 from moeref_conformance.contract.results import Results
@@ -84,6 +85,19 @@ class ToyWorld:
         return RunOutcome(exits, 0.5)
 
 
+class Resolved(ToyWorld):
+    """Stands for the first world of a run: the target says what it is and claims in this process."""
+
+    backend = "gloo"
+
+    def __init__(self, spec: str, **_: Any) -> None:
+        super().__init__()
+        self.target_spec = spec
+
+    def start(self) -> dict[str, Any]:
+        return told(resolve(self.target_spec))
+
+
 def machinery(world: ToyWorld, **judges: Callable[[Case], Outcome]) -> Machinery:
     """Judges pass unless given, by id with `_` for the dash."""
     all_judges = dict.fromkeys(load_rules(), lambda case: Outcome())
@@ -96,7 +110,7 @@ def machinery(world: ToyWorld, **judges: Callable[[Case], Outcome]) -> Machinery
 
 def prepared(here: Machine | None = None, **settings: Any) -> Plan:
     """A plan with its target resolved, on the machine `here`."""
-    return prepare(Settings(**settings), resolve(settings["target"]), here)
+    return prepare(Settings(**settings), lambda backend: resolve(settings["target"]), here)
 
 
 def make_plan(folder: Path, **settings: Any) -> Plan:

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from kit_toy import MATRIX, ToyWorld, failing, run
+from kit_toy import MATRIX, Resolved, ToyWorld, failing, run
 from moeref_conformance import cli
 from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.plan.machine import Machine
+from moeref_conformance.run import machinery
 
 
 @pytest.fixture
@@ -103,6 +104,7 @@ def test_report_and_diff(tmp_path, capsys):
 
 def test_a_run_without_a_gpu_says_so_and_what_would_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("moeref_conformance.plan.plan.detect", lambda: Machine(why_not={"gpu": "no device"}))
+    monkeypatch.setattr(machinery, "_rank_world", lambda settings, *_: Resolved(settings.target))
     out = tmp_path / "out"
     arguments = ["run", "--target", "moeref", "--matrix", "gpu", "--cell", "tied", "--cell", "fp8", "--out", str(out)]
     assert cli.main(arguments) == 3

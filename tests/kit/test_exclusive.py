@@ -10,8 +10,10 @@ import subprocess
 import sys
 
 import pytest
+from kit_toy import Resolved
 from moeref_conformance import cli
 from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.run import machinery
 from moeref_conformance.run.exclusive import exclusive
 from moeref_conformance.run.open_files import allow_open_files
 
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.cpu
 TP2 = "qwen3_moe/tp2/gloo"
 
 
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path, capsys):
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machinery, "_rank_world", lambda settings, *_: Resolved(settings.target))
     arguments = ["run", "--target", "kit_toy:target", "--matrix", "cpu", "--cell", TP2, "--out", str(tmp_path / "out")]
     with exclusive([tmp_path / "out", tmp_path / "out"]):
         assert cli.main(arguments) == 2

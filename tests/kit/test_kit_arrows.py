@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     # `run.shards` compares two targets, rank by rank, by steps of its own.
     "run": {"contract", "plan", "judges", "oracles", "worlds", "steps", "resolve", "targets"},
     "cli": {"contract", "plan", "run", "report", "worlds", "oracles", "resolve"},
-    "plugin": {"contract", "plan", "resolve"},
+    "plugin": {"contract", "plan", "run"},
     "cases": {"contract", "run", "report", "plugin"},
     "__main__": {"cli"},
 }

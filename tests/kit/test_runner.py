@@ -218,7 +218,7 @@ def test_static_target_that_raises_fails_its_rules(tmp_path):
     kit_toy.broken = Broken()
     plan = make_plan(tmp_path, target="kit_toy:broken")
     parts = Machinery(
-        worlds={"static": lambda plan: nullcontext(StaticWorld(plan.target))},
+        worlds={"static": lambda plan: nullcontext(StaticWorld(kit_toy.broken))},
         expect=lambda cell, folder: SimpleNamespace(inputs={"hf_config": str(folder)}),
         judges=JUDGES,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit_toy import Resolved
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.shards import ShardComparison, read, write
 from moeref_conformance.plan.known_failures import KnownFailure
@@ -64,7 +65,8 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert read(tmp_path / "none.json") == []
 
 
-def test_no_cell_in_common_is_refused() -> None:
+def test_no_cell_in_common_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "ForkedWorld", Resolved)
     cells = [cell for cell in load("smoke").cells if cell.backend == "static"]
     with pytest.raises(BadInput, match="claim no cell"):
-        list(shards.run("moeref", "moeref", cells))
+        list(shards.run("moeref", "moeref", load("smoke"), cells))

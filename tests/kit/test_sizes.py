@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kit_toy import cells
+from kit_toy import cells, prepared
 from moeref_conformance.contract.api import Cell, Layout, NameRow
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.published_models import published
 from moeref_conformance.oracles import published as oracle
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.plan import matrix as matrices
-from moeref_conformance.plan.plan import Settings, prepare
-from moeref_conformance.resolve import resolve
+from moeref_conformance.run.machinery import machinery
 from moeref_conformance.run.runner import Runner
 from moeref_conformance.targets.moeref import MoerefTarget
+from moeref_conformance.worlds.forked import ForkedWorld
 from moeref_conformance.worlds.static import StaticWorld
 
 from moeref import families
@@ -61,10 +62,18 @@ def test_a_count_that_is_not_the_published_one_stops_the_kit() -> None:
         oracle.check_counts(replace(size, tensors=996), found)
 
 
+@pytest.fixture(scope="module")
+def kept_open() -> Iterator[AbstractContextManager[ForkedWorld]]:
+    """One world for the cells of all runs, which none of them closes."""
+    with ForkedWorld("moeref") as world:
+        yield nullcontext(world)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("cell", CELLS)
-def test_moeref_is_green_at_published_sizes(cell: str) -> None:
-    plan = prepare(Settings(target="moeref", matrix="static", cells=(cell,), rules=("NAM", "PLN")), resolve("moeref"))
-    with Runner.opened(plan) as runner:
+def test_moeref_is_green_at_published_sizes(cell: str, kept_open: AbstractContextManager[ForkedWorld]) -> None:
+    plan = prepared(target="moeref", matrix="static", cells=(cell,), rules=("NAM", "PLN"))
+    with Runner.opened(plan, replace(machinery(), worlds={"gloo": lambda plan: kept_open})) as runner:
         verdicts, _ = runner.cell(plan.cells[0])
     judged = {v.rule: (v.status, v.reason) for v in verdicts if v.status != "disabled"}
     static = ("NAM-001", "NAM-002", "NAM-003", "NAM-004", "NAM-007", "PLN-001")

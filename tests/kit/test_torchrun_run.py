@@ -26,6 +26,10 @@ backend = ["gloo"]
 family = ["qwen3_moe"]
 layout = ["one", "tp2", "tp4"]
 [[grid]]
+backend = ["static"]
+family = ["qwen3_moe"]
+layout = ["tp4"]
+[[grid]]
 backend = ["gloo"]
 family = ["qwen3_moe"]
 layout = ["pp2"]
@@ -69,7 +73,7 @@ def key(results: Results, *without: str) -> list[Any]:
 
 def test_cells_are_judged_as_without_torchrun(tmp_path: Path) -> None:
     target = "moeref_conformance.selftest.misbehaving:target"
-    cells = ["--cell", "*/one/*", "--cell", TP2, "--cell", PP2]
+    cells = ["--cell", "*/one/*", "--cell", TP2, "--cell", PP2, "--cell", "*/static"]
     alone, _, _ = finish(start([], tmp_path / "alone", *cells, target=target))
     several = start([*TORCHRUN, "--nproc-per-node", "2"], tmp_path / "several", target=target)
     code, out, err = finish(several)

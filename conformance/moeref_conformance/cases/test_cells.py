@@ -8,14 +8,14 @@ import pytest
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.rules import Rule
-from moeref_conformance.plugin import plan_of
+from moeref_conformance.plugin import served
 from moeref_conformance.report.view import lines
 from moeref_conformance.run.runner import Runner
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each cell and rule that the plan selects."""
-    plan = plan_of(metafunc.config)
+    plan, _ = served(metafunc.config)
     grouped = metafunc.config.pluginmanager.hasplugin("xdist")
     metafunc.parametrize(
         ("cell", "rule"),
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """Runs cells; its worlds stay open for the whole session."""
-    with Runner.opened(plan_of(request.config)) as opened:
+    with Runner.opened(*served(request.config)) as opened:
         yield opened
 
 

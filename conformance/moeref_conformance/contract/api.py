@@ -322,6 +322,7 @@ class Target(Protocol):
     """What `--target name | module:attr` resolves to.
 
     Its inputs (config, checkpoints, tokens, routes) are read-only copies for one cell: writing to them is a failure.
+    Only processes of worlds import it; `info` and `claims` go as plain data to the one that judges.
     """
 
     @property

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Recorded, Target
+from moeref_conformance.contract.api import Claims, Info, Recorded
 from moeref_conformance.contract.backends import ANY_GPU, GPU_BACKENDS
 from moeref_conformance.contract.cells import Cell, Layout
 from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.facts import Described
 from moeref_conformance.contract.rules import Rule, groups_of, load_rules, select
 from moeref_conformance.plan import known_failures
 from moeref_conformance.plan import matrix as matrices
@@ -53,13 +54,16 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Checked settings, and what they select.
+    """Checked settings, what they select, and what the target says of itself; the target itself is elsewhere.
 
-    `machine` is None where no cell depends on it. `ranks` is the number of processes that torchrun started, or 0.
+    `recorded` has the records of a dump. `machine` is None where no cell depends on it. `ranks` is the number of
+    processes that torchrun started, or 0.
     """
 
     settings: Settings
-    target: Target
+    info: Info
+    claims: Claims
+    recorded: Recorded | None
     matrix: Matrix
     cells: tuple[Cell, ...]
     rules: Mapping[str, Rule]
@@ -86,7 +90,7 @@ class Plan:
 
     def lacks(self, cell: Cell) -> str:
         """What the cell needs and this machine lacks, as a reason for the report; empty if it can run."""
-        if isinstance(self.target, Recorded):
+        if self.recorded is not None:
             return ""
         if self.machine is not None and (reason := self.machine.lacks(cell)):
             return reason
@@ -105,7 +109,7 @@ class Plan:
         made = replace(cell, layout_name="one", layout=ONE_RANK, dispatcher=dispatcher, needs=(), gpus=0, tags=())
         if cell.backend == "gloo-cuda" and self.settings.backend == "auto":
             over_nccl = replace(made, backend="nccl")
-            if not self.lacks(over_nccl) and self.target.claims.why_not(over_nccl) is None:
+            if not self.lacks(over_nccl) and self.claims.why_not(over_nccl) is None:
                 made = over_nccl
         same = (made.variant, made.backend)
         listed = (c for c in self.matrix.cells if is_one_rank(c) and (c.variant, c.backend) == same)
@@ -126,35 +130,54 @@ def is_one_rank(cell: Cell) -> bool:
     return cell.layout == ONE_RANK
 
 
-def prepare(settings: Settings, target: Target, machine: Machine | None = None) -> Plan:
-    """Check settings, and select cells, rules and known failures. Raises `BadInput`, and runs nothing.
+def prepare(settings: Settings, ask: Callable[[str], Described], machine: Machine | None = None) -> Plan:
+    """Check settings, and select cells, rules and known failures. Raises `BadInput`, and runs no cell.
 
-    `machine` is this one unless given; it is examined only where a cell depends on it.
+    `ask` is called once what does not depend on the target has been checked: with a backend of which cells will run, or
+    gloo, for what the target says of itself. `machine` is this one unless given; it is examined only where a cell
+    depends on it.
     """
     _check(settings)
-    matrix = matrices.load(settings.matrix)
+    matrix, file = matrices.load(settings.matrix), settings.known_failures
+    selected = select([*settings.rules, *groups_of(settings.profiles)])
     if settings.backend in GPU_BACKENDS or any(concerned(cell) for cell in matrix.cells):
         machine = machine or detect()
     if settings.backend != "auto" or any(cell.backend == ANY_GPU for cell in matrix.cells):
         matrix = matrix.on(machine or Machine(), settings.backend)
-    file = settings.known_failures or known_failures.find(matrix, target.info.name)
-    plan = Plan(
+    rules = [rule for rule in load_rules().values() if rule.id in selected]
+    cells = [cell for cell in matrix.select(settings.cells) if _any_applies(rules, matrix, cell)]
+    if not cells:
+        asked = ", ".join([*settings.rules, *settings.profiles])
+        raise BadInput(f"none of the selected rules ({asked}) can be judged in the selected cells")
+    known = known_failures.load(file, matrix) if file else None
+    target = ask(_first_backend(cells, machine))
+    if known is None:
+        file = known_failures.find(matrix, target.info.name)
+        known = known_failures.load(file, matrix) if file else ()
+    return Plan(
         settings=settings,
-        target=target,
+        info=target.info,
+        claims=target.claims,
+        recorded=target if isinstance(target, Recorded) else None,
         matrix=matrix,
-        cells=tuple(ordered(cell, target.claims.order) for cell in matrix.select(settings.cells)),
+        cells=tuple(ordered(cell, target.claims.order) for cell in cells),
         rules=load_rules(),
-        selected=select([*settings.rules, *groups_of(settings.profiles)]),
-        known_failures=known_failures.load(file, matrix) if file else (),
+        selected=selected,
+        known_failures=known,
         known_failures_file=file,
         machine=machine,
         ranks=started(),
     )
-    kept = tuple(cell for cell in plan.cells if any(plan.enabled(cell, rule) for rule in plan.rules_of(cell)))
-    if not kept:
-        asked = ", ".join([*settings.rules, *settings.profiles])
-        raise BadInput(f"none of the selected rules ({asked}) can be judged in the selected cells")
-    return replace(plan, cells=kept)
+
+
+def _any_applies(rules: Iterable[Rule], matrix: Matrix, cell: Cell) -> bool:
+    return any(rule.id in matrix.rules[cell.id] and rule.applies(cell.backend, cell.replay) for rule in rules)
+
+
+def _first_backend(cells: Iterable[Cell], machine: Machine | None) -> str:
+    """The backend of the first cell with ranks that can run here, or gloo: static cells run in any world."""
+    with_ranks = (cell for cell in cells if cell.backend != "static")
+    return next((cell.backend for cell in with_ranks if machine is None or not machine.lacks(cell)), "gloo")
 
 
 def _check(settings: Settings) -> None:

@@ -17,8 +17,8 @@ from moeref_conformance.plan.plan import Plan
 
 def header(plan: Plan) -> dict[str, Any]:
     """Every setting that decides a verdict, as plain values."""
-    settings, claims = plan.settings, plan.target.claims
-    info = {key: fit(value) if isinstance(value, str) else value for key, value in to_plain(plan.target.info).items()}
+    settings, claims = plan.settings, plan.claims
+    info = {key: fit(value) if isinstance(value, str) else value for key, value in to_plain(plan.info).items()}
     rules = sorted(plan.rules.values(), key=lambda rule: (list(GROUPS).index(rule.group), rule.id))
     return {
         "kit": version_of("moeref") or "from source",

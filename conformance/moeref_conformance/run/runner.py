@@ -114,7 +114,7 @@ class Runner:
             # Apart from the records and inputs of ranks: nothing that is expected lies in a folder above theirs.
             tempfile.TemporaryDirectory(prefix="moeref-expected-", ignore_cleanup_errors=True) as apart,
             _threads(1) as beside,
-            Worlds(plan, parts.worlds, Path(folder)) as worlds,
+            Worlds(plan, parts, Path(folder)) as worlds,
         ):
             runner = cls(plan, parts, worlds, Path(apart))
             try:
@@ -162,11 +162,11 @@ class Runner:
         return [verdicts[rule.id] for rule in rules], case.observation.seconds if case.observation else 0.0
 
     def _runs(self, cell: Cell) -> bool:
-        return self.plan.target.claims.why_not(cell) is None and not self._gap(cell)
+        return self.plan.claims.why_not(cell) is None and not self._gap(cell)
 
     def _gap(self, cell: Cell) -> str:
         """Why the cell cannot run here; empty if it can."""
-        no_world = "" if cell.backend in self._parts.worlds else f"this kit has no world {cell.backend}"
+        no_world = "" if self._parts.world_of(cell) in self._parts.worlds else f"this kit has no world {cell.backend}"
         return self.plan.lacks(cell) or no_world
 
     def _case(self, cell: Cell) -> tuple[Case, str]:
@@ -176,8 +176,7 @@ class Runner:
         expected = self._expected(cell)
         own = one_rank is not None and one_rank.cell == cell
         observation = one_rank if own else self._worlds.observe(cell, expected.inputs)
-        claims = self.plan.target.claims
-        case = Case(cell=cell, expected=expected, observation=observation, baseline=one_rank, claims=claims)
+        case = Case(cell=cell, expected=expected, observation=observation, baseline=one_rank, claims=self.plan.claims)
         if one_rank is None or not one_rank.crashes:
             return case, no_baseline
         case.baseline = one_rank if own else None
@@ -191,7 +190,7 @@ class Runner:
         return self._baselines[one_rank.id]
 
     def _run_baseline(self, one_rank: Cell) -> Baseline:
-        if why_not := self.plan.target.claims.why_not(one_rank):
+        if why_not := self.plan.claims.why_not(one_rank):
             return None, f"the one-rank run is not claimed: {why_not}"
         if gap := self._gap(one_rank):
             return None, f"the one-rank run {gap}"

@@ -19,11 +19,13 @@ import torch
 from moeref_conformance.contract.api import Target, World
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.facts import Facts
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.contract.shards import ShardComparison
 from moeref_conformance.oracles.placement import plain_local
+from moeref_conformance.plan import known_failures
 from moeref_conformance.plan.known_failures import KnownFailure, lookup
-from moeref_conformance.resolve import resolve
+from moeref_conformance.plan.matrix import Matrix
 from moeref_conformance.steps.tensors import module_tensors
 from moeref_conformance.worlds.forked import ForkedWorld
 from moeref_conformance.worlds.inputs import given
@@ -60,44 +62,39 @@ def compare(cell: str, left: Hashes, right: Hashes) -> ShardComparison:
 
 
 def run(
-    left: str,
-    right: str,
-    cells: Iterable[Cell],
-    known_failures: Sequence[KnownFailure] = (),
-    deadline: float = 120.0,
+    left: str, right: str, matrix: Matrix, cells: Iterable[Cell], deadline: float = 120.0
 ) -> Iterator[ShardComparison]:
-    """Compare two targets in every cell that both claim. `known_failures` are those of either.
+    """Compare two targets in those `cells` of the matrix that both claim. Known failures are those of either.
 
     Raises BadInput if there is no such cell.
     """
-    targets = {spec: resolve(spec) for spec in (left, right)}
-    claimed = [
-        cell
-        for cell in cells
-        if cell.backend == "gloo" and all(target.claims.why_not(cell) is None for target in targets.values())
-    ]
-    if not claimed:
-        raise BadInput(f"{left} and {right} claim no cell of the selection in common")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moeref-shards-")))
         entry = f"{__name__}:hash_rank"
-        worlds = {spec: stack.enter_context(ForkedWorld(spec, deadline=deadline, entry=entry)) for spec in targets}
+        sides = [
+            (world, Facts.of(world.start()))
+            for spec in dict.fromkeys((left, right))
+            for world in [stack.enter_context(ForkedWorld(spec, deadline=deadline, entry=entry))]
+        ]
+        claimed = [c for c in cells if c.backend == "gloo" and not any(facts.claims.why_not(c) for _, facts in sides)]
+        if not claimed:
+            raise BadInput(f"{left} and {right} claim no cell of the selection in common")
+        files = {known_failures.find(matrix, facts.info.name) for _, facts in sides}
+        failures = [known for file in files if file for known in known_failures.load(file, matrix)]
         for number, cell in enumerate(claimed):
-            yield explained(_compare_cell(cell, targets, worlds, folder, number), cell, known_failures)
+            yield explained(_compare_cell(cell, sides, folder, number), cell, failures)
 
 
-def _compare_cell(
-    cell: Cell, targets: Mapping[str, Target], worlds: Mapping[str, ForkedWorld], folder: Path, number: int
-) -> ShardComparison:
+def _compare_cell(cell: Cell, sides: Sequence[tuple[ForkedWorld, Facts]], folder: Path, number: int) -> ShardComparison:
     from moeref_conformance.oracles.checkpoint import expected
 
     inputs, hashes = expected(cell, folder / "expected").inputs, []
-    for side, (spec, world) in enumerate(worlds.items()):
+    for side, (world, facts) in enumerate(sides):
         records = folder / f"{number}-{side}"
         records.mkdir()
         with given(inputs) as own:
-            outcome = world.run(cell, records, own.paths, targets[spec].claims)
-        failed = next((f"{spec}: {end.text}" for end in outcome.exits if end.kind != "ok"), "")
+            outcome = world.run(cell, records, own.paths, facts.claims)
+        failed = next((f"{world.target_spec}: {end.text}" for end in outcome.exits if end.kind != "ok"), "")
         if error := outcome.error or failed:
             return ShardComparison(cell.id, error=error)
         files = sorted(records.glob(f"rank*/{HASHES}"))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moeref_conformance.contract.api import Recorded
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.findings import Finding, Outcome
@@ -30,13 +29,12 @@ def not_judged(plan: Plan, cell: Cell, rule: Rule, gap: str) -> Verdict | None:
 
 
 def _unclaimed(plan: Plan, cell: Cell, rule: Rule) -> str:
-    claims = plan.target.claims
-    if why_not := claims.why_not(cell):
+    if why_not := plan.claims.why_not(cell):
         return why_not
-    if reason := rule.unclaimed(claims):
+    if reason := rule.unclaimed(plan.claims):
         return reason
-    if isinstance(plan.target, Recorded):
-        recorded = plan.target.recorded_steps(cell)
+    if plan.recorded is not None:
+        recorded = plan.recorded.recorded_steps(cell)
         if lacking := [step for step in rule.steps if step not in recorded]:
             return f"the dump has no record of {' and '.join(lacking)}"
     return ""

@@ -153,7 +153,7 @@ class Coordinator(AbstractContextManager["Coordinator"]):
         while waiting := set(ranks) - answers.keys():
             for rank, answer in self.hear(waiting, number, 1.0):
                 if isinstance(answer, WorldError):
-                    raise WorldError(f"{self.name(rank)}: {answer}")
+                    raise type(answer)(f"{self.name(rank)}: {answer}")
                 answers[rank] = answer
             if time.monotonic() > until:
                 for rank in waiting - answers.keys():

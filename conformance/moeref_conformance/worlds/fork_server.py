@@ -5,8 +5,9 @@ installs the CPU substitutions and the checked collectives, and resolves the tar
 and supervises them (`supervise.py`). It always has one thread: a fork copies only the calling thread, and locks held by
 others would stay locked in the ranks. It never touches CUDA, which does not survive a fork.
 
-It inherits a connection from its parent. First it sends its facts, or as a text why it cannot serve the target. For
-each `Request` it sends the pids of the ranks, `FINISHED` once those of a part have done their work, and a RunOutcome.
+It inherits a connection from its parent. First it sends its facts, with what the target says of itself, or why it
+cannot serve the target: BadInput where that is none, else a text. For each `Request` it sends the pids of the ranks,
+`FINISHED` once those of a part have done their work, and a RunOutcome. A static cell has one process for all its ranks.
 While ranks run, it takes `END` and `LEAVE`. Losing the connection means that the parent is gone.
 """
 
@@ -27,8 +28,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.contract.api import Target, to_plain
+from moeref_conformance.contract import facts
+from moeref_conformance.contract.api import Target
 from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RunOutcome
 from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of
@@ -78,7 +81,8 @@ def main() -> None:
     try:
         prepared = prepare(spec, entry, backend)
     except BaseException as error:
-        channel.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        told = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        channel.send(BadInput(str(error)) if isinstance(error, BadInput) else told)
         raise
     rank_main.prctl(rank_main.PR_SET_CHILD_SUBREAPER, 1)
 
@@ -140,19 +144,18 @@ def prepare(spec: str, entry: str, backend: str) -> Prepared:
     target = resolve(spec)
     if preload := getattr(target, "preload", None):
         preload()
-    facts = {
+    said = {
         "pid": os.getpid(),
         "versions": {name: version_of(name) for name in ("torch", "megatron-core", "transformers", "moeref")},
         "substitutions": list(substituted),
-        "info": to_plain(target.info),
-        "claims": to_plain(target.claims),
+        **facts.told(target),
     }
     one_thread()
     no_cuda(f"importing the target {spec!r}")
     gc.collect()
     gc.freeze()  # the collector leaves these objects alone, so their pages stay shared with the ranks
     gc.set_threshold(50_000)  # building a model makes many objects, and few that only the collector can free
-    return Prepared(target, function, facts)
+    return Prepared(target, function, said)
 
 
 def one_thread() -> None:

@@ -23,8 +23,10 @@ from typing import IO, Any
 
 from moeref_conformance.contract.api import Cell, Claims
 from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RunOutcome, signal_name
-from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, Part, Request
+from moeref_conformance.worlds import static
+from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, Part, Request, processes
 
 ENTRY = "moeref_conformance.steps.run:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
@@ -36,9 +38,17 @@ class WorldError(RuntimeError):
     """The fork server could not be started, or died."""
 
 
+class BadTarget(WorldError, BadInput):
+    """What was named is no target, or cannot be imported: the user's mistake, not one of the kit."""
+
+
 def check_runs_here(cell: Cell, claims: Claims, backend: str) -> None:
-    """Raise ValueError for a cell that `claims` does not cover or that belongs in a world of another backend."""
-    reason = claims.why_not(cell) or (f"this world is {backend}" if cell.backend != backend else None)
+    """Raise ValueError for a cell that `claims` does not cover or that belongs in a world of another backend.
+
+    Static cells belong in any.
+    """
+    here = cell.backend in (backend, "static")
+    reason = claims.why_not(cell) or (None if here else f"this world is {backend}")
     if reason:
         raise ValueError(f"cell {cell.id} must not be run: {reason}")
 
@@ -128,7 +138,7 @@ class _Server:
 
 
 class ForkedWorld(AbstractContextManager["ForkedWorld"]):
-    """Runs cells of one backend ("gloo", "gloo-cuda" or "nccl") with one forked process a rank.
+    """Runs cells of one backend ("gloo", "gloo-cuda" or "nccl") with one forked process a rank, and static cells.
 
     `target_spec` is a target's name or `module:attr`, resolved in the fork server, never here. `entry` is what each
     rank calls. `deadline`, `grace` and `staged` as in `Request`. Use it as a context manager, and start it from a
@@ -154,10 +164,10 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         #: What the fork server said when it was ready, with the target's info and claims. Empty before.
         self.facts: dict[str, Any] = {}
         self._server: _Server | None = None
-        self._refused = ""  # why the target cannot be served: importing it again would not help
+        self._refused: WorldError | None = None  # why it cannot serve the target: importing it again would not help
 
     def __exit__(self, *_: object) -> None:
-        self._refused = "this world is closed"  # another thread must not start it again
+        self._refused = WorldError("this world is closed")  # another thread must not start it again
         self.close()
 
     def start(self) -> dict[str, Any]:
@@ -169,7 +179,7 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         if self._server is not None and self._server.process.poll() is None:
             return self._server
         if self._refused:
-            raise WorldError(self._refused)
+            raise self._refused
         self.close()
         self.facts = {}
         self._server = _Server.start(self.target_spec, self.entry, self.backend)
@@ -178,10 +188,11 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         except WorldError as error:
             self.close()
             raise WorldError(f"target {self.target_spec!r}: {error}") from error
-        if isinstance(answer, str):
+        if isinstance(answer, BadInput | str):
             self.close()
-            self._refused = f"target {self.target_spec!r} cannot be served: {answer}"
-            raise WorldError(self._refused)
+            why = f"target {self.target_spec!r} cannot be served: {answer}"
+            self._refused = WorldError(why) if isinstance(answer, str) else BadTarget(str(answer))
+            raise self._refused
         self.facts = answer
         self._server.ready = True
         return self._server
@@ -193,9 +204,11 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         another world, and as `fork`.
         """
         check_runs_here(cell, claims, self.backend)
-        ranks = range(cell.layout.world)
+        ranks = range(processes(cell))
         part = Part(ranks, {rank: rank for rank in ranks})
-        return self.fork(Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace, self.staged))
+        request = Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace, self.staged)
+        outcome = self.fork(request)
+        return static.answered(outcome, cell_dir) if cell.backend == "static" else outcome
 
     def fork(self, request: Request, finished: Callable[[], None] = lambda: None) -> RunOutcome:
         """Run a cell, or a part of one whose other ranks run elsewhere.

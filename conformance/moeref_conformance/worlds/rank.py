@@ -1,4 +1,4 @@
-"""One rank: what a forked process does from its first instruction to its exit.
+"""One rank: what a forked process does from its first instruction to its exit. That of a static cell answers for all.
 
 It becomes its own session (so that the whole group can be ended at once), dies with the fork server, writes its output
 to its record folder, sets its device, joins the default process group of its cell over a store, and calls the entry. It
@@ -28,6 +28,7 @@ from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.exits import EXIT_RAISED
 from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.texts import cut
+from moeref_conformance.worlds import static
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +76,13 @@ class Request:
 
     @property
     def size(self) -> int:
-        """Ranks of the whole cell."""
-        return self.cell.layout.world
+        """Processes of the whole cell: its ranks, or one where it is static."""
+        return processes(self.cell)
+
+
+def processes(cell: Cell) -> int:
+    """How many processes run the cell: one a rank, or one that answers for all ranks of a static cell."""
+    return 1 if cell.backend == "static" else cell.layout.world
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,10 @@ def main(job: Job, rank: int) -> NoReturn:
         for fd in job.close:
             os.close(fd)
         _settle(rank_dir(job.request.cell_dir, rank), job.parent)
-        _run(job, rank)
+        if job.request.cell.backend == "static":
+            static.answer(job.target, job.request.cell, job.request.cell_dir, job.request.inputs)
+        else:
+            _run(job, rank)
         _flush()
         os.write(job.done, f"finished {rank}\n".encode())
         os.read(job.go, 1)

@@ -19,12 +19,12 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims
 from moeref_conformance.contract.exits import RankExit, RunOutcome, mark_first
-from moeref_conformance.worlds import interrupts
+from moeref_conformance.worlds import interrupts, static
 from moeref_conformance.worlds.coordinator import Coordinator, address, join, prefix
 from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError, check_runs_here
 from moeref_conformance.worlds.inputs import fingerprint
 from moeref_conformance.worlds.messages import pack, unpack
-from moeref_conformance.worlds.rank import FINISHED, Part, Request
+from moeref_conformance.worlds.rank import FINISHED, Part, Request, processes
 from moeref_conformance.worlds.worker import Place, Worker
 
 AGAIN_SECONDS = 0.5  # a failure is sent again after this: a fork server that has not begun its cell drops the message
@@ -75,8 +75,11 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
     def __exit__(self, *_: object) -> None:
         self.coordinator.tell(self.coordinator.places, "close", self.backend)
 
-    def start(self) -> None:
-        """Start a fork server in every process. Raises WorldError with the reason one gave, BadInput if they differ."""
+    def start(self) -> dict[str, Any]:
+        """Start a fork server in every process, and return the facts that all gave.
+
+        Raises WorldError with the reason one gave, BadInput if they differ.
+        """
         ranks, seconds = self.coordinator.places, START_SECONDS + SLACK_SECONDS
         facts = self.coordinator.ask(ranks, "start", self.backend, seconds=seconds)
         self.coordinator.alike(
@@ -85,6 +88,7 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
                 for rank, found in facts.items()
             }
         )
+        return {name: facts[0][name] for name in ("versions", "info", "claims")}
 
     def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
         """Run one cell; the records of all its ranks go to `<cell_dir>/rank0003/` here.
@@ -92,7 +96,7 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
         Raises ValueError for a cell that `claims` does not cover, of another world, or of more ranks than there are.
         """
         check_runs_here(cell, claims, self.backend)
-        ranks, have = range(cell.layout.world), len(self.coordinator.places)
+        ranks, have = range(processes(cell)), len(self.coordinator.places)
         if len(ranks) > have:
             raise ValueError(f"cell {cell.id} needs {len(ranks)} ranks, and torchrun started {have}")
         begin = time.monotonic()
@@ -101,12 +105,13 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
         except WorldError as error:
             return RunOutcome((), time.monotonic() - begin, error=str(error))
         exits = [replace(e, host=self.coordinator.host(e.rank)) for outcome in outcomes for e in outcome.exits]
-        return RunOutcome(
+        outcome = RunOutcome(
             merge(exits),
             max(outcome.seconds for outcome in outcomes),
             strays=sum(o.strays for o in outcomes),
             written=tuple(dict.fromkeys(what for o in outcomes for what in o.written)),
         )
+        return static.answered(outcome, cell_dir) if cell.backend == "static" else outcome
 
     def _fork(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], ranks: range) -> list[RunOutcome]:
         """Run the cell and unpack the records. Raises WorldError if a process is gone or a fork server failed."""
@@ -115,7 +120,9 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
         self._cells += 1
         part = Part(ranks, {}, address(), prefix(f"{self.backend}/cell{self._cells}"))
         request = Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace)
-        answers = self._watch(ranks, self.coordinator.tell(ranks, "fork", name, request, self.coordinator.places))
+        answers = self._watch(
+            ranks, self.coordinator.tell(ranks, "fork", self.backend, name, request, self.coordinator.places)
+        )
         if errors := [f"{self.coordinator.name(r)}: {a}" for r, a in answers.items() if isinstance(a, WorldError)]:
             raise WorldError("\n".join(errors))
         self._check_there(cell, ranks)

@@ -92,7 +92,9 @@ class Worker:
         self._number = number
         try:
             answer = getattr(self, method)(*arguments)
-        except (WorldError, ValueError) as error:
+        except WorldError as error:
+            answer = error
+        except ValueError as error:
             answer = WorldError(str(error))
         except Exception:
             answer = WorldError(traceback.format_exc())
@@ -113,9 +115,9 @@ class Worker:
         self._inputs[name] = Given.protect(folder, {path.name: next(path.iterdir()) for path in folder.iterdir()})
 
     def fork(
-        self, name: str, request: Request, places: Mapping[int, Place]
+        self, backend: str, name: str, request: Request, places: Mapping[int, Place]
     ) -> tuple[RunOutcome, dict[str, bytes | None]]:
-        """Run this process's rank of a cell.
+        """Run this process's rank of a cell in the world of this backend.
 
         `FINISHED` is sent when it has done its work. Rank 0 takes the inputs of the request and writes its record where
         it says; others use those they keep under `name`, and return their record.
@@ -127,7 +129,7 @@ class Worker:
             own = self._inputs[name] if rank else None
             if own:
                 request = replace(request, cell_dir=Path(here), inputs=own.paths)
-            outcome = self._worlds[request.cell.backend].fork(request, self._finished)
+            outcome = self._worlds[backend].fork(request, self._finished)
             if outcome.error:
                 raise WorldError(outcome.error)
             if own:

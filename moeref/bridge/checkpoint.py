@@ -6,7 +6,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -113,6 +113,10 @@ class Checkpoint:
         """The slice `index` of tensor `name`; the rest of the tensor is not read."""
         tensor: torch.Tensor = self._where[name][index]
         return tensor
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of all tensors, file by file."""
+        return ((name, self.read(name, tuple(map(slice, self.header(name).shape)))) for name in self._where)
 
     def close(self) -> None:
         """Unmap all files."""

@@ -7,7 +7,7 @@ holds a full tensor.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 
@@ -23,6 +23,8 @@ from moeref.exporter.transfer import Owner, Stopped, Writer
 from moeref.torch_dtypes import TORCH
 
 Item = tuple[HFTensor, torch.Tensor | None]
+#: Gives the memory, contiguous and on this device, that a tensor is to be made in.
+Place = Callable[[HFTensor, torch.device], torch.Tensor]
 
 
 def export(
@@ -51,6 +53,20 @@ class Stream(Iterator[Item]):
     def __init__(self, export: _Export) -> None:
         self._export = export
         self._items = export.items()
+
+    @property
+    def plan(self) -> Plan:
+        """What comes."""
+        return self._export.peer.plan
+
+    @property
+    def place(self) -> Place:
+        """Where the next tensors are made, by default each in memory of its own."""
+        return self._export.place
+
+    @place.setter
+    def place(self, place: Place) -> None:
+        self._export.place = place
 
     def __next__(self) -> Item:
         return next(self._items)
@@ -84,13 +100,14 @@ class _Export:
     """One rank's part in an export."""
 
     def __init__(self, peer: Peer, chunks: Sequence[torch.nn.Module], version: int) -> None:
-        self._peer, self._chunks, self._version = peer, chunks, version
+        self.peer, self._chunks, self._version = peer, chunks, version
         self._where = f"{peer.plan.shard_map.model.family}, rank {peer.rank}"
         self._name = "the first tensor"  # what this rank is at
+        self.place: Place = _own
 
     def _together(self) -> AbstractContextManager[None]:
-        digest = hashed(self._peer.plan.digest, self._version)
-        peer = self._peer
+        digest = hashed(self.peer.plan.digest, self._version)
+        peer = self.peer
         return all_or_none(
             digest, peer.device, peer.group, lambda why: ExportError(f"{self._where}: {why}; nothing was sent")
         )
@@ -101,16 +118,16 @@ class _Export:
             raise ExportError(str(error))
 
     def _bound(self) -> dict[str, torch.Tensor]:
-        plan, rank = self._peer.plan, self._peer.rank
+        plan, rank = self.peer.plan, self.peer.rank
         with self._together():
-            check_place(plan.shard_map.layout, rank, self._peer.group)
+            check_place(plan.shard_map.layout, rank, self.peer.group)
             pairs = bind(plan.shard_map, rank, self._chunks)
         return {shard.param.name: tensor for shard, tensor in pairs if shard.param.exports}
 
     def items(self) -> Generator[Item, None, None]:
         """Bind, stream, and agree on how it went."""
         held = self._bound()
-        transfer = (Writer if self._peer.rank == self._peer.plan.writer else Owner)(self._peer, held)
+        transfer = (Writer if self.peer.rank == self.peer.plan.writer else Owner)(self.peer, held)
         failed: BaseException | None = None
         try:
             yield from self._tensors(transfer)
@@ -128,7 +145,7 @@ class _Export:
     def _settled(self, failed: BaseException | None) -> dict[int, str]:
         """Why ranks failed, by rank."""
         try:
-            return failures(self._reason(failed), self._peer.device, self._peer.group)
+            return failures(self._reason(failed), self.peer.device, self.peer.group)
         except RuntimeError:
             # A rank is gone. What this one has met before is the better error.
             if failed is None:
@@ -139,15 +156,15 @@ class _Export:
         if failed is None or isinstance(failed, Stopped):
             return ""
         if isinstance(failed, GeneratorExit):
-            last = self._name == self._peer.plan.tensors[-1].name
+            last = self._name == self.peer.plan.tensors[-1].name
             return "" if last else f"stopped after {self._name}: its own error says why"
         return f"failed at {self._name}: {type(failed).__name__}: {failed}"
 
     def _tensors(self, transfer: Owner | Writer) -> Generator[Item, None, None]:
         """The tensors of the plan, batch by batch. A fused tensor of experts may be filled over several batches."""
-        params = self._peer.plan.params
+        params = self.peer.plan.params
         full: torch.Tensor | None = None
-        for batch in self._peer.plan.batches:
+        for batch in self.peer.plan.batches:
             self._name = params[batch.params.start][1].hf[0].name
             transfer.begin(batch)
             for number in batch.params:
@@ -162,14 +179,18 @@ class _Export:
 
     def _filled(self, full: torch.Tensor | None, index: int, number: int, writer: Writer) -> torch.Tensor:
         """`full`, or a new tensor, with what the shards of parameter `number` have of its tensor `index`."""
-        plan = self._peer.plan
+        plan = self.peer.plan
         param = plan.params[number][1]
         if full is None:
-            tensor = param.hf[index]
-            full = torch.empty(tensor.shape, dtype=TORCH[tensor.dtype], device=self._peer.device)
+            full = self.place(param.hf[index], self.peer.device)
+        start = int(full.storage_offset())
         for part in range(len(plan.shard_map.owners(param))):
             memory, offset = writer.source(number, part, param)
             for size, into, source in plan.copies(param, part)[index]:
-                place = full.as_strided(size, into.strides, into.offset)
+                place = full.as_strided(size, into.strides, start + into.offset)
                 place.copy_(memory.as_strided(size, source.strides, offset + source.offset))
         return full
+
+
+def _own(tensor: HFTensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=TORCH[tensor.dtype], device=device)

@@ -20,7 +20,7 @@ CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 COMMANDS = commands(README)
 FIRST_TWO = [line for line in COMMANDS if line.startswith("python3.12 ")]
-PYTHON, PYTHON_ON_RANKS = blocks(README, "python")
+PYTHON, PYTHON_ON_RANKS, PYTHON_OF_BUCKETS = blocks(README, "python")
 
 
 def test_the_two_commands_are_one_line_each_and_bring_their_tools() -> None:
@@ -76,7 +76,7 @@ def test_python_on_ranks_names_what_exists() -> None:
     rooms = {"bridge": bridge, "exporter": exporter}
     used = [
         (node.value.id, node.attr)
-        for node in ast.walk(ast.parse(PYTHON_ON_RANKS))
+        for node in ast.walk(ast.parse(PYTHON_ON_RANKS + PYTHON_OF_BUCKETS))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in rooms
     ]
     assert used

@@ -1,0 +1,187 @@
+"""Buckets: any size gives the same tensors, units stay whole, lent memory is watched, messages are read or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import save_file
+
+from moeref.bridge import Checkpoint, ShardMap, inventory
+from moeref.exporter import Bucket, BucketError, Plan, buckets, export, read, unit_of
+from moeref.exporter.buckets import MAGIC
+from moeref.layout import Layout
+from tests.unit.models import CONFIGS, model
+from tests.unit.test_loader import holder
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return Plan(ShardMap(model("glm4_moe", num_hidden_layers=2), Layout()))
+
+
+@pytest.fixture(scope="module")
+def chunks(plan: Plan) -> list[torch.nn.Module]:
+    torch.manual_seed(0)
+    made = holder(plan.shard_map, 0)
+    for tensor in inventory(made).values():
+        tensor.copy_(torch.randn(tensor.shape))
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(plan: Plan, chunks: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return {tensor.name: full for tensor, full in export(plan, 0, chunks) if full is not None}
+
+
+def units(bucket: Bucket) -> list[str]:
+    return list(dict.fromkeys(unit_of(entry.name) for entry in bucket.entries))
+
+
+@pytest.mark.parametrize("limit", [1, 5_000, 50_000, 500_000, 1 << 24])
+@pytest.mark.parametrize("lend", [False, True])
+@pytest.mark.parametrize("assembled", [False, True])
+def test_any_size_gives_the_same(
+    plan: Plan,
+    chunks: list[torch.nn.Module],
+    whole: dict[str, torch.Tensor],
+    limit: int,
+    lend: bool,
+    assembled: bool,
+) -> None:
+    stream = export(plan, 0, chunks) if assembled else whole.items()
+    kept: list[tuple[str, torch.Tensor]] = []
+    seen: list[str] = []
+    for number, bucket in enumerate(buckets(stream, limit, lend=lend)):
+        assert bucket.number == number
+        message = bucket.message()
+        assert message.numel() <= limit or len(units(bucket)) == 1
+        kept += [(name, tensor.clone()) for name, tensor in read(message).tensors()]
+        seen += units(bucket)
+        del message
+    assert [name for name, _ in kept] == list(whole)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in kept)
+    assert len(seen) == len(set(seen))
+
+
+def test_own_buckets_stay(whole: dict[str, torch.Tensor]) -> None:
+    kept = dict(pair for bucket in list(buckets(whole.items(), 50_000)) for pair in bucket.tensors())
+    assert all(torch.equal(kept[name], tensor) for name, tensor in whole.items())
+
+
+def test_an_export_is_assembled_in_the_bucket(plan: Plan, chunks: list[torch.nn.Module]) -> None:
+    stream = export(plan, 0, chunks)
+    cut = buckets(stream, 1 << 24, lend=True)
+    bucket = next(cut)
+    places = {entry.name: bucket.memory().data_ptr() + entry.offset for entry in bucket.entries}
+    again = export(plan, 0, chunks)
+    again.place = lambda tensor, device: dict(bucket.tensors())[tensor.name]
+    assert {tensor.name: full.data_ptr() for tensor, full in again if full is not None} == places
+
+
+def test_lent_memory_that_is_held_raises(whole: dict[str, torch.Tensor]) -> None:
+    cut = buckets(whole.items(), 50_000, lend=True)
+    first = next(cut)
+    held = next(tensor for _, tensor in first.tensors())[:1]
+    with pytest.raises(BucketError, match=r"bucket 0, model.embed_tokens.weight to .* are held when the next"):
+        next(cut)
+    del held
+
+
+def test_a_lent_bucket_ends_with_the_next(whole: dict[str, torch.Tensor]) -> None:
+    cut = buckets(whole.items(), 50_000, lend=True)
+    first = next(cut)
+    memory = first.memory().data_ptr()
+    second = next(cut)
+    assert second.memory().data_ptr() == memory
+    with pytest.raises(BucketError, match="bucket 0 was lent until the next"):
+        list(first.tensors())
+
+
+def test_a_unit_that_comes_apart_is_refused() -> None:
+    names = ["layers.0.self_attn.q_proj.weight", "layers.0.mlp.gate.weight", "layers.0.self_attn.k_proj.weight"]
+    with pytest.raises(BucketError, match=r"k_proj.weight: other tensors came since the last of layers.0.self_attn"):
+        list(buckets([(name, torch.ones(2)) for name in names], 1000))
+
+
+def test_ranks_without_tensors_have_no_buckets() -> None:
+    assert list(buckets([("norm.weight", None)], 1000)) == []
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
+def test_units_of_an_export_are_whole(family: str, expert_format: str) -> None:
+    names = [t.name for t in Plan(ShardMap(model(family), Layout()).in_format(expert_format)).tensors]  # type: ignore[arg-type]
+    runs = [unit_of(name) for i, name in enumerate(names) if i == 0 or unit_of(name) != unit_of(names[i - 1])]
+    assert len(runs) == len(set(runs))
+    of_layer = [unit_of(name) for name in names if ".layers.1." in name]
+    assert any(unit.endswith((".experts", ".mlp")) for unit in of_layer)
+    assert any(unit.endswith("attn") for unit in of_layer)
+
+
+def test_a_folder_is_a_stream(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    save_file(whole, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as checkpoint:
+        stream = sorted(checkpoint.tensors(), key=lambda pair: unit_of(pair[0]))
+        kept = dict(pair for bucket in buckets(stream, 50_000) for pair in bucket.tensors())
+    assert kept.keys() == whole.keys()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in whole.items())
+
+
+def test_values_of_all_kinds_arrive() -> None:
+    odd = torch.tensor([float("nan"), -0.0, float("inf"), 1e-40])
+    tensors = {"a": odd, "b": odd.bfloat16(), "c": torch.tensor(3), "d": torch.zeros(0, 4), "ü\n": odd.double()[::2]}
+    (bucket,) = buckets(tensors.items(), 10_000)
+    got = dict(read(bucket.message().clone()).tensors())
+    for name, tensor in tensors.items():
+        assert (got[name].shape, got[name].dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(got[name].reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8))
+
+
+def message() -> torch.Tensor:
+    (bucket,) = buckets([("a.weight", torch.arange(6.0)), ("b.weight", torch.arange(3))], 10_000)
+    return bucket.message(generation=7).clone()
+
+
+def test_a_stale_message_is_refused() -> None:
+    assert [name for name, _ in read(message(), generation=7).tensors()] == ["a.weight", "b.weight"]
+    with pytest.raises(BucketError, match="generation 7, expected 8: a stale read"):
+        read(message(), generation=8)
+
+
+def test_every_changed_byte_is_refused() -> None:
+    good = message()
+    for at in range(good.numel()):
+        torn = good.clone()
+        torn[at] ^= 1
+        with pytest.raises(BucketError):
+            read(torn)
+
+
+def test_every_cut_message_is_refused() -> None:
+    good = message()
+    for length in range(good.numel()):
+        with pytest.raises(BucketError):
+            read(good[:length])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (b'"float32"', b'"float99"', "cannot be read: tensor 'a.weight' of dtype 'float99'"),
+        (b'[3],"int64"', b'[9],"int64"', "bucket 0 lists tensors beyond its"),
+        (b"[6]", b"[x]", "cannot be read"),
+        (b",64]", b",63]", "cannot be read: b.weight"),
+        (b'"tensors"', b'"tensorS"', "cannot be read: 'tensors'"),
+    ],
+)
+def test_metadata_of_no_bucket_are_refused(old: bytes, new: bytes, why: str) -> None:
+    """Also where the checksum fits."""
+    raw = message().numpy().tobytes()[:-16].replace(old, new)
+    signed = raw + xxhash.xxh3_64_digest(raw) + MAGIC
+    with pytest.raises(BucketError, match=why):
+        read(torch.frombuffer(bytearray(signed), dtype=torch.uint8))

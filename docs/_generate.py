@@ -127,7 +127,7 @@ def known_bugs() -> str:
     """The list that faults are made from."""
     from moeref_conformance.selftest.faults import KNOWN_BUGS
 
-    rows = [(bug, _plain(entry["report"]), _plain(entry["symptom"])) for bug, entry in KNOWN_BUGS.items()]
+    rows = [(bug, _plain(entry.get("report", bug)), _plain(entry["symptom"])) for bug, entry in KNOWN_BUGS.items()]
     return table(("id", "report", "symptom"), rows)
 
 

@@ -1,7 +1,8 @@
 """The tiny models: their sizes by family, and transformers' own modules made from them.
 
 Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide. Most vocabularies divide by
-nothing, so that padding shows; Mixtral's is even, DeepSeek's needs no padding at TP 1 and 2.
+nothing, so that padding shows; Mixtral's is even, DeepSeek's needs no padding at TP 1 and 2. Constants such as θ differ
+from the defaults of transformers' classes, so that a default that is taken for the config's value shows.
 """
 
 from __future__ import annotations
@@ -39,8 +40,19 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 6,
     "n_routed_experts": 16,
 }
+
+
+def _rotary(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _part_rotary(theta: float, part: float) -> dict[str, Any]:
+    """Rotary embeddings of a part of each head, which transformers also keeps under its older name."""
+    return {"partial_rotary_factor": part, "rope_parameters": {**_rotary(theta), "partial_rotary_factor": part}}
+
+
 _FAMILY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 6, "num_experts": 16},
+    "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0)},
     # Mixtral's only width is intermediate_size. Its sizes divide by 3 and 6, and by 8 ranks into one expert each.
     "mixtral": {
         "head_dim": 6,
@@ -49,8 +61,10 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "intermediate_size": 72,
         "vocab_size": 134,
+        "rope_parameters": _rotary(3_000.0),
     },
     "glm4_moe": {
+        **_part_rotary(2_000.0, 0.75),
         "head_dim": 8,
         "n_routed_experts": 16,
         "n_shared_experts": 1,
@@ -76,7 +90,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "rope_parameters": {
             "rope_type": "yarn",
-            "rope_theta": 10_000.0,
+            "rope_theta": 8_000.0,
             "factor": 4.0,
             "original_max_position_embeddings": 16,
             "beta_fast": 32.0,
@@ -95,6 +109,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 22,
         "linear_value_head_dim": 10,
         "linear_conv_kernel_dim": 4,
+        **_part_rotary(5_000.0, 0.75),
         "mlp_only_layers": [0],
         # A gated delta net normalises sums that nearly cancel: a smaller epsilon makes logits of fp32's rounding.
         "rms_norm_eps": 1e-3,
@@ -124,7 +139,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "routed_scaling_factor": 1.8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "rope_parameters": _rotary(1_000_000.0),
     },
 }
 #: transformers' name of each family: `…Config` and `…ForCausalLM`.

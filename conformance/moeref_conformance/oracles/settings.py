@@ -51,6 +51,8 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid" if bias else "softmax",
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": int(config.topk_group) if groups > 1 else None,
+        # Megatron renormalises the weights of the chosen experts unless the softmax comes first.
+        "moe_router_pre_softmax": not bias and not getattr(config, "norm_topk_prob", True),
         "moe_router_topk_scaling_factor": float(getattr(config, "routed_scaling_factor", None) or 1.0),
         "moe_shared_expert_intermediate_size": rows(
             ".mlp.shared_experts.gate_proj.weight", ".mlp.shared_expert.gate_proj.weight"

@@ -117,6 +117,17 @@ def described(change: Callable[[TensorMeta], TensorMeta | None]) -> Change:
     return wrap
 
 
+def each_chunk(change: Callable[[Any], None]) -> Change:
+    """A fault's `wrap` that passes every chunk of the built model through `change`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        for chunk in session.export.chunks() if session.export else ():
+            change(chunk)
+        return session
+
+    return wrap
+
+
 def inventory(session: Any) -> dict[tuple[int, str], torch.Tensor]:
     """All parameters and buffers of this rank's chunks by (chunk, local name), without autograd."""
     chunks = session.export.chunks()

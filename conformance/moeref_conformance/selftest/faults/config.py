@@ -307,6 +307,14 @@ FAULTS = (
         says="moe_layer_freq=1, not [0, 1]",
     ),
     Fault(
+        id="experts-of-the-class-default",
+        bug="Megatron-Bridge#5220: the first alias that a config class has is read, here its default number of experts",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_always(num_moe_experts=256),
+        says="num_moe_experts",
+    ),
+    Fault(
         id="replay-forced-on",
         bug="B15 miles#2226: replay is switched on after the MTP block is built, whatever was asked for",
         rules=("CFG-009",),

@@ -53,6 +53,21 @@ def _fc2_on_dim_0(session: Any, cell: Cell, world: World) -> Any:
     return border.described(meta_on_dim_0)(each(on_dim_0)(session, cell, world), cell, world)
 
 
+def _replicas_joined(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    """The norms of q and k, which all TP ranks hold, are joined as shards are."""
+    if not meta.name.endswith(("q_norm.weight", "k_norm.weight")):
+        return meta, tensor
+    return replace(meta, shape=(2 * len(tensor),)), torch.cat([tensor, tensor])
+
+
+def _own_shard(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    """Of an expert's tensor the writer sends its own shard, as it is."""
+    if ".experts." not in meta.name:
+        return meta, tensor
+    shard = _shards(meta.name, tensor)[1][0].contiguous()
+    return replace(meta, shape=tuple(shard.shape)), shard
+
+
 def _no_etp_gather(tensors: Tensors) -> None:
     """Only the first rank's shard of an expert arrives."""
     for name, tensor in tensors.items():
@@ -172,8 +187,24 @@ FAULTS = (
         diagnosis="columns 28–55 are zero: shard 1 of 2 is missing",
     ),
     Fault(
+        id="replicas-joined",
+        bug="Megatron-Bridge#3458 in kind: what ranks hold alike is joined as if each had a part of it",
+        rules=("EXP-003", "EXP-007"),
+        also=("EXP-004", "EXP-006"),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=each(_replicas_joined),
+    ),
+    Fault(
+        id="expert-shards-sent",
+        bug="slime#2280: what is gathered goes by an attribute that grouped experts' parameters do not have",
+        rules=("EXP-003", "EXP-007"),
+        also=("EXP-004", "EXP-006"),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=each(_own_shard),
+    ),
+    Fault(
         id="view-of-strided",
-        bug="B42: NeMo-RL#2418, verl#6919, miles#1608: view(-1) of a strided tensor",
+        bug="B42: NeMo-RL#2418, verl#6919, miles#1608, prime-rl#3113: a strided tensor is read as one run of memory",
         rules=("EXP-002",),
         also=("EXP-006",),
         cell=cell("qwen3_moe", "pp2"),

@@ -8,21 +8,10 @@ from typing import Any
 from unittest import mock
 
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.border import each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 Wrap = Callable[[Session, Cell, World], Any]
-
-
-def _chunks(change: Callable[[Any], None]) -> Wrap:
-    """Every chunk of the built model passes through `change`."""
-
-    def wrap(session: Session, cell: Cell, world: World) -> Session:
-        for chunk in session.export.chunks() if session.export else ():
-            change(chunk)
-        return session
-
-    return wrap
 
 
 def marked(attribute: str, value: Any, part: str = "") -> Wrap:
@@ -33,7 +22,7 @@ def marked(attribute: str, value: Any, part: str = "") -> Wrap:
             if part in name and hasattr(parameter, attribute):
                 setattr(parameter, attribute, value)
 
-    return _chunks(change)
+    return each_chunk(change)
 
 
 def _untied(chunk: Any) -> None:
@@ -59,7 +48,7 @@ def configured(**values: Any) -> Wrap:
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.config
-        return facet(_chunks(change)(session, cell, world), "config", given=lambda: {**good.given(), **values})
+        return facet(each_chunk(change)(session, cell, world), "config", given=lambda: {**good.given(), **values})
 
     return wrap
 
@@ -86,7 +75,7 @@ FAULTS = (
         bug="embedding and tied head on two stages, each with its own gradient alone",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "pp2", tied=True),
-        wrap=_chunks(_untied),
+        wrap=each_chunk(_untied),
         says="embedding.word_embeddings.weight",
     ),
     Fault(

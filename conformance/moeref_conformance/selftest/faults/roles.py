@@ -110,6 +110,13 @@ FAULTS = (
         wrap=everywhere,
     ),
     Fault(
+        id="every-cp-rank-sends",
+        bug="miles#1722: the writer is chosen by its data-parallel rank, which all context-parallel ranks share",
+        rules=("EXP-005",),
+        cell=cell("qwen3_moe", "cp2"),
+        wrap=everywhere,
+    ),
+    Fault(
         id="every-stage-sends",
         bug="W13: vime#329, every pipeline stage opens a sender",
         rules=("EXP-005",),

@@ -21,13 +21,13 @@ Rows = np.ndarray[Any, Any]
 Wrap = Callable[[Session, Cell, World], Any]
 
 
-def _sending(change: Callable[[Any, int], Any]) -> Wrap:
+def sending(change: Callable[[Any, int], Any]) -> Wrap:
     """The good session is given `change(sample, tokens)` in place of every sample's routes."""
-    return _sending_in(lambda session, cell, world: change)
+    return sending_in(lambda session, cell, world: change)
 
 
-def _sending_in(made: Callable[[Session, Cell, World], Callable[[Any, int], Any]]) -> Wrap:
-    """As `_sending`, with a change that depends on the session, the cell and the rank."""
+def sending_in(made: Callable[[Session, Cell, World], Callable[[Any, int], Any]]) -> Wrap:
+    """As `sending`, with a change that depends on the session, the cell and the rank."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.replay
@@ -46,7 +46,7 @@ def _sending_in(made: Callable[[Session, Cell, World], Callable[[Any, int], Any]
     return wrap
 
 
-def _each_turn(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
+def each_turn(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
     """`change` for the routes of a sample, or of each of its turns."""
 
     def of_sample(sample: Any, tokens: int) -> Any:
@@ -57,14 +57,14 @@ def _each_turn(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
     return of_sample
 
 
-def _whole(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
+def whole(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
     """`change` for the routes of a whole sample, which has a row for every token: turns joined, missing rows -1.
 
     A sample of another length stays as it is, for the good session to refuse.
     """
 
     def of_sample(sample: Any, tokens: int) -> Any:
-        rows = _joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
+        rows = joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
         if len(rows) == tokens - 1:
             rows = np.concatenate([rows, np.full_like(rows[:1], -1)])
         return change(rows)[: tokens - 1] if len(rows) == tokens else sample
@@ -72,7 +72,7 @@ def _whole(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
     return of_sample
 
 
-def _joined(turns: Sequence[Turn], tokens: int) -> Rows:
+def joined(turns: Sequence[Turn], tokens: int) -> Rows:
     """The turns joined, a row for every token. Where turns overlap, the earlier one counts."""
     rows = np.full((tokens, *turns[0].routes.shape[1:]), -1, turns[0].routes.dtype)
     for turn in reversed(turns):
@@ -91,7 +91,7 @@ def _by_ordinal(session: Session, cell: Cell, world: World) -> Callable[[Any, in
         found[given, layers[0]] = np.arange(rows.shape[2])  # zeros, from a dense layer, made legal
         return found
 
-    return _each_turn(shifted)
+    return each_turn(shifted)
 
 
 def _neighbours(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
@@ -106,7 +106,7 @@ def _neighbours(session: Session, cell: Cell, world: World) -> Callable[[Any, in
         found[:, mine] = rows[:, run]
         return found
 
-    return _each_turn(moved)
+    return each_turn(moved)
 
 
 def _in_runs(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
@@ -117,13 +117,13 @@ def _in_runs(session: Session, cell: Cell, world: World) -> Callable[[Any, int],
         found[zigzag(len(rows), cell.layout.cp).numpy()] = rows
         return found
 
-    return _whole(moved)
+    return whole(moved)
 
 
 def _of_the_first_tp_rank(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
     """Each TP rank takes the routes of the first TP rank's rows."""
     tp = cell.layout.tp
-    return _whole(lambda rows: np.tile(rows[: len(rows) // tp], (tp, 1, 1)))
+    return whole(lambda rows: np.tile(rows[: len(rows) // tp], (tp, 1, 1)))
 
 
 def _all_or_none(sample: Any, tokens: int) -> Any:
@@ -133,7 +133,7 @@ def _all_or_none(sample: Any, tokens: int) -> Any:
 
 def _last_repeated(sample: Any, tokens: int) -> Any:
     """The last token, which has no route, is given that of the token before."""
-    rows = _joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
+    rows = joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
     if len(rows) == tokens - 1:
         rows = np.concatenate([rows, rows[-1:]])
     if len(rows) != tokens:
@@ -144,12 +144,12 @@ def _last_repeated(sample: Any, tokens: int) -> Any:
 
 def _last_turn_alone(sample: Any, tokens: int) -> Any:
     """Of a resumed rollout only the rows of the last turn are kept."""
-    return _joined(sample[-1:], tokens)[: tokens - 1] if isinstance(sample, list) else sample
+    return joined(sample[-1:], tokens)[: tokens - 1] if isinstance(sample, list) else sample
 
 
 def _later_turns_hold(sample: Any, tokens: int) -> Any:
     """Rows that the resumed engine recomputed replace those of the sampled tokens."""
-    return _joined(sample[::-1], tokens)[: tokens - 1] if isinstance(sample, list) else sample
+    return joined(sample[::-1], tokens)[: tokens - 1] if isinstance(sample, list) else sample
 
 
 def _to_the_first(rows: Rows) -> Rows:
@@ -201,7 +201,7 @@ FAULTS = (
         rules=("RPL-001",),
         also=("RPL-007",),
         cell=cell("glm4_moe", "one", layers=3, replay="R3"),
-        wrap=_sending_in(_by_ordinal),
+        wrap=sending_in(_by_ordinal),
         diagnosis="the route of layer 1 (layer -1)",
     ),
     Fault(
@@ -209,7 +209,7 @@ FAULTS = (
         bug="R2: verl#5452, R16: ms-swift, the chunks of a rank under VPP are taken for neighbouring layers",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=4, replay="R3"),
-        wrap=_sending_in(_neighbours),
+        wrap=sending_in(_neighbours),
         diagnosis="the route of layer",
     ),
     Fault(
@@ -217,7 +217,7 @@ FAULTS = (
         bug="routes are cut over CP in runs, tokens zigzag",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "cp2", replay="R3"),
-        wrap=_sending_in(_in_runs),
+        wrap=sending_in(_in_runs),
         diagnosis="the route of token",
     ),
     Fault(
@@ -225,7 +225,7 @@ FAULTS = (
         bug="R6: miles#551, rows are laid out for DP and not for TP: every TP rank takes those of the first",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "tp2", replay="R3"),
-        wrap=_sending_in(_of_the_first_tp_rank),
+        wrap=sending_in(_of_the_first_tp_rank),
         diagnosis="the route of token",
     ),
     Fault(
@@ -233,7 +233,7 @@ FAULTS = (
         bug="R7: miles#645, any -1 disables replay for the whole call",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_all_or_none),
+        wrap=sending(_all_or_none),
         diagnosis="the router's own choice",
     ),
     Fault(
@@ -241,7 +241,7 @@ FAULTS = (
         bug="R14: verl#6046, miles#3277, the routes of a resumed rollout take the place of all earlier ones",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_last_turn_alone),
+        wrap=sending(_last_turn_alone),
         says="replay-a: token 0 of sample 0",
         diagnosis="the router's own choice",
         one_rank=True,
@@ -251,7 +251,7 @@ FAULTS = (
         bug="R14 in kind: rows that were recomputed when a rollout was resumed overwrite those of the sampled tokens",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_later_turns_hold),
+        wrap=sending(_later_turns_hold),
         says="replay-a: token 5 of sample 0",
         one_rank=True,
     ),
@@ -261,7 +261,7 @@ FAULTS = (
         rules=("RPL-003",),
         also=("RPL-004",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_each_turn(_to_the_first)),
+        wrap=sending(each_turn(_to_the_first)),
         diagnosis="the first experts",
         one_rank=True,
     ),
@@ -270,7 +270,7 @@ FAULTS = (
         bug="slime, SkyRL in kind: the last token is given a route that the engine did not send",
         rules=("RPL-009",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_last_repeated),
+        wrap=sending(_last_repeated),
         diagnosis="the route of token",
         one_rank=True,
     ),
@@ -279,7 +279,7 @@ FAULTS = (
         bug="R12: prime-rl#3051, ms-swift: experts are cast to uint8, where 256 becomes 0",
         rules=("RPL-007",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_each_turn(_wraps)),
+        wrap=sending(each_turn(_wraps)),
         says="wraps",
     ),
     Fault(
@@ -287,7 +287,7 @@ FAULTS = (
         bug="R4: verl#4986, an expert twice in a row: the all-to-all counts T·k routes, the map has fewer",
         rules=("RPL-007",),
         cell=cell("qwen3_moe", "one", replay="R3", dispatcher="allgather"),
-        wrap=_sending(_each_turn(_next_expert)),
+        wrap=sending(each_turn(_next_expert)),
         says="twice in a row",
     ),
     Fault(
@@ -295,15 +295,15 @@ FAULTS = (
         bug="R10: verl#7261, the number of elements is compared with the length, so that rows may lack",
         rules=("RPL-007",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_rows_made_up),
+        wrap=sending(_rows_made_up),
         says="three rows too few",
     ),
     Fault(
         id="surplus-rows-cut",
-        bug="R14 in kind: routes of a longer sequence, such as an earlier turn's, are cut to the length of this one",
+        bug="R14 in kind, miles#1069: routes of a sequence that was longer are cut to the length of this one",
         rules=("RPL-007",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=_sending(_surplus_cut),
+        wrap=sending(_surplus_cut),
         says="three rows too many",
     ),
     Fault(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 from moeref_conformance.selftest import border
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.names import shards_by_tp
@@ -30,7 +31,23 @@ def _of_the_first_ep_rank(tensor: TensorMeta, cell: Cell) -> bool:
     return expert is None or int(expert[1]) < 16 // cell.layout.ep
 
 
+def _with_etp_1(row: NameRow) -> NameRow:
+    """Shapes of experts are those of ETP 1, in a cell with two TP ranks that leaves ETP unset."""
+    if ".experts." not in row.local:
+        return row
+    rows, columns = row.shape
+    return replace(row, shape=(rows, 2 * columns) if "linear_fc2" in row.local else (2 * rows, columns))
+
+
 FAULTS = (
+    Fault(
+        id="etp-unset-is-1",
+        bug="Megatron-Bridge#4579: ETP that is unset is TP in Megatron-Core, and 1 in the bridge's tables",
+        rules=("NAM-007",),
+        cell=cell("qwen3_moe", "tp2", backend="static"),
+        wrap=border.each_row(_with_etp_1),
+        says="a shard of",
+    ),
     Fault(
         id="expert-shapes-by-tp",
         bug="Megatron-Bridge#2746: expert shapes computed with TP where ETP differs",

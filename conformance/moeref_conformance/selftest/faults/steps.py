@@ -67,7 +67,57 @@ def _one_more_on_odd_ranks(session: Session, cell: Cell, world: World) -> Any:
     )
 
 
+def _last_forward_alone(session: Session, cell: Cell, world: World) -> Any:
+    """Every call clears the gradients of the one before: those of the last row are left."""
+    good: Any = session.gradients
+
+    def gradients(tokens_BS: Any) -> Any:
+        return {name: grad / len(tokens_BS) for name, grad in good.gradients(tokens_BS[-1:]).items()}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _linear_attention_twice(session: Session, cell: Cell, world: World) -> Any:
+    """All TP ranks compute the same linear attention, and the backward pass sums what they have in common."""
+    good: Any = session.gradients
+
+    def gradients(tokens_BS: Any) -> Any:
+        own = good.gradients(tokens_BS)
+        return {key: grad * (cell.layout.tp if "self_attention.in_proj" in key[1] else 1) for key, grad in own.items()}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _equal_pipelines_alone(session: Session, cell: Cell, world: World) -> Any:
+    raise NotImplementedError(f"pp={cell.layout.pp}: training and inference must have the same number of stages")
+
+
 FAULTS = (
+    Fault(
+        id="gradients-of-the-last-call",
+        bug="SkyRL#2008: each forward_backward clears gradients, and accumulation over calls is lost",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_last_forward_alone,
+        one_rank=True,
+    ),
+    Fault(
+        id="linear-attention-summed-over-tp",
+        bug="slime#1748: gathered before linear attention that every rank computes: the backward pass sums equal parts",
+        rules=("GRD-001",),
+        cell=cell("qwen3_next", "tp2"),
+        wrap=_linear_attention_twice,
+        says="in_proj",
+    ),
+    Fault(
+        id="pipeline-refused",
+        bug="AReaL#1560: unequal pipelines are refused for every engine, where one has the limit",
+        rules=("RUN-001",),
+        also=("NAM-001", "NAM-002", "NAM-003", "NAM-004", "NAM-007"),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_equal_pipelines_alone,
+        says="must have the same number of stages",
+    ),
     Fault(
         id="aux-loss-nobody-asked-for",
         bug="a coefficient in the model's config, or Megatron's default, adds the auxiliary loss to a step without it",

@@ -1,0 +1,133 @@
+"""Bugs of fused and separate experts: one spelling is read, announced or sent where the other is meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Pair, Tensors
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+def _fused(meta: TensorMeta, experts: int) -> TensorMeta | None:
+    """The fused tensor that a tensor of expert 0 stands for, and None for those of other experts and for `up`."""
+    match = _EXPERT.match(meta.name)
+    if match is None:
+        return meta
+    stack, number, part = match.groups()
+    if int(number) or part == "up":
+        return None
+    rows, columns = meta.shape
+    name, rows = (f"{stack}.down_proj", rows) if part == "down" else (f"{stack}.gate_up_proj", 2 * rows)
+    return replace(meta, name=name, shape=(experts, rows, columns))
+
+
+def _stacked(name: str, tensors: Tensors) -> torch.Tensor:
+    """The fused tensor `name` of these, or the tensor of that name."""
+    stack, _, part = name.rpartition(".")
+    if name in tensors:
+        return tensors[name]
+    parts = ("down",) if part == "down_proj" else ("gate", "up")
+    experts = 1 + max(int(m[2]) for other in tensors if (m := _EXPERT.match(other)) and m[1] == stack)
+    each = ([tensors[f"{stack}.{i}.{half}_proj.weight"] for half in parts] for i in range(experts))
+    return torch.stack([torch.cat(halves) for halves in each])
+
+
+def _plan_fused(session: Any, cell: Cell, world: World) -> Any:
+    """The plan names fused experts, whatever is sent."""
+
+    def plan() -> list[TensorMeta]:
+        return [told for meta in session.export.plan() if (told := _fused(meta, 16)) is not None]
+
+    return border.facet(session, "export", plan=plan)
+
+
+def _sent_fused(session: Any, cell: Cell, world: World) -> Any:
+    """Plan and stream have the experts of a layer as one tensor."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        metas, tensors = border.collected(pairs)
+        for meta in metas:
+            told = _fused(meta, 16)
+            if told is not None:
+                yield told, _stacked(told.name, tensors) if tensors else None
+
+    return border.stream(_plan_fused(session, cell, world), rewrite)
+
+
+def _left_as_built(part: str) -> border.Change:
+    """Loading writes to copies of the parameters whose local name contains `part`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        def load(folder: Path) -> None:
+            mine = [tensor for (_, name), tensor in border.inventory(session).items() if part in name]
+            before = [tensor.clone() for tensor in mine]
+            session.export.load(folder)
+            for tensor, old in zip(mine, before, strict=True):
+                tensor.copy_(old)
+
+        return border.facet(session, "export", load=load)
+
+    return wrap
+
+
+FAULTS = (
+    Fault(
+        id="plan-of-fused-experts",
+        bug="Megatron-Bridge#4212, torchtitan#4583: without a checkpoint at hand, experts are announced fused",
+        rules=("EXP-004",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_plan_fused,
+        says="gate_up_proj",
+        one_rank=True,
+    ),
+    Fault(
+        id="experts-sent-fused",
+        bug="prime-rl#1812: transformers 5's fused experts go to an engine that loads a tensor for each",
+        rules=("EXP-001",),
+        also=("EXP-005", "EXP-006"),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sent_fused,
+        says="gate_up_proj",
+        one_rank=True,
+    ),
+    Fault(
+        id="fused-not-read-into-separate",
+        bug="Megatron-Bridge#4706: a mapping for fused tensors exists for grouped experts alone",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-006", "EXP-007", "FWD-001", "FWD-002"),
+        cell=cell("qwen3_moe", "ep2", expert_format="fused"),
+        wrap=_left_as_built(".local_experts."),
+        diagnosis="an initial value",
+        one_rank=True,
+    ),
+    Fault(
+        id="grouped-read-into-a-copy",
+        bug="torchtitan#3867: weights are written to the copies that a state_dict hook has made",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-006", "EXP-007", "FWD-001", "FWD-002"),
+        cell=cell("qwen3_moe", "ep2", experts="grouped", norms="fused"),
+        wrap=_left_as_built("layers.0.mlp.experts.linear_fc1"),
+        diagnosis="an initial value",
+        one_rank=True,
+    ),
+    Fault(
+        id="norm-left-as-built",
+        bug="prime-rl#2714 in kind: one small tensor of each layer is not loaded, and its memory stays as it was",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-006", "FWD-001"),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_left_as_built("q_layernorm"),
+        diagnosis="an initial value, never loaded",
+        one_rank=True,
+    ),
+)

@@ -1,0 +1,58 @@
+"""Bugs of what the model computes with: constants from its config that no tensor shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moeref_conformance.selftest.border import Change, each_chunk
+from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.gradients import configured
+
+
+def _rotary(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """The inverse frequencies of every rotary embedding pass through `wrong`."""
+
+    def change(chunk: Any) -> None:
+        for module in chunk.modules():
+            if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+                module.inv_freq = wrong(module.inv_freq)
+
+    return each_chunk(change)
+
+
+def _with_theta_of_the_class(inv_freq: torch.Tensor) -> torch.Tensor:
+    """θ is 10,000, as a config class has it that does not find the checkpoint's."""
+    return 10_000.0 ** -torch.linspace(0, 1, len(inv_freq) + 1, dtype=inv_freq.dtype)[:-1]
+
+
+FAULTS = (
+    Fault(
+        id="weights-not-renormalised",
+        bug="Megatron-Bridge#4946: moe_router_pre_softmax is a constant, whatever norm_topk_prob says",
+        rules=("CFG-001", "FWD-001"),
+        also=("CFG-004",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=configured(moe_router_pre_softmax=True),
+        says="moe_router_pre_softmax",
+        one_rank=True,
+    ),
+    Fault(
+        id="rope-theta-of-the-class",
+        bug="slime#1734: rope_theta is read under its old name, which has a default in transformers 5",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_rotary(_with_theta_of_the_class),
+        one_rank=True,
+    ),
+    Fault(
+        id="rotary-fraction-of-a-fraction",
+        bug="Megatron-Bridge#4271 in kind: partial_rotary_factor is applied to what is rotated already",
+        rules=("FWD-001",),
+        cell=cell("glm4_moe", "one"),
+        wrap=_rotary(lambda inv_freq: inv_freq[:-1].clone()),
+        one_rank=True,
+    ),
+)

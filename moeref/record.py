@@ -40,6 +40,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "experts": ("sequential", "grouped", None),
 }
 _DISPATCHER, _REPLAY, _GROUPED = "moe_token_dispatcher_type", "moe_enable_routing_replay", "moe_grouped_gemm"
+_MTP = "mtp_num_layers"
 #: Off on every device. On a GPU masked softmax and gradient accumulation would use apex's kernels, and the other
 #: fusions would compute differently from a CPU. Batched point-to-point calls compute PP2·VPP2 wrongly.
 _OFF = (
@@ -185,12 +186,20 @@ class Record:
 
 @dataclass(frozen=True)
 class Draft:
-    """A run before its settings are resolved. `moeref.check` calls the steps one by one, `Record.of` all of them."""
+    """A run before its settings are resolved. `moeref.check` calls the steps one by one, `Record.of` all of them.
+
+    `model` has as many MTP layers as the run: fewer than the model's own if `asked` says so.
+    """
 
     model: Model
     layout: Layout
     asked: MoEConfig
     options: Options
+
+    def __post_init__(self) -> None:
+        wanted = self._asked.get(_MTP, self.model.mtp_layers) or 0
+        if type(wanted) is int and 0 <= wanted < self.model.mtp_layers:
+            object.__setattr__(self, "model", self.model.with_mtp(wanted))
 
     @cached_property
     def _asked(self) -> dict[str, Any]:

@@ -89,13 +89,19 @@ def check(
     for axis in ("tp", "pp", "vpp", "ep", "etp", "cp"):
         if sizes.get(axis, 1) < 1:
             raise CheckError(f"layout {layout}: {axis}={sizes[axis]} must be at least 1")
-    base = Report(title, read, layout, None, replay=chosen.replay)
+    base = Report(title, draft.model, layout, None, replay=chosen.replay, notes=_left_out(read, draft.model))
     try:
         made = Layout(**sizes)
     except LayoutError as error:
         return replace(base, problems=(Problem("layout", str(error)),))
     report = _checked(replace(base, layout=made.text, world=made.world), replace(draft, layout=made), seq_length)
     return verified(report, chosen.core, verify)
+
+
+def _left_out(published: Model, model: Model) -> tuple[str, ...]:
+    """A note on MTP layers that a run leaves out."""
+    number = published.mtp_layers - model.mtp_layers
+    return (f"{number} MTP layers are left out: stages lack them, and loading skips their tensors",) if number else ()
 
 
 def _options(**options: Any) -> Options:
@@ -111,9 +117,11 @@ def _options(**options: Any) -> Options:
 def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
     """The report of a valid layout. Every check runs, also after one has found a problem."""
     problems: list[Problem] = []
-    notes: list[str] = []
+    notes = list(report.notes)
     report = _layers(report, draft.layout, problems)
-    report, shards = _weights(report, draft.layout, problems) if report.stages else (report, {})
+    shards: Mapping[str, tuple[int, ...]] = {}
+    if report.stages:
+        report, shards = _weights(report, draft.layout, draft.options.divisible_by, problems)
     report = settled(report, draft, problems, notes)
     recipe = quantised(report, str(draft.options.precision))
     if recipe in FORMATS and (wrong := unfit_widths(shards.items(), recipe)):
@@ -132,7 +140,7 @@ def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
     """The report with stages."""
     model = report.model
     try:
-        stages = layout.stages(model.num_layers, mtp=model.mtp_layers or None)
+        stages = layout.stages(model.num_layers, mtp=model.mtp_layers)
     except LayoutError as error:
         better = splits(layout, model.num_layers, mtp=model.mtp_layers)
         fix = "; ".join(f"{s.text} ({'·'.join(map(str, s.per_rank))} layers)" for s in better)
@@ -145,12 +153,14 @@ def _layers(report: Report, layout: Layout, problems: list[Problem]) -> Report:
     return replace(report, stages=tuple(found))
 
 
-def _weights(report: Report, layout: Layout, problems: list[Problem]) -> tuple[Report, Mapping[str, tuple[int, ...]]]:
+def _weights(
+    report: Report, layout: Layout, divisible_by: int, problems: list[Problem]
+) -> tuple[Report, Mapping[str, tuple[int, ...]]]:
     """The report with experts and weights, and the shapes of a rank's shards by name. TP and EP ranks hold the same."""
     model = report.model
     try:
         report = replace(report, experts=(model.experts, len(layout.experts(0, model.experts))))
-        sizes, shapes = _sizes(model, layout)
+        sizes, shapes = _sizes(model, layout, divisible_by)
     except (LayoutError, BridgeError) as error:
         problems.append(Problem("bridge", str(error), refused=not _repeats_groups(model, layout)))
         return report, {}
@@ -164,9 +174,9 @@ def _repeats_groups(model: Model, layout: Layout) -> bool:
 
 
 @functools.lru_cache(maxsize=8)  # a run's policy and reference share them, and so do runs that differ in settings
-def _sizes(model: Model, layout: Layout) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
+def _sizes(model: Model, layout: Layout, divisible_by: int) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     """Fields of the report that follow from all tensors, and the shapes of shards by name. Raises BridgeError."""
-    shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"))
+    shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"), divisible_by=divisible_by)
     held = {pp: shard_map.local_shards(layout.rank_of(tp=0, pp=pp)) for pp in range(layout.pp)}
     tensors, parameters = shard_map.hf_sizes()
     weights = MappingProxyType({pp: sum(map(_bytes, shards)) for pp, shards in held.items()})
@@ -187,8 +197,9 @@ def _bytes(shard: LocalShard) -> int:
 
 
 def _padding(report: Report, layout: Layout, recipe: str | None, length: int | None, problems: list[Problem]) -> Report:
+    fused = report.settings is not None and report.settings.values.get("attention_backend") == "fused"
     try:
-        made = plan(layout, recipe=recipe, dispatcher=report.dispatcher or Choice.ALLTOALL)
+        made = plan(layout, recipe=recipe, fused_attention=fused, dispatcher=report.dispatcher or Choice.ALLTOALL)
     except PaddingError as error:
         problems.append(Problem("padding", str(error)))
         return report

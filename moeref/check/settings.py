@@ -27,6 +27,9 @@ _SHAPES = frozenset(
         *("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq"),
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "gated_linear_unit"),
         *("multi_latent_attention", "attention_output_gate", "linear_num_key_heads", "linear_num_value_heads"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "experimental_attention_variant"),
+        *("moe_shared_expert_gate", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "normalization"),
+        *("layernorm_zero_centered_gamma", "softmax_type", "mtp_num_layers", "moe_latent_size"),
     }
 )
 
@@ -102,10 +105,14 @@ def _needs(setup: Setup, environment: Environment) -> tuple[str, ...]:
 
 
 def _of_the_checkpoint(trails: Mapping[str, tuple[Setting, ...]], problems: list[Problem], notes: list[str]) -> None:
-    """Report the settings that replace values of the model's config, whose weights then may not fit."""
+    """Report the settings that replace values of the model's config, whose weights then may not fit.
+
+    Of what decides shapes, a model whose config is silent has Megatron's default.
+    """
     for name, trail in trails.items():
-        theirs = next((setting.value for setting in trail if setting.origin == "hf"), trail[-1].value)
-        if not same(theirs, trail[-1].value):
+        silent = trail[0] if name in _SHAPES else trail[-1]
+        theirs = next((setting.value for setting in trail if setting.origin == "hf"), silent.value)
+        if not same(theirs, trail[-1].value) and (theirs or trail[-1].value):
             text = f"{name}={trail[-1].value!r} replaces {theirs!r} of the model's own config"
             if name in _SHAPES:
                 problems.append(Problem("config", f"{text}, whose weights then do not fit", "give the model's config"))

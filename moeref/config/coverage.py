@@ -30,6 +30,9 @@ COVERED = frozenset(SETTINGS.values()) | {
     *("activation_func_fp8_input_store",),
 }
 
+#: Settings that a config takes and layers may refuse.
+_OF_LAYERS = frozenset({"heterogeneous_block_specs"})
+
 
 def uncovered(trails: Mapping[str, tuple[Setting, ...]], core: str, *, mla: bool = False) -> tuple[str, ...]:
     """Names of settings that were asked for and of which no table says whether that version's config takes them.
@@ -44,7 +47,7 @@ def uncovered(trails: Mapping[str, tuple[Setting, ...]], core: str, *, mla: bool
         if setting.origin in ("field", "override")
         and name not in COVERED | ATTRIBUTES
         and not any(same(one.value, setting.value) for one in before)
-        and not _free(known.get(name, {}), setting.value)
+        and (name in _OF_LAYERS or not _free(known.get(name, {}), setting.value))
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -122,6 +122,12 @@ class Model:
     zero_centered: bool = False  # norms scale by 1 + weight, except those inside gated delta nets
     mtp_layers: int = 0  # multi-token prediction; in files they follow the decoder layers
     ignored: tuple[str, ...] = ()  # prefixes of tensor names in published files that loading skips
+
+    def with_mtp(self, layers: int) -> Model:
+        """The model with the first `layers` of its MTP layers. Loading skips the tensors of the others."""
+        left_out = range(self.num_layers + layers, self.num_layers + self.mtp_layers)
+        ignored = (*self.ignored, *(f"model.layers.{layer}." for layer in left_out))
+        return replace(self, mtp_layers=layers, ignored=ignored)
 
     @property
     def latent_q(self) -> bool:

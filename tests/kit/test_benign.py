@@ -87,5 +87,5 @@ def test_every_design_that_can_be_claimed_is_there() -> None:
 
 
 def test_they_are_many() -> None:
-    assert len(BENIGN) >= 16
-    assert len(BENIGN) + len(OF_TASTE) + len(OF_RECORDS) >= 36
+    assert len(BENIGN) >= 25
+    assert len(BENIGN) + len(OF_TASTE) + len(OF_RECORDS) >= 45

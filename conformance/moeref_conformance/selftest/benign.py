@@ -7,7 +7,7 @@ too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from moeref_conformance.contract.api import (
     Cell,
+    NameRow,
     Padding,
     PadRequest,
     Request,
@@ -28,7 +29,17 @@ from moeref_conformance.contract.api import (
     Turn,
     World,
 )
-from moeref_conformance.selftest.border import Pair, checkpoint, collected, copied, each, facet, stream
+from moeref_conformance.selftest.border import (
+    Pair,
+    checkpoint,
+    collected,
+    copied,
+    described,
+    each,
+    facet,
+    names,
+    stream,
+)
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.loading import unknown_skipped
 from moeref_conformance.selftest.faults.roles import aliases, everywhere
@@ -228,6 +239,59 @@ def _padded_to_128(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "dispatch", padded=padded)
 
 
+def _in_shared_memory(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    return meta, tensor.clone().share_memory_()  # type: ignore[no-untyped-call]
+
+
+def _with_autograd(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    return meta, torch.nn.Parameter(tensor)
+
+
+def _shapes_of_torch(session: Any, cell: Cell, world: World) -> Any:
+    """Shapes are torch.Size, and the plan is a tuple."""
+    told = described(lambda meta: replace(meta, shape=torch.Size(meta.shape)))(session, cell, world)
+    return facet(told, "export", plan=lambda: tuple(told.export.plan()))
+
+
+def _loaded_again(session: Any, cell: Cell, world: World) -> Any:
+    """Every load is done twice."""
+
+    def load(folder: Path) -> None:
+        session.export.load(folder)
+        session.export.load(folder)
+
+    return facet(session, "export", load=load)
+
+
+def _in_one_storage(session: Any, cell: Cell, world: World) -> Any:
+    """The parameters of a chunk are views of one flat buffer, from before loading on."""
+    for chunk in session.export.chunks():
+        mine = list(chunk.parameters())
+        flat = torch.cat([parameter.data.reshape(-1) for parameter in mine])
+        for parameter, part in zip(mine, torch.split(flat, [parameter.numel() for parameter in mine]), strict=True):
+            parameter.data = part.view(parameter.shape)
+    return session
+
+
+def _row_by_row(session: Any, cell: Cell, world: World) -> Any:
+    """A forward for each row, in place of one with a microbatch for each."""
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        rows = [session.forward.logits(row_1S) for row_1S in torch.split(tokens_BS, 1)]
+        return None if rows[0] is None else torch.cat(rows)
+
+    return facet(session, "forward", logits=logits)
+
+
+def _last_microbatch_first(session: Any, cell: Cell, world: World) -> Any:
+    good = session.gradients
+    return facet(session, "gradients", gradients=lambda tokens_BS: good.gradients(tokens_BS.flip(0)))
+
+
+def _rows_from_the_end(rows: Sequence[NameRow], rank: int) -> Iterable[NameRow]:
+    return reversed(rows)
+
+
 _DESIGNS = (
     Benign(
         id="all-ranks-receive",
@@ -341,6 +405,54 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_padding_stays,
         should=("DSP-010",),
+    ),
+    Benign(
+        id="tensors-in-shared-memory",
+        why="an engine in another process on the node maps them: verl, SkyRL",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=each(_in_shared_memory),
+    ),
+    Benign(
+        id="tensors-with-autograd",
+        why="an exporter outside of no_grad hands out what requires gradients",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=each(_with_autograd),
+    ),
+    Benign(
+        id="shapes-of-torch",
+        why="torch.Size is a tuple, and a plan needs no more than an order",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_shapes_of_torch,
+    ),
+    Benign(
+        id="loaded-twice",
+        why="a load that is tried again after a failure, or first for the policy and then for the reference",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_loaded_again,
+    ),
+    Benign(
+        id="parameters-in-one-buffer",
+        why="megatron-core's distributed optimizer keeps parameters as views of its buffers",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_in_one_storage,
+    ),
+    Benign(
+        id="forward-row-by-row",
+        why="logprobs of long samples are computed one by one",
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_row_by_row,
+    ),
+    Benign(
+        id="last-microbatch-first",
+        why="balancing by length reorders the samples of a step; sums come out in another order",
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_last_microbatch_first,
+    ),
+    Benign(
+        id="names-from-the-end",
+        why="the rows of a names table have no order that means anything",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=lambda session, cell, world: names(session, _rows_from_the_end),
     ),
 )
 BENIGN: dict[str, Benign] = {design.id: design for design in _DESIGNS}

@@ -7,6 +7,7 @@ all that a receiver needs.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
@@ -137,7 +138,7 @@ class _Filling:
         self._limit, self._lend, self._unit = limit, lend, unit
         self._memory: torch.Tensor | None = None
         self._entries: list[Entry] = []
-        self._reserved: Entry | None = None  # handed out by `place`, not yet added
+        self._placed: torch.Tensor | None = None  # handed out by `place`, not yet added
         self._stash: torch.Tensor | None = None  # the begun unit, while the bucket before it is out
         self._number, self._used, self._text = 0, 0, 0
         self._key, self._key_start = "", 0
@@ -156,17 +157,13 @@ class _Filling:
         nbytes = prod(tensor.shape) * dtype.itemsize
         if not self._has_room(tensor.name, tensor.shape, nbytes):
             return torch.empty(tensor.shape, dtype=dtype, device=device)
-        self._reserved = Entry(tensor.name, tensor.shape, dtype, self._used)
-        return self._reserved.view(self._room(self._limit, device))
+        entry = Entry(tensor.name, tensor.shape, dtype, self._used)
+        self._placed = entry.view(self._room(self._limit, device))
+        return self._placed
 
     def fits(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether the bucket has room; a tensor that was made in it has."""
-        return self._is_reserved(name, tensor) or self._has_room(name, tensor.shape, tensor.nbytes)
-
-    def _is_reserved(self, name: str, tensor: torch.Tensor) -> bool:
-        entry, memory = self._reserved, self._memory
-        at = memory.data_ptr() + entry.offset if entry and memory is not None else 0
-        return entry is not None and entry.name == name and tensor.data_ptr() == at
+        return tensor is self._placed or self._has_room(name, tensor.shape, tensor.nbytes)
 
     def _has_room(self, name: str, shape: Sequence[int], nbytes: int) -> bool:
         key = self._unit(name)
@@ -226,9 +223,9 @@ class _Filling:
             self._ended.add(self._key)
             self._key, self._key_start = key, len(self._entries)
         entry = Entry(name, tuple(tensor.shape), tensor.dtype, self._used)
-        if not self._is_reserved(name, tensor):
+        if tensor is not self._placed:
             entry.view(self._room(self._limit, tensor.device)).copy_(tensor)
-        self._reserved = None
+        self._placed = None
         self._entries.append(entry)
         self._used += _aligned(entry.nbytes)
         self._text += _text(name, entry.shape)
@@ -289,6 +286,7 @@ def _holders(memory: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata)) - 1
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def _text(name: str, shape: Sequence[int]) -> int:
     """Bytes, at most, of a tensor in the metadata: its name as JSON, shape, dtype, offset."""
     return len(json.dumps(name)) + 20 * len(shape) + 50

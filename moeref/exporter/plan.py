@@ -13,12 +13,14 @@ from moeref.exporter import batches
 from moeref.exporter.batches import Batch
 from moeref.exporter.copies import Copy, copies
 
+#: Parts of a parameter, and what is copied from each.
+Moves = tuple[tuple[int, Copy], ...]
 #: Bytes that travel to the writer at a time.
 BUCKET_BYTES = 64 << 20
 
 
 class ExportError(RuntimeError):
-    """An export that cannot begin: the writer is no rank, or the ranks do not agree. The message names them."""
+    """An export that cannot begin, as the writer is no rank or the ranks do not agree, or that failed on a rank."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Plan:
     _copies: dict[int, tuple[tuple[Copy, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    _moves: dict[int, tuple[Moves, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layout = self.shard_map.layout
@@ -84,6 +88,17 @@ class Plan:
         if id(shard) not in self._copies:
             self._copies[id(shard)] = copies(shard, [tensor.shape for tensor in param.hf])
         return self._copies[id(shard)]
+
+    def moves(self, number: int) -> tuple[Moves, ...]:
+        """For each Hugging Face tensor of parameter `number` the copies that fill it, each with its part."""
+        if number not in self._moves:
+            param = self.params[number][1]
+            parts = [self.copies(param, part) for part in range(len(self.shard_map.owners(param)))]
+            self._moves[number] = tuple(
+                tuple((part, copy) for part, tensors in enumerate(parts) for copy in tensors[index])
+                for index in range(len(param.hf))
+            )
+        return self._moves[number]
 
     @functools.cached_property
     def digest(self) -> int:

@@ -184,11 +184,10 @@ class _Export:
         if full is None:
             full = self.place(param.hf[index], self.peer.device)
         start = int(full.storage_offset())
-        for part in range(len(plan.shard_map.owners(param))):
+        for part, (size, into, source) in plan.moves(number)[index]:
             memory, offset = writer.source(number, part, param)
-            for size, into, source in plan.copies(param, part)[index]:
-                place = full.as_strided(size, into.strides, start + into.offset)
-                place.copy_(memory.as_strided(size, source.strides, offset + source.offset))
+            place = full.as_strided(size, into.strides, start + into.offset)
+            place.copy_(memory.as_strided(size, source.strides, offset + source.offset))
         return full
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 #: What comes before these parts of a name is the unit: all experts of a layer, which a loader stacks; an attention,
@@ -13,6 +14,7 @@ _UNITS = (
 )
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def unit_of(name: str) -> str:
     """The unit of a tensor: tensors of one unit stay in one bucket. A tensor of no unit is one by itself."""
     for pattern in _UNITS:

@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnmappedError as error:
         print(f"moeref: not known: {printable(str(error))}", file=sys.stderr)
         return EXIT["unknown"]
+    except RecursionError:
+        print("moeref: the input is nested too deeply", file=sys.stderr)
+        return BAD_INPUT
     except (CheckError, ConfigError) as error:
         print(f"moeref: {printable(str(error))}", file=sys.stderr)
         return BAD_INPUT
@@ -133,7 +136,7 @@ def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:
             raise CheckError(f"--set {pair}: write NAME=VALUE")
         try:
             through[name.strip()] = json.loads(text)
-        except ValueError:
+        except (RecursionError, ValueError):
             through[name.strip()] = text  # not JSON: a bare word is a string
     return MoEConfig.from_mapping({**moe, **({"transformer_config_kwargs": through} if through else {})})
 

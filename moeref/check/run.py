@@ -28,6 +28,8 @@ from moeref.layout import Layout, LayoutError
 from moeref.layout import text as layout_text
 from moeref.record import Draft, Options
 
+#: The most ranks of a run: seeds and stages are computed for each.
+MOST_RANKS = 65_536
 OPTIONS = tuple(field.name for field in fields(Options))
 
 
@@ -40,20 +42,22 @@ def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> 
         if isinstance(model, Mapping):
             return str(model.get("model_type", "config")), families.read(model, dtype)
         path = Path(model)
-        if path.exists():
+        if _there(path):
             return path.name if path.is_dir() else path.parent.name or path.name, families.read(path, dtype)
-        if path.suffix == ".json" or len(path.parts) > 1:
+        if path.suffix == ".json" or len(path.parts) > 2:
             raise CheckError(f"{model}: no such file or folder")
         return str(model), families.read(families.known(str(model)), dtype)
     except UnmappedModelError as error:
         raise UnmappedError(str(error)) from error
     except FamilyError as error:
         raise CheckError(str(error)) from error
-    except CheckError:
-        raise
-    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        # A family expects numbers, lists and booleans; a config from outside may have anything.
-        raise CheckError(f"{model}: a value of this config is no number, list or switch: {error}") from error
+
+
+def _there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have, such as one too long
+        return False
 
 
 def check(
@@ -86,14 +90,13 @@ def check(
         sizes = layout_text.read(layout)
     except (ConfigError, LayoutError) as error:
         raise CheckError(str(error)) from error
-    for axis in ("tp", "pp", "vpp", "ep", "etp", "cp"):
-        if sizes.get(axis, 1) < 1:
-            raise CheckError(f"layout {layout}: {axis}={sizes[axis]} must be at least 1")
+    _check_sizes(layout, sizes)
     base = Report(title, draft.model, layout, None, replay=chosen.replay, notes=_left_out(read, draft.model))
     try:
         made = Layout(**sizes)
     except LayoutError as error:
         return replace(base, problems=(Problem("layout", str(error)),))
+    _check_sizes(layout, {"world": made.world})
     report = _checked(replace(base, layout=made.text, world=made.world), replace(draft, layout=made), seq_length)
     return verified(report, chosen.core, verify)
 
@@ -102,6 +105,16 @@ def _left_out(published: Model, model: Model) -> tuple[str, ...]:
     """A note on MTP layers that a run leaves out."""
     number = published.mtp_layers - model.mtp_layers
     return (f"{number} MTP layers are left out: stages lack them, and loading skips their tensors",) if number else ()
+
+
+def _check_sizes(layout: str, sizes: Mapping[str, Any]) -> None:
+    """Raise CheckError for a size below 1 or of more ranks than a check can go through."""
+    for axis in ("tp", "pp", "vpp", "ep", "etp", "cp"):
+        if sizes.get(axis, 1) < 1:
+            raise CheckError(f"layout {layout}: {axis}={sizes[axis]} must be at least 1")
+    for axis, size in sizes.items():
+        if type(size) is int and size > MOST_RANKS:
+            raise CheckError(f"layout {layout}: {axis}={size} is more than {MOST_RANKS}, the most that can be checked")
 
 
 def _options(**options: Any) -> Options:

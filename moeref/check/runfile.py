@@ -13,6 +13,7 @@ YAML is read with OmegaConf, which resolves interpolations. JSON needs no packag
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from moeref.check.run import OPTIONS, check
 from moeref.config import ConfigError, MoEConfig, declared_differences
 from moeref.config.errors import nearest
 
+#: Bytes of the largest run file, and the most nesting and values of one in YAML, aliases counted as what they repeat.
+LARGEST, DEEPEST, MOST_NODES = 1_000_000, 50, 20_000
 _KEYS = ("model", "layout", "seq_length", *OPTIONS, "policy", "reference", "declared")
 
 
@@ -99,11 +102,40 @@ def _settings(path: Path, name: str, found: Any) -> dict[str, Any]:
     return dict(found)
 
 
+def _check_file(path: Path) -> None:
+    """Raise CheckError for what is no regular file, and for one larger than LARGEST."""
+    try:
+        if path.exists() and not path.is_file():
+            raise CheckError(f"{path}: not a regular file")
+        if path.is_file() and path.stat().st_size > LARGEST:
+            raise CheckError(f"{path}: a run file has at most {LARGEST} bytes")
+    except (OSError, ValueError) as error:
+        raise CheckError(f"{path}: {error}") from error
+
+
+def _check_yaml(text: str) -> None:
+    """Raise CheckError for YAML with more nesting or repetition than a run file has: its readers recurse and copy."""
+    yaml = importlib.import_module("yaml")
+    sizes: dict[str | None, int] = {}
+    parents: list[tuple[str | None, int]] = []
+    nodes = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.events.CollectionStartEvent):
+            parents.append((event.anchor, nodes))
+        elif isinstance(event, yaml.events.CollectionEndEvent):
+            anchor, before = parents.pop()
+            sizes[anchor] = nodes - before
+        nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.events.AliasEvent) else 1
+        if len(parents) > DEEPEST or nodes > MOST_NODES:
+            raise CheckError(f"it is nested more than {DEEPEST} times or has more than {MOST_NODES} values")
+
+
 def _parsed(path: Path) -> Any:
+    _check_file(path)
     try:
         if path.suffix == ".json":
             return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, RecursionError, ValueError) as error:
         raise CheckError(f"{path}: {error}") from error
     try:
         from omegaconf import OmegaConf
@@ -111,6 +143,7 @@ def _parsed(path: Path) -> Any:
     except ImportError as error:
         raise CheckError(f"{path}: YAML run files need the package omegaconf; or write JSON") from error
     try:
+        _check_yaml(path.read_text(encoding="utf-8"))
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise CheckError(f"{path}: {error}") from error

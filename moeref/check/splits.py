@@ -9,6 +9,8 @@ from moeref.layout import Layout, LayoutError
 
 #: The cost, in layers, of the embedding, and of the output layer with its loss.
 ENDS = 1
+#: How far from the even share the number of layers on the first and last rank is tried.
+_NEAR = 60
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def _candidates(layout: Layout, num_layers: int) -> Iterator[Layout]:
     if layout.pp == 1:
         return
     # A first or last rank with more than twice the even share is not worth trying.
-    ends = [None, *range(1, min(num_layers, 2 * -(-num_layers // layout.pp)) + 1)]
+    share = -(-num_layers // layout.pp)
+    ends = [None, *range(max(1, share - _NEAR), min(num_layers, 2 * share, share + _NEAR) + 1)]
     for first in ends:
         for last in ends:
             if first is not None or last is not None:

@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean …?` with the known name most similar to `name`, or ""."""
-    near = difflib.get_close_matches(name, sorted(known), n=1)
+    near = difflib.get_close_matches(name[:100], sorted(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 

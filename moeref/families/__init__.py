@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from moeref.families.catalog import Source, known, published, sources
 from moeref.families.mapping import ExpertFormat, HFPattern, ParamMapping, SpecNames
 from moeref.families.model import FamilyError, Model, UnmappedModelError
+from moeref.families.values import WRONG, check_values
 
 __all__ = [
     "ALIASES",
@@ -78,19 +79,26 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     family = FAMILIES.get(ALIASES.get(str(name), str(name)))
     if family is None:
         spelled = sorted({*FAMILIES, *ALIASES})
-        near = difflib.get_close_matches(str(name), spelled, n=1, cutoff=0.7)
+        near = difflib.get_close_matches(str(name)[:100], spelled, n=1, cutoff=0.7)
         raise UnmappedModelError(
             f"unknown model_type {name!r}; families are {', '.join(spelled)}"
             + (f" (did you mean {near[0]}?)" if near else "")
         )
+    check_values(config, str(name))
     if config.get("quantization_config"):
         kind = config["quantization_config"].get("quant_method")
         raise UnmappedModelError(
             f"{name}: the checkpoint is quantised ({kind}); turn it into bf16 first and give that config"
         )
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    model = family.read(config, found.removeprefix("torch."))
-    _check(model)
+    try:
+        model = family.read(config, found.removeprefix("torch."))
+        _check(model)
+    except FamilyError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # A family expects numbers, lists and booleans; a config from outside may have anything.
+        raise FamilyError(f"{name}: {WRONG}: {error}") from error
     return model
 
 

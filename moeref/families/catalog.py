@@ -27,6 +27,7 @@ class Source:
     released: str  # year and month
     weights: str  # as published: "bf16" or "fp8"
     checked: tuple[str, ...]  # what the config was checked against
+    same: tuple[str, ...] = ()  # repositories with the same config
 
 
 def _folder() -> Traversable:
@@ -37,7 +38,12 @@ def _folder() -> Traversable:
 def sources() -> dict[str, Source]:
     """Name -> `Source` of every published model, in the order of their names."""
     found = tomllib.loads(_folder().joinpath("sources.toml").read_text(encoding="utf-8"))
-    return {name: Source(**{**found[name], "checked": tuple(found[name]["checked"])}) for name in sorted(found)}
+    return {name: _source(found[name]) for name in sorted(found)}
+
+
+def _source(values: dict[str, Any]) -> Source:
+    lists = {name: tuple(values.get(name, ())) for name in ("checked", "same")}
+    return Source(**{**values, **lists})
 
 
 def published() -> tuple[str, ...]:
@@ -45,11 +51,26 @@ def published() -> tuple[str, ...]:
     return tuple(sources())
 
 
+@functools.cache
+def _spellings() -> dict[str, str]:
+    """Every spelling of a published model in lower case -> its name here."""
+    found: dict[str, str] = {}
+    for name, source in sources().items():
+        for spelled in (name, source.repository, *source.same):
+            found |= {spelled.lower(): name, spelled.lower().rpartition("/")[2]: name}
+    return found
+
+
 def known(name: str) -> dict[str, Any]:
-    """The Hugging Face config of a published model, for `families.read`. FamilyError names the nearest known one."""
-    if name not in sources():
-        near = difflib.get_close_matches(name.lower(), sources(), n=1, cutoff=0.4)
+    """The Hugging Face config of a published model, for `families.read`.
+
+    name: as in `published`, or a repository with or without its owner; case does not matter. FamilyError names the
+    nearest known one.
+    """
+    found = _spellings().get(name.lower())
+    if found is None:
+        near = difflib.get_close_matches(name.lower()[:100], sources(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise FamilyError(f"unknown model {name!r}; {hint}Known are {', '.join(sources())}")
-    config: dict[str, Any] = json.loads(_folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(_folder().joinpath(f"{found}.json").read_text(encoding="utf-8"))
     return config

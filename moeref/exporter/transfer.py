@@ -164,6 +164,7 @@ class Writer:
         self._unasked = deque(batch for batch in peer.plan.batches if batch.messages)
         self._buffers = Buffers(peer, [batch.nbytes for batch in self._unasked])
         self._asked: deque[_Arrival] = deque()
+        self._met: set[int] = set()
         self._here: _Arrival | None = None
         self._sources: dict[tuple[int, int], Source] = {}
 
@@ -183,10 +184,13 @@ class Writer:
     def _fits(self, batch: Batch) -> bool:
         """Whether the bucket has room for `batch` next to the one that is here."""
         here = self._here.buffer.numel() if self._here else 0
-        return here + self._buffers.size(batch.nbytes) <= self._peer.plan.bucket_bytes
+        # With NCCL the first message between two ranks waits for both: not for one that is at an earlier tensor.
+        is_met = all(message.owner in self._met for message in batch.messages)
+        return is_met and here + self._buffers.size(batch.nbytes) <= self._peer.plan.bucket_bytes
 
     def _ask(self) -> None:
         batch = self._unasked.popleft()
+        self._met.update(message.owner for message in batch.messages)
         self._asked.append(_Arrival(self._peer, batch, self._buffers.take(batch.nbytes)))
 
     def source(self, number: int, part: int, param: GlobalParam) -> Source:

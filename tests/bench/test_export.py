@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from moeref import families
 from moeref.bridge import ShardMap, hf_tensors, load
-from moeref.exporter import Plan, export
+from moeref.exporter import Plan, buckets, export
 from moeref.layout import Layout
 from tests.unit.models import model
 from tests.unit.test_loader import holder
@@ -66,6 +66,17 @@ def test_export(benchmark: Any, table: ShardMap, chunks: list[torch.nn.Module]) 
         return sum(full is not None for _, full in export(plan, 0, chunks))
 
     assert benchmark(stream) == len(plan.tensors)
+
+
+@pytest.mark.benchmark(group="export")
+@pytest.mark.parametrize("lend", [True, False])
+def test_export_into_buckets(benchmark: Any, table: ShardMap, chunks: list[torch.nn.Module], lend: bool) -> None:
+    plan = Plan(table)
+
+    def cut() -> int:
+        return sum(bucket.nbytes for bucket in buckets(export(plan, 0, chunks), 64 << 20, lend=lend))
+
+    assert benchmark(cut) >= _bytes(table)
 
 
 def _write(table: ShardMap, folder: Path) -> None:

@@ -123,3 +123,10 @@ def test_each_verdict_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFix
     config.write_text(json.dumps({"model_type": "qwen9"}))
     code, said = run(str(config), "--layout", "ep=8")
     assert (code, said.startswith("moeref: not known: unknown model_type")) == (3, True)
+
+
+@pytest.mark.parametrize("name", ["heterogeneous_block_specs", "use_grouped_gemm_for_shared_expert"])
+def test_what_a_config_takes_and_layers_may_refuse_is_not_known(name: str) -> None:
+    assert check("glm-4.5", "ep=8", asked=MoEConfig(transformer_config_kwargs={name: True}), verify=False).verdict == (
+        "unknown"
+    )

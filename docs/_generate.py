@@ -89,6 +89,7 @@ def rules() -> str:
                 ("facets", _code(rule.facets) or "none"),
                 ("backends", _code(rule.backends)),
                 ("requires", _links(rule.requires, "rules.md") or "nothing"),
+                ("folded under", _links(rule.follows, "rules.md")),
                 ("reads", _code(rule.steps)),
                 ("red with", _links((f.id for f in FAULTS.values() if rule.id in f.rules), "faults.md")),
                 ("follows in", _links((f.id for f in FAULTS.values() if rule.id in f.also), "faults.md")),

@@ -43,7 +43,7 @@ def test_ranks_take_all_steps_in_order() -> None:
         *("topology", "names", "config", "seeds_planned", "seeds", "seeds_resumed", "padding", "dispatchers"),
         *("exchange", "inventory", "load", "shards", "plan", "export", "forward", "replay", "gradients", "change"),
         *("export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer", "refuse_extra"),
-        "refuse_missing",
+        *("refuse_missing", "refuse_routes"),
     ]
 
 

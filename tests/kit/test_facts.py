@@ -52,7 +52,7 @@ def test_a_target_that_patches_the_kit_changes_no_verdict(tmp_path: Path, monkey
     assert started == ["toy_patching:target"]  # one process imports it for both worlds
     results = read(tmp_path / "out" / "results.jsonl")
     red = {cell: {v.rule for v in rows.values() if v.status == "fail"} for cell, rows in results.table.items()}
-    assert red == {"qwen3_moe+L2/ep4/static": {"PLN-001"}, "qwen3_moe+L2/one/gloo": {"EXP-002", "EXP-004", "EXP-006"}}
+    assert red == {"qwen3_moe+L2/ep4/static": {"PLN-001"}, "qwen3_moe+L2/one/gloo": {"EXP-002", "EXP-004"}}
     assert results.header["target"]["name"] == "faulty:plan-of-local-experts+gate-and-up-swapped"
 
 

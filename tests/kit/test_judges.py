@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -390,6 +391,50 @@ def test_a_hang_on_bad_input_is_the_refusals_business(run: Run) -> None:
     assert not judge(run, "RUN-001")
     (found,) = judge(run, "LOD-003")
     assert (found.rank, found.message) == (1, "no record of step refuse_missing: it hung in step refuse_missing")
+
+
+def test_a_rank_that_fails_is_one_finding_and_what_it_left_out_is_untested(run: Run) -> None:
+    """Rules that do not require RUN-001 read records that the rank did not come to."""
+    run.events(1, lambda events: events.__delitem__(slice([e["step"] for e in events].index("names"), None)))
+    with (rank_dir(run.folder, 1) / "events.jsonl").open("a") as file:
+        raised = {"step": "names", "phase": "raised", "error": {"type": "ValueError", "message": "x"}}
+        file.write(json.dumps({**raised, "at": 0.0, "seconds": 0.0}) + "\n")
+    ends = [RankExit(r, 3 * (r == 1), None, False, "", "", "", finished=r != 1) for r in range(MANY.layout.world)]
+    run.case.observation = Observation.read(MANY, run.folder, RunOutcome(tuple(ends), 0.0))
+    outcomes = {rule: JUDGES[rule](run.case) for rule in RECORDED if "RUN-001" not in load_rules()[rule].requires}
+    assert {rule for rule, outcome in outcomes.items() if outcome.findings} == {"RUN-001"}
+    untested = {rule: outcome.untested for rule, outcome in outcomes.items() if outcome.untested}
+    names = {f"NAM-00{number}" for number in (1, 2, 3, 4, 7)}
+    assert {rule: untested[rule] for rule in names} == dict.fromkeys(names, "rank 1 raised in step names")
+    # What it did record tells why, where it does.
+    run.value(1, "topology", lambda value: value | {"tp": 9})
+    assert any("tp rank is 9" in f.message for f in judge(run, "TOP-001"))
+
+
+def test_a_rank_that_fails_at_once_has_no_place_in_the_groups(run: Run) -> None:
+    run.events(1, lambda events: events.clear())
+    ends = [RankExit(r, r == 1, None, False, "open", "", "", finished=r != 1) for r in range(MANY.layout.world)]
+    run.case.observation = Observation.read(MANY, run.folder, RunOutcome(tuple(ends), 0.0))
+    assert JUDGES["TOP-001"](run.case).untested == "rank 1 died in step open"
+
+
+def test_a_hang_on_one_bad_input_leaves_the_next_untested(run: Run) -> None:
+    run.events(1, lambda events: events.__delitem__(slice([e["step"] for e in events].index("refuse_extra"), None)))
+    hung = [RankExit(r, 0, None, r == 1, "refuse_extra", "", "", finished=r != 1) for r in range(MANY.layout.world)]
+    run.case.observation = Observation.read(MANY, run.folder, RunOutcome(tuple(hung), 0.0))
+    assert judge(run, "LOD-002")
+    for rule in ("LOD-003", "LOD-004"):
+        assert JUDGES[rule](run.case).untested == "rank 1 hung in step refuse_extra"
+    assert not judge(run, "RUN-001")
+
+
+def test_what_the_first_export_had_wrong_is_not_told_again(run: Run) -> None:
+    for step in ("export", "export_changed"):
+        run.tensors(0, step, lambda t: t[DOWN].add_(1))
+    assert judge(run, "EXP-002")
+    assert "so in the first export" in JUDGES["EXP-006"](run.case).untested
+    run.tensors(0, "export_changed", lambda t: t[BIAS].add_(1))
+    assert [f.hf_name for f in judge(run, "EXP-006")] == [BIAS]
 
 
 def test_a_target_that_announces_nothing_is_judged_by_its_streams(run: Run) -> None:

@@ -22,7 +22,7 @@ EXPECTED = {
     "facet-is-none": ({"RUN-001"}, "claims the facet 'forward' but its session has None"),
     "table-of-none": ({"RUN-001"}, "raised in step names"),
     "table-of-numbers": ({"RUN-001"}, "raised in step names"),
-    "empty-table": ({"NAM-001", "NAM-004", "NAM-005"}, "no rank lists model.norm.weight"),
+    "empty-table": ({"NAM-001", "NAM-004", "NAM-005"}, "no rank lists lm_head.weight"),
     "logits-of-another-shape": ({"FWD-001", "FWD-002"}, "logits are torch.float32 [3]"),
     "logits-are-a-string": ({"RUN-001"}, "raised in step forward"),
     "no-logits": ({"FWD-001", "FWD-002"}, "logits"),

@@ -194,7 +194,7 @@ def test_selection_that_leaves_no_rule_to_judge_is_refused(tmp_path):
         make_plan(tmp_path, rules=("LOD",))
 
 
-def test_static_target_that_raises_fails_its_rules(tmp_path):
+def test_static_target_that_raises_is_one_red_row_and_the_rest_untested(tmp_path):
     from contextlib import contextmanager, nullcontext
     from types import SimpleNamespace
 
@@ -224,7 +224,9 @@ def test_static_target_that_raises_fails_its_rules(tmp_path):
     )
     with Runner.opened(plan, parts) as runner:
         verdicts, _ = runner.cell(plan.cells[0])
-    claimed = {v.rule: v.status for v in verdicts if v.status != "unclaimed"}
-    assert set(claimed.values()) == {"fail"}
-    assert "NAM-001" in claimed
-    assert "IndexError: no rank 0 of 64" in verdicts[0].findings[0].message
+    claimed = {v.rule: v for v in verdicts if v.status != "unclaimed"}
+    red = claimed.pop("RUN-001")
+    assert red.status == "fail"
+    assert [f.message for f in red.findings] == ["raised in step names: IndexError: no rank 0 of 64"]
+    assert {v.status for v in claimed.values()} == {"untested"}
+    assert claimed["NAM-001"].reason == "rank 0 raised in step names"

@@ -35,6 +35,10 @@ class Case:
     made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
+class Untested(Exception):
+    """Raised by a judge that has nothing to judge by, with the reason."""
+
+
 Judge = Callable[[Case], Outcome]
 _REGISTRY: dict[str, Judge] = {}
 if TYPE_CHECKING:
@@ -55,8 +59,11 @@ def judges(rule: str) -> Callable[[Callable[[Case], Outcome | Iterable[Finding]]
 
         @functools.wraps(function)
         def judge(case: Case) -> Outcome:
-            answer = function(case)
-            return answer if isinstance(answer, Outcome) else Outcome(findings=grouped(answer))
+            try:
+                answer = function(case)
+                return answer if isinstance(answer, Outcome) else Outcome(findings=grouped(answer))
+            except Untested as reason:
+                return Outcome(untested=str(reason))
 
         _REGISTRY[rule] = judge
         return judge

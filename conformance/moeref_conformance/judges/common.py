@@ -17,7 +17,7 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.diagnosis.compare import dtype_name
 from moeref_conformance.diagnosis.matching import Context
-from moeref_conformance.judges import Case, grouped
+from moeref_conformance.judges import Case, Untested, grouped
 from moeref_conformance.oracles import published
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement, hf_numbers
@@ -65,7 +65,20 @@ def finding(
     return Finding(stage, message, rank=rank, coords=coords, expected=str(expected), got=str(got), **more)
 
 
+def check_no_crash(case: Case) -> None:
+    """Raise `Untested` if a rank failed: that is a finding of RUN-001, or of the step where bad input is refused."""
+    for crash in observed(case).crashes[:1]:
+        raise Untested(f"rank {crash.rank} {crash.kind} in step {crash.step}")
+
+
 def without(case: Case, *steps: str) -> list[Finding]:
+    """`lacking`. Raises `Untested` if there are any, and a rank failed."""
+    if missing := lacking(case, *steps):
+        check_no_crash(case)
+    return missing
+
+
+def lacking(case: Case, *steps: str) -> list[Finding]:
     """A finding for every rank that has no record of one of the steps."""
     have = {record.rank: record for record in observed(case).ranks}
     return [

@@ -32,6 +32,7 @@ from moeref_conformance.judges.observed_routes import (
     seen_routes,
     without_route,
 )
+from moeref_conformance.judges.refusals import unfinished
 
 TRANSFORMERS = 2e-5
 
@@ -228,7 +229,8 @@ def gates_learn(case: Case) -> list[Finding]:
 @judges("RPL-007")
 def malformed_routes_are_refused(case: Case) -> list[Finding]:
     """On every rank, so that no rank waits for another."""
-    return without(case, "replay") or not_refused(case, "replay", "routes with {} were replayed")
+    step = "refuse_routes"
+    return unfinished(case, step) or without(case, step) or not_refused(case, step, "routes with {} were replayed")
 
 
 def _logits(case: Case, phase: str) -> dict[int, torch.Tensor]:

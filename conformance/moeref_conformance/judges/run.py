@@ -9,7 +9,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import REFUSALS
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, observed, values, without
+from moeref_conformance.judges.common import finding, lacking, observed, values, without
 
 #: Name of the error of the checked collectives.
 MISMATCH = "CollectiveMismatch"
@@ -29,7 +29,8 @@ def every_rank_finishes(case: Case) -> Iterable[Finding]:
         message = f"{first}{crash.kind} in step {crash.step}: {crash.detail}"
         later = f"{crash.kind} later" if i else ""
         findings.append(finding(case, crash.rank, crash.step, message, diagnosis=later))
-    return findings or [missing for missing in without(case, "close") if missing.rank not in late]
+    answering = [0] if case.cell.backend == "static" else range(case.cell.layout.world)
+    return findings or [f for f in lacking(case, "close") if f.rank in answering and f.rank not in late]
 
 
 @judges("RUN-002")
@@ -57,11 +58,13 @@ def inputs_are_left_alone(case: Case) -> list[Finding]:
 
 
 @judges("TOP-001")
-def groups_are_megatrons(case: Case) -> Iterator[Finding]:
+def groups_are_megatrons(case: Case) -> list[Finding]:
     """Coordinates and members of every group, against RankGenerator."""
     # Read at once after opening, so a rank that failed later still tells why.
-    if not observed(case).crashes:
-        yield from without(case, "topology")
+    return list(_other_groups(case)) or without(case, "topology")
+
+
+def _other_groups(case: Case) -> Iterator[Finding]:
     layout = case.cell.layout
     groups = topology.groups(layout)
     for rank, value in values(case, "topology"):

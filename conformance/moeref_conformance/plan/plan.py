@@ -144,7 +144,9 @@ def prepare(settings: Settings, ask: Callable[[str], Described], machine: Machin
         machine = machine or detect()
     if settings.backend != "auto" or any(cell.backend == ANY_GPU for cell in matrix.cells):
         matrix = matrix.on(machine or Machine(), settings.backend)
-    rules = [rule for rule in load_rules().values() if rule.id in selected]
+    # RUN-001 is in every selection, and no reason to run a cell in which nothing else is judged.
+    wanted = selected - {"RUN-001"} or selected
+    rules = [rule for rule in load_rules().values() if rule.id in wanted]
     cells = [cell for cell in matrix.select(settings.cells) if _any_applies(rules, matrix, cell)]
     if not cells:
         asked = ", ".join([*settings.rules, *settings.profiles])

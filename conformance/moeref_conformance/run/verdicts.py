@@ -11,7 +11,7 @@ from typing import Any
 
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
-from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.results import Verdict
 from moeref_conformance.contract.rules import Rule
 from moeref_conformance.judges import Case
@@ -61,7 +61,7 @@ def judged(
         return verdict(plan, case.cell, rule, "error", reason=f"the kit has no judge for {rule.id}")
     began = time.monotonic()
     try:
-        outcome = _crashed(plan, case) or judge(case)
+        outcome = judge(case)
     except Exception as error:  # the kit's own failure, reported as such
         return verdict(plan, case.cell, rule, "error", reason=f"the judge raised {describe(error)}")
     say = partial(verdict, plan, case.cell, rule, seconds=round(time.monotonic() - began, 3))
@@ -78,15 +78,6 @@ def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:
         if needed in so_far and so_far[needed].status not in ("pass", "unclaimed"):
             return f"requires {needed}, which did not pass ({so_far[needed].status})"
     return ""
-
-
-def _crashed(plan: Plan, case: Case) -> Outcome | None:
-    """Crashes as findings of the rule itself where RUN-001 is not judged (the static world), else None."""
-    crashes = case.observation.crashes if case.observation else []
-    if not crashes or plan.rules["RUN-001"].applies(case.cell.backend):
-        return None
-    found = [Finding(stage=c.step, message=f"the target {c.kind}: {c.detail}", rank=c.rank) for c in crashes]
-    return Outcome(findings=tuple(found))
 
 
 def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, plain: Verdict) -> Verdict:

@@ -23,19 +23,28 @@ from moeref_conformance.steps.observed_routes import moe_layers, observed
 Routes = np.ndarray[Any, Any]
 
 
-def run(replay: Replay, context: Context) -> dict[str, Any]:
-    """All phases of the cell's mode, saved as `replay`. The value has the refusals of malformed routes, by defect."""
+def run(replay: Replay, context: Context) -> None:
+    """All phases of the cell's mode, saved as `replay`."""
     phases = _Phases(replay, context)
     if context.cell.replay == "R2":
         phases.recorded()
-        context.save("replay", phases.observed)
-        return {"refused": {}}
-    routes, kind = read_routes(context.inputs["routes"]), "" if context.claims.missing_rows else WHOLE
-    a, b = routes[f"{kind}a"], routes[f"{kind}b"]
-    phases.given(a, b)
+    else:
+        phases.given(_given(context, "a"), _given(context, "b"))
     context.save("replay", phases.observed)
-    wrong = malformed(a)
-    return {"refused": {defect: refusal(replay.replay, phases.tokens_BS, rows) for defect, rows in wrong.items()}}
+
+
+def refuse(replay: Replay, context: Context) -> dict[str, Any]:
+    """The errors for malformed routes, by defect. The last step: a rank may wait for ever for one that refuses."""
+    if context.cell.replay == "R2":
+        return {"refused": {}}
+    tokens_BS, wrong = load_file(context.input("tokens"))["tokens"], malformed(_given(context, "a"))
+    return {"refused": {defect: refusal(replay.replay, tokens_BS, rows) for defect, rows in wrong.items()}}
+
+
+def _given(context: Context, name: str) -> list[Routes]:
+    """The routes of this name, without missing rows where the target does not claim these."""
+    kind = "" if context.claims.missing_rows else WHOLE
+    return read_routes(context.inputs["routes"])[f"{kind}{name}"]
 
 
 class _Phases:
@@ -156,5 +165,8 @@ FACET = Facet(
     protocol=Replay,
     needs=frozenset({"export"}),
     asked_in=lambda cell: cell.replay != "off",
-    steps=(Step(name="replay", ask=run, stage=Stage.LOADED),),
+    steps=(
+        Step(name="replay", ask=run, stage=Stage.LOADED),
+        Step(name="refuse_routes", ask=refuse, stage=Stage.CHANGED, refusal=True),
+    ),
 )

@@ -83,6 +83,7 @@ class StaticWorld:
                     value = step.take(facet, replace(context, rank=rank))
                     events.setdefault(rank, []).append(event(at, "ok", value=value))
                 rank, done, at = 0, size, "close"
+            events.setdefault(0, []).append(event(at, "ok"))
             exits = [RankExit(r, last_step=at, finished=True) for r in range(size)]
         except Exception as error:  # whatever the target raises is its verdict
             events.setdefault(rank, []).append(event(at, "raised", error=error_record(error)))

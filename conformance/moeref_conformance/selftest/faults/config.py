@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 from moeref_conformance.contract.api import Cell, Request, Session, World
-from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
@@ -168,12 +167,6 @@ def _ep_in_the_dense_grid(session: Session, cell: Cell, world: World) -> Session
     return session
 
 
-#: Rules that fail where no session opens: nothing is recorded.
-_NEEDS_A_SESSION = tuple(
-    rule.id
-    for rule in load_rules().values()
-    if rule.applies("gloo") and not rule.requires and rule.id not in ("RUN-001", "RUN-002", "RUN-003", "TOP-001")
-)
 FAULTS = (
     Fault(
         id="false-taken-for-unset",
@@ -277,7 +270,6 @@ FAULTS = (
         id="ep-in-the-dense-grid",
         bug="B10 Megatron-Bridge#5302: the world has to be a multiple of TP·PP·EP",
         rules=("RUN-001",),
-        also=_NEEDS_A_SESSION,
         cell=cell("qwen3_moe", "tp2-ep2-etp1"),
         wrap=_ep_in_the_dense_grid,
         says="not divisible by TP x PP x EP",

@@ -119,7 +119,6 @@ FAULTS = (
         id="norms-held-less-one",
         bug="Megatron-Bridge's Qwen3-Next: w - 1 on load and + 1 on export, which rounds where |w| < 0.5",
         rules=("LOD-001", "EXP-002"),
-        also=("EXP-006",),
         cell=_CELL,
         wrap=_norms_less_one,
         diagnosis="arithmetic, not movement",

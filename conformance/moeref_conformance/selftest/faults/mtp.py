@@ -37,7 +37,6 @@ FAULTS = (
         id="mtp-experts-under-decoder-names",
         bug="NeMo-RL#3908: the loop over grouped experts lacks the exception for MTP that its sibling has",
         rules=("EXP-001",),
-        also=("EXP-006",),
         cell=cell("glm4_moe", "ep2", mtp=1),
         wrap=described(_experts_of_the_decoder),
         says="model.layers.2.mlp.experts.0.down_proj.weight was never sent",

@@ -171,7 +171,6 @@ FAULTS = (
         bug="B24: Megatron-Bridge#4657, the bias stays zero behind a warning",
         rules=("NAM-001", "NAM-005", "EXP-001", "LOD-001"),
         also=(
-            "EXP-006",
             "FWD-001",
             "LOD-002",
         ),

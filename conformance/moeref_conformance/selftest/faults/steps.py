@@ -113,7 +113,6 @@ FAULTS = (
         id="pipeline-refused",
         bug="AReaL#1560: unequal pipelines are refused for every engine, where one has the limit",
         rules=("RUN-001",),
-        also=("NAM-001", "NAM-002", "NAM-003", "NAM-004", "NAM-007"),
         cell=cell("qwen3_moe", "pp2"),
         wrap=_equal_pipelines_alone,
         says="must have the same number of stages",

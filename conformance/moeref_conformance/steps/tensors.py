@@ -52,4 +52,5 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes."""
-    return torch.equal(copied(a).reshape(-1).view(torch.uint8), copied(b).reshape(-1).view(torch.uint8))
+    first, second = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return torch.equal(first, second)

@@ -150,5 +150,7 @@ def test_a_message_that_names_anything_else_is_not_read() -> None:
     assert unpacked(packed(RankExit(0))) == RankExit(0)
     with pytest.raises(pickle.UnpicklingError, match=r"names toy_static.Row, which is neither plain nor the kit's"):
         unpacked(pickle.dumps(toy_static.Row(**vars(toy_static.ROW))))
+    with pytest.raises(pickle.UnpicklingError, match=r"names builtins.eval"):
+        unpacked(pickle.dumps(eval))
     with pytest.raises(TypeError, match="a function of builtins: expected plain"):
         packed(cli.main)

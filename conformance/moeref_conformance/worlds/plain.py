@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import numbers
 import pickle
@@ -48,6 +49,6 @@ class _Writer(pickle.Pickler):
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "builtins" or module.startswith(KIT):
+        if module.startswith(KIT) or (module == "builtins" and isinstance(getattr(builtins, name, None), type)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"the message names {module}.{name}, which is neither plain nor the kit's")

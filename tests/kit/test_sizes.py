@@ -76,7 +76,7 @@ def test_moeref_is_green_at_published_sizes(cell: str, kept_open: AbstractContex
     with Runner.opened(plan, replace(machinery(), worlds={"gloo": lambda plan: kept_open})) as runner:
         verdicts, _ = runner.cell(plan.cells[0])
     judged = {v.rule: (v.status, v.reason) for v in verdicts if v.status != "disabled"}
-    static = ("NAM-001", "NAM-002", "NAM-003", "NAM-004", "NAM-007", "PLN-001")
+    static = ("RUN-001", "NAM-001", "NAM-002", "NAM-003", "NAM-004", "NAM-007", "PLN-001")
     assert judged == dict.fromkeys(static, ("pass", ""))
 
 

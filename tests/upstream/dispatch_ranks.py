@@ -149,8 +149,8 @@ def run(case: Case, given: Inputs, dispatch: Callable[..., Any], mine: range, et
 def config(case: Case, name: str, layout: Any) -> TransformerConfig:
     return TransformerConfig(
         num_layers=1,
-        hidden_size=16,  # of attention, which is not there, in heads that TP 8 divides
-        num_attention_heads=8,
+        hidden_size=48,  # of attention, which is not there, in heads that TP 6 and TP 8 divide
+        num_attention_heads=24,
         add_bias_linear=False,
         num_moe_experts=case.experts,
         moe_router_topk=case.topk,

@@ -286,7 +286,7 @@ FAULTS = (
         also=("DSP-003",),
         cell=SPLIT,
         wrap=_padding(_multiple_replaced),
-        says="became 2000",
+        says="became 1000, where 768 would do",
     ),
     Fault(
         id="backend-cleared-alone",

@@ -154,7 +154,7 @@ FAULTS = (
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=4, replay="R2"),
         wrap=_all_chunks_armed,
-        says="recompute: ",
+        says="the recorded forward",
         diagnosis="of sample",
     ),
     Fault(

@@ -62,7 +62,7 @@ FAULTS = (
         rules=("PLN-001",),
         cell=cell("glm4_moe", "pp2", mtp=1, backend="static"),
         wrap=_planned(lambda tensor, cell: not _COPY.search(tensor.name)),
-        says="shared_head.head.weight is not planned",
+        says="embed_tokens.weight is not planned",
     ),
     Fault(
         id="plan-of-local-experts",
@@ -70,6 +70,6 @@ FAULTS = (
         rules=("PLN-001",),
         cell=cell("qwen3_moe", "ep4", backend="static"),
         wrap=_planned(_of_the_first_ep_rank),
-        says="experts.15.",
+        says="experts.10.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Rank entry: megatron-core's dispatchers and moeref's on the same rows, and a loop over rows as judge of both."""
+"""Rank entry: megatron-core's dispatchers and moeref's on the same rows, and a loop over experts as judge of both."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def of_moeref(name: str, groups: reference.Groups) -> Callable[..., Any]:
 
 
 def by_rows(case: Case, members: list[int], me: int, mine: range) -> Iterator[tuple[str, torch.Tensor]]:
-    """Counts, output and gradients from one loop over rows and their experts, without any communication."""
+    """Counts, output and gradients from one loop over experts and the rows they are sent, without any communication."""
     one, two = (p.requires_grad_() for p in parameters(case))
     counts, loss, own = torch.zeros(case.experts, dtype=torch.int64), 0 * one.sum(), None
     for rank in members:
@@ -203,8 +203,10 @@ def by_rows(case: Case, members: list[int], me: int, mine: range) -> Iterator[tu
         weights, chosen = dropped(case, given)
         counts += chosen.sum(0)
         out = torch.zeros_like(given.rows)
-        for row, expert in chosen.nonzero().tolist():
-            out[row] = out[row] + weights[row, expert] * (torch.tanh(given.rows[row] @ one[expert]) @ two[expert])
+        for expert in range(case.experts):
+            at = chosen[:, expert].nonzero()[:, 0]
+            sent = torch.tanh(given.rows[at] @ one[expert]) @ two[expert]
+            out = out.index_add(0, at, weights[at, expert, None] * sent)
         loss = loss + (out * given.loss).sum()
         if rank == me:
             own = given, out

@@ -19,8 +19,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from moeref_conformance.contract import cells  # Layout alone would be ambiguous in the documentation
 from moeref_conformance.contract.api import PadRequest, RoutedRows
-from moeref_conformance.contract.cells import Layout
 from moeref_conformance.contract.requests.dispatch import DISPATCHERS, PRECISIONS
 
 SIZES = (1, 2, 3, 4, 8)
@@ -29,14 +29,14 @@ SIZES = (1, 2, 3, 4, 8)
 @st.composite
 def layouts(
     draw: DrawFn, sizes: Sequence[int] = SIZES, *, replicas: Sequence[int] = (1, 3), pp: Sequence[int] | None = None
-) -> Layout:
+) -> cells.Layout:
     """Layouts whose world is a multiple of both grids: TP, EP, CP and ETP of `sizes`, PP of `pp` (default `sizes`).
 
     `replicas` are multiples of the smallest world. VPP is 1, 2 or 3 where PP exceeds 1. Whether a model's layers
     and experts divide is another matter.
     """
     size, stages = st.sampled_from(sizes), st.sampled_from(pp or sizes)
-    made = Layout(tp=draw(size), pp=draw(stages), ep=draw(size), cp=draw(size), etp=draw(st.none() | size))
+    made = cells.Layout(tp=draw(size), pp=draw(stages), ep=draw(size), cp=draw(size), etp=draw(st.none() | size))
     vpp = draw(st.sampled_from((1, 2, 3))) if made.pp > 1 else 1
     return replace(made, vpp=vpp, world=made.world * draw(st.sampled_from(replicas)))
 

@@ -1,0 +1,94 @@
+"""What a weight update is made of: its description, its buckets, and what an engine says that it received."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import xxhash
+
+Named = tuple[str, torch.Tensor]
+Kind = Literal["full", "delta"]
+Drafts = Literal["none", "sent", "kept"]
+
+
+class SyncError(RuntimeError):
+    """A weight update that did not happen as asked."""
+
+
+class Refused(SyncError):
+    """A call that was refused before it changed anything."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """A weight update: `version` names the weights that the engine has after it.
+
+    `full` replaces all weights. `delta` holds whole tensors, those that differ from version `base`, so that sending one
+    twice changes nothing. `drafts`: weights of drafts (MTP layers, EAGLE) are among those sent, are meant to stay as
+    they are, or are in neither model. `id` tells updates of two trainers apart; a retry keeps it.
+
+    Raises ValueError for a version below 0, or a base that does not fit.
+    """
+
+    version: int
+    kind: Kind = "full"
+    base: int | None = None
+    drafts: Drafts = "none"
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        if self.version < 0 or self.kind not in ("full", "delta") or self.drafts not in ("none", "sent", "kept"):
+            raise ValueError(f"no update: {self}")
+        if (self.kind == "delta") != (self.base is not None) or (self.base is not None and self.base >= self.version):
+            raise ValueError(f"a delta needs the earlier version that it changes, a full update has none: {self}")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors under their Hugging Face names. `index` counts from 0; see `checksum` for what it covers."""
+
+    index: int
+    tensors: tuple[Named, ...]
+    last: bool
+    checksum: str
+
+    @classmethod
+    def of(cls, index: int, tensors: Iterable[Named], last: bool) -> Bucket:
+        """A bucket with its checksum. Waits for the tensors' kernels."""
+        tensors = tuple(tensors)
+        return cls(index, tensors, last, checksum(tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for _, tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was received, or sent, of an update. `digest` is over the checksums of all buckets, in order."""
+
+    version: int
+    buckets: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+    digest: str = ""
+
+    def plus(self, bucket: Bucket) -> Receipt:
+        """With one bucket more."""
+        digest = xxhash.xxh3_64_hexdigest(f"{self.digest}{bucket.index}{bucket.last}{bucket.checksum}".encode())
+        count, nbytes = self.tensors + len(bucket.tensors), self.nbytes + bucket.nbytes
+        return Receipt(self.version, self.buckets + 1, count, nbytes, digest)
+
+
+def checksum(tensors: Iterable[Named]) -> str:
+    """XXH3 over name, dtype, shape and bytes of each tensor; the same on every device."""
+    state = xxhash.xxh3_64()
+    for name, tensor in tensors:
+        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        state.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+    return state.hexdigest()

@@ -1,0 +1,122 @@
+"""What an engine checks of a weight update: what may begin, each bucket, and the commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moeref.sync import Bucket, Receipt, Receiver, Refused, SyncError, Update, checksum
+
+A, B = torch.arange(6.0).view(2, 3), torch.tensor([True])
+BUCKETS = [Bucket.of(0, [("a", A)], False), Bucket.of(1, [("b", B), ("c", A.bfloat16())], True)]
+
+
+def begun(**settings: Any) -> Receiver:
+    receiver = Receiver(1)
+    receiver.begin(Update(2, **settings))
+    return receiver
+
+
+def test_a_complete_update_is_committed_once() -> None:
+    receiver = begun()
+    sent = Receipt(2)
+    for bucket in BUCKETS:
+        sent = sent.plus(bucket)
+        assert receiver.accept(bucket) == sent
+    assert receiver.commit(2) == sent == receiver.receipt
+    assert (receiver.version, sent.buckets, sent.tensors, sent.nbytes) == (2, 2, 3, 24 + 1 + 12)
+    with pytest.raises(SyncError, match="not the update that is begun"):
+        receiver.commit(2)
+
+
+@pytest.mark.parametrize(
+    "came",
+    [
+        [BUCKETS[1]],
+        [BUCKETS[0], BUCKETS[0]],
+        [*BUCKETS, BUCKETS[1]],
+        [*BUCKETS, replace(BUCKETS[1], index=2)],
+        [replace(BUCKETS[0], tensors=())],
+        [replace(BUCKETS[1], index=0, tensors=BUCKETS[1].tensors[:1])],
+        [replace(BUCKETS[0], tensors=(("a", A.t()),))],
+        [replace(BUCKETS[0], tensors=(("b", A),))],
+        [replace(BUCKETS[0], tensors=(("a", A + 1),))],
+    ],
+    ids=["lost", "repeated", "repeated last", "one more", "empty", "truncated", "transposed", "renamed", "changed"],
+)
+def test_a_wrong_bucket_is_found_when_it_comes(came: list[Bucket]) -> None:
+    receiver = begun()
+    for bucket in came[:-1]:
+        receiver.accept(bucket)
+    before = receiver._received
+    with pytest.raises(SyncError, match=r"bucket \d"):
+        receiver.accept(came[-1])
+    assert receiver._received == before
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_incomplete_update_is_not_committed(count: int) -> None:
+    receiver = begun()
+    for bucket in BUCKETS[:count]:
+        receiver.accept(bucket)
+    with pytest.raises(SyncError, match="last bucket did not come"):
+        receiver.commit(2)
+    assert receiver.version == 1
+    assert receiver.receipt is None
+
+
+def test_a_repeated_begin_starts_again_and_another_update_is_refused() -> None:
+    receiver = Receiver(1)
+    update = Update(2)
+    receiver.begin(update)
+    receiver.accept(BUCKETS[0])
+    with pytest.raises(Refused, match="not finished"):
+        receiver.begin(Update(2))
+    receiver.begin(update)
+    with pytest.raises(SyncError, match="0 was expected"):
+        receiver.accept(BUCKETS[1])
+    receiver.forget()
+    receiver.begin(Update(2))
+
+
+@pytest.mark.parametrize(
+    ("update", "drafts", "reason"),
+    [
+        (Update(1), False, "not after 1"),
+        (Update(0), False, "not after 1"),
+        (Update(3, "delta", base=2), False, "delta to version 2"),
+        (Update(3, "delta", base=0), False, "delta to version 0"),
+        (Update(2), True, "has drafts"),
+        (Update(2, drafts="sent"), False, "no drafts"),
+        (Update(2, drafts="kept"), False, "no drafts"),
+    ],
+)
+def test_an_update_that_does_not_fit_is_refused(update: Update, drafts: bool, reason: str) -> None:
+    receiver = Receiver(1, drafts=drafts)
+    with pytest.raises(Refused, match=reason):
+        receiver.begin(update)
+    assert receiver.update is None
+
+
+@pytest.mark.parametrize("wrong", [{"version": -1}, {"kind": "delta"}, {"base": 1}, {"kind": "delta", "base": 2}])
+def test_an_update_that_is_none_is_an_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="update"):
+        Update(**{"version": 2} | wrong)
+
+
+def test_the_checksum_is_of_names_dtypes_shapes_and_bytes() -> None:
+    same = [("a", A), ("a", A.clone()), ("a", A.t().contiguous().t())]
+    assert len({checksum([one]) for one in same}) == 1
+    others = [
+        [("a", A)],
+        [("a", A.view(3, 2))],
+        [("a", A.view(torch.int32))],
+        [("a", -A)],
+        [],
+        [("a", A), ("a", A[:0])],
+    ]
+    others += [[("s", torch.tensor(1.0))], [("s", torch.ones(1))]]
+    assert len({checksum(one) for one in others}) == len(others)

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moeref_conformance.contract.api import Cell, Layout
-from moeref_conformance.oracles import checkpoint, spoiled
+from moeref_conformance.contract.published_models import published
+from moeref_conformance.oracles import checkpoint, recipes, spoiled
 from moeref_conformance.oracles.checkpoint import INDEX, check_distinct, expected
 from moeref_conformance.oracles.expected import read_checkpoint
 from moeref_conformance.plan.matrix import load
@@ -71,6 +72,37 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
     assert len(set(index["weight_map"].values())) >= 3
     last = {"mixtral": "block_sparse_moe.experts.7.w2.weight", "gpt_oss": "mlp.experts.down_proj_bias"}
     assert f"model.layers.7.{last.get(family, 'mlp.experts.15.down_proj.weight')}" in made.tensors
+
+
+#: Keys that transformers writes and published files lack. They decide nothing, but for the width of Mixtral's heads.
+UNPUBLISHED = {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", "initializer_range", "use_cache"}
+UNPUBLISHED_OF = {"mixtral": {"head_dim", "rope_scaling", "router_jitter_noise"}}
+#: What transformers' object has of the file it came from.
+OF_FILES = {"architectures", "dtype", "transformers_version", "_name_or_path", "num_nextn_predict_layers"}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next"])
+def test_the_config_has_the_keys_of_published_ones(family: str, work: Path) -> None:
+    made = expected(cell(family, mtp=int("glm" in family), dtype="bfloat16"), work).config
+    like = {key for size in published().values() if size.config["model_type"] == family for key in size.config}
+    assert made.keys() - like <= UNPUBLISHED | UNPUBLISHED_OF.get(family, set())
+    assert {"num_hidden_layers", "rope_theta", "rope_scaling", "architectures"} <= made.keys()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_next"])
+def test_transformers_reads_the_model_that_it_made_from_the_published_keys(family: str, work: Path) -> None:
+    from transformers import AutoConfig
+
+    made = AutoConfig.from_pretrained(expected(cell(family), work).dir / "config").to_dict()
+    made["rope_parameters"].pop("type", None)  # the older name, which transformers keeps beside its own
+    want = recipes.model(cell(family)).config.to_dict()
+    assert {k: v for k, v in made.items() if k not in OF_FILES} == {k: v for k, v in want.items() if k not in OF_FILES}
+
+
+def test_where_experts_are_fused_the_config_is_transformers_5s(work: Path) -> None:
+    made = expected(cell("qwen3_moe", expert_format="fused"), work).config
+    assert {"num_local_experts", "rope_parameters", "dtype"} <= made.keys()
+    assert not {"num_experts", "rope_theta", "torch_dtype"} & made.keys()
 
 
 def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.oracles import published, recipes, routed, spoiled
+from moeref_conformance.oracles.dialect import as_published
 from moeref_conformance.oracles.expected import Expected, read_checkpoint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -199,12 +200,17 @@ def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
 
 
 def _save(model: Any, cell: Cell, folder: Path) -> None:
-    """Per expert: transformers' own file writer, in several shards. Fused: its state_dict in one file."""
+    """Per expert: transformers' own file writer, in several shards, and a config as published ones are.
+
+    Fused: the state_dict of transformers 5 in one file, and its config.
+    """
     from transformers.utils import logging
 
     if cell.expert_format == "per_expert":
         logging.disable_progress_bar()
         model.save_pretrained(folder, max_shard_size="800KB" if cell.dtype == "float32" else "400KB")
+        path = folder / "config.json"
+        path.write_text(json.dumps(as_published(json.loads(path.read_text())), indent=2) + "\n")
     elif cell.expert_format == "fused":
         folder.mkdir()
         state = dict(model.state_dict())

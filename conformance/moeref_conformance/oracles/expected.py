@@ -33,7 +33,7 @@ class Expected:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json as transformers wrote it."""
+        """The config.json, as published ones are or, where experts are fused, as transformers 5 writes it."""
         return dict(json.loads((self.dir / "config" / "config.json").read_text()))
 
     @cached_property

@@ -1,0 +1,41 @@
+"""A config.json as published models have it, from one that transformers 5 wrote.
+
+transformers 5 writes a dialect of its own: `num_local_experts` for Qwen's `num_experts`, `rope_parameters` for
+`rope_theta` and `rope_scaling`, `dtype` for `torch_dtype`, and values that it works out itself. Code that reads
+published files need not know it. transformers reads the same from both, which a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Keys that no published config of any family has: transformers 5 works them out, or names itself.
+_WORKED_OUT = ("mlp_layer_types", "qk_head_dim", "rope_interleave", "transformers_version")
+
+
+def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same model in the keys of published files, in the order of their names."""
+    made = {key: value for key, value in config.items() if key not in _WORKED_OUT}
+    if "dtype" in made and made["model_type"] != "glm4_moe_lite":  # published when transformers 5 was
+        made["torch_dtype"] = made.pop("dtype")
+    made |= _rope(made["model_type"], made.pop("rope_parameters"))
+    if made["model_type"] == "qwen3_moe":
+        made["num_experts"] = made.pop("num_local_experts")
+    if made["model_type"] == "qwen3_next":
+        made["full_attention_interval"] = made.pop("layer_types").index("full_attention") + 1
+    if "kv_lora_rank" in made:  # latent heads have two widths, and a key for each
+        made.pop("head_dim", None)
+    return dict(sorted(made.items()))
+
+
+def _rope(family: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta`, `partial_rotary_factor` where a part of each head is rotated, and `rope_scaling` or null."""
+    rest = dict(parameters)
+    top = ("rope_theta", "partial_rotary_factor")
+    made: dict[str, Any] = {name: rest.pop(name) for name in top if name in rest}
+    if rest["rope_type"] == "default":
+        return {**made, "rope_scaling": None}
+    if family == "deepseek_v3":
+        rest["type"] = rest.pop("rope_type")
+    return {**made, "rope_scaling": rest}

@@ -19,13 +19,13 @@ from moeref_conformance.oracles.placement import hf_numbers, plain_local
 def shards_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
     """Shapes rank by rank, then elements over all ranks of one replica. Names that no rank lists are NAM-001's."""
     yield from without(case, "names")
-    sizes = {name: tensor.numel() for name, tensor in expected(case).tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected(case).tensors.items()}
     held: Counter[str] = Counter()
     for given in tables(case):
         dense, expert = _replicas(case, given)
         at = topology.coords(case.cell.layout, given.rank)
         for row in given.rows:
-            parts = _parts(case, row)
+            parts = _parts(shapes, row)
             if not parts:
                 continue
             yield from _shape(case, given.rank, row, parts)
@@ -33,9 +33,9 @@ def shards_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
                 for name, share in _held(at, row, parts).items():
                     held[name] += share * first
     for name, number in held.items():
-        if number != sizes[name]:
-            message = f"{name}: the ranks of one replica hold {number:,} of its {sizes[name]:,} elements"
-            yield finding(case, None, "names", message, hf_name=name, expected=sizes[name], got=number)
+        if number != (size := prod(shapes[name])):
+            message = f"{name}: the ranks of one replica hold {number:,} of its {size:,} elements"
+            yield finding(case, None, "names", message, hf_name=name, expected=size, got=number)
 
 
 def _is_expert(row: NameRow) -> bool:
@@ -48,14 +48,13 @@ def _replicas(case: Case, given: Given) -> tuple[int, int]:
     return sum(a["dp"] == a["cp"] == 0 for a in at), sum(a["edp"] == 0 for a in at)
 
 
-def _parts(case: Case, row: NameRow) -> dict[str, tuple[int, ...]]:
+def _parts(full: Mapping[str, tuple[int, ...]], row: NameRow) -> dict[str, tuple[int, ...]]:
     """The Hugging Face tensors of a row by name, with the shape of the part that belongs to one expert.
 
     Copies in multi-token prediction layers are left out, and names that the checkpoint lacks, which NAM-001 reports.
     """
-    tensors = expected(case).tensors
     names = row.hf[:1] if plain_local(row.local) in VOCABULARY else row.hf
-    shapes = {name: tuple(tensors[name].shape) for name in names if name in tensors}
+    shapes = {name: full[name] for name in names if name in full}
     # A tensor of all experts has them first.
     return {name: shape[1:] if _of_all_experts(row, name) else shape for name, shape in shapes.items()}
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,26 @@ _EXPERT_LOCAL = re.compile(
     r"^mlp\.experts\.(?:local_experts\.(?P<seq>\d+)\.linear_fc[12]\.(?:weight|bias)"
     r"|linear_fc[12]\.(?:weight|bias)(?P<grp>\d+))$"
 )
+
+
+class _Within(NamedTuple):
+    """A local name taken apart: the numbers of the layer and the expert in it, and what is left of it in the layer."""
+
+    mtp: bool
+    layer: int | None
+    rest: str
+    expert: int | None
+
+
+@cache
+def _within(local: str) -> _Within:
+    name = plain_local(local)
+    mtp = _MTP_LOCAL.match(name)
+    match = mtp or _LAYER_LOCAL.match(name)
+    if match is None:
+        return _Within(False, None, name, None)
+    expert = _EXPERT_LOCAL.match(match[2])
+    return _Within(mtp is not None, int(match[1]), match[2], int(expert["seq"] or expert["grp"]) if expert else None)
 
 
 @dataclass
@@ -74,6 +94,7 @@ class Placement:
         self.final = next(s for s, ids in self.layers.items() if cell.layers - 1 in ids) if cell.mtp else end
         self.moe_layers = {hf_numbers(name)[0] for name in tensors if _GATE_HF.search(name)}
         self._layer, self._expert = _tables(config, tensors)
+        self._mtp_layer = {**self._layer, **AROUND_MTP}
         self._coords: dict[int, dict[str, int]] = {}
         self._largest: dict[str, float] = {}
 
@@ -118,36 +139,33 @@ class Placement:
 
     def numbers(self, rank: int, chunk: int, local: str) -> tuple[int | None, int | None]:
         """(global layer, global expert) of a local name; None where there is no such number. Raises Unknown."""
-        mtp, match = _MTP_LOCAL.match(plain_local(local)), _LAYER_LOCAL.match(plain_local(local))
-        if mtp is not None and (self.coords(rank)["pp"], chunk) == self.mtp:
-            match, ids = mtp, list(range(self.cell.layers, self.cell.layers + self.cell.mtp))
-        elif match is None:
+        at = _within(local)
+        if at.mtp and (self.coords(rank)["pp"], chunk) == self.mtp:
+            ids = list(range(self.cell.layers, self.cell.layers + self.cell.mtp))
+        elif at.mtp or at.layer is None:
             return None, None
         else:
             ids = self.layer_ids(rank, chunk)
-        index = int(match[1])
-        if index >= len(ids):
+        if at.layer >= len(ids):
             raise Unknown("layer", f"chunk {chunk} of rank {rank} has {len(ids)} layers, so there is no {local}")
-        expert = _EXPERT_LOCAL.match(match[2])
-        if expert is None:
-            return ids[index], None
-        here, experts = int(expert["seq"] or expert["grp"]), self.expert_range(rank)
-        if here >= len(experts):
+        if at.expert is None:
+            return ids[at.layer], None
+        experts = self.expert_range(rank)
+        if at.expert >= len(experts):
             raise Unknown("expert", f"rank {rank} has {len(experts)} experts, so there is no {local}")
-        return ids[index], experts[here]
+        return ids[at.layer], experts[at.expert]
 
     def shard(self, rank: int, chunk: int, local: str, shape: Sequence[int]) -> ExpectedShard:
         """What this local tensor holds. `shape` is asked only for the padded rows of a vocabulary. Raises Unknown."""
-        name, at = plain_local(local), self.coords(rank)
+        at, within = self.coords(rank), _within(local)
         layer, expert = self.numbers(rank, chunk, local)
         if layer is None:
-            return self._outer(name, at, chunk, shape)
-        mtp = _MTP_LOCAL.match(name)
-        rest, prefix = mtp[2] if mtp else name.split(".", 3)[3], f"model.layers.{layer}."
+            return self._outer(plain_local(local), at, chunk, shape)
+        prefix = f"model.layers.{layer}."
         if expert is None:
-            entry, tp, size = {**self._layer, **(AROUND_MTP if mtp else {})}.get(rest), at["tp"], self.layout.tp
+            entry, tp, size = (self._mtp_layer if within.mtp else self._layer).get(within.rest), at["tp"], self.layout.tp
         else:
-            linear = "linear_" + rest.partition("linear_")[2].rstrip("0123456789")
+            linear = "linear_" + within.rest.partition("linear_")[2].rstrip("0123456789")
             entry, tp, size = self._expert.get(linear), at["etp"], self.layout.expert_tp
         if entry is None:
             raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
@@ -217,6 +235,7 @@ def plain_local(local: str) -> str:
     return local
 
 
+@cache
 def hf_numbers(name: str) -> tuple[int | None, int | None]:
     """(layer, expert) that a Hugging Face name spells."""
     layer, expert = _LAYER_HF.match(name), _EXPERT_HF.search(name)

@@ -19,7 +19,7 @@ from moeref.bridge.loader import bind
 from moeref.bridge.shard_map import HFTensor, hashed
 from moeref.exporter.messages import Peer
 from moeref.exporter.plan import ExportError, Plan
-from moeref.exporter.transfer import Owner, Stopped, Writer
+from moeref.exporter.transfer import Owner, Stopped, Transfer, Writer
 from moeref.torch_dtypes import TORCH
 
 Item = tuple[HFTensor, torch.Tensor | None]
@@ -127,7 +127,7 @@ class _Export:
     def items(self) -> Generator[Item, None, None]:
         """Bind, stream, and agree on how it went."""
         held = self._bound()
-        transfer = (Writer if self.peer.rank == self.peer.plan.writer else Owner)(self.peer, held)
+        transfer: Transfer = (Writer if self.peer.rank == self.peer.plan.writer else Owner)(self.peer, held)
         failed: BaseException | None = None
         try:
             yield from self._tensors(transfer)
@@ -160,7 +160,7 @@ class _Export:
             return "" if last else f"stopped after {self._name}: its own error says why"
         return f"failed at {self._name}: {type(failed).__name__}: {failed}"
 
-    def _tensors(self, transfer: Owner | Writer) -> Generator[Item, None, None]:
+    def _tensors(self, transfer: Transfer) -> Generator[Item, None, None]:
         """The tensors of the plan, batch by batch. A fused tensor of experts may be filled over several batches."""
         params = self.peer.plan.params
         full: torch.Tensor | None = None

@@ -87,7 +87,7 @@ def load_rules() -> dict[str, Rule]:
 
     Raises `BadInput` for an entry that is not well formed, names an unknown rule, or closes a cycle.
     """
-    rules = parse_rules(_text())
+    rules = _rules(_TABLES)
     for rule in rules.values():
         if rule.group not in GROUPS:
             raise BadInput(f"rules: {rule.id}: [{HEADINGS}] says nothing of {rule.group}")
@@ -104,7 +104,11 @@ def judged_facets() -> frozenset[str]:
 
 def parse_rules(text: str) -> dict[str, Rule]:
     """`load_rules` for a text in the format of `rules.toml`."""
-    entries = {key: entry for key, entry in tomllib.loads(text).items() if key not in (HEADINGS, LISTS)}
+    return _rules(tomllib.loads(text))
+
+
+def _rules(tables: Mapping[str, Any]) -> dict[str, Rule]:
+    entries = {key: entry for key, entry in tables.items() if key not in (HEADINGS, LISTS)}
     rules = {rule_id: _rule(rule_id, entry) for rule_id, entry in entries.items()}
     for rule in rules.values():
         for needed in (*rule.requires, *rule.follows):
@@ -185,12 +189,9 @@ def _claims(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]
     return tuple(named.items())
 
 
-def _text() -> str:
-    return files("moeref_conformance.contract").joinpath("rules.toml").read_text(encoding="utf-8")
-
-
-GROUPS: Mapping[str, str] = tomllib.loads(_text())[HEADINGS]
+_TABLES = tomllib.loads(files("moeref_conformance.contract").joinpath("rules.toml").read_text(encoding="utf-8"))
+GROUPS: Mapping[str, str] = _TABLES[HEADINGS]
 PROFILES: Mapping[str, Profile] = {
     name: Profile(name=name, version=entry["version"], text=entry["text"], groups=tuple(entry["groups"]))
-    for name, entry in tomllib.loads(_text())[LISTS].items()
+    for name, entry in _TABLES[LISTS].items()
 }

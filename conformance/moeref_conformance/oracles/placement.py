@@ -163,7 +163,11 @@ class Placement:
             return self._outer(plain_local(local), at, chunk, shape)
         prefix = f"model.layers.{layer}."
         if expert is None:
-            entry, tp, size = (self._mtp_layer if within.mtp else self._layer).get(within.rest), at["tp"], self.layout.tp
+            entry, tp, size = (
+                (self._mtp_layer if within.mtp else self._layer).get(within.rest),
+                at["tp"],
+                self.layout.tp,
+            )
         else:
             linear = "linear_" + within.rest.partition("linear_")[2].rstrip("0123456789")
             entry, tp, size = self._expert.get(linear), at["etp"], self.layout.expert_tp

@@ -2,7 +2,8 @@
 
 Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide. Most vocabularies divide by
 nothing, so that padding shows; Mixtral's is even, DeepSeek's needs no padding at TP 1 and 2. Constants such as θ differ
-from the defaults of transformers' classes, so that a default that is taken for the config's value shows.
+from the defaults of transformers' classes, so that a default that is taken for the config's value shows. Qwen3's tied
+models do not renormalise the weights of the chosen experts, its others do.
 """
 
 from __future__ import annotations
@@ -183,6 +184,8 @@ def model(cell: Cell) -> Any:
         values["num_nextn_predict_layers"] = cell.mtp
     if cell.family in ("mixtral", "gpt_oss"):
         values = {k: v for k, v in values.items() if k not in ("moe_intermediate_size", "norm_topk_prob")}
+    if cell.family == "qwen3_moe" and cell.tied:
+        values["norm_topk_prob"] = False
     if cell.family == "qwen3_next":
         values["full_attention_interval"] = min(3, cell.layers)
     config = config_of(**values)

@@ -117,6 +117,15 @@ def described(change: Callable[[TensorMeta], TensorMeta | None]) -> Change:
     return wrap
 
 
+def planned(change: Callable[[list[TensorMeta]], list[TensorMeta]]) -> Change:
+    """A fault's `wrap` that passes the plan of the export alone through `change`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        return facet(session, "export", plan=lambda: change(list(session.export.plan())))
+
+    return wrap
+
+
 def each_chunk(change: Callable[[Any], None]) -> Change:
     """A fault's `wrap` that passes every chunk of the built model through `change`."""
 

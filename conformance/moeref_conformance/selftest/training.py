@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from moeref_conformance.contract.api import Cell, Info, Session, World
-from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.border import each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import configured
 from moeref_conformance.selftest.faulty import FaultyTarget
@@ -29,11 +29,9 @@ def _noting_marks(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(GPTModel, "__init__", init)
 
 
-def _marked_by_megatron(session: Session, cell: Cell, world: World) -> Session:
-    for chunk in session.export.chunks() if session.export else ():
-        for parameter in chunk.parameters():
-            vars(parameter).update(vars(parameter).pop("marks_of_megatron"))
-    return session
+def _marked_by_megatron(chunk: Any) -> None:
+    for parameter in chunk.parameters():
+        vars(parameter).update(vars(parameter).pop("marks_of_megatron"))
 
 
 #: What one of the supported versions of megatron-core computes wrongly without an error.
@@ -46,7 +44,7 @@ SILENT: Mapping[str, Fault] = {
             rules=("GRD-001",),
             cell=cell("qwen3_moe", "tp2-etp1"),
             patch=_noting_marks,
-            wrap=_marked_by_megatron,
+            wrap=each_chunk(_marked_by_megatron),
         ),
         Fault(
             id="outputs-deallocated",

@@ -42,13 +42,8 @@ def _stacked(name: str, tensors: Tensors) -> torch.Tensor:
     return torch.stack([torch.cat(halves) for halves in each])
 
 
-def _plan_fused(session: Any, cell: Cell, world: World) -> Any:
-    """The plan names fused experts, whatever is sent."""
-
-    def plan() -> list[TensorMeta]:
-        return [told for meta in session.export.plan() if (told := _fused(meta, 16)) is not None]
-
-    return border.facet(session, "export", plan=plan)
+#: The plan names fused experts, whatever is sent.
+_plan_fused = border.planned(lambda metas: [told for meta in metas if (told := _fused(meta, 16)) is not None])
 
 
 def _sent_fused(session: Any, cell: Cell, world: World) -> Any:

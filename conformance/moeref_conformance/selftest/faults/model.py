@@ -40,6 +40,16 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
+        id="weights-always-renormalised",
+        bug="Megatron-Bridge#4946: trained as if norm_topk_prob were true, which is megatron-core's default",
+        rules=("CFG-001", "FWD-001"),
+        also=("CFG-004",),
+        cell=cell("qwen3_moe", "one", tied=True),
+        wrap=configured(moe_router_pre_softmax=False),
+        says="moe_router_pre_softmax",
+        one_rank=True,
+    ),
+    Fault(
         id="rope-theta-of-the-class",
         bug="slime#1734: rope_theta is read under its old name, which has a default in transformers 5",
         rules=("FWD-001",),

@@ -26,25 +26,21 @@ class _Seeds(Swapped):
 class _OfTheFirstStage(_Seeds):
     """Leaves out the 100 that Megatron adds for each pipeline stage."""
 
+    less = 100
+
     def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
         good = self.good.planned(rank, seed, per_dp)
-        return {generator: value - 100 * self.stage(rank) for generator, value in good.items()}
+        return {generator: value - self.less * self.stage(rank) for generator, value in good.items()}
 
     def install(self, seed: int, per_dp: bool) -> None:
         self.good.install(seed, per_dp)  # which refuses a bad seed
-        self.good.install(seed - 100 * self.stage(self.rank), per_dp)
+        self.good.install(seed - self.less * self.stage(self.rank), per_dp)
 
 
-class _OneForEachStage(_Seeds):
+class _OneForEachStage(_OfTheFirstStage):
     """Adds 1 for each pipeline stage, not 100, so that stages meet the seeds of tensor-parallel ranks."""
 
-    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
-        good = self.good.planned(rank, seed, per_dp)
-        return {generator: value - 99 * self.stage(rank) for generator, value in good.items()}
-
-    def install(self, seed: int, per_dp: bool) -> None:
-        self.good.install(seed, per_dp)  # which refuses a bad seed
-        self.good.install(seed - 99 * self.stage(self.rank), per_dp)
+    less = 99
 
 
 class _NeverByReplica(_Seeds):

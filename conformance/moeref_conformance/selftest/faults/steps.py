@@ -77,17 +77,6 @@ def _last_forward_alone(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=gradients)
 
 
-def _linear_attention_twice(session: Session, cell: Cell, world: World) -> Any:
-    """All TP ranks compute the same linear attention, and the backward pass sums what they have in common."""
-    good: Any = session.gradients
-
-    def gradients(tokens_BS: Any) -> Any:
-        own = good.gradients(tokens_BS)
-        return {key: grad * (cell.layout.tp if "self_attention.in_proj" in key[1] else 1) for key, grad in own.items()}
-
-    return facet(session, "gradients", gradients=gradients)
-
-
 def _equal_pipelines_alone(session: Session, cell: Cell, world: World) -> Any:
     raise NotImplementedError(f"pp={cell.layout.pp}: training and inference must have the same number of stages")
 
@@ -106,7 +95,7 @@ FAULTS = (
         bug="slime#1748: gathered before linear attention that every rank computes: the backward pass sums equal parts",
         rules=("GRD-001",),
         cell=cell("qwen3_next", "tp2"),
-        wrap=_linear_attention_twice,
+        wrap=_times(lambda cell: cell.layout.tp, "self_attention.in_proj"),
         says="in_proj",
     ),
     Fault(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -85,15 +85,6 @@ def _first_export_again(session: Any, cell: Cell, world: World) -> Any:
             yield meta, None if tensor is None else tensor.clone()
 
     return border.stream(session, rewrite)
-
-
-def _planned(change: Callable[[list[TensorMeta]], list[TensorMeta]]) -> border.Change:
-    """The plan alone is passed through `change`."""
-
-    def wrap(session: Any, cell: Cell, world: World) -> Any:
-        return border.facet(session, "export", plan=lambda: change(list(session.export.plan())))
-
-    return wrap
 
 
 def _sorted_the_second_time(session: Any, cell: Cell, world: World) -> Any:
@@ -237,7 +228,7 @@ FAULTS = (
         bug="W4: SkyRL#1581, metadata order ≠ send order",
         rules=("EXP-004",),
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_planned(lambda metas: sorted(metas, key=lambda meta: meta.name)),
+        wrap=border.planned(lambda metas: sorted(metas, key=lambda meta: meta.name)),
     ),
     Fault(
         id="second-export-sorted",
@@ -278,7 +269,9 @@ FAULTS = (
         bug="SkyRL#1505: export with and without explicit tasks disagree once a router has a bias",
         rules=("EXP-004",),
         cell=cell("glm4_moe", "pp2"),
-        wrap=_planned(lambda metas: [meta for meta in metas if not meta.name.endswith("e_score_correction_bias")]),
+        wrap=border.planned(
+            lambda metas: [meta for meta in metas if not meta.name.endswith("e_score_correction_bias")]
+        ),
         says="e_score_correction_bias",
     ),
     Fault(

@@ -35,18 +35,19 @@ class _Within(NamedTuple):
     """A local name taken apart: the numbers of the layer and the expert in it, and what is left of it in the layer."""
 
     mtp: bool
-    layer: int | None
+    layer: int
     rest: str
     expert: int | None
 
 
 @cache
-def _within(local: str) -> _Within:
+def _within(local: str) -> _Within | None:
+    """None for what is in no layer."""
     name = plain_local(local)
     mtp = _MTP_LOCAL.match(name)
     match = mtp or _LAYER_LOCAL.match(name)
     if match is None:
-        return _Within(False, None, name, None)
+        return None
     expert = _EXPERT_LOCAL.match(match[2])
     return _Within(mtp is not None, int(match[1]), match[2], int(expert["seq"] or expert["grp"]) if expert else None)
 
@@ -140,12 +141,10 @@ class Placement:
     def numbers(self, rank: int, chunk: int, local: str) -> tuple[int | None, int | None]:
         """(global layer, global expert) of a local name; None where there is no such number. Raises Unknown."""
         at = _within(local)
-        if at.mtp and (self.coords(rank)["pp"], chunk) == self.mtp:
-            ids = list(range(self.cell.layers, self.cell.layers + self.cell.mtp))
-        elif at.mtp or at.layer is None:
+        if at is None or (at.mtp and (self.coords(rank)["pp"], chunk) != self.mtp):
             return None, None
-        else:
-            ids = self.layer_ids(rank, chunk)
+        after = list(range(self.cell.layers, self.cell.layers + self.cell.mtp))
+        ids = after if at.mtp else self.layer_ids(rank, chunk)
         if at.layer >= len(ids):
             raise Unknown("layer", f"chunk {chunk} of rank {rank} has {len(ids)} layers, so there is no {local}")
         if at.expert is None:
@@ -159,7 +158,7 @@ class Placement:
         """What this local tensor holds. `shape` is asked only for the padded rows of a vocabulary. Raises Unknown."""
         at, within = self.coords(rank), _within(local)
         layer, expert = self.numbers(rank, chunk, local)
-        if layer is None:
+        if layer is None or within is None:
             return self._outer(plain_local(local), at, chunk, shape)
         prefix = f"model.layers.{layer}."
         if expert is None:

@@ -63,6 +63,14 @@ def located(spec: str) -> str:
     return place
 
 
+def adapter(spec: str) -> str:
+    """The module of a user's target; empty for the kit's own and where `spec` names none."""
+    place = names().get(spec, spec)
+    module, colon, _ = place.partition(":")
+    own = place in BUILTIN.values() or module in (*SELFTEST, DUMP.rstrip(":"))
+    return module if colon and not own else ""
+
+
 def _of_the_selftest(spec: str) -> Any:
     kind, _, name = spec.partition(":")
     targets = _attribute(spec, SELFTEST[kind], "targets")

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from moeref_conformance.worlds import cpu
+from moeref_conformance import authors
 from safetensors.torch import load_file
 
-cpu.install("cpu", "torch")
-import megatron.core  # noqa: E402
-
-cpu.install("cpu", "megatron")
+authors.megatron_on_cpu()  # a run on GPUs has no such line
 from moeref_conformance.contract.recorder import Recorder  # noqa: E402
 
 from moeref import bridge, exporter, families, megatron  # noqa: E402

@@ -18,6 +18,8 @@ ROOMS: dict[str, set[str]] = {
     "contract": set(),
     "api": {"contract"},
     "strategies": {"contract"},
+    # What adapters and recorded runs may call on a CPU.
+    "authors": {"worlds", "targets"},
     "steps": {"contract"},
     "oracles": {"contract"},
     "diagnosis": set(),

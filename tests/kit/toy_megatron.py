@@ -56,8 +56,8 @@ def config(layout: Layout) -> TransformerConfig:
     )
 
 
-def build(layout: Layout) -> list[GPTModel]:
-    """The chunks of this rank, with parameters that depend only on the global name and the full shape being equal."""
+def groups(layout: Layout) -> None:
+    """Megatron's process groups, and a seed."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -66,6 +66,11 @@ def build(layout: Layout) -> list[GPTModel]:
         expert_tensor_parallel_size=layout.expert_tp,
     )
     model_parallel_cuda_manual_seed(1)
+
+
+def build(layout: Layout) -> list[GPTModel]:
+    """The chunks of this rank, with parameters that depend only on the global name and the full shape being equal."""
+    groups(layout)
     cfg, chunks = config(layout), []
     for stage in range(layout.vpp):
         vp = {"vp_stage": stage} if layout.vpp > 1 else {}

@@ -261,6 +261,11 @@ SUBSTITUTIONS = (
 _installed: list[str] = []
 
 
+def installed() -> tuple[str, ...]:
+    """The names of all entries that are in place in this process."""
+    return tuple(_installed)
+
+
 def install(device: str, stage: Stage) -> tuple[str, ...]:
     """Install the entries of `stage` once and return the names of all that are in place now.
 

@@ -13,6 +13,7 @@ While ranks run, it takes `END` and `LEAVE`. Losing the connection means that th
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -129,6 +130,7 @@ def prepare(spec: str, entry: str, backend: str) -> Prepared:
     cpu.install(device, "torch")
     collectives.install()
     peers.before_megatron(spec, device)
+    _import_adapter(spec)
     substituted: tuple[str, ...] = ()
     if importlib.util.find_spec("megatron") is not None:
         for module in PRELOAD:
@@ -156,6 +158,18 @@ def prepare(spec: str, entry: str, backend: str) -> Prepared:
     gc.freeze()  # the collector leaves these objects alone, so their pages stay shared with the ranks
     gc.set_threshold(50_000)  # building a model makes many objects, and few that only the collector can free
     return Prepared(target, function, said)
+
+
+def _import_adapter(spec: str) -> None:
+    """Import the module of a user's target while it can still say what megatron-core finds; see `authors`.
+
+    `resolve` tells of an import that fails.
+    """
+    from moeref_conformance.resolve import adapter
+
+    if module := adapter(spec):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
 
 
 def one_thread() -> None:

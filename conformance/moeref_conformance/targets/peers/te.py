@@ -4,7 +4,8 @@ The bridges import Transformer Engine, which cannot be imported without CUDA. `i
 into `sys.modules` with the names that megatron-core's wrappers (`megatron.core.extensions`) and the bridges use.
 Importing any other name fails, as with an older version.
 
-Call `install()` before megatron-core is imported; only `peers.before_megatron` does.
+Call `install()` before megatron-core is imported; `peers.before_megatron` does, and for other targets
+`moeref_conformance.authors`.
 """
 
 from __future__ import annotations
@@ -73,13 +74,18 @@ _MODULES: dict[str, dict[str, Any]] = {
 }
 
 
+def stands_in() -> bool:
+    """Whether `import transformer_engine` finds the stand-in."""
+    return getattr(sys.modules.get(NAME), "__stand_in__", False)
+
+
 def install() -> None:
     """Put the stand-in where `import transformer_engine` finds it.
 
     Raises RuntimeError if a Transformer Engine is installed (the stand-in would hide it) or megatron-core has already
     been imported without one.
     """
-    if NAME in sys.modules and getattr(sys.modules[NAME], "__stand_in__", False):
+    if stands_in():
         return
     if importlib.util.find_spec(NAME) is not None:
         raise RuntimeError("Transformer Engine is installed here: use it, or an environment without it")
@@ -96,4 +102,4 @@ def install() -> None:
             setattr(sys.modules[parent], name, module)
 
 
-__all__ = ["VERSION", "install"]
+__all__ = ["NAME", "VERSION", "install", "stands_in"]

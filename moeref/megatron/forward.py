@@ -16,36 +16,40 @@ from moeref.layout import Layout
 from moeref.megatron import context, device, precision, te_layers
 
 
-def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+def logits(
+    chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor, micro_batch: int = 1
+) -> torch.Tensor | None:
     """The decoder's `logits_BSV` in fp32 over the unpadded vocabulary on ranks of the last stage, None elsewhere.
 
-    Each row is a microbatch. Multi-token prediction layers are skipped. Every rank takes all tokens, and every rank of
-    the last stage returns all logits, also under context parallelism. Tokens may be on any device; logits are on the
-    model's.
+    Each `micro_batch` rows that follow each other are a microbatch. Multi-token prediction layers are skipped. Every
+    rank takes all tokens, and every rank of the last stage returns all logits, also under context parallelism. Tokens
+    may be on any device; logits are on the model's.
 
-    Raises LayoutError for a length that the layout does not divide, and PaddingError for one that the FP8 recipe does
-    not allow.
+    Raises LayoutError for a length that the layout does not divide, PaddingError for one that the FP8 recipe does not
+    allow, and ValueError for rows that do not divide into microbatches.
     """
     layout, (_, length) = shard_map.layout, tokens_BS.shape
     precision.check_length(chunks[0].config, layout, length)
     tokens_BS = tokens_BS.to(device.of(chunks))
     positions_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
-    rows_S = list(tokens_BS[:, positions_S])
-    group = layout.pp if layout.vpp > 1 else 1
-    rows_S += [rows_S[-1]] * (-len(rows_S) % group)  # the interleaved schedule needs a multiple of PP microbatches
+    microbatches = split(tokens_BS[:, positions_S], micro_batch)
+    # The interleaved schedule needs a multiple of PP microbatches.
+    filled = microbatches + microbatches[-1:] * (-len(microbatches) % (layout.pp if layout.vpp > 1 else 1))
     mask_11SS = mask_of(length, chunks, layout)
 
     def step(rows: Iterator[torch.Tensor], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
-        out = chunk(next(rows)[None], positions_S[None], mask_11SS)
-        return out, lambda out_1SV, non_loss_data=True: out_1SV
+        out = chunk(next(rows), positions_S[None], mask_11SS)
+        return out, lambda out_BSV, non_loss_data=True: out_BSV
 
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad(), _without_mtp(chunks):
-        stored = run_schedule(step, rows_S, chunks, length, forward_only=True, collect_non_loss_data=True)
+        stored = run_schedule(
+            step, filled, chunks, length, micro_batch_size=micro_batch, forward_only=True, collect_non_loss_data=True
+        )
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
-    local_BSV = torch.cat(stored[: len(tokens_BS)])
+    local_BSV = torch.cat(stored[: len(microbatches)])
     full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
     if layout.cp > 1:
         joined_SBV = context.gather(full_BSV.transpose(0, 1), parallel_state.get_context_parallel_group())
@@ -54,12 +58,19 @@ def logits(chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Ten
     return logits_BSV
 
 
+def split(rows_BS: torch.Tensor, micro_batch: int) -> list[torch.Tensor]:
+    """Microbatches of `micro_batch` rows. Raises ValueError for rows that do not divide into them."""
+    if len(rows_BS) % micro_batch:
+        raise ValueError(f"{len(rows_BS)} rows do not divide into microbatches of {micro_batch}")
+    return list(torch.split(rows_BS, micro_batch))
+
+
 def run_schedule(
     step: Callable[..., Any],
     microbatches: Sequence[Any],
     chunks: Sequence[torch.nn.Module],
     length: int,
-    **options: bool,
+    **options: int,
 ) -> Any:
     """Run megatron-core's schedule on this rank. `step` gets an iterator over `microbatches` and a chunk."""
     several = len(chunks) > 1
@@ -69,7 +80,6 @@ def run_schedule(
         model=list(chunks) if several else chunks[0],
         num_microbatches=len(microbatches),
         seq_length=length,
-        micro_batch_size=1,
         **options,
     )
 

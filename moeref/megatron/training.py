@@ -17,44 +17,47 @@ from megatron.core.models.gpt import GPTModel
 
 from moeref.bridge import ShardMap
 from moeref.megatron import context, device, precision
-from moeref.megatron.forward import mask_of, run_schedule
+from moeref.megatron.forward import mask_of, run_schedule, split
 
 
 def gradients(
-    chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor
+    chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor, micro_batch: int = 1
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
     The loss is the mean cross entropy of the next token over the unpadded vocabulary; the label of the last token is
-    the first token. Each row is a microbatch; data-parallel replicas may have different ones. Weights and buffers do
-    not change.
+    the first token. Each `micro_batch` rows that follow each other are a microbatch; data-parallel replicas may have
+    different ones. Weights and buffers do not change.
 
     Raises ValueError for a model with multi-token prediction layers, whose loss is not supported, and under VPP for a
-    number of rows that is not a multiple of PP; LayoutError and PaddingError as `logits` does.
+    number of microbatches that is not a multiple of PP; other errors as `logits` does.
     """
-    layout, (rows, length) = shard_map.layout, tokens_BS.shape
+    layout, length = shard_map.layout, tokens_BS.shape[1]
     if shard_map.model.mtp_layers:
         raise ValueError(
             f"{shard_map.model.family}: the loss of multi-token prediction layers is not part of this step"
         )
-    if layout.vpp > 1 and rows % layout.pp:
-        raise ValueError(f"{rows} microbatches are no multiple of pp={layout.pp}, which the interleaved schedule needs")
     precision.check_length(chunks[0].config, layout, length)
     tokens_BS = tokens_BS.to(device.of(chunks))
     at_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
     mask_11SS = mask_of(length, chunks, layout)
-    batches = list(zip(tokens_BS[:, at_S], tokens_BS.roll(-1, 1)[:, at_S], strict=True))
+    labels_BS = tokens_BS.roll(-1, 1)
+    batches = list(zip(*(split(rows_BS[:, at_S], micro_batch) for rows_BS in (tokens_BS, labels_BS)), strict=True))
+    if layout.vpp > 1 and len(batches) % layout.pp:
+        microbatches = f"{len(batches)} microbatches are no multiple of pp={layout.pp}"
+        raise ValueError(f"{microbatches}, which the interleaved schedule needs")
 
     def step(batch: Iterator[tuple[torch.Tensor, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        tokens_S, labels_S = next(batch)
-        out = chunk(tokens_S[None], at_S[None], mask_11SS)
+        inputs_BS, targets_BS = next(batch)
+        out = chunk(inputs_BS, at_S[None], mask_11SS)
 
-        def loss(local_1SV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss(local_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             # Megatron's vocabulary-parallel cross entropy includes the padding, whose size depends on TP.
-            full_1SV = tensor_parallel.gather_from_tensor_model_parallel_region(local_1SV)
-            logits_SV = full_1SV[0, :, : shard_map.model.vocab].float()
+            full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
+            logits_TV = full_BSV[..., : shard_map.model.vocab].float().flatten(0, 1)
+            total = torch.nn.functional.cross_entropy(logits_TV, targets_BS.flatten(), reduction="sum")
             # The schedule multiplies by CP and divides by the number of microbatches; DDP averages over DP and CP.
-            return torch.nn.functional.cross_entropy(logits_SV, labels_S, reduction="sum") / length, {}
+            return total / (micro_batch * length), {}
 
         return out, loss
 
@@ -65,7 +68,7 @@ def gradients(
         chunk.zero_grad_buffer()
     # With a rate above 0, finalize_model_grads would also update the routers' expert bias.
     with _set(chunks[0].config, finalize_model_grads_func=finalize_model_grads, moe_router_bias_update_rate=0.0):
-        run_schedule(step, batches, wrapped, length)
+        run_schedule(step, batches, wrapped, length, micro_batch_size=micro_batch)
     return {
         (number, name): parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)

@@ -8,9 +8,10 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from moeref_conformance.contract.api import Layout
+from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.plan import matrix
+from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.selftest.training import SILENT, silent
 from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
@@ -39,10 +40,12 @@ def test_what_megatron_computes_wrongly_is_red(bench: Bench, fault) -> None:  # 
 
 @pytest.mark.cpu
 def test_interleaving_gets_more_microbatches_of_the_same_mean() -> None:
-    tokens_BS = torch.arange(6).reshape(2, 3)
-    assert gradients.batch(tokens_BS, Layout(pp=4)).tolist() == tokens_BS.tolist()
-    assert gradients.batch(tokens_BS, Layout(pp=2, vpp=2)).tolist() == [*tokens_BS.tolist(), *tokens_BS.tolist()]
-    assert gradients.batch(tokens_BS[:1], Layout(pp=2, vpp=2)).tolist() == 4 * tokens_BS[:1].tolist()
+    tokens_BS, interleaved = torch.arange(6).reshape(2, 3), cell("qwen3_moe", "pp2-vpp2")
+    assert gradients.batch(tokens_BS, cell("qwen3_moe", "pp4")).tolist() == tokens_BS.tolist()
+    assert gradients.batch(tokens_BS, interleaved).tolist() == [*tokens_BS.tolist(), *tokens_BS.tolist()]
+    assert gradients.batch(tokens_BS[:1], interleaved).tolist() == 4 * tokens_BS[:1].tolist()
+    pairs = replace(interleaved, batch="pairs")
+    assert gradients.batch(tokens_BS, pairs).tolist() == 4 * tokens_BS.tolist()
 
 
 @pytest.mark.cpu
@@ -58,8 +61,18 @@ def test_interleaving_gets_more_microbatches_of_the_same_mean() -> None:
 )
 def test_replicas_get_different_rows_of_the_same_mean(layout: Layout, rows: list[list[int]]) -> None:
     tokens_BS = torch.arange(6).reshape(2, 3)
-    found = [gradients.of_replica(tokens_BS, layout, rank) for rank in range(layout.world)]
+    of = Cell(family="qwen3_moe", layout_name="it", layout=layout)
+    found = [gradients.of_replica(tokens_BS, of, rank) for rank in range(layout.world)]
     assert [rows_BS.tolist() for rows_BS in found] == [tokens_BS[picked].tolist() for picked in rows]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("replicas", "rows"), [(1, [[0, 1, 2, 3]]), (2, [[0, 2], [1, 3]]), (4, [[0, 2], [1, 3]] * 2)])
+def test_replicas_get_whole_pairs(replicas: int, rows: list[list[int]]) -> None:
+    tokens_BS = torch.arange(4)[:, None]
+    of = cell("qwen3_moe", "one", world_size=replicas, batch="pairs")
+    found = [gradients.of_replica(tokens_BS, of, rank)[:, 0].tolist() for rank in range(replicas)]
+    assert found == rows
 
 
 @pytest.mark.cpu

@@ -116,7 +116,8 @@ class Forward(Protocol):
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         """`logits_BSV` in fp32 over the unpadded vocabulary on the ranks of the last stage, None elsewhere.
 
-        `tokens_BS` is int64 and equal on all ranks; each row is one microbatch; positions are 0..S-1; no dropout.
+        `tokens_BS` is int64 and equal on all ranks; positions are 0..S-1; no dropout. Each row is one microbatch; where
+        the cell's `batch` is `pairs`, rows 2i and 2i+1 are one, of shape [S, 2] in Megatron.
         """
 
 
@@ -131,7 +132,7 @@ class Gradients(Protocol):
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
         the unpadded vocabulary, the first token of a row following its last, and nothing else. `tokens_BS` is as in
         `Forward.logits`, but replicas (of the dense grid: ranks with other experts among them) get different rows, all
-        the same number, in multiples of 2·PP under interleaving. Not asked in bf16 or with MTP layers.
+        the same number, in multiples of 2·PP microbatches under interleaving. Not asked in bf16 or with MTP layers.
         """
 
 
@@ -175,7 +176,7 @@ class Turn:
 
 @runtime_checkable
 class Replay(Protocol):
-    """Facet `replay`. All calls are made by all ranks; `tokens_BS` is as in `Forward.logits`, each row a microbatch.
+    """Facet `replay`. All calls are made by all ranks; `tokens_BS` is as in `Forward.logits`.
 
     `routes` are what an engine sends: for each row integers [S - 1, layers, top-k], zeros for dense layers. The last
     token, which has none, is left to the router, and so is a row of -1 (none come unless `Claims.missing_rows`). A

@@ -26,6 +26,8 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "receivers": ("writer", "all"),
     "unmapped": ("exported", "built"),
 }
+#: What a microbatch is: one row of the tokens, or two rows that follow each other.
+BATCHES = ("single", "pairs")
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -115,6 +117,8 @@ class Cell:
     kernels: str = axis("torch", choices=("torch", "te"), claim="kernels", hashed_if_set=True)
     #: An FP8 recipe; empty: products are computed in `dtype`.
     precision: str = axis("", choices=("", *FP8_RECIPES), claim="precisions", hashed_if_set=True)
+    #: What a microbatch is made of; see `api.Forward`.
+    batch: str = axis("single", choices=BATCHES, claim="batches", shown_last=True, hashed_if_set=True)
     gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
     needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
     gpus: int = field(default=0, compare=False)  # least number of GPUs
@@ -127,6 +131,11 @@ class Cell:
         axes = [a for a in AXES.values() if a.shown and a.of(self) != a.default and (tiny or not a.of_size)]
         parts = [a.text(a.of(self)) for a in sorted(axes, key=lambda a: a.shown_last)]
         return "+".join([self.family if tiny else self.size, *parts])
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tokens in a microbatch."""
+        return 1 if self.batch == "single" else 2
 
     @property
     def id(self) -> str:
@@ -153,6 +162,7 @@ class Claims:
     replay: frozenset[str] = frozenset({"off"})
     kernels: frozenset[str] = frozenset({"torch"})
     precisions: frozenset[str] = frozenset({""})
+    batches: frozenset[str] = frozenset({"single"})
     tied: bool = True
     mtp: int = 0  # most multi-token prediction layers
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared

@@ -106,18 +106,20 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
     place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
     for rank, calls in by_rank.items():
         local = positions(length, layout, topology.coords(layout, rank), case.claims.cp_cut)
+        held = [(row, position) for position in local for row in range(case.cell.rows)]  # Megatron's [S, B]
         order: dict[int, dict[bytes, int]] = defaultdict(dict)
         for (layer, _), tensors in sorted(calls.items()):
             if "in" not in tensors:
                 continue
             rows = list(_rows(tensors["in"]))
-            sample = order[layer].setdefault(b"".join(rows), len(order[layer])) % samples
-            if len(rows) != len(local):
-                message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(local)}"
+            number = order[layer].setdefault(b"".join(rows), len(order[layer]))
+            first = number * case.cell.rows % samples
+            if len(rows) != len(held):
+                message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(held)}"
                 findings.append(finding(case, rank, "replay", message, layer=layer))
                 continue
-            for row, position in zip(rows, local, strict=True):
-                place_of[layer][row] = (sample, position)
+            for row, (sample, position) in zip(rows, held, strict=True):
+                place_of[layer][row] = (first + sample, position)
     return place_of, findings
 
 

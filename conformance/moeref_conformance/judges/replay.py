@@ -123,11 +123,11 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
     native = oracle(case, "native").experts
     if case.cell.replay == "R3":
         for phase in ("native-between", "native-after"):
-            findings += _against(case, phase, _first(native), whose="the router chooses")
+            findings += _against(case, phase, _first(case, native), whose="the router chooses")
         return findings
     recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]
     findings += _against(case, "record", native, whose="the router chooses")
-    for layer, places in sorted(_first(recorded).items()):
+    for layer, places in sorted(_first(case, recorded).items()):
         if places and all(turned.get(layer, {}).get(place) == experts for place, experts in places.items()):
             message = f"changed-native: layer {layer} still takes the recorded routes outside of replay"
             findings.append(finding(case, None, "replay", message, layer=layer))
@@ -237,6 +237,7 @@ def _logits(case: Case, phase: str) -> dict[int, torch.Tensor]:
     return {rank: t[f"{phase}.logits"] for rank, t in replayed(case).items() if f"{phase}.logits" in t}
 
 
-def _first(want: Seen) -> Seen:
-    """The first sample alone: forwards without replay are given no other."""
-    return {layer: {p: e for p, e in places.items() if p[0] == 0} for layer, places in want.items()}
+def _first(case: Case, want: Seen) -> Seen:
+    """The first microbatch alone: forwards without replay are given no other."""
+    rows = case.cell.rows
+    return {layer: {p: e for p, e in places.items() if p[0] < rows} for layer, places in want.items()}

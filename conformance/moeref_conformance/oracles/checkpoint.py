@@ -28,7 +28,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 #: For every token and layer the scores of the last chosen and the first unchosen expert differ by more than this, so
 #: that a sum in another order cannot change a route.
 MARGIN = 1e-5
-BATCH = 2
 _BIAS = "e_score_correction_bias"
 
 
@@ -87,8 +86,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     dtype = published.DTYPES[cell.dtype]
     for attempt in range(1, 50):
         model = recipes.model(cell)
-        rows = BATCH, recipes.length(cell)
-        tokens_BS = torch.randint(0, model.config.vocab_size, rows, generator=_generator(0))
+        tokens_BS = torch.randint(0, model.config.vocab_size, recipes.rows(cell), generator=_generator(0))
         _fill(model, dtype, _generator(attempt))
         logits_BSV, margin = _forward(model, tokens_BS)
         # In FP8 routes change whatever the margin is; nothing compares logits there.

@@ -159,9 +159,13 @@ _CLASSES = {
 _LENGTH = {"mixtral": 24, "deepseek_v3": 24, "gpt_oss": 20}
 
 
-def length(cell: Cell) -> int:
-    """Tokens of a sequence: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2."""
-    return 256 if cell.precision else _LENGTH.get(cell.family, 16)
+def rows(cell: Cell) -> tuple[int, int]:
+    """Number of sequences and their length: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2.
+
+    Where microbatches have two sequences there are two microbatches, and as many tokens in all.
+    """
+    length = 256 if cell.precision else _LENGTH.get(cell.family, 16)
+    return 2 * cell.rows, length // cell.rows
 
 
 def model(cell: Cell) -> Any:

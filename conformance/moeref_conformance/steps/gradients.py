@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
-from moeref_conformance.contract.api import Cell, Gradients, Layout
+from moeref_conformance.contract.api import Cell, Gradients
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
 
@@ -17,25 +17,26 @@ def asked(cell: Cell) -> bool:
     return cell.gradients and cell.dtype == "float32" and cell.mtp == 0
 
 
-def batch(tokens_BS: torch.Tensor, layout: Layout) -> torch.Tensor:
+def batch(tokens_BS: torch.Tensor, cell: Cell) -> torch.Tensor:
     """The rows of a step: the kit's rows, repeated for an interleaved schedule, which does not change their mean.
 
     2·PP microbatches bring an interleaved schedule into its steady state, where sends of both directions cross.
     """
-    return tokens_BS.repeat(2 * layout.pp // len(tokens_BS) if layout.vpp > 1 else 1, 1)
+    microbatches = len(tokens_BS) // cell.rows
+    return tokens_BS.repeat(2 * cell.layout.pp // microbatches if cell.layout.vpp > 1 else 1, 1)
 
 
-def of_replica(tokens_BS: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
     """The rows of a rank's data-parallel replica. The mean over replicas is that over all rows."""
-    group = next(ranks for ranks in topology.groups(layout)["dp"] if rank in ranks)
-    parts = math.gcd(len(tokens_BS), len(group))
+    group = next(ranks for ranks in topology.groups(cell.layout)["dp"] if rank in ranks)
+    parts = math.gcd(len(tokens_BS) // cell.rows, len(group))
     return tokens_BS[group.index(rank) % parts :: parts]
 
 
 def step(facet: Gradients, context: Context) -> None:
     """Save the gradients by `chunk:local`. Raises TypeError for anything but fp32 tensors by (chunk, local name)."""
-    layout, tokens_BS = context.cell.layout, load_file(context.input("tokens"))["tokens"]
-    gradients = facet.gradients(batch(of_replica(tokens_BS, layout, context.rank), layout))
+    cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
+    gradients = facet.gradients(batch(of_replica(tokens_BS, cell, context.rank), cell))
     by_name: dict[str, torch.Tensor] = {}
     for (chunk, local), tensor in gradients.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:

@@ -54,8 +54,9 @@ class _Phases:
         self._replay, self._forward = replay, context.facet("forward")
         self._chunks = list(context.facet("export").chunks())
         self.tokens_BS = load_file(context.input("tokens"))["tokens"]
-        self._rows_BS = batch(self.tokens_BS, context.cell.layout)
-        self._one_BS = self.tokens_BS[:1]  # an evaluation has another number of microbatches than a step
+        self._rows_BS = batch(self.tokens_BS, context.cell)
+        # An evaluation has another number of microbatches than a step.
+        self._one_BS = self.tokens_BS[: context.cell.rows]
         self.observed: dict[str, torch.Tensor] = {}
 
     def recorded(self) -> None:

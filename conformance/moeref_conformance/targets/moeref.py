@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moeref import bridge, config, dispatcher, families, record, replay, seeds
 from moeref.bridge import loader
 from moeref.config import core
@@ -63,8 +65,9 @@ def _meta(tensor: bridge.HFTensor) -> TensorMeta:
 class _Model:
     """The facets of a built model: `export`, `forward`, `gradients` and `replay`. `shards` maps the exported format."""
 
-    def __init__(self, built: Built, shards: bridge.ShardMap, rank: int) -> None:
+    def __init__(self, built: Built, shards: bridge.ShardMap, rank: int, rows: int) -> None:
         self._built, self._plan, self._rank = built, plan.Plan(shards), rank
+        self._micro_batch = rows
         self._recorded: list[replay.Routes] = []
 
     def chunks(self) -> Sequence[torch.nn.Module]:
@@ -85,12 +88,12 @@ class _Model:
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref import megatron
 
-        return megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS)
+        return megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS, self._micro_batch)
 
     def gradients(self, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
 
-        return megatron.gradients(self._built.chunks, self._built.shard_map, tokens_BS)
+        return megatron.gradients(self._built.chunks, self._built.shard_map, tokens_BS, self._micro_batch)
 
     def _given(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> list[replay.Routes]:
         """This rank's rows and layers of every microbatch."""
@@ -99,8 +102,10 @@ class _Model:
         if len(routes) != len(tokens_BS):
             raise replay.RouteError(f"routes of {len(routes)} samples for {len(tokens_BS)}")
         layout, model = self._built.shard_map.layout, self._built.shard_map.model
-        rows = [*routes, *([routes[-1]] * (-len(routes) % (layout.pp if layout.vpp > 1 else 1)))]
-        return [self._local(sample, tokens_BS.shape[1], layout, model) for sample in rows]
+        rows = [self._local(sample, tokens_BS.shape[1], layout, model) for sample in routes]
+        size = self._micro_batch
+        microbatches = [_interleaved(rows[first : first + size]) for first in range(0, len(rows), size)]
+        return microbatches + microbatches[-1:] * (-len(microbatches) % (layout.pp if layout.vpp > 1 else 1))
 
     def _local(self, sample: Any, tokens: int, layout: Layout, model: families.Model) -> replay.Routes:
         def sent(turn: Turn) -> replay.Routes:
@@ -134,6 +139,12 @@ class _Model:
         from moeref.megatron import replay as controller
 
         return controller.replaying(self._built.chunks, self._given(tokens_BS, routes))
+
+
+def _interleaved(rows: Sequence[replay.Routes]) -> replay.Routes:
+    """Rows of equal length in the order of Megatron's [S, B]."""
+    order_BS = np.arange(sum(row.tokens for row in rows)).reshape(len(rows), -1)
+    return replay.concat(rows).take(order_BS.T.ravel())
 
 
 class _Seeds:
@@ -271,6 +282,7 @@ class MoerefTarget:
         kernels=frozenset({"torch", "te"}),
         precisions=frozenset({"", "delayed", "tensorwise", "blockwise", "mxfp8"}),
         replay=frozenset({"off", "R2", "R3"}),
+        batches=frozenset({"single", "pairs"}),
     )
 
     def preload(self) -> None:
@@ -295,7 +307,7 @@ class MoerefTarget:
             options = record.Options(**_options(cell), divisible_by=self._divisible_by)
             built = megatron.build(record.Record.of(model, layout, options=options), rank, world.device)
             shards = built.shard_map.in_format(cell.expert_format)  # type: ignore[arg-type]
-            yield _Session(shards, cell, world.device, built, _Model(built, shards, rank))
+            yield _Session(shards, cell, world.device, built, _Model(built, shards, rank, cell.rows))
         finally:
             megatron.shut_down()
 

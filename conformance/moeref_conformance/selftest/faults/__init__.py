@@ -4,6 +4,7 @@ import tomllib
 from importlib.resources import files
 
 from moeref_conformance.selftest.faults import (
+    batches,
     capture,
     config,
     context,
@@ -31,7 +32,7 @@ from moeref_conformance.selftest.faults.base import Fault
 FAULTS: dict[str, Fault] = {
     fault.id: fault
     for module in (
-        *(names, loading, context, gather, gradients, model, steps, export, fused, stream, mtp),
+        *(names, loading, context, gather, gradients, model, steps, batches, export, fused, stream, mtp),
         *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch),
     )
     for fault in module.FAULTS

@@ -1,0 +1,78 @@
+"""Bugs of microbatches with several samples: which token is whose, and what a mean is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+
+def _sequence_first(session: Session, cell: Cell, world: World) -> Any:
+    """The logits of a microbatch in the order of Megatron's [S, B], taken for [B, S]."""
+    good: Any = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        found_BSV = good.logits(tokens_BS)
+        if found_BSV is None:
+            return None
+        return torch.cat([pair.transpose(0, 1).reshape(pair.shape) for pair in found_BSV.split(cell.rows)])
+
+    return facet(session, "forward", logits=logits)
+
+
+def _one_sample_a_step(session: Session, cell: Cell, world: World) -> Any:
+    """The sum over the samples of a microbatch is divided by the length of one."""
+    good: Any = session.gradients
+
+    def gradients(tokens_BS: torch.Tensor) -> Any:
+        return {key: cell.rows * gradient for key, gradient in good.gradients(tokens_BS).items()}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _samples_in_a_row(session: Session, cell: Cell, world: World) -> Any:
+    """The routes of the samples of a microbatch one after the other, for rows in which they take turns."""
+    good: Any = session.replay
+
+    def packed(routes: Sequence[Any]) -> list[Any]:
+        """Routes that, taken in turns, come in the order of `routes` one after the other."""
+        pairs = [np.concatenate(pair) for pair in zip(routes[::2], routes[1::2], strict=True)]
+        return [pair_TLK[first :: cell.rows] for pair_TLK in pairs for first in range(cell.rows)]
+
+    return facet(session, "replay", step=lambda tokens_BS, routes: good.step(tokens_BS, packed(routes)))
+
+
+FAULTS = (
+    Fault(
+        id="logits-sequence-first",
+        bug="logits of a microbatch [S, B] are reshaped to [B, S]: right for one sample, mixed up for two",
+        rules=("FWD-002",),
+        also=("FWD-001",),
+        cell=cell("qwen3_moe", "tp2", batch="pairs"),
+        wrap=_sequence_first,
+    ),
+    Fault(
+        id="mean-of-one-sample",
+        bug="the loss of a microbatch of several samples is divided by the tokens of one",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "tp2", batch="pairs"),
+        wrap=_one_sample_a_step,
+        one_rank=True,
+        diagnosis="2 times the right one",
+    ),
+    Fault(
+        id="routes-batch-first",
+        bug="routes of a microbatch one sample after the other, where Megatron's rows are [S, B]: logits off by 1.5",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", batch="pairs", replay="R3"),
+        wrap=_samples_in_a_row,
+        one_rank=True,
+        diagnosis="the route of token",
+    ),
+)

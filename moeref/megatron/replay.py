@@ -18,7 +18,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -70,9 +70,14 @@ class Recording:
     def __init__(self, experts: int, top_k: int) -> None:
         self._microbatches: dict[int, dict[int, np.ndarray[Any, Any]]] = {}
         self._experts, self._top_k = experts, top_k
+        self._columns: dict[int, int] = {}
 
-    def add(self, microbatch: int, routers: Sequence[Router]) -> None:
-        """Store what the routers of a chunk recorded in its last forward. Raises RouteError if one recorded nothing."""
+    def add(self, microbatch: int, routers: Sequence[Router], columns: int) -> None:
+        """Store what the routers of a chunk recorded in its last forward, on input [S, columns, H].
+
+        Raises RouteError if one recorded nothing.
+        """
+        self._columns[microbatch] = columns
         layers = self._microbatches.setdefault(microbatch, {})
         for router in routers:
             idx_TK = router.replay.get_recorded_indices()
@@ -95,7 +100,7 @@ class Recording:
             none_TLK = np.zeros((0, 0, self._top_k), index_dtype(self._experts))
             return Routes(none_TLK, (), self._experts, np.zeros(0, np.uint8), np.zeros(0, np.int32))
         parts = [routes(idx_TK[:, None], layers=[i], experts=self._experts) for i, idx_TK in layers.items()]
-        return merge_layers(parts)
+        return replace(merge_layers(parts), batch=self._columns[microbatch])
 
 
 @contextmanager
@@ -104,18 +109,25 @@ def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterat
     walked = [_checked(chunk, mtp=mtp, aux_loss="native") for chunk in chunks]
     config = _config(chunks[0])
     recorded = Recording(config.num_moe_experts, config.moe_router_topk)
+    columns = [1] * len(chunks)
+
+    def see(chunk: int, input_SBH: torch.Tensor) -> None:
+        columns[chunk] = input_SBH.shape[1]
 
     def before(number: int, chunk: int) -> None:
         for router in walked[chunk]:
             router.replay.set_router_replay_action(RouterReplayAction.RECORD)
 
     def after(number: int, chunk: int) -> None:
-        recorded.add(number, walked[chunk])
+        recorded.add(number, walked[chunk], columns[chunk])
         for router in walked[chunk]:
             router.replay.clear_indices()
             router.replay.clear_router_replay_action()
 
-    with _scope(chunks, walked, before, after):
+    with ExitStack() as stack:
+        for chunk, router in _numbered(walked):
+            stack.enter_context(_input_seen(router, functools.partial(see, chunk)))
+        stack.enter_context(_scope(chunks, walked, before, after))
         yield recorded
 
 
@@ -125,19 +137,24 @@ def replaying(
 ) -> Iterator[None]:
     """Replay `given[m]` in the forward of microbatch m of one schedule, and in its recomputation.
 
-    given: one Routes per microbatch. Its rows are the tokens of this rank's routers in their order (s, then b; after CP
-    and sequence parallelism), its layers include those of this rank's chunks. For MISSING rows the router's own top-k
-    is used.
+    given: one Routes per microbatch, as `shard_to_rank` makes them of `packed` or `batched` samples: the rows of this
+    rank's tokens in the order of its routers, and at least the layers of its chunks. For MISSING rows the router's own
+    top-k is used.
     mtp: replay the routers of multi-token prediction layers too; otherwise they route as usual.
     aux_loss: megatron-core computes load-balancing losses over the router's own top-k, not over the replayed routes.
     "refuse" raises RouteError for models with such a loss; "native" accepts them.
 
-    Raises RouteError on entry for models or routes that cannot be replayed, in the forward if the number of rows does
-    not match, and at the end if the number of microbatches does not. The routers are reset on any exit.
+    Raises RouteError on entry for models or routes that cannot be replayed, in the forward if the number of rows or
+    their order (packed, or batched over B samples) does not match its input, and at the end if the number of
+    microbatches does not. The routers are reset on any exit.
     """
     walked = [_checked(chunk, mtp=mtp, aux_loss=aux_loss) for chunk in chunks]
     targets = [[_targets(r, routers) for routers in walked] for r in given]
     ran = [0] * len(chunks)
+
+    def check(chunk: int, router: Router, input_SBH: torch.Tensor) -> None:
+        if router.replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+            _check_order(router.layer, given[ran[chunk]], *input_SBH.shape[:2])
 
     def before(number: int, chunk: int) -> None:
         if number >= len(given):
@@ -151,13 +168,44 @@ def replaying(
             router.replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
 
     with ExitStack() as stack:
-        for router in (r for routers in walked for r in routers):
+        for chunk, router in _numbered(walked):
             stack.enter_context(_native_where_missing(router))
+            stack.enter_context(_input_seen(router, functools.partial(check, chunk, router)))
         stack.enter_context(_scope(chunks, walked, before, after))
         yield
         if short := [i for i, count in enumerate(ran) if count != len(given)]:
             counts = ", ".join(f"chunk {i} ran {ran[i]}" for i in short)
             raise RouteError(f"routes are given for {len(given)} microbatches, but {counts}")
+
+
+def _check_order(layer: int, given: Routes, length: int, columns: int) -> None:
+    """Raise RouteError if routes do not belong to a router's input [length, columns, H]."""
+    if given.tokens != length * columns:
+        raise RouteError(
+            f"layer {layer} routes {length * columns} tokens on this rank, its routes have {given.tokens} rows; are "
+            f"they split for this rank's context and sequence parallelism, and padded?"
+        )
+    if given.batch != columns:
+        order = "packed, or of one sample" if given.batch == 1 else f"batched over {given.batch} samples"
+        raise RouteError(
+            f"layer {layer} routes a batch of {columns} samples, its routes are {order}; make them with "
+            f"{'packed' if columns == 1 else f'batched of {columns} samples'}"
+        )
+
+
+@contextmanager
+def _input_seen(router: Router, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call `see` with every input [S, B, H] of the router."""
+    handle = router.module.register_forward_pre_hook(lambda _, args: see(args[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _numbered(walked: Sequence[Sequence[Router]]) -> Iterator[tuple[int, Router]]:
+    """Every router with the number of its chunk."""
+    return ((chunk, router) for chunk, routers in enumerate(walked) for router in routers)
 
 
 def _arm(walked: Sequence[Sequence[Router]], targets: Sequence[Sequence[torch.Tensor]], chunk: int) -> None:
@@ -244,7 +292,7 @@ def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
 
 @contextmanager
 def _native_where_missing(router: Router) -> Iterator[None]:
-    """Make RouterReplay use the router's own top-k for rows of -1, and check the number of rows."""
+    """Make RouterReplay use the router's own top-k for rows of -1."""
     replay, original = router.replay, router.replay.get_replay_topk
 
     @functools.wraps(original)
@@ -257,11 +305,6 @@ def _native_where_missing(router: Router) -> Iterator[None]:
     ) -> Any:
         if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
             target_TK = replay.target_topk_idx
-            if len(target_TK) != len(scores):
-                raise RouteError(
-                    f"layer {router.layer} routes {len(scores)} tokens on this rank, its routes have {len(target_TK)} "
-                    f"rows; are they split for this rank's context and sequence parallelism, and padded?"
-                )
             missing_T = target_TK[:, 0] < 0
             if missing_T.any():
                 assert default_compute_topk is not None

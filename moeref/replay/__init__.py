@@ -1,24 +1,19 @@
 """Routing replay: routes, their payload, their alignment with tokens, layers and ranks, and mismatch metrics."""
 
 from moeref.replay.align import (
-    Packed,
     from_tokens,
-    gather_ranks,
     join_turns,
     merge_layers,
-    pack,
     pad,
-    rank_rows,
     select_layers,
-    shard_to_rank,
     stage_layers,
     to_tokens,
     truncate,
-    unpack,
     unpad,
 )
 from moeref.replay.engine_formats import from_engine
 from moeref.replay.metrics import Agreement, Mismatch, agreement, mismatch
+from moeref.replay.microbatch import Microbatch, batched, gather_ranks, packed, rank_rows, shard_to_rank
 from moeref.replay.payload import read, write
 from moeref.replay.routes import (
     GIVEN,
@@ -38,11 +33,12 @@ __all__ = [
     "MISSING",
     "PAD",
     "Agreement",
+    "Microbatch",
     "Mismatch",
-    "Packed",
     "RouteError",
     "Routes",
     "agreement",
+    "batched",
     "concat",
     "from_engine",
     "from_tokens",
@@ -52,7 +48,7 @@ __all__ = [
     "merge_layers",
     "mismatch",
     "missing_rows",
-    "pack",
+    "packed",
     "pad",
     "rank_rows",
     "read",
@@ -63,7 +59,6 @@ __all__ = [
     "stage_layers",
     "to_tokens",
     "truncate",
-    "unpack",
     "unpad",
     "write",
 ]

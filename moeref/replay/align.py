@@ -1,24 +1,21 @@
-"""Aligns routes with the trainer's data: rows with tokens, samples with packed batches, tokens and layers with ranks.
+"""Aligns the routes of one sample with its tokens, and the layers of routes with the stages of a pipeline.
 
-Each step is a pure function with its inverse next to it.
+Each step is a pure function with its inverse next to it. `microbatch` puts samples together.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from moeref.layout import Layout
-from moeref.layout.sequence import contiguous, restored, zigzag
-from moeref.replay.routes import MISSING, PAD, RouteError, Routes, concat, missing_rows, spread_experts
+from moeref.replay.routes import MISSING, PAD, RouteError, Routes, concat, missing_rows
 
 RowRule = Literal["all", "all but the last"]
-CPRule = Literal["zigzag", "contiguous"]
 
 
 # Rows and tokens
@@ -94,85 +91,6 @@ def pad(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
 def unpad(routes: Routes) -> Routes:
     """`routes` without its PAD rows. Inverse of `pad`."""
     return routes.take(routes.kind_T != PAD)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Samples in one sequence: rows cu_seqlens[i] to cu_seqlens[i + 1] are sample i with its padding."""
-
-    routes: Routes
-    cu_seqlens: tuple[int, ...]
-    starts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Raise RouteError unless cu_seqlens ascends from 0 to the number of rows, with one entry more than samples."""
-        ends = self.cu_seqlens
-        if not ends or ends[0] != 0 or list(ends) != sorted(ends) or len(ends) != len(self.starts) + 1:
-            raise RouteError(f"cu_seqlens {list(ends)} of {len(self.starts)} samples; expected 0 and the end of each")
-        if ends[-1] != self.routes.tokens:
-            raise RouteError(f"cu_seqlens end at {ends[-1]}, but there are {self.routes.tokens} rows")
-
-    def sample(self, number: int) -> slice:
-        """The rows of one sample."""
-        return slice(self.cu_seqlens[number], self.cu_seqlens[number + 1])
-
-
-def pack(samples: Sequence[Routes], *, multiple: int = 1) -> Packed:
-    """Pack samples into one sequence; each is padded on the right to `multiple` (2·CP, or what the precision needs)."""
-    if multiple < 1:
-        raise RouteError(f"multiple={multiple} must be at least 1")
-    parts = [pad(s, right=-s.tokens % multiple) for s in samples]
-    ends = np.cumsum([0, *(p.tokens for p in parts)])
-    whole = replace(concat(parts), start=0)
-    pads = np.flatnonzero(whole.kind_T == PAD)
-    if pads.size:  # spread the padding of all samples together; each sample alone would start at expert 0
-        whole.idx_TLK[pads] = spread_experts(pads.size, len(whole.layers), whole.top_k, whole.experts)
-    return Packed(whole, tuple(int(n) for n in ends), tuple(s.start for s in samples))
-
-
-def unpack(batch: Packed) -> list[Routes]:
-    """The samples of a batch, without padding. Inverse of `pack`."""
-    return [unpad(batch.routes.take(batch.sample(i), start=start)) for i, start in enumerate(batch.starts)]
-
-
-# Tokens and ranks
-
-
-def rank_rows(
-    cu_seqlens: Sequence[int], *, cp: int = 1, cp_rank: int = 0, tp: int = 1, tp_rank: int = 0, rule: CPRule = "zigzag"
-) -> npt.NDArray[np.intp]:
-    """Which rows of a packed batch a rank holds, in the rank's order.
-
-    Each sample is split over CP by `rule`. The rows of a CP rank are then split over TP into contiguous parts (sequence
-    parallelism). Raises LayoutError for a sample that does not divide.
-    """
-    cut = zigzag if rule == "zigzag" else contiguous
-    parts = [
-        begin + np.asarray(cut(end - begin, cp, cp_rank), np.intp) for begin, end in itertools.pairwise(cu_seqlens)
-    ]
-    mine = np.concatenate(parts) if parts else np.zeros(0, np.intp)
-    return mine[np.asarray(contiguous(len(mine), tp, tp_rank), np.intp)] if tp > 1 else mine
-
-
-def shard_to_rank(batch: Packed, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
-    """The rows that the routers of `rank` see: its CP part and, with tp > 1, its sequence-parallel part of that."""
-    at = layout.coords(rank)
-    where = rank_rows(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp, rule=rule)
-    return batch.routes.take(where)
-
-
-def gather_ranks(
-    parts: Mapping[tuple[int, int], Routes], cu_seqlens: Sequence[int], layout: Layout, *, rule: CPRule = "zigzag"
-) -> Routes:
-    """The rows of the whole batch, from the parts of all (cp, tp) ranks. Inverse of `shard_to_rank`."""
-    keys = [(cp, tp) for cp in range(layout.cp) for tp in range(layout.tp)]
-    if parts.keys() != set(keys):
-        raise RouteError(f"parts of ranks (cp, tp) {sorted(parts)}, expected {keys}")
-    where = [rank_rows(cu_seqlens, cp=layout.cp, cp_rank=cp, tp=layout.tp, tp_rank=tp, rule=rule) for cp, tp in keys]
-    for key, mine in zip(keys, where, strict=True):
-        if parts[key].tokens != len(mine):
-            raise RouteError(f"rank (cp, tp) {key} has {parts[key].tokens} rows, expected {len(mine)}")
-    return concat([parts[key] for key in keys]).take(np.asarray(restored([list(map(int, w)) for w in where]), np.intp))
 
 
 # Layers

@@ -53,9 +53,14 @@ _LEAST = {"tokens": 0, "top_k": 1, "experts": 1, "start": 0, "bytes": 0}
 
 
 def write(routes: Routes, *, zstd: bool = False) -> bytes:
-    """Serialise `routes`. Raises RouteError for routes of no layers, ImportError for `zstd=True` without zstandard."""
+    """Serialise `routes` of one sample.
+
+    Raises RouteError for routes of no layers and for those of a batch, ImportError for `zstd=True` without zstandard.
+    """
     if not routes.layers:
         raise RouteError("routes of no layers; a stage without MoE layers has none to send")
+    if routes.batch != 1:
+        raise RouteError(f"rows of {routes.batch} samples in turn; write each sample on its own")
     version = int(routes.versions_T[0]) if routes.tokens else 0
     uniform = bool((routes.kind_T == GIVEN).all()) and bool((routes.versions_T == version).all())
     body = [_little_endian(routes.idx_TLK)]

@@ -40,6 +40,9 @@ class Routes:
     `layers` are the global numbers, from 0, of the layers on the second axis; multi-token prediction layers follow the
     decoder's. MISSING and PAD rows hold the experts of `spread_experts`, which any dispatcher accepts. `start` is the
     position of the first row in its sequence. `versions_T` is the version of the weights that routed each row.
+
+    `batch` is the order of the rows: row s·batch + b is token s of column b of a router's input [S, B, H]. It is 1 for
+    one sample and for packed samples; `microbatch.batched` makes others.
     """
 
     idx_TLK: Index
@@ -48,6 +51,7 @@ class Routes:
     kind_T: Kind
     versions_T: npt.NDArray[np.int32]
     start: int = 0
+    batch: int = 1
 
     @property
     def tokens(self) -> int:
@@ -60,9 +64,10 @@ class Routes:
         return int(self.idx_TLK.shape[2])
 
     def equals(self, other: Routes) -> bool:
-        """The same experts in the same order, layers, kinds, versions and start."""
+        """The same experts in the same order, layers, kinds, versions, start and batch."""
         return (
-            (self.layers, self.experts, self.start) == (other.layers, other.experts, other.start)
+            (self.layers, self.experts, self.start, self.batch)
+            == (other.layers, other.experts, other.start, other.batch)
             and self.idx_TLK.shape == other.idx_TLK.shape
             and bool((self.idx_TLK == other.idx_TLK).all())
             and bool((self.kind_T == other.kind_T).all())
@@ -164,7 +169,7 @@ def missing_rows(rows: int, like: Routes, kind: np.uint8 = MISSING) -> Routes:
 
 
 def concat(parts: Sequence[Routes]) -> Routes:
-    """The rows of all parts in order. Raises RouteError if layers, experts or top-k differ."""
+    """The rows of all parts in order. Raises RouteError if layers, experts, top-k or batch differ."""
     if not parts:
         raise RouteError("no routes to join")
     first = parts[0]
@@ -174,6 +179,8 @@ def concat(parts: Sequence[Routes]) -> Routes:
                 f"part {number} has layers {list(part.layers)}, {part.experts} experts, top-{part.top_k}; the first "
                 f"has {list(first.layers)}, {first.experts}, top-{first.top_k}"
             )
+        if part.batch != first.batch:
+            raise RouteError(f"part {number} has rows of {part.batch} samples in turn, the first of {first.batch}")
     return replace(
         first,
         idx_TLK=np.concatenate([p.idx_TLK for p in parts]),

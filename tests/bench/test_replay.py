@@ -18,8 +18,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from moeref.dispatcher.padding import plan
 from moeref.layout import Layout
-from moeref.replay import Routes, pack, read, routes, select_layers, shard_to_rank, stage_layers, to_tokens, write
+from moeref.replay import Routes, packed, read, routes, select_layers, shard_to_rank, stage_layers, to_tokens, write
 
 pytestmark = pytest.mark.bench
 TOKENS, LAYERS, TOP_K, EXPERTS, HIDDEN = 32_768, 48, 8, 128, 2048
@@ -113,7 +114,7 @@ def test_aligning_a_packed_batch_costs_little_of_the_router(sample: Routes) -> N
 
     def align() -> Routes:
         whole = [to_tokens(one, n)[0] for one, n in zip(samples, lengths, strict=True)]
-        return select_layers(shard_to_rank(pack(whole, multiple=2 * layout.cp * layout.tp), layout, 0), layers)
+        return select_layers(shard_to_rank(packed(whole, plan(layout)), layout, 0), layers)
 
     mine = align()
     assert mine.idx_TLK.shape == (TOKENS // (layout.cp * layout.tp), LAYERS // layout.pp, TOP_K)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeref.layout import Layout, LayoutError
+from moeref.layout import Layout
 from moeref.replay import (
     GIVEN,
     MISSING,
@@ -17,20 +15,15 @@ from moeref.replay import (
     RouteError,
     Routes,
     from_tokens,
-    gather_ranks,
     join_turns,
     merge_layers,
     missing_rows,
-    pack,
     pad,
-    rank_rows,
     routes,
     select_layers,
-    shard_to_rank,
     stage_layers,
     to_tokens,
     truncate,
-    unpack,
     unpad,
 )
 from tests.unit.routes import any_routes, random_routes
@@ -129,60 +122,6 @@ def test_padding_and_back(made: Routes, left: int, right: int) -> None:
     assert all(len(set(row)) == made.top_k for layer in whole.idx_TLK.tolist() for row in layer)
 
 
-batches = st.lists(st.tuples(st.integers(1, 21), st.integers(0, 9)), min_size=1, max_size=4).map(
-    lambda sizes: [random_routes(n, seed=i, start=start) for i, (n, start) in enumerate(sizes)]
-)
-
-
-@given(samples=batches, multiple=st.sampled_from([1, 2, 4, 6]))
-def test_packing_and_back(samples: list[Routes], multiple: int) -> None:
-    batch = pack(samples, multiple=multiple)
-    assert all(n % multiple == 0 for n in batch.cu_seqlens)
-    assert len(batch.cu_seqlens) == len(samples) + 1
-    for found, sample in zip(unpack(batch), samples, strict=True):
-        assert found.equals(sample)
-    pads = batch.routes.idx_TLK[batch.routes.kind_T == PAD]
-    counts = np.bincount(pads[:, 0].reshape(-1), minlength=11)
-    assert counts.max(initial=0) <= counts.min(initial=len(pads) * 3) + 1
-
-
-@given(
-    samples=batches,
-    cp=st.sampled_from([1, 2, 3]),
-    tp=st.sampled_from([1, 2]),
-    rule=st.sampled_from(["zigzag", "contiguous"]),
-)
-def test_ranks_and_back(samples: list[Routes], cp: int, tp: int, rule: str) -> None:
-    layout = Layout(tp=tp, cp=cp)
-    batch = pack(samples, multiple=2 * cp * tp)
-    parts = {}
-    for rank in range(layout.world):
-        at = layout.coords(rank)
-        parts[at.cp, at.tp] = shard_to_rank(batch, layout, rank, rule=rule)  # type: ignore[arg-type]
-    whole = gather_ranks(parts, batch.cu_seqlens, layout, rule=rule)  # type: ignore[arg-type]
-    assert whole.equals(batch.routes)
-
-
-def test_parts_of_other_ranks_are_refused() -> None:
-    layout = Layout(tp=2)
-    batch = pack([random_routes(4)])
-    parts = {(0, tp): shard_to_rank(batch, layout, tp) for tp in range(2)}
-    with pytest.raises(RouteError, match=r"parts of ranks \(cp, tp\) \[\(0, 0\)\], expected"):
-        gather_ranks({(0, 0): parts[0, 0]}, batch.cu_seqlens, layout)
-    with pytest.raises(RouteError, match=r"rank \(cp, tp\) \(0, 1\) has 4 rows, expected 2"):
-        gather_ranks(parts | {(0, 1): batch.routes}, batch.cu_seqlens, layout)
-
-
-def test_a_packed_batch_by_hand() -> None:
-    # Samples of 8 and 4 tokens, CP 2 zigzag: rank 0 has chunks 0 and 3 of each, then TP 2 halves what it has.
-    assert rank_rows((0, 8, 12), cp=2, cp_rank=0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert rank_rows((0, 8, 12), cp=2, cp_rank=1).tolist() == [2, 3, 4, 5, 9, 10]
-    assert rank_rows((0, 8, 12), cp=2, cp_rank=1, tp=2, tp_rank=1).tolist() == [5, 9, 10]
-    assert rank_rows((0, 8, 12), cp=2, cp_rank=1, rule="contiguous").tolist() == [4, 5, 6, 7, 10, 11]
-    with pytest.raises(LayoutError, match="not divisible by 2·cp"):
-        rank_rows((0, 6), cp=2)
-
-
 @pytest.mark.parametrize(
     "layout",
     [Layout(), Layout(pp=2), Layout(pp=2, vpp=2), Layout(pp=4), Layout(pp=2, vpp=2, pipeline_layout="Et|ttt|tt|ttL")],
@@ -231,12 +170,3 @@ def test_a_stage_without_moe_layers_adds_nothing() -> None:
     assert merge_layers([none, none]).equals(none)
     with pytest.raises(RouteError, match="no routes to join"):
         merge_layers([])
-
-
-def test_a_batch_whose_ends_are_not_those_of_its_rows_is_refused() -> None:
-    batch = pack([random_routes(4), random_routes(2)])
-    with pytest.raises(RouteError, match="cu_seqlens end at 6, but there are 3"):
-        replace(batch, routes=batch.routes.take(slice(3)))
-    for ends in ((), (1, 4, 6), (0, 6), (0, 7, 6), (0, 4, 5, 6)):
-        with pytest.raises(RouteError, match=r"of 2 samples; expected 0 and the end of each"):
-            replace(batch, cu_seqlens=ends)

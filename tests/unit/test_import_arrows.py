@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "seeds": {"layout"},
     "config": {"layout", "families", "dispatcher"},
     "dispatcher": {"layout"},
-    "replay": {"layout", "dtypes"},
+    "replay": {"layout", "dtypes", "dispatcher"},
     "families": {"layout"},
     "dtypes": set(),
     "torch_dtypes": {"dtypes"},

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 
 from moeref import bridge, families, megatron
 from moeref.config import MoEConfig
+from moeref.dispatcher.padding import Factor, Plan
 from moeref.layout import Layout
 from moeref.megatron.replay import recording, replaying, routers
 from moeref.record import Record
-from moeref.replay import MISSING, RouteError, Routes, routes
+from moeref.replay import MISSING, RouteError, Routes, batched, packed, routes
 
 
 class Nothing:
@@ -434,8 +435,82 @@ def recomputation_takes_the_same_routes(bench: Bench) -> None:
         assert all(torch.equal(one[key], found[0][key]) for key in found[0])
 
 
+def run_rows(
+    bench: Bench, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], given: Sequence[Routes]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The logits [B, S, V] of each microbatch (tokens_BS, which tokens follow the same sample: [B, S]) under `given`.
+
+    And the gradients of the summed loss of every token that the model predicts within its sample, by name.
+    """
+    (chunk,) = bench.built.chunks
+    chunk.train()
+    chunk.zero_grad()
+    found = []
+    with replaying([chunk], given):
+        for tokens_BS, sample_BS in rows:
+            same_BSS = sample_BS[:, :, None] == sample_BS[:, None]
+            length = tokens_BS.shape[1]
+            mask_B1SS = (~(same_BSS & torch.ones(length, length).tril().bool()))[:, None]
+            logits_BSV = chunk(tokens_BS, torch.arange(length).expand_as(tokens_BS), mask_B1SS)
+            found.append(logits_BSV.detach())
+            next_BS = (sample_BS[:, 1:] == sample_BS[:, :-1]) & (sample_BS[:, 1:] >= 0)
+            losses = torch.nn.functional.cross_entropy(logits_BSV[:, :-1][next_BS], tokens_BS[:, 1:][next_BS])
+            (losses * next_BS.sum()).backward()
+    return found, {name: p.grad.clone() for name, p in chunk.named_parameters() if p.grad is not None}
+
+
+def samples_in_one_microbatch_get_what_they_get_alone(bench: Bench) -> None:
+    """Two samples of unequal length: one by one, side by side in [S, B] and packed, under the same routes."""
+    native, lengths = bench.logits(), (16, 11)
+    samples = [tokens_S[:n] for tokens_S, n in zip(bench.tokens_BS, lengths, strict=True)]
+    given = [one.take(slice(0, n)) for one, n in zip(bench.given(), lengths, strict=True)]
+    alone, wanted = run_rows(bench, [(t[None], torch.zeros(1, len(t))) for t in samples], given)
+    routes_of = {"batched": batched(given), "packed": packed(given, Plan((Factor(4, "sample", "test"),)))}
+    for name, batch in routes_of.items():
+        columns = batch.routes.batch
+        tokens_SB = torch.zeros(batch.cu_seqlens[-1] * columns, dtype=torch.long)
+        sample_SB = torch.full(tokens_SB.shape, -1.0)
+        for number, sample in enumerate(samples):
+            rows = torch.from_numpy(batch.rows(number))[: len(sample)]
+            tokens_SB[rows], sample_SB[rows] = sample, float(number)
+        row = (tokens_SB.view(-1, columns).T, sample_SB.view(-1, columns).T)
+        (logits_BSV,), gradients = run_rows(bench, [row], [batch.routes])
+        by_row = logits_BSV.transpose(0, 1).flatten(0, 1)
+        for number, (expected_1SV, length) in enumerate(zip(alone, lengths, strict=True)):
+            mine = by_row[torch.from_numpy(batch.rows(number))[:length]]
+            torch.testing.assert_close(mine, expected_1SV[0], atol=5e-6, rtol=0)
+        for key, gradient in wanted.items():
+            torch.testing.assert_close(gradients[key], gradient, atol=5e-6, rtol=1e-4, msg=f"{name} {key}")
+        other = replace(batch.routes, batch=3 - columns)
+        with pytest.raises(RouteError, match=f"layer 1 routes a batch of {columns} samples, its routes are "):
+            run_rows(bench, [row], [other])
+    # The check can fail: the rows of one order, said to be in the other.
+    full = [one.take(slice(0, 16)) for one in bench.given()]
+    as_batch = (bench.tokens_BS, torch.arange(2.0)[:, None].expand(2, 16))
+    right, _ = run_rows(bench, [as_batch], [batched(full).routes])
+    wrong, _ = run_rows(bench, [as_batch], [replace(packed(full).routes, batch=2)])
+    assert (right[0] - wrong[0]).abs().max() > 0.1
+    bench.assert_native(native)
+
+
+def the_order_of_a_batch_is_recorded(bench: Bench) -> None:
+    """R2 with micro-batch 2: what was recorded replays, and other orders are refused."""
+    (chunk,), native = bench.built.chunks, bench.logits()
+    positions_BS, mask = torch.arange(16).expand(2, 16), torch.ones(16, 16).triu(1).bool()[None, None]
+    with torch.no_grad():
+        with recording([chunk]) as recorded:
+            wanted = chunk(bench.tokens_BS, positions_BS, mask)
+        kept = recorded.routes(0)
+        assert (kept.batch, kept.tokens) == (2, 32)
+        with replaying([chunk], [kept]):
+            assert torch.equal(chunk(bench.tokens_BS, positions_BS, mask), wanted)
+    bench.assert_native(native)
+
+
 CHECKS = {
     "glm4_moe": (
+        samples_in_one_microbatch_get_what_they_get_alone,
+        the_order_of_a_batch_is_recorded,
         *(recorded_routes_replay_bit_for_bit, given_rows_are_taken_and_missing_rows_are_not),
         *(a_scope_in_a_scope_is_refused, an_error_leaves_the_routers_native, another_model_is_left_alone),
         *(another_number_of_microbatches_is_refused, what_cannot_be_replayed_is_refused),

@@ -18,6 +18,8 @@ CELLS = (
     Cell(family="glm4_moe", layout_name="one", layout=Layout(), layers=3, mtp=1),
 )
 CHECKS = (
+    "samples_in_one_microbatch_get_what_they_get_alone",
+    "the_order_of_a_batch_is_recorded",
     "recorded_routes_replay_bit_for_bit",
     "given_rows_are_taken_and_missing_rows_are_not",
     "a_scope_in_a_scope_is_refused",

@@ -117,7 +117,7 @@ class _Model:
         whole, _ = replay.to_tokens(functools.reduce(replay.join_turns, map(sent, turns)), tokens)
         pp, vps = layout.coords(self._rank).pp, range(layout.vpp)
         layers = sorted(i for vp in vps for i in align.stage_layers(layout, model.moe_layers, pp, vp))
-        return replay.select_layers(replay.shard_to_rank(replay.pack([whole]), layout, self._rank), layers)
+        return replay.select_layers(replay.shard_to_rank(replay.packed([whole]), layout, self._rank), layers)
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref.megatron import replay as controller

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moeref import bridge, config, dispatcher, families, record, replay, seeds
 from moeref.bridge import loader
 from moeref.config import core
@@ -102,22 +100,24 @@ class _Model:
         if len(routes) != len(tokens_BS):
             raise replay.RouteError(f"routes of {len(routes)} samples for {len(tokens_BS)}")
         layout, model = self._built.shard_map.layout, self._built.shard_map.model
-        rows = [self._local(sample, tokens_BS.shape[1], layout, model) for sample in routes]
+        samples = [self._sample(sent, tokens_BS.shape[1], model) for sent in routes]
         size = self._micro_batch
-        microbatches = [_interleaved(rows[first : first + size]) for first in range(0, len(rows), size)]
+        microbatches = [self._local(samples[at : at + size], layout, model) for at in range(0, len(samples), size)]
         return microbatches + microbatches[-1:] * (-len(microbatches) % (layout.pp if layout.vpp > 1 else 1))
 
-    def _local(self, sample: Any, tokens: int, layout: Layout, model: families.Model) -> replay.Routes:
+    def _sample(self, sample: Any, tokens: int, model: families.Model) -> replay.Routes:
         def sent(turn: Turn) -> replay.Routes:
             return replay.from_engine(
                 turn.routes, moe_layers=model.moe_layers, experts=model.experts, top_k=model.top_k, start=turn.start
             )
 
         turns = sample if isinstance(sample, list) else [Turn(0, sample)]
-        whole, _ = replay.to_tokens(functools.reduce(replay.join_turns, map(sent, turns)), tokens)
+        return replay.to_tokens(functools.reduce(replay.join_turns, map(sent, turns)), tokens)[0]
+
+    def _local(self, samples: Sequence[replay.Routes], layout: Layout, model: families.Model) -> replay.Routes:
         pp, vps = layout.coords(self._rank).pp, range(layout.vpp)
         layers = sorted(i for vp in vps for i in align.stage_layers(layout, model.moe_layers, pp, vp))
-        return replay.select_layers(replay.shard_to_rank(replay.packed([whole]), layout, self._rank), layers)
+        return replay.select_layers(replay.shard_to_rank(replay.batched(samples), layout, self._rank), layers)
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref.megatron import replay as controller
@@ -139,12 +139,6 @@ class _Model:
         from moeref.megatron import replay as controller
 
         return controller.replaying(self._built.chunks, self._given(tokens_BS, routes))
-
-
-def _interleaved(rows: Sequence[replay.Routes]) -> replay.Routes:
-    """Rows of equal length in the order of Megatron's [S, B]."""
-    order_BS = np.arange(sum(row.tokens for row in rows)).reshape(len(rows), -1)
-    return replay.concat(rows).take(order_BS.T.ravel())
 
 
 class _Seeds:

@@ -1,17 +1,25 @@
 """Weight updates of an inference engine as transactions: the new weights entirely, the old ones, or a dead engine."""
 
 from moeref.sync.engine import Colocated, Engine, Receiver, Reverting
+from moeref.sync.states import State, Timeouts
 from moeref.sync.values import Bucket, Receipt, Refused, SyncError, Update, checksum
+from moeref.sync.weights import EngineDead, Synced, UpdateFailed, WeightSync
 
 __all__ = [
     "Bucket",
     "Colocated",
     "Engine",
+    "EngineDead",
     "Receipt",
     "Receiver",
     "Refused",
     "Reverting",
+    "State",
     "SyncError",
+    "Synced",
+    "Timeouts",
     "Update",
+    "UpdateFailed",
+    "WeightSync",
     "checksum",
 ]

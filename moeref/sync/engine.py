@@ -14,8 +14,8 @@ from moeref.sync.values import Bucket, Receipt, Refused, SyncError, Update
 class Engine(Protocol):
     """An inference engine, or all replicas of one. Calls come one at a time, in the order of the methods below.
 
-    A call that raises Refused has changed nothing. After any other error the state of the weights is unknown until
-    the next `begin`. Calls with a time-out come from a thread of their own, on the caller's CUDA device.
+    A call that raises Refused has changed nothing, and one that raises TimeoutError may still act. Calls come from
+    threads of their own, on the caller's CUDA device, unless their time-out is None.
     """
 
     @property
@@ -27,13 +27,16 @@ class Engine(Protocol):
         """What `reset_caches` must reset, since it holds results of old weights: `prefix`, `encoder` and so on."""
 
     def version(self) -> int:
-        """The version of the last commit, or of the weights that it started with. It stamps tokens with the same."""
+        """The version of the last commit, or of the weights that it started with; -1 if sleep has dropped the weights.
+
+        It stamps tokens with the same.
+        """
 
     def receipt(self) -> Receipt | None:
         """The receipt of the last commit; None if there was none."""
 
     def pause(self) -> None:
-        """Generate no more tokens. Raises Refused if it is paused already: another update may be under way."""
+        """Generate no more tokens. Raises Refused if an update has paused it already."""
 
     def begin(self, update: Update) -> None:
         """Expect the buckets of `update`, from index 0. Repeats one that was begun with the same id.
@@ -47,22 +50,20 @@ class Engine(Protocol):
     def commit(self, version: int) -> Receipt:
         """Finalise the weights, once for all buckets; return what `receipt` returns from now on.
 
-        Raises SyncError without the last bucket, or if nothing is begun.
+        Raises SyncError without the last bucket, if nothing is begun, or if the model has a tensor that neither a full
+        update brought nor `drafts="kept"` excuses.
         """
 
     def reset_caches(self) -> frozenset[str]:
         """Drop what was computed with old weights; return the names of what was really dropped."""
 
     def resume(self) -> None:
-        """Generate again. Raises SyncError while an update is begun."""
+        """Generate again, if it is paused. Raises SyncError while an update is begun."""
 
 
 @runtime_checkable
 class Colocated(Engine, Protocol):
     """An engine that sleeps on the trainer's devices: weights and KV cache take memory only when they are awake."""
-
-    def discarded(self) -> bool:
-        """Whether sleep has dropped the weights (vLLM's level 2), so that only a full update can follow."""
 
     def wake_weights(self) -> None:
         """Allocate the weights. Does nothing if they are awake."""
@@ -135,6 +136,8 @@ def check(update: Update, version: int, *, drafts: bool) -> None:
         raise Refused(f"version {update.version} is not after {version}, which the engine has")
     if update.base is not None and update.base != version:
         raise Refused(f"version {update.version} is a delta to version {update.base}, and the engine has {version}")
+    if version < 0 and update.drafts == "kept":
+        raise Refused("drafts='kept', and sleep has dropped all weights, drafts included: send them too")
     if drafts and update.drafts == "none":
         raise Refused("the engine has drafts (MTP, EAGLE): send their weights (drafts='sent') or say drafts='kept'")
     if not drafts and update.drafts != "none":

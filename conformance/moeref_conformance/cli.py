@@ -1,4 +1,4 @@
-"""The command line: `list`, `smoke`, `run`, `inputs`, `report`, `diff`, `shards`, `table`.
+"""The command line: `init`, `list`, `smoke`, `run`, `inputs`, `report`, `diff`, `shards`, `table`.
 
 Exit codes: 0 conformant, 1 not conformant, 2 bad input or an error of the kit, 3 incomplete.
 """
@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_selection(made)
     _add_judging(command("run", _run, "judge a target"), matrix="cpu")
     _add_judging(command("smoke", _run, "judge the adapter in seconds"), matrix="smoke")
+    made = command("init", _init, "write an adapter to start from")
+    made.add_argument("file", type=Path, nargs="?", default=Path("adapter.py"), help="default: adapter.py")
     made = command("inputs", _inputs, "write the checkpoint and tokens of a cell, for a run recorded elsewhere")
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     _add_selection(made)
@@ -227,6 +230,22 @@ def _judge_by(plan: Plan, parts: Any, options: argparse.Namespace) -> int:
         print(f"No GPU: {plan.machine.why_not['gpu']}. What would run where there are some:")
         print(gpu_requirements.markdown(matrices.load(options.matrix).select(options.cell)))
     return _say(results, page)
+
+
+def _init(options: argparse.Namespace) -> int:
+    if options.file.suffix != ".py" or not options.file.stem.isidentifier():
+        raise BadInput(f"{options.file}: the adapter is a module; name it like adapter.py")
+    try:
+        with options.file.open("x", encoding="utf-8") as file:
+            file.write(files("moeref_conformance.targets").joinpath("skeleton.py").read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise BadInput(f"{options.file} exists; name a file that does not") from None
+    except FileNotFoundError:
+        raise BadInput(f"{options.file.parent}: no such folder") from None
+    place = ".".join([*options.file.parent.parts, options.file.stem])
+    print(f"{options.file}: an adapter that builds a model and loads nothing yet; `yours` marks what to write. Run it:")
+    print(f"moeref-conformance smoke --target {place}:target --cell qwen3_moe/tp2/gloo")
+    return 0
 
 
 def _inputs(options: argparse.Namespace) -> int:

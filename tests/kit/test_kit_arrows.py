@@ -25,7 +25,8 @@ ROOMS: dict[str, set[str]] = {
     "diagnosis": set(),
     "judges": {"contract", "oracles", "diagnosis"},
     "report": {"contract"},
-    "targets": {"contract"},
+    # The adapter to start from imports what any author imports.
+    "targets": {"contract", "api"},
     "selftest": {"contract", "targets"},
     "resolve": {"contract", "targets", "selftest"},
     "plan": {"contract"},

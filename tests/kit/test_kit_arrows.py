@@ -33,7 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "worlds": {"contract", "steps", "resolve", "targets"},
     # `run.shards` compares two targets, rank by rank, by steps of its own.
     "run": {"contract", "plan", "judges", "oracles", "worlds", "steps", "resolve", "targets"},
-    "cli": {"contract", "plan", "run", "report", "worlds", "oracles", "resolve"},
+    "cli": {"contract", "plan", "run", "report", "worlds", "oracles", "resolve", "targets"},
     "plugin": {"contract", "plan", "run"},
     "cases": {"contract", "run", "report", "plugin"},
     "__main__": {"cli"},

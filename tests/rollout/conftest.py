@@ -1,0 +1,7 @@
+"""Prepares the process for vLLM before anything imports it."""
+
+from __future__ import annotations
+
+from moeref.vllm import cpu
+
+cpu.prepare()

@@ -1,0 +1,40 @@
+"""Real Megatron and real vLLM agree after every step of training: the loop of docs/examples/grpo_moe.py, in layouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from docs.examples import grpo_moe
+from docs.examples.grpo_moe import Loop
+from moeref.layout import Layout
+
+pytestmark = pytest.mark.engine
+#: Rollout against training in fp32: sums in other orders.
+CLOSE = 5e-6
+CELLS = (
+    ("qwen3_moe", "tp=2,pp=2,ep=2,etp=1"),
+    ("glm4_moe", "pp=2"),
+    ("glm4_moe_lite", "tp=2,ep=2,etp=1"),
+    ("deepseek_v3", "ep=2,world=2"),
+)
+
+
+@pytest.mark.parametrize(("family", "layout"), CELLS)
+def test_logprobs_agree_after_each_step(family: str, layout: str) -> None:
+    loop = Loop(family, Layout.parse(layout))
+    try:
+        first = loop.rollout()
+        before, _ = loop.logprobs(first, True)
+        reports = grpo_moe.run(loop, 2)
+        after, _ = loop.logprobs(first, True)
+    finally:
+        loop.close()
+    assert [report.version for report in reports] == [0, 1, 2]
+    assert [report.with_R3.max_abs <= CLOSE for report in reports] == [True] * 3, reports
+    assert [report.agreement for report in reports] == [1.0] * 3
+    assert reports[0].nbytes == 0
+    assert reports[1].nbytes == reports[2].nbytes > 0
+    # The steps changed the policy by far more than the tolerance, so that old weights could not have passed.
+    moved = np.abs(np.concatenate(after) - np.concatenate(before)).max()
+    assert moved > 1000 * CLOSE

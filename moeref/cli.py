@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moeref.check import CheckError, Report, UnmappedError, check
+from moeref.check.readers import FORMATS, check_reading, read
 from moeref.check.report import EXIT
 from moeref.check.run import OPTIONS
 from moeref.check.runfile import RunFile, is_run_file, read_run_file
 from moeref.config import ConfigError, MoEConfig
 from moeref.dispatcher.setup import CORE
 from moeref.families import published
-from moeref.record import CHOICES
+from moeref.record import CHOICES, installed_core
 from moeref.seeds import FORMULAS
 
 BAD_INPUT = 2
@@ -59,8 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "model",
         metavar="MODEL",
-        help="a known name, a Hugging Face config file or folder, or a run file (.yaml, .json)",
+        nargs="+",
+        help="a known name, a Hugging Face config file or folder, or a run file (.yaml, .json); with --from, files of "
+        "that framework and NAME=VALUE to override them",
     )
+    command.add_argument("--from", dest="framework", metavar="FORMAT", help=f"of the files: {', '.join(FORMATS)}")
+    command.add_argument("--model", dest="name", metavar="MODEL", help="with --from, the model that the run trains")
     command.add_argument("--layout", help="such as tp=8,pp=16,ep=64,etp=1,world=1024,first=3,last=2")
     command.add_argument("--dispatcher", help=f"{_choices('dispatcher')} (default: auto)")
     command.add_argument("--precision", help=f"{_choices('precision')} (default: bf16)")
@@ -96,12 +101,16 @@ def _choices(name: str) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    if is_run_file(options.model):
-        reports = _of_file(read_run_file(options.model), options)
+    if options.framework:
+        reports = {"": _read(options)}
+    elif len(options.model) > 1 or options.name:
+        raise CheckError("one MODEL is checked at a time; several files and --model go with --from")
+    elif is_run_file(options.model[0]):
+        reports = _of_file(read_run_file(options.model[0]), options)
     else:
         if not options.layout:
             raise CheckError("give --layout tp=…,pp=…,ep=…; `--layout world=1` is one rank")
-        reports = {"": _one(options.model, options.layout, _asked({}, options.set), options)}
+        reports = {"": _one(options.model[0], options.layout, _asked({}, options.set), options)}
     if options.json:
         plain = {name or "run": report.to_plain() for name, report in reports.items()}
         print(json.dumps(plain if len(plain) > 1 else next(iter(plain.values())), indent=1, ensure_ascii=False))
@@ -110,6 +119,15 @@ def _check(options: argparse.Namespace) -> int:
     # A run works as well as the worst of its models.
     verdicts = {report.verdict for report in reports.values()}
     return EXIT["refused" if "refused" in verdicts else "unknown" if "unknown" in verdicts else "works"]
+
+
+def _read(options: argparse.Namespace) -> Report:
+    """The report of a framework's own files."""
+    core = options.core or installed_core()
+    reading = read(options.framework, options.model, core)
+    settings = _asked({}, options.set).transformer_config_kwargs
+    more = {"model": options.name or "", "layout": options.layout or "", "settings": settings}
+    return check_reading(reading, verify=options.verify, **{**more, **_given(options), "core": core})
 
 
 def _of_file(run: RunFile, options: argparse.Namespace) -> dict[str, Report]:
@@ -121,8 +139,11 @@ def _of_file(run: RunFile, options: argparse.Namespace) -> dict[str, Report]:
 
 
 def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace) -> Report:
-    given = {name: value for name in ("seq_length", *OPTIONS) if (value := getattr(options, name)) is not None}
-    return check(model, layout, asked=asked, verify=options.verify, **given)
+    return check(model, layout, asked=asked, verify=options.verify, **_given(options))
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in ("seq_length", *OPTIONS) if (value := getattr(options, name)) is not None}
 
 
 def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:

@@ -240,6 +240,11 @@ class Draft:
         return {**own, **self.options.settings}
 
     @property
+    def own(self) -> frozenset[str]:
+        """Names of the settings that have a value of moeref's, before the user asks for anything."""
+        return frozenset({**transformer_settings(self.model, self.layout), **self._more})
+
+    @property
     def provider(self) -> type:
         """A dataclass with the fields of TransformerConfig in this version of megatron-core."""
         return transformer_config(self.options.core, mla=self.model.mla is not None)

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
 
 if TYPE_CHECKING:
     from moeref_conformance.worlds.forked import ForkedWorld
 
-# Cores are shared, so a slow example says nothing. hypothesis' own `ci` profile is derandomised and has no deadline.
-settings.register_profile("local", deadline=None)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+#: What all tests import beyond moeref's own dependencies, and what those outside tests/peers do, by module.
+NEEDED = {"megatron": "megatron-core", "transformers": "transformers", "jinja2": "jinja2", "hypothesis": "hypothesis"}
+NEEDED_HERE = {name: name for name in ("nox", "omegaconf", "zstandard")}
+
+
+def missing(paths: Iterable[str]) -> list[str]:
+    """Distributions that the tests below `paths` need and that are not here."""
+    needed = NEEDED if all("tests/peers" in path for path in paths) else NEEDED | NEEDED_HERE
+    return sorted(name for module, name in needed.items() if importlib.util.find_spec(module) is None)
+
+
+def _load_hypothesis_profile() -> None:
+    from hypothesis import settings
+
+    # Cores are shared: a slow example says nothing. hypothesis' own `ci` profile is derandomised, without a deadline.
+    settings.register_profile("local", deadline=None)
+    settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse versions that run rank worlds side by side: pytest-xdist 3.8.0 under pytest 9.2 (pytest-xdist#1386)."""
+    """Say what is not installed, in one sentence. Load hypothesis' profile.
+
+    Refuse versions that run rank worlds side by side: pytest-xdist 3.8.0 under pytest 9.2 (pytest-xdist#1386).
+    """
+    if lacking := missing(config.args):
+        raise pytest.UsageError(
+            f"the tests need {', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} not installed here: "
+            "pip install -e '.[kit]' --group test"
+        )
+    _load_hypothesis_profile()
     if config.getoption("dist", default="no") == "loadgroup" and pytest.version_tuple >= (9, 2):
         raise pytest.UsageError(
             f"pytest {pytest.__version__} ignores --dist loadgroup; install the versions pinned in constraints/"

@@ -29,6 +29,7 @@ from moeref_conformance.contract.statuses import EXIT_WORDS, INCOMPLETE, KIT_ERR
 from moeref_conformance.contract.texts import fit
 from moeref_conformance.plan import gpu_requirements
 from moeref_conformance.plan import matrix as matrices
+from moeref_conformance.plan.check_environment import require
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
 from moeref_conformance.plan.plan import DEADLINE, Plan, Settings
@@ -251,6 +252,7 @@ def _init(options: argparse.Namespace) -> int:
 def _inputs(options: argparse.Namespace) -> int:
     from moeref_conformance.oracles.checkpoint import expected
 
+    require("transformers")
     if options.out.exists():
         raise BadInput(f"{options.out} exists; name a folder that does not")
     cells = matrices.load(options.matrix).select(options.cell)
@@ -268,6 +270,7 @@ def _inputs(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    require("jinja2")
     from moeref_conformance.report import write_all
 
     results = read(options.results)
@@ -283,6 +286,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _shards(options: argparse.Namespace) -> int:
+    require("transformers", "megatron.core")
     from moeref_conformance.run.shards import run
 
     matrix, comparisons = matrices.load(options.matrix), []

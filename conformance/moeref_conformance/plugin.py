@@ -42,6 +42,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers, and for runs of the kit a derandomised hypothesis profile: the same verdict every time."""
     config.addinivalue_line("markers", "rule(id): judges this rule of the conformance kit")
+    config.addinivalue_line("markers", "cpu: runs on a machine without a GPU")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "cell(id): judges this cell of the conformance matrix")
     if config.stash.get(_ACTIVE, False) and importlib.util.find_spec("hypothesis"):
         from hypothesis import settings

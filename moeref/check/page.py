@@ -50,6 +50,8 @@ def page(report: Report, *, every_setting: bool = False) -> RenderableType:
     parts += [_facts(report)]
     if report.stages:
         parts += [_title("Stages"), _indented(_stages(report))]
+    if report.read:
+        parts += [_title("What the configuration says"), _indented(_read(report, every_setting))]
     if report.settings is not None:
         parts += [_title("What Megatron is given"), _indented(_settings(report, every_setting))]
     return Group(*parts)
@@ -167,13 +169,33 @@ def _range(run: list[Stage]) -> str:
     return f"{layers[0]}–{layers[-1]}" if layers else "none"
 
 
+def _given(report: Report, name: str) -> bool:
+    """Whether a setting is worth a line: all that are asked for, but of a framework's only those not its defaults."""
+    return name not in report.read or not report.read[name].source.startswith("default")
+
+
+def _read(report: Report, every: bool) -> Table:
+    """Model, layout and options as the framework's configuration has them; settings have a table of their own."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    settings = report.settings.by_name if report.settings else {}
+    for name, value in report.read.items():
+        if name not in settings:
+            said = f"{value.source}, {value.name}" if value.given else value.source
+            table.add_row(name, Text(str(value.value)), Text(said))
+    for value in report.elsewhere if every else ():
+        table.add_row("other parts", Text(f"{value.name} {value.value}".strip()), Text(value.source))
+    if report.elsewhere and not every:
+        table.add_row("other parts", str(len(report.elsewhere)), "arguments of no bearing here; --all lists them")
+    return table
+
+
 def _settings(report: Report, every: bool) -> Table:
     assert report.settings is not None
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     shown = {
         name: setting
         for name, setting in sorted(report.settings.by_name.items())
-        if every or name in SHOWN or setting.origin in ("field", "override", "derived")
+        if every or name in SHOWN or (setting.origin in ("field", "override", "derived") and _given(report, name))
     }
     # Names are not wrapped, even at 80 columns; the other columns are.
     table.add_column("setting", no_wrap=True)
@@ -181,5 +203,7 @@ def _settings(report: Report, every: bool) -> Table:
     table.add_column("origin", overflow="fold")
     for name, setting in shown.items():
         why = f"{setting.origin}: {setting.reason}" if setting.reason else setting.origin
+        if name in report.read and setting.origin == "override":
+            why = report.read[name].source
         table.add_row(name, Text(repr(setting.value)), Text(why))
     return table

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from moeref.check.value import Value
 from moeref.config import EffectiveSettings
+from moeref.config.effective import plain
 from moeref.dispatcher.padding import Plan
 from moeref.families import Model
 from moeref.record import Record
@@ -86,6 +88,8 @@ class Report:
     tensors: int = 0
     replay: str = "off"
     route_bytes: int = 0  # per token, as moeref.replay writes them
+    read: Mapping[str, Value] = field(default_factory=dict)  # what a framework's configuration says, by name here
+    elsewhere: tuple[Value, ...] = ()  # what of it concerns other parts of the framework
 
     @property
     def verdict(self) -> Verdict:
@@ -146,4 +150,10 @@ class Report:
             "parameters": self.parameters,
             "tensors": self.tensors,
             "replay": {"mode": self.replay, "bytes_per_token": self.route_bytes},
+            "read": {name: _value(value) for name, value in self.read.items()},
+            "elsewhere": [_value(value) for value in self.elsewhere],
         }
+
+
+def _value(value: Value) -> dict[str, Any]:
+    return {"name": value.name, "value": plain(value.value), "source": value.source}

@@ -130,6 +130,15 @@ def _check_yaml(text: str) -> None:
             raise CheckError(f"it is nested more than {DEEPEST} times or has more than {MOST_NODES} values")
 
 
+def text_of(path: Path) -> str:
+    """The text of a regular file of at most LARGEST bytes. Raises CheckError."""
+    _check_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckError(f"{path}: {error}") from error
+
+
 def _parsed(path: Path) -> Any:
     _check_file(path)
     try:

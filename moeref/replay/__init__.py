@@ -11,7 +11,7 @@ from moeref.replay.align import (
     truncate,
     unpad,
 )
-from moeref.replay.engine_formats import from_engine
+from moeref.replay.engine_formats import Spec, from_engine
 from moeref.replay.metrics import Agreement, Mismatch, agreement, mismatch
 from moeref.replay.microbatch import Microbatch, batched, gather_ranks, packed, rank_rows, shard_to_rank
 from moeref.replay.payload import read, write
@@ -27,16 +27,20 @@ from moeref.replay.routes import (
     routes,
     spread_experts,
 )
+from moeref.replay.trace import Coverage, Trace
 
 __all__ = [
     "GIVEN",
     "MISSING",
     "PAD",
     "Agreement",
+    "Coverage",
     "Microbatch",
     "Mismatch",
     "RouteError",
     "Routes",
+    "Spec",
+    "Trace",
     "agreement",
     "batched",
     "concat",

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moeref.layout import Layout
-from moeref.replay.routes import MISSING, PAD, RouteError, Routes, concat, missing_rows
+from moeref.replay.routes import MISSING, PAD, RouteError, Routes, concat, joined_holes, missing_rows
 
 RowRule = Literal["all", "all but the last"]
 
@@ -62,8 +62,8 @@ def join_turns(earlier: Routes, later: Routes) -> Routes:
     """The routes of a rollout and of its next turn or resumption, in one. Each row keeps its weight version.
 
     `later.start` says where the later rows begin. Where both have a row, the earlier one stays: it routed the token
-    that was sampled, the later one only recomputed it. A MISSING last row is filled from the later rows. Inverse:
-    `take`. Raises RouteError for a gap, and if the later rows begin before the earlier ones or end before they do: then
+    that was sampled, the later one only recomputed it. MISSING rows are filled from the later rows. Inverse: `take`.
+    Raises RouteError for a gap, and if the later rows begin before the earlier ones or end before they do: then
     the rollout was taken back, or is a different one.
     """
     end = earlier.start + earlier.tokens
@@ -74,10 +74,12 @@ def join_turns(earlier: Routes, later: Routes) -> Routes:
             f"rows of tokens {earlier.start} to {end} are not continued by those of {later.start} to "
             f"{later.start + later.tokens}; if the rollout was taken back, take() the rows that still hold"
         )
-    overlap = end - later.start
-    if overlap and earlier.tokens and earlier.kind_T[-1] == MISSING and overlap <= later.tokens:
-        earlier, overlap = earlier.take(slice(0, -1)), overlap - 1
-    return replace(concat([earlier, later.take(slice(overlap, None))]), start=earlier.start)
+    joined = concat([earlier, later])
+    rows = np.r_[: earlier.tokens, earlier.tokens + end - later.start : joined.tokens]
+    lacks = np.flatnonzero(earlier.kind_T == MISSING)
+    lacks = lacks[lacks >= later.start - earlier.start]
+    rows[lacks] = earlier.tokens + lacks - (later.start - earlier.start)
+    return joined.take(rows, start=earlier.start)
 
 
 def pad(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
@@ -103,7 +105,12 @@ def select_layers(routes: Routes, layers: Sequence[int]) -> Routes:
     if lacking:
         raise RouteError(f"no routes for layers {lacking}; there are routes for {list(routes.layers)}")
     chosen = [at[layer] for layer in layers]
-    return replace(routes, idx_TLK=np.ascontiguousarray(routes.idx_TLK[:, chosen]), layers=tuple(layers))
+    return replace(
+        routes,
+        idx_TLK=np.ascontiguousarray(routes.idx_TLK[:, chosen]),
+        layers=tuple(layers),
+        holes_TL=None if routes.holes_TL is None else routes.holes_TL[:, chosen],
+    )
 
 
 def stage_layers(layout: Layout, moe_layers: Sequence[bool], pp: int, vp: int = 0) -> tuple[int, ...]:
@@ -130,9 +137,10 @@ def merge_layers(parts: Sequence[Routes]) -> Routes:
     numbers = [layer for part in parts for layer in part.layers]
     if len(set(numbers)) < len(numbers):
         raise RouteError(f"layers {sorted({n for n in numbers if numbers.count(n) > 1})} come twice")
-    order = np.argsort(numbers)
+    order, holes_TL = np.argsort(numbers), joined_holes(parts, 1)
     return replace(
         first,
+        holes_TL=None if holes_TL is None else holes_TL[:, order],
         idx_TLK=np.ascontiguousarray(np.concatenate([p.idx_TLK for p in parts], axis=1)[:, order]),
         layers=tuple(sorted(numbers)),
     )

@@ -95,7 +95,7 @@ class Agreement:
 
 
 def agreement(a: Routes, b: Routes) -> Agreement:
-    """Compare two routes of the same tokens and layers, over rows that are GIVEN in both.
+    """Compare two routes of the same tokens and layers, where both have a route.
 
     Raises RouteError if layers or shapes differ, or if no row is GIVEN in both.
     """
@@ -103,12 +103,15 @@ def agreement(a: Routes, b: Routes) -> Agreement:
         raise RouteError(
             f"routes {list(a.idx_TLK.shape)} of layers {list(a.layers)} and {list(b.idx_TLK.shape)} of {list(b.layers)}"
         )
-    both_T = (a.kind_T == GIVEN) & (b.kind_T == GIVEN)
+    both_T = (a.kind_T == GIVEN) & (b.kind_T == GIVEN) & ~(a.missing_TL | b.missing_TL).all(axis=1)
     if not both_T.any():
         raise RouteError("no row is given on both sides")
     tokens: npt.NDArray[np.intp] = np.flatnonzero(both_T)
     same_TL = (np.sort(a.idx_TLK[tokens], axis=2) == np.sort(b.idx_TLK[tokens], axis=2)).all(axis=2)
-    wrong = np.argwhere(~same_TL)
+    given_TL = ~(a.missing_TL[tokens] | b.missing_TL[tokens])
+    wrong = np.argwhere(given_TL & ~same_TL)
     first = (int(tokens[wrong[0][0]]) + a.start, a.layers[int(wrong[0][1])]) if len(wrong) else None
-    shares = {layer: float(same_TL[:, i].mean()) for i, layer in enumerate(a.layers)}
-    return Agreement(len(tokens), shares, float(same_TL.mean()), first)
+    shares = {
+        layer: float(same_TL[given_TL[:, i], i].mean()) for i, layer in enumerate(a.layers) if given_TL[:, i].any()
+    }
+    return Agreement(len(tokens), shares, float(same_TL[given_TL].mean()), first)

@@ -6,7 +6,8 @@ Layout, little-endian:
     u32      length of the header
     header   JSON, see `_FIELDS`
     u64      xxh3 of header and body
-    body     idx_TLK row by row; then, only if rows differ in kind or weight version, kind_T (u8) and versions_T (i32)
+    body     idx_TLK row by row; then, only if rows differ in kind or weight version, kind_T (u8) and versions_T (i32);
+             then, only if rows have holes in single layers, holes_TL (u8)
 
 With zstd the body is one compressed frame. Routes of independent tokens hardly compress, so it is off by default.
 
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from moeref.replay.routes import GIVEN, PAD, RouteError, Routes, index_dtype
+from moeref.replay.routes import GIVEN, PAD, RouteError, Routes, check_distinct, index_dtype
 
 MAGIC = b"moeref-routes\x01"
 #: Default limit on the size of a body: a million tokens of 64 layers at top-8 in uint16.
@@ -36,6 +37,8 @@ _HEADER_LIMIT = 1 << 20
 _MOST = 1 << 48
 #: Block size of the read pass: small enough to stay in cache between the checksum and the range check.
 _BLOCK = 1 << 18
+#: A zstd frame's header has at most this many bytes (RFC 8878).
+_FRAME_HEADER = 18
 _FIELDS = {
     "tokens": int,
     "layers": list,
@@ -48,6 +51,8 @@ _FIELDS = {
     "zstd": bool,
     "bytes": int,
 }
+#: Bytes beside the experts for each row and for each route, by `rows`.
+_EXTRA = {"given": (0, 0), "kinds": (5, 0), "holes": (5, 1)}
 #: Fields that are counts or positions, with the least value of each.
 _LEAST = {"tokens": 0, "top_k": 1, "experts": 1, "start": 0, "bytes": 0}
 
@@ -55,17 +60,20 @@ _LEAST = {"tokens": 0, "top_k": 1, "experts": 1, "start": 0, "bytes": 0}
 def write(routes: Routes, *, zstd: bool = False) -> bytes:
     """Serialise `routes` of one sample.
 
-    Raises RouteError for routes of no layers and for those of a batch, ImportError for `zstd=True` without zstandard.
+    Raises RouteError for routes of no layers and for those of a batch, and for `zstd=True` without zstandard.
     """
     if not routes.layers:
         raise RouteError("routes of no layers; a stage without MoE layers has none to send")
     if routes.batch != 1:
         raise RouteError(f"rows of {routes.batch} samples in turn; write each sample on its own")
     version = int(routes.versions_T[0]) if routes.tokens else 0
-    uniform = bool((routes.kind_T == GIVEN).all()) and bool((routes.versions_T == version).all())
+    holes_TL = routes.holes_TL
+    uniform = bool((routes.kind_T == GIVEN).all()) and bool((routes.versions_T == version).all()) and holes_TL is None
     body = [_little_endian(routes.idx_TLK)]
     if not uniform:
         body += [_little_endian(routes.kind_T), _little_endian(routes.versions_T.astype(np.int32, copy=False))]
+    if holes_TL is not None:
+        body.append(_little_endian(holes_TL))
     header = {
         "tokens": routes.tokens,
         "layers": list(routes.layers),
@@ -74,7 +82,7 @@ def write(routes: Routes, *, zstd: bool = False) -> bytes:
         "dtype": routes.idx_TLK.dtype.name,
         "start": routes.start,
         "version": version if uniform else None,
-        "rows": "given" if uniform else "kinds",
+        "rows": "given" if uniform else "kinds" if holes_TL is None else "holes",
         "zstd": zstd,
         "bytes": sum(part.nbytes for part in body),
     }
@@ -86,11 +94,14 @@ def write(routes: Routes, *, zstd: bool = False) -> bytes:
     return b"".join([*front, _compressed(b"".join(body))] if zstd else [*front, *body])
 
 
-def read(payload: bytes | bytearray | memoryview, *, limit: int = LIMIT) -> Routes:
+def read(payload: bytes | bytearray | memoryview, *, limit: int = LIMIT, distinct: bool = True) -> Routes:
     """The routes of a payload made by `write`. Arrays of an uncompressed payload are read-only views of it.
 
+    distinct: look for an expert twice in a route, which takes longer than the rest. `replaying` looks too.
+
     Raises RouteError for anything else: wrong magic, a header that is cut off, too long or not as written, sizes that
-    disagree with the bytes present or exceed `limit`, a wrong checksum, an expert out of range, an unknown row kind.
+    disagree with the bytes present or exceed `limit`, a wrong checksum, an expert out of range or twice in a route, an
+    unknown row kind, bytes after a zstd frame, and for zstd without zstandard.
     """
     text, declared, body = _split(payload)
     header = _header(text)
@@ -107,8 +118,11 @@ def read(payload: bytes | bytearray | memoryview, *, limit: int = LIMIT) -> Rout
     if greatest >= header["experts"]:
         raise RouteError(f"routes payload: expert {greatest} of {header['experts']}")
     idx_TLK = np.frombuffer(body, dtype, tokens * depth * top_k).reshape(shape)
-    kind_T, versions_T = _row_kinds(header, body[indices:])
-    return Routes(idx_TLK, tuple(header["layers"]), header["experts"], kind_T, versions_T, header["start"])
+    kind_T, versions_T, holes_TL = _row_kinds(header, body[indices:])
+    if distinct:
+        check_distinct(idx_TLK, header["layers"], header["start"])
+    layers, experts, start = tuple(header["layers"]), header["experts"], header["start"]
+    return Routes(idx_TLK, layers, experts, kind_T, versions_T, start, holes_TL=holes_TL)
 
 
 def _split(payload: bytes | bytearray | memoryview) -> tuple[bytes, int, memoryview]:
@@ -150,7 +164,7 @@ def _header(text: bytes) -> Mapping[str, Any]:
     if header["top_k"] > header["experts"]:
         raise RouteError(f"routes payload: top-k {header['top_k']} of {header['experts']} experts")
     rows, version = header["rows"], header["version"]
-    if rows not in ("given", "kinds") or (rows == "given") == (version is None):
+    if rows not in _EXTRA or (rows == "given") == (version is None):
         raise RouteError(f"routes payload: rows {rows!r} with version {version}")
     if version is not None and not -(2**31) <= version < 2**31:
         raise RouteError(f"routes payload: version {version} is not a 32-bit number")
@@ -172,7 +186,8 @@ def _sizes(header: Mapping[str, Any], limit: int) -> tuple[tuple[int, int, int],
             f"routes payload: dtype {header['dtype']!r}, but {header['experts']} experts are written as {dtype.name}"
         )
     shape = tokens, depth, top_k = header["tokens"], len(header["layers"]), header["top_k"]
-    size = tokens * depth * top_k * dtype.itemsize + (5 * tokens if header["rows"] == "kinds" else 0)
+    per_row, per_route = _EXTRA[header["rows"]]
+    size = tokens * (depth * (top_k * dtype.itemsize + per_route) + per_row)
     if size != header["bytes"] or size > limit:
         raise RouteError(
             f"routes payload: [{tokens}, {depth}, {top_k}] {dtype.name} are {size} bytes; the header says "
@@ -181,15 +196,23 @@ def _sizes(header: Mapping[str, Any], limit: int) -> tuple[tuple[int, int, int],
     return shape, dtype.newbyteorder("<"), size
 
 
-def _row_kinds(header: Mapping[str, Any], rest: memoryview) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """kind_T and versions_T: from the header if all rows are alike, else from the `rest` of the body."""
-    tokens = header["tokens"]
+def _row_kinds(
+    header: Mapping[str, Any], rest: memoryview
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32], npt.NDArray[np.bool_] | None]:
+    """kind_T, versions_T and holes_TL: from the header if all rows are alike, else from the `rest` of the body."""
+    tokens, depth = header["tokens"], len(header["layers"])
     if header["rows"] == "given":
-        return np.full(tokens, GIVEN, np.uint8), np.full(tokens, header["version"], np.int32)
+        return np.full(tokens, GIVEN, np.uint8), np.full(tokens, header["version"], np.int32), None
     kind_T = np.frombuffer(rest, np.uint8, tokens)
     if tokens and int(kind_T.max()) > PAD:
         raise RouteError(f"routes payload: a row of kind {int(kind_T.max())}; there are 0 to {int(PAD)}")
-    return kind_T, np.frombuffer(rest, "<i4", tokens, tokens).astype(np.int32, copy=False)
+    holes_TL = None
+    if header["rows"] == "holes":
+        flags_TL = np.frombuffer(rest, np.uint8, tokens * depth, 5 * tokens).reshape(tokens, depth)
+        if flags_TL.size and int(flags_TL.max()) > 1:
+            raise RouteError(f"routes payload: a hole of {int(flags_TL.max())}; there are 0 and 1")
+        holes_TL = flags_TL.astype(np.bool_)
+    return kind_T, np.frombuffer(rest, "<i4", tokens, tokens).astype(np.int32, copy=False), holes_TL
 
 
 def _checksum_and_greatest(text: bytes, body: memoryview, indices: int, dtype: np.dtype[Any]) -> tuple[int, int]:
@@ -209,19 +232,25 @@ def _little_endian(array: npt.NDArray[Any]) -> memoryview:
     return memoryview(little.reshape(-1).view(np.uint8))
 
 
-def _compressed(body: bytes) -> bytes:
-    import zstandard
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise RouteError("a routes payload in zstd needs the package zstandard: pip install 'moeref[zstd]'") from None
+    return zstandard
 
-    return bytes(zstandard.ZstdCompressor(level=1).compress(body))
+
+def _compressed(body: bytes) -> bytes:
+    return bytes(_zstandard().ZstdCompressor(level=1).compress(body))
 
 
 def _decompressed(body: memoryview, size: int) -> bytes:
-    import zstandard
-
+    """The content of the one zstd frame that `body` is. Raises RouteError unless it has `size` bytes."""
+    zstandard = _zstandard()
     try:
-        with zstandard.ZstdDecompressor().stream_reader(bytes(body)) as stream:
-            # One byte more than declared is enough to notice a longer frame, without decompressing all of it.
-            content: bytes = stream.read(size + 1)
-            return content
+        declared = zstandard.frame_content_size(bytes(body[:_FRAME_HEADER]))
+        if declared != size:
+            raise RouteError(f"routes payload: {declared} bytes of routes, {size} declared; is it cut off or joined?")
+        return bytes(zstandard.ZstdDecompressor().decompress(bytes(body), allow_extra_data=False))
     except zstandard.ZstdError as error:
-        raise RouteError(f"routes payload: not a zstd frame: {error}") from None
+        raise RouteError(f"routes payload: not one zstd frame: {error}") from None

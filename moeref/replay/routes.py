@@ -42,7 +42,8 @@ class Routes:
     position of the first row in its sequence. `versions_T` is the version of the weights that routed each row.
 
     `batch` is the order of the rows: row s·batch + b is token s of column b of a router's input [S, B, H]. It is 1 for
-    one sample and for packed samples; `microbatch.batched` makes others.
+    one sample and for packed samples; `microbatch.batched` makes others. `holes_TL` is True where a GIVEN row has no
+    route in one layer; None if there is no such hole.
     """
 
     idx_TLK: Index
@@ -52,6 +53,7 @@ class Routes:
     versions_T: npt.NDArray[np.int32]
     start: int = 0
     batch: int = 1
+    holes_TL: npt.NDArray[np.bool_] | None = None
 
     @property
     def tokens(self) -> int:
@@ -63,14 +65,21 @@ class Routes:
         """K."""
         return int(self.idx_TLK.shape[2])
 
+    @property
+    def missing_TL(self) -> npt.NDArray[np.bool_]:
+        """Where the router's own choice is taken: in MISSING rows, and in holes of single layers."""
+        missing_TL = np.broadcast_to((self.kind_T == MISSING)[:, None], self.idx_TLK.shape[:2])
+        return missing_TL if self.holes_TL is None else missing_TL | self.holes_TL
+
     def equals(self, other: Routes) -> bool:
-        """The same experts in the same order, layers, kinds, versions, start and batch."""
+        """The same experts in the same order, layers, kinds, holes, versions, start and batch."""
         return (
             (self.layers, self.experts, self.start, self.batch)
             == (other.layers, other.experts, other.start, other.batch)
             and self.idx_TLK.shape == other.idx_TLK.shape
             and bool((self.idx_TLK == other.idx_TLK).all())
             and bool((self.kind_T == other.kind_T).all())
+            and bool((self.missing_TL == other.missing_TL).all())
             and bool((self.versions_T == other.versions_T).all())
         )
 
@@ -81,38 +90,43 @@ class Routes:
             idx_TLK=self.idx_TLK[rows],
             kind_T=self.kind_T[rows],
             versions_T=self.versions_T[rows],
+            holes_TL=None if self.holes_TL is None else self.holes_TL[rows],
             start=self.start if start is None else start,
         )
 
 
 def routes(
-    idx_TLK: Any, *, layers: Sequence[int], experts: int, version: int = 0, start: int = 0, distinct: bool = True
+    idx_TLK: Any, *, layers: Sequence[int], experts: int, version: int = 0, start: int = 0, zeros: bool = False
 ) -> Routes:
     """Check the routes of an engine or a router, and cast them to `index_dtype`.
 
-    A row of -1 in every layer is MISSING. Raises RouteError, with the first bad place, for
+    A row of -1 in every layer is MISSING; -1 in some layers is a hole in these. With `zeros`, a route of zeros is taken
+    for -1: an engine leaves them where it captured nothing, and with a top-k over 1 they are no choice of a router.
+
+    Raises RouteError, with the first bad place, for
 
     - a shape that is not [T, L, K], or layers that are not L ascending numbers;
     - a type that is not an integer, or too narrow for `experts`: values may have wrapped when they were cast to it;
-    - an expert outside 0 … experts-1, or a row that is -1 in some layers only;
-    - an expert twice in one row, if `distinct`: dropless dispatchers count T·K routes.
+    - an expert outside 0 … experts-1, or -1 beside experts in one route;
+    - an expert twice in one route: dropless dispatchers count T·K routes.
     """
     given = np.asarray(idx_TLK)
     _check_form(given, layers, experts, start)
     tokens, depth, top_k = given.shape
-    kind_T = np.zeros(tokens, np.uint8)
-    if given.dtype.kind == "i" and given.size and given.min() < 0:
-        kind_T = _missing_kinds(given, layers, experts, start)
+    missing_TL = _missing(given, layers, experts, start, zeros=zeros and top_k > 1)
     if given.size and int(given.max()) >= experts:
         _refuse_range(given >= experts, given, layers, experts, start)
     dtype = index_dtype(experts)
     narrow = given.astype(dtype, copy=given.dtype != dtype)
-    absent = np.flatnonzero(kind_T == MISSING)
-    if absent.size:
-        narrow[absent] = spread_experts(absent.size, depth, top_k, experts)
-    if distinct:
-        check_distinct(narrow, layers, start)
-    return Routes(narrow, tuple(layers), experts, kind_T, np.full(tokens, version, np.int32), start)
+    kind_T, holes_TL = np.zeros(tokens, np.uint8), None
+    if missing_TL is not None:
+        narrow = np.where(missing_TL[..., None], spread_experts(tokens, depth, top_k, experts), narrow)
+        kind_T = np.where(missing_TL.all(axis=1), MISSING, GIVEN)
+        holes_TL = missing_TL & (kind_T == GIVEN)[:, None]
+    check_distinct(narrow, layers, start)
+    versions_T = np.full(tokens, version, np.int32)
+    holes_TL = holes_TL if holes_TL is not None and holes_TL.any() else None
+    return Routes(narrow, tuple(layers), experts, kind_T, versions_T, start, holes_TL=holes_TL)
 
 
 def _check_form(given: npt.NDArray[Any], layers: Sequence[int], experts: int, start: int) -> None:
@@ -133,17 +147,21 @@ def _check_form(given: npt.NDArray[Any], layers: Sequence[int], experts: int, st
         )
 
 
-def _missing_kinds(given: npt.NDArray[Any], layers: Sequence[int], experts: int, start: int) -> Kind:
-    """The kind of each row; RouteError for a row that is -1 in some layers only, and for other negative numbers."""
-    absent_TLK = given == -1
-    kind_T = np.where(absent_TLK.all(axis=(1, 2)), MISSING, GIVEN)
-    absent_TLK[kind_T == MISSING] = False
-    if absent_TLK.any():
-        at = _first(absent_TLK)
-        raise RouteError(f"token {start + at[0]}, layer {layers[at[1]]}: -1 in a row that is given elsewhere")
-    if (given < -1).any():
-        _refuse_range(given < -1, given, layers, experts, start)
-    return kind_T
+def _missing(
+    given: npt.NDArray[Any], layers: Sequence[int], experts: int, start: int, *, zeros: bool
+) -> npt.NDArray[np.bool_] | None:
+    """Where a route is -1, or zero if `zeros`; None if nowhere. RouteError for other negative numbers."""
+    missing_TL = (given == 0).all(axis=2) if zeros else np.zeros(given.shape[:2], np.bool_)
+    if given.dtype.kind == "i" and given.size and given.min() < 0:
+        absent_TLK = given == -1
+        missing_TL |= absent_TLK.all(axis=2)
+        absent_TLK[missing_TL] = False
+        if absent_TLK.any():
+            at = _first(absent_TLK)
+            raise RouteError(f"token {start + at[0]}, layer {layers[at[1]]}: -1 beside experts in one route")
+        if (given < -1).any():
+            _refuse_range(given < -1, given, layers, experts, start)
+    return missing_TL if missing_TL.any() and given.shape[1] else None
 
 
 def spread_experts(rows: int, layers: int, top_k: int, experts: int, first: int = 0) -> Index:
@@ -165,6 +183,7 @@ def missing_rows(rows: int, like: Routes, kind: np.uint8 = MISSING) -> Routes:
         kind_T=np.full(rows, kind, np.uint8),
         versions_T=np.full(rows, -1, np.int32),
         start=0,
+        holes_TL=None,
     )
 
 
@@ -186,6 +205,16 @@ def concat(parts: Sequence[Routes]) -> Routes:
         idx_TLK=np.concatenate([p.idx_TLK for p in parts]),
         kind_T=np.concatenate([p.kind_T for p in parts]),
         versions_T=np.concatenate([p.versions_T for p in parts]),
+        holes_TL=joined_holes(parts, 0),
+    )
+
+
+def joined_holes(parts: Sequence[Routes], axis: int) -> npt.NDArray[np.bool_] | None:
+    """The holes of all parts along one axis; None if no part has any."""
+    if all(part.holes_TL is None for part in parts):
+        return None
+    return np.concatenate(
+        [np.zeros(p.idx_TLK.shape[:2], np.bool_) if p.holes_TL is None else p.holes_TL for p in parts], axis=axis
     )
 
 

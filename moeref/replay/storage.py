@@ -1,7 +1,8 @@
 """Routes of many samples in one safetensors file, readable without moeref.
 
-Each sample has three tensors: `<name>.idx` [T, L, K], `<name>.kind` [T] and `<name>.version` [T]. Its layers, experts
-and start are JSON in the file's metadata under `moeref.routes`.
+Each sample has three tensors: `<name>.idx` [T, L, K], `<name>.kind` [T] and `<name>.version` [T], and `<name>.holes`
+[T, L] if single layers of a row have no route. Its layers, experts and start are JSON in the file's metadata under
+`moeref.routes`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def save(path: str | Path, samples: Mapping[str, Routes]) -> None:
     for name, one in samples.items():
         arrays = (one.idx_TLK, one.kind_T, one.versions_T)
         tensors |= {f"{name}.{part}": np.ascontiguousarray(a) for part, a in zip(_PARTS, arrays, strict=True)}
+        if one.holes_TL is not None:
+            tensors[f"{name}.holes"] = np.ascontiguousarray(one.holes_TL)
         about[name] = {"layers": list(one.layers), "experts": one.experts, "start": one.start}
     save_file(tensors, path, metadata={KEY: json.dumps(about)})
 
@@ -53,11 +56,13 @@ def load(path: str | Path, *, limit: int = LIMIT) -> dict[str, Routes]:
     except SafetensorError as error:
         raise RouteError(f"{path}: not a safetensors file: {error}") from None
     about = _about(path, metadata)
-    expected = {f"{name}.{part}" for name in about for part in _PARTS}
+    expected = {f"{name}.{part}" for name in about for part in _PARTS} | {f"{n}.holes" for n in about} & names
     if names != expected:
         raise RouteError(f"{path}: tensors that are missing or not expected: {sorted(names ^ expected)[:4]}")
     return {
-        name: _checked(f"{path}: {name}", fields, *(tensors[f"{name}.{part}"] for part in _PARTS))
+        name: _checked(
+            f"{path}: {name}", fields, tensors.get(f"{name}.holes"), *(tensors[f"{name}.{part}"] for part in _PARTS)
+        )
         for name, fields in about.items()
     }
 
@@ -77,7 +82,9 @@ def _about(path: str | Path, metadata: Mapping[str, str]) -> dict[str, dict[str,
     return about
 
 
-def _checked(where: str, fields: Mapping[str, Any], *arrays: npt.NDArray[Any]) -> Routes:
+def _checked(
+    where: str, fields: Mapping[str, Any], holes_TL: npt.NDArray[Any] | None, *arrays: npt.NDArray[Any]
+) -> Routes:
     """Routes of one sample. RouteError if its fields or arrays are not as `save` writes them."""
     layers, experts, start = fields["layers"], fields["experts"], fields["start"]
     numbers = [experts, start, *layers] if isinstance(layers, list) else [None]
@@ -96,7 +103,9 @@ def _checked(where: str, fields: Mapping[str, Any], *arrays: npt.NDArray[Any]) -
         raise RouteError(f"{where}.idx has expert {int(idx_TLK.max())} of {experts}")
     if kind_T.size and int(kind_T.max()) > PAD:
         raise RouteError(f"{where}.kind has {int(kind_T.max())}; there are 0 to {int(PAD)}")
-    return Routes(idx_TLK, tuple(layers), experts, kind_T, versions_T, start)
+    if holes_TL is not None and (holes_TL.dtype, holes_TL.shape) != (np.dtype(bool), idx_TLK.shape[:2]):
+        raise RouteError(f"{where}.holes is {holes_TL.dtype} {list(holes_TL.shape)}, expected bool [T, L]")
+    return Routes(idx_TLK, tuple(layers), experts, kind_T, versions_T, start, holes_TL=holes_TL)
 
 
 __all__ = ["KEY", "load", "save"]

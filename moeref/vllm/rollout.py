@@ -116,7 +116,5 @@ def _routes(sent: Any, model: Model, tokens: int, version: int) -> replay.Routes
             "routes are asked for and the engine sent none: was it started with enable_return_routed_experts, and is "
             "this the final output of its request?"
         )
-    found = replay.from_engine(
-        sent, moe_layers=model.moe_layers, experts=model.experts, top_k=model.top_k, version=version
-    )
+    found = replay.from_engine(sent, replay.Spec.of(model), version=version)
     return replay.to_tokens(found, tokens)[0]

@@ -1,5 +1,7 @@
 """The pytest plugin, in pytest runs of its own."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,50 @@ def test_other_runs_are_left_alone(kit, pytester):
         """
     )
     kit("--target", "mine", "test_own.py", fresh=True).assert_outcomes(passed=1)
+
+
+def test_cases_are_cpu_or_gpu_by_where_they_run(kit, pytester):
+    more = '[[grid]]\nlayout = ["one"]\nbackend = ["gloo", "gloo-cuda", "nccl"]\nfamily = ["qwen3_moe"]\n'
+    pytester.makefile(".toml", both=STATIC + more)
+    named = ("--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "both.toml", "--collect-only")
+    backends = {}
+    for mark in ("cpu", "gpu"):
+        listed = [line for line in kit(*named, "-q", "-m", mark).stdout.lines if "test_rule[" in line]
+        backends[mark] = {line.split("-")[0].rpartition("/")[2] for line in listed}
+    assert backends == {"cpu": {"static", "gloo"}, "gpu": {"gloo", "nccl"}}  # gloo-cuda has a hyphen
+
+
+HIDE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden!r}:
+            raise ModuleNotFoundError(name)
+
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name.partition(".")[0] in {hidden!r} else real(name, *more)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def test_without_the_extra_kit_one_sentence_says_what_to_install(kit, pytester):
+    """As `pip install moeref` leaves it; static cells do not need megatron-core."""
+    pytester.makepyfile(hide=HIDE.format(hidden=("transformers", "jinja2")))
+    named = ("--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "toy.toml")
+    result = kit("-p", "hide", *named)
+    said = "\n".join([*result.stderr.lines, *result.stdout.lines])
+    assert "transformers and jinja2 are not installed here; pip install 'moeref[kit]' brings what is needed" in said
+    assert "Traceback" not in said
+
+
+def test_a_missing_test_dependency_is_one_sentence(tmp_path):
+    root = Path(__file__).parents[2]
+    program = HIDE.format(hidden=("hypothesis",)) + (
+        "import pytest\nraise SystemExit(pytest.main(['-p', 'no:hypothesispytest', 'tests/unit/test_layout.py', '-q']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 4
+    said = "the tests need hypothesis, which is not installed here: pip install -e '.[kit]' --group test"
+    assert (done.stdout + done.stderr).strip().splitlines() == [f"ERROR: {said}"]

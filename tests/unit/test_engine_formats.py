@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from moeref.replay import MISSING, RouteError, from_engine, routes, write
+from moeref.replay import MISSING, RouteError, Spec, from_engine, write
 from moeref.replay.routes import Routes
 from tests.unit.routes import random_routes
 
 MOE = (False, True, True, False, True)
 WANT = random_routes(6, layers=(1, 2, 4), experts=11, top_k=3)
-WANT_TWICE = routes(np.ones((2, 3, 3), np.int64), layers=(1, 2, 4), experts=11, distinct=False)
+WANT_TWICE = replace(WANT, idx_TLK=np.ones_like(WANT.idx_TLK))
 FULL = np.zeros((6, 5, 3), np.int32)
 FULL[:, [1, 2, 4]] = WANT.idx_TLK
 
@@ -32,7 +33,8 @@ def text(content: bytes) -> str:
 
 
 def got(data: Any, **more: Any) -> Routes:
-    return from_engine(data, **{"moe_layers": MOE, "experts": 11, "top_k": 3, "version": 7, **more})
+    spec = Spec(more.pop("moe_layers", MOE), more.pop("experts", 11), 3)
+    return from_engine(data, spec, **{"version": 7, **more})
 
 
 FORMATS = {
@@ -47,6 +49,10 @@ FORMATS = {
     "layers and top-k in one axis": FULL.reshape(6, 15),
     ".npy bytes": npy(FULL.astype(np.int64)),
     "big-endian .npy": npy(FULL.astype(">i4")),
+    "prime-rl: no dtype, bytes": {"data": FULL.astype("u1").tobytes(), "shape": [6, 5, 3]},
+    "no dtype, two bytes a number": {"data": text(FULL.astype("<u2").tobytes()), "shape": [6, 5, 3]},
+    "no dtype, four bytes a number": {"data": text(FULL.astype("<i4").tobytes()), "shape": [6, 5, 3], "start": 0},
+    "flat text of one byte a number": text(FULL.astype("u1").tobytes()),
     "MoE layers alone": np.asarray(WANT.idx_TLK),
     "moeref's payload": write(WANT),
 }
@@ -73,6 +79,26 @@ def test_a_missing_row_among_dense_layers() -> None:
         (text(b"abc"), "neither a .npy file nor flat"),
         (b"\x80\x04pickle", "neither a .npy file nor moeref's"),
         ({"data": "AAAA"}, "data, shape and dtype"),
+        (
+            {"data": "AAAA", "shape": [1, 1, 3], "dtype": "int8", "order": "F"},
+            r"this one \['data', 'dtype', 'order', 'sha",
+        ),
+        ({"data": "AAAA", "shape": [True, 1, 3], "dtype": "int8"}, "shape of the routes"),
+        ({"data": "AAAA", "shape": [1, 1, 3], "start": -1}, "start of the routes: -1"),
+        ({"data": "AAAA", "shape": [1, 1, 3], "start": True}, "start of the routes: True"),
+        ({"data": [1], "shape": [1, 1, 3]}, "base64 or bytes, not list"),
+        ({"data": "AAAA", "shape": [2, 1, 3]}, "3 bytes of routes without dtype"),
+        ({"data": "A" * 12, "shape": [1, 1, 3]}, "9 bytes of routes without dtype"),
+        ("", r"empty routes \(''\); leave out a turn"),
+        ([], r"empty routes \(\[\]\)"),
+        (b"", "empty routes"),
+        (torch.zeros(2, 3, 3, dtype=torch.bfloat16), "integers, not torch.bfloat16"),
+        (
+            torch.nested.nested_tensor([torch.zeros(2, 3, 3), torch.zeros(1, 3, 3)], layout=torch.jagged),
+            "several samples",
+        ),
+        (torch.zeros(2, 3, 3, dtype=torch.bool), "not bool"),
+        (text(np.full((2, 3, 3), 10, np.uint8).tobytes() + bytes(2)), "flat routes read as <i4 hold expert 168430090"),
         ({"data": "AAAA", "shape": [-1], "dtype": "int8"}, "shape of the routes"),
         ({"data": "AAAA", "shape": [1 << 40, 5, 3], "dtype": "int8"}, "3 bytes of routes, but"),
         ({"data": "AAAA", "shape": [1, 1, 3], "dtype": "object"}, "dtype 'object'"),
@@ -138,3 +164,15 @@ def test_a_header_that_declares_terabytes_is_refused() -> None:
 def test_a_payload_of_another_model_is_refused() -> None:
     with pytest.raises(RouteError, match="the model has"):
         got(write(WANT), moe_layers=(True,) * 5)
+
+
+def test_the_start_in_the_data_is_kept_and_another_is_refused() -> None:
+    sent = {"data": text(FULL.astype("u1").tobytes()), "shape": [6, 5, 3], "dtype": "uint8", "start": 4}
+    assert got(sent).start == 4
+    assert got(sent, start=4, asked=2).start == 4
+    assert got(FULL, asked=2).start == 2
+    assert got(write(replace(WANT, start=3)), asked=2).start == 3
+    with pytest.raises(RouteError, match="rows begin at token 4 by the data, at 0 by start="):
+        got(sent, start=0)
+    with pytest.raises(RouteError, match="rows begin at token 3 by the data, at 5 by start="):
+        got(write(replace(WANT, start=3)), start=5)

@@ -32,6 +32,8 @@ ROOMS: dict[str, set[str]] = {
     "exporter": {"layout", "families", "bridge", "dtypes", "torch_dtypes"},
     # How a model is built: made by the preflight, taken by the builder.
     "record": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes"},
+    # Of the rooms on its left it takes the type of a described tensor.
+    "delta": {"bridge"},
     "sync": {"layout", "families", "bridge", "exporter"},
     # The preflight asks every room that is arithmetic.
     "check": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes", "record"},

@@ -88,7 +88,7 @@ def test_a_batch_whose_ends_are_not_those_of_its_rows_is_refused() -> None:
             replace(batch, cu_seqlens=ends)
 
 
-PLANS = (None, plan(Layout(tp=2, cp=2)), plan(Layout(tp=2), recipe="delayed"), plan(Layout(cp=2), fixed=64))
+PLANS = (None, plan(Layout(tp=2, cp=2)), plan(Layout(tp=2), recipe="delayed"), plan(Layout(cp=2), fixed=128))
 
 
 @given(samples=batches, padding=st.sampled_from(PLANS), side=st.sampled_from(["left", "right"]))

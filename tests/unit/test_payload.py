@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,5 +130,43 @@ def test_a_compressed_frame_longer_than_declared_is_refused() -> None:
     content = write(made, zstd=True)
     assert len(content) < 1000
     shorter = content.replace(b'"tokens":5000', b'"tokens":4000').replace(b'"bytes":5000', b'"bytes":4000')
-    with pytest.raises(RouteError, match="4001 bytes of routes, 4000 declared"):
+    with pytest.raises(RouteError, match="5000 bytes of routes, 4000 declared"):
         read(shorter)
+
+
+def test_bytes_after_a_compressed_frame_are_refused() -> None:
+    content = write(random_routes(40), zstd=True)
+    read(content)
+    for more in (b"\x00", content[-30:], zstandard.ZstdCompressor().compress(b"")):
+        with pytest.raises(RouteError, match="not one zstd frame"):
+            read(content + more)
+
+
+def test_zstd_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = write(random_routes(4), zstd=True)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(RouteError, match=r"needs the package zstandard: pip install 'moeref\[zstd\]'"):
+        read(content)
+    with pytest.raises(RouteError, match="needs the package zstandard"):
+        write(random_routes(4), zstd=True)
+
+
+def test_an_expert_twice_is_not_read() -> None:
+    made = random_routes(4)
+    made.idx_TLK[2, 1] = 5
+    content = write(made)
+    with pytest.raises(RouteError, match=r"token 2, layer 2: expert 5 twice in \[5, 5, 5\]"):
+        read(content)
+    assert read(content, distinct=False).equals(made)
+
+
+def test_holes_that_are_neither_0_nor_1_are_refused() -> None:
+    made = routes([[[0, 1], [-1, -1]]], layers=[0, 1], experts=4)
+    content = bytearray(write(made))
+    assert content[-2:] == b"\x00\x01"
+    content[-1] = 2
+    text_end = content.index(b"}") + 1
+    digest = xxhash.xxh3_64(content[len(MAGIC) + 4 : text_end] + content[text_end + 8 :]).intdigest()
+    content[text_end : text_end + 8] = struct.pack("<Q", digest)
+    with pytest.raises(RouteError, match="a hole of 2"):
+        read(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from moeref.dispatcher.padding import pad_experts
-from moeref.replay import RouteError, Routes, pad, read, spread_experts, storage, to_tokens, write
+from moeref.replay import RouteError, Routes, pad, read, routes, spread_experts, storage, to_tokens, write
 from tests.unit.routes import any_routes, random_routes
 
 
@@ -97,3 +98,16 @@ def test_padding_rows_are_those_of_the_padding_plan(rows: int, layers: int, top_
     want = [pad_experts(first + row, top_k, experts) for row in range(rows)]
     found = spread_experts(rows, layers, top_k, experts, first)
     assert all((found[:, layer] == np.asarray(want).reshape(rows, top_k)).all() for layer in range(layers))
+
+
+def test_holes_are_saved(tmp_path: Path) -> None:
+    made = routes([[[0, 1], [2, 3]], [[0, 1], [-1, -1]]], layers=[3, 5], experts=4)
+    storage.save(tmp_path / "a.safetensors", {"a": made, "b": made.take(slice(0, 1))})
+    back = storage.load(tmp_path / "a.safetensors")
+    assert back["a"].equals(made)
+    assert back["b"].equals(made.take(slice(0, 1)))
+    assert back["a"].holes_TL is not None
+    wrong = replace(made, holes_TL=back["a"].holes_TL[:1])
+    storage.save(tmp_path / "b.safetensors", {"a": wrong})
+    with pytest.raises(RouteError, match=r"a.holes is bool \[1, 2\]"):
+        storage.load(tmp_path / "b.safetensors")

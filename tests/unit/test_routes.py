@@ -7,7 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeref.replay import GIVEN, MISSING, RouteError, concat, index_dtype, routes, spread_experts
+from moeref.replay import (
+    GIVEN,
+    MISSING,
+    RouteError,
+    concat,
+    index_dtype,
+    merge_layers,
+    read,
+    routes,
+    select_layers,
+    spread_experts,
+    write,
+)
 from tests.unit.routes import random_routes
 
 
@@ -43,8 +55,33 @@ def test_a_row_of_minus_one_is_missing_and_no_other() -> None:
     made = routes([[[0, 1], [2, 3]], [[-1, -1], [-1, -1]]], layers=[3, 5], experts=4)
     assert made.kind_T.tolist() == [GIVEN, MISSING]
     assert made.idx_TLK[0].tolist() == [[0, 1], [2, 3]]
-    with pytest.raises(RouteError, match="token 11, layer 5: -1 in a row that is given elsewhere"):
-        routes([[[0, 1], [2, 3]], [[0, 1], [-1, -1]]], layers=[3, 5], experts=4, start=10)
+    with pytest.raises(RouteError, match="token 11, layer 5: -1 beside experts in one route"):
+        routes([[[0, 1], [2, 3]], [[0, 1], [-1, 2]]], layers=[3, 5], experts=4, start=10)
+
+
+def test_a_hole_in_one_layer_is_no_missing_row() -> None:
+    made = routes([[[0, 1], [2, 3]], [[0, 1], [-1, -1]]], layers=[3, 5], experts=4)
+    assert made.kind_T.tolist() == [GIVEN, GIVEN]
+    assert made.missing_TL.tolist() == [[False, False], [False, True]]
+    assert made.idx_TLK[:, 0].tolist() == [[0, 1], [0, 1]]
+    assert not made.equals(routes([[[0, 1], [2, 3]], [[0, 1], made.idx_TLK[1, 1]]], layers=[3, 5], experts=4))
+    assert not select_layers(made, [3]).missing_TL.any()
+    assert select_layers(made, [5]).missing_TL.tolist() == [[False], [True]]
+    assert merge_layers([select_layers(made, [5]), select_layers(made, [3])]).equals(made)
+    assert concat([made.take([0]), made.take([1])]).equals(made)
+    assert read(write(made)).equals(made)
+    assert read(write(made, zstd=True)).equals(made)
+
+
+def test_a_route_of_zeros_is_a_hole_if_asked_for() -> None:
+    given_TLK = [[[0, 0], [2, 3]], [[0, 0], [0, 0]], [[1, 0], [2, 0]]]
+    with pytest.raises(RouteError, match="token 0, layer 3: expert 0 twice"):
+        routes(given_TLK, layers=[3, 5], experts=4)
+    made = routes(given_TLK, layers=[3, 5], experts=4, zeros=True)
+    assert made.missing_TL.tolist() == [[True, False], [True, True], [False, False]]
+    assert made.kind_T.tolist() == [GIVEN, MISSING, GIVEN]
+    # A top-k of 1 may well choose expert 0.
+    assert not routes([[[0]]], layers=[3], experts=4, zeros=True).missing_TL.any()
 
 
 @pytest.mark.parametrize(

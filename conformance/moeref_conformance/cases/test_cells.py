@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.rules import Rule
 from moeref_conformance.plugin import served
 from moeref_conformance.report.view import lines
@@ -24,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 cell,
                 rule,
                 id=f"{cell.id}-{rule.id}",
-                marks=[pytest.mark.cell(cell.id), pytest.mark.rule(rule.id)]
+                marks=[pytest.mark.cell(cell.id), pytest.mark.rule(rule.id), _where(cell)]
                 + ([pytest.mark.xdist_group(cell.id)] if grouped else []),
             )
             for cell in plan.cells
@@ -32,6 +33,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             if plan.enabled(cell, rule)
         ],
     )
+
+
+def _where(cell: Cell) -> pytest.MarkDecorator:
+    """`gpu` where tensors of the model live on one, else `cpu`: what `pytest -m` selects by."""
+    return pytest.mark.gpu if cell.backend in GPU_BACKENDS else pytest.mark.cpu
 
 
 @pytest.fixture(scope="session")

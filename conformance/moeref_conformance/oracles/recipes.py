@@ -53,7 +53,7 @@ def _part_rotary(theta: float, part: float) -> dict[str, Any]:
 
 
 _FAMILY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0)},
+    "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0), "rms_norm_eps": 2e-5},
     # Mixtral's only width is intermediate_size. Its sizes divide by 3 and 6, and by 8 ranks into one expert each.
     "mixtral": {
         "head_dim": 6,
@@ -84,7 +84,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
         "num_experts_per_tok": 4,
-        "routed_scaling_factor": 2.5,
+        "routed_scaling_factor": 2.2,
         "first_k_dense_replace": 2,
         # transformers' class has neither field; the published config does, and bridges read them.
         "scoring_func": "sigmoid",
@@ -109,7 +109,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 16,
         "linear_key_head_dim": 22,
         "linear_value_head_dim": 10,
-        "linear_conv_kernel_dim": 4,
+        "linear_conv_kernel_dim": 3,
         **_part_rotary(5_000.0, 0.75),
         "mlp_only_layers": [0],
         # A gated delta net normalises sums that nearly cancel: a smaller epsilon makes logits of fp32's rounding.
@@ -139,7 +139,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "n_group": 1,
         "topk_group": 1,
-        "routed_scaling_factor": 1.8,
+        "routed_scaling_factor": 1.6,
         "rope_parameters": _rotary(1_000_000.0),
     },
 }

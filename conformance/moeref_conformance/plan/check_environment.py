@@ -1,7 +1,7 @@
 """Whether an environment that this project did not install has what a run imports.
 
 `python -m moeref_conformance.plan.check_environment` prints one line, and exits with 2 if anything is missing. It
-imports nothing of what it looks for, and nothing of the rest of the kit.
+imports nothing of what it looks for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import sys
+
+from moeref_conformance.contract.checks import BadInput
 
 #: Module -> its distribution, and the least version that works.
 WANTED = {
@@ -40,10 +42,18 @@ def missing() -> list[str]:
     return lacking
 
 
+def require(*modules: str) -> None:
+    """Raise BadInput, with the command that installs them, if any of these modules of WANTED is not here."""
+    lacking = [WANTED[module][0] for module in modules if not _importable(module)]
+    if lacking:
+        said = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed here"
+        raise BadInput(f"{said}; pip install 'moeref[kit]' brings what is needed")
+
+
 def _importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    except (ModuleNotFoundError, ValueError):  # of the parent package; of a module that is blocked
         return False
 
 

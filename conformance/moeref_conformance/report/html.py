@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import jinja2
-
 from moeref_conformance.contract.results import Results
 from moeref_conformance.report.view import LEGEND, SHOWN, anchor, group_of, view, where
 
 
 def render(results: Results) -> str:
     """The page. All text from targets and matrices is escaped."""
+    import jinja2  # of the extra `kit`: a run without it says so before it begins
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("moeref_conformance.report", ""),
         autoescape=True,

@@ -21,6 +21,8 @@ from moeref_conformance.contract.facts import Described, Facts
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, write_events
 from moeref_conformance.judges import Case
+from moeref_conformance.plan import matrix as matrices
+from moeref_conformance.plan.check_environment import require
 from moeref_conformance.plan.plan import Plan, Settings, prepare
 from moeref_conformance.resolve import DUMP, located, resolve
 from moeref_conformance.run.disk import full_disk
@@ -118,10 +120,13 @@ def served(settings: Settings, coordinator: Coordinator | None = None) -> Iterat
     A dump is no code: it is read here. With a `coordinator` the ranks are those of torchrun. Raises `BadInput`, and
     WorldError with the reason why the target cannot be imported.
     """
+    require("transformers", "jinja2")
     if settings.target.startswith(DUMP):
         yield prepare(settings, lambda backend: resolve(settings.target)), machinery()
         return
     located(settings.target)  # a name that is none is refused without a world
+    if any(cell.backend != "static" for cell in matrices.load(settings.matrix).select(settings.cells)):
+        require("megatron.core")
     with ExitStack() as opened:
         first: list[RankWorld] = []
 

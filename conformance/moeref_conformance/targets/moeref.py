@@ -107,9 +107,7 @@ class _Model:
 
     def _sample(self, sample: Any, tokens: int, model: families.Model) -> replay.Routes:
         def sent(turn: Turn) -> replay.Routes:
-            return replay.from_engine(
-                turn.routes, moe_layers=model.moe_layers, experts=model.experts, top_k=model.top_k, start=turn.start
-            )
+            return replay.from_engine(turn.routes, replay.Spec.of(model), start=turn.start)
 
         turns = sample if isinstance(sample, list) else [Turn(0, sample)]
         return replay.to_tokens(functools.reduce(replay.join_turns, map(sent, turns)), tokens)[0]

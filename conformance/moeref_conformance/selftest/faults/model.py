@@ -28,6 +28,13 @@ def _with_theta_of_the_class(inv_freq: torch.Tensor) -> torch.Tensor:
     return 10_000.0 ** -torch.linspace(0, 1, len(inv_freq) + 1, dtype=inv_freq.dtype)[:-1]
 
 
+def _norms_of_the_class(chunk: Any) -> None:
+    """Every norm has the epsilon of transformers' Qwen3MoeConfig."""
+    for module in chunk.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.eps = 1e-6
+
+
 FAULTS = (
     Fault(
         id="weights-not-renormalised",
@@ -47,6 +54,24 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", tied=True),
         wrap=configured(moe_router_pre_softmax=False),
         says="moe_router_pre_softmax",
+        one_rank=True,
+    ),
+    Fault(
+        id="norm-epsilon-of-the-class",
+        bug="rms_norm_eps of the checkpoint is not read, and the class has a default",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=each_chunk(_norms_of_the_class),
+        one_rank=True,
+    ),
+    Fault(
+        id="routed-scale-of-the-class",
+        bug="routed_scaling_factor of the checkpoint is not read, and the class has DeepSeek-V3's as its default",
+        rules=("CFG-001", "FWD-001"),
+        also=("CFG-004",),
+        cell=cell("deepseek_v3", "one", layers=3),
+        wrap=configured(moe_router_topk_scaling_factor=2.5),
+        says="moe_router_topk_scaling_factor",
         one_rank=True,
     ),
     Fault(

@@ -1,0 +1,130 @@
+"""The check of a reading: its values go to `check`, and what it could not take is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moeref.check.readers.reading import Reading
+from moeref.check.report import CheckError, Problem, Report
+from moeref.check.run import OPTIONS, check, model_of
+from moeref.check.value import Value
+from moeref.config import ConfigError, MoEConfig, transformer_settings
+from moeref.config.core import known_fields
+from moeref.config.effective import same
+from moeref.dtypes import NAMES
+from moeref.families import Model
+from moeref.layout import Layout
+from moeref.record import Draft, Options
+
+#: Arguments of the model that TransformerConfig lacks -> (what the model's own config says, whether weights depend).
+BESIDE: dict[str, tuple[Callable[[Model], Any], bool]] = {
+    "rotary_base": (lambda model: model.rope_theta, False),
+    "rotary_percent": (lambda model: model.rotary_percent, False),
+    "vocab_size": (lambda model: model.vocab, True),
+    "untie_embeddings_and_output_weights": (lambda model: not model.tied, True),
+}
+
+
+def check_reading(
+    reading: Reading,
+    *,
+    model: str = "",
+    settings: Mapping[str, Any] | None = None,
+    layout: str = "",
+    **options: Any,
+) -> Report:
+    """The report of a reading. `model`, `layout`, `settings` and `options` replace what it says.
+
+    Raises CheckError where the reading names no model, or one that is neither a path nor known.
+    """
+    name = model or _model(reading)
+    text = layout or _layout(reading)
+    given = {option: value.value for option, value in reading.options.items()} | options
+    draft = _draft(name, given)
+    asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
+    through = MoEConfig(transformer_config_kwargs=asked | dict(settings or {}))
+    report = check(name, text, asked=through, **given)
+    problems, notes = _beside(reading, report.model)
+    for field, value in reading.computed.items():
+        _computed(field, value, draft, problems, notes)
+    if "world" not in text and "world" not in reading.computed:
+        problems.append(Problem("layout", "the number of ranks is not given", "NAME=VALUE, or --layout", refused=False))
+    problems = [*reading.problems, *(_unread(value) for value in reading.unread), *problems]
+    return replace(
+        report,
+        problems=(*report.problems, *problems),
+        notes=(*report.notes, *notes),
+        record=None if problems else report.record,
+        read=dict(reading.values),
+        elsewhere=tuple(reading.elsewhere),
+    )
+
+
+def _draft(name: str, given: Mapping[str, Any]) -> Draft:
+    """The run on one rank, which knows the names that moeref sets and the defaults of Megatron's class."""
+    options = {option: value for option, value in given.items() if option in OPTIONS}
+    _, model = model_of(name, NAMES.get(str(options.get("precision")), "bfloat16"))
+    try:
+        return Draft(model, Layout(), MoEConfig(), Options(**options))
+    except ConfigError as error:
+        raise CheckError(str(error)) from error
+
+
+def _matters(field: str, value: Value, draft: Draft) -> bool:
+    """Whether a setting is passed on: a default that is the class's as well, and not replaced by moeref, is not."""
+    if value.given or field in draft.own:
+        return True
+    known = known_fields(draft.options.core, mla=draft.model.mla is not None).get(field, {})
+    if "default" not in known:
+        return not _nothing(value.value)
+    return not same(value.value, known["default"]) and not (_nothing(value.value) and _nothing(known["default"]))
+
+
+def _nothing(value: Any) -> bool:
+    return value is None or value is False or value == []
+
+
+def _computed(field: str, value: Value, draft: Draft, problems: list[Problem], notes: list[str]) -> None:
+    """Report an argument that is computed: what the model's own config says stands for a setting."""
+    where = f"{value.name} {value.value} ({value.source}) is computed by the script, which is not run"
+    if field in transformer_settings(draft.model, Layout()):
+        notes.append(f"{where}; {field} is taken from the model's own config")
+    else:
+        problems.append(Problem("not read", where, "give its variables on the command line: NAME=VALUE", refused=False))
+
+
+def _model(reading: Reading) -> str:
+    if reading.model is None or not reading.model.known:
+        raise CheckError(f"{reading.framework}: the configuration does not name a model; give --model")
+    text = str(reading.model.value)
+    return text if Path(text).exists() else text.rstrip("/").rpartition("/")[2]
+
+
+def _layout(reading: Reading) -> str:
+    axes = {axis: value.value for axis, value in reading.layout.items()}
+    pattern = axes.pop("pipeline_layout", None)
+    text = ",".join(f"{axis}={value}" for axis, value in axes.items())
+    return text if pattern is None else f"{text},pipeline_layout={pattern}"
+
+
+def _unread(value: Value) -> Problem:
+    text = f"{value.name} {value.value}".strip()
+    return Problem("not read", f"{text} ({value.source}) is not known to this reader", refused=False)
+
+
+def _beside(reading: Reading, model: Model) -> tuple[list[Problem], list[str]]:
+    """Problems and notes on arguments of the model that differ from its own config."""
+    problems, notes = [], []
+    for name, value in reading.beside.items():
+        own, shapes = BESIDE[name]
+        if same(theirs := own(model), value.value):
+            continue
+        text = f"{name}={value.value!r} ({value.source}) replaces {theirs!r} of the model's own config"
+        if shapes:
+            problems.append(Problem("config", f"{text}, whose weights then do not fit", "give the model's config"))
+        else:
+            notes.append(text)
+    return problems, notes

@@ -1,0 +1,38 @@
+"""What a reader makes of a framework's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moeref.check.report import Problem
+from moeref.check.value import Value
+
+
+@dataclass
+class Reading:
+    """What a configuration says, under the names that `moeref.check.check` takes.
+
+    model: a published name or a path. layout: axes of the layout's text. options: arguments of `check`. settings:
+    fields of TransformerConfig. beside: arguments of the model that are no such field (see `checked.BESIDE`).
+    computed: arguments whose value only the framework or a shell could compute, by their name for `check`.
+    elsewhere: what concerns other parts of the framework. unread: what the reader does not know.
+    problems: what the framework itself refuses, or builds in a way that moeref does not map.
+    """
+
+    framework: str
+    model: Value | None = None
+    layout: dict[str, Value] = field(default_factory=dict)
+    options: dict[str, Value] = field(default_factory=dict)
+    settings: dict[str, Value] = field(default_factory=dict)
+    beside: dict[str, Value] = field(default_factory=dict)
+    computed: dict[str, Value] = field(default_factory=dict)
+    elsewhere: list[Value] = field(default_factory=list)
+    unread: list[Value] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        """Every value that the check takes, by its name there."""
+        model = {"model": self.model} if self.model else {}
+        return {**model, **self.layout, **self.options, **self.settings, **self.beside}

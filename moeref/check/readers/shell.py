@@ -1,0 +1,277 @@
+"""Reads a shell script without running it: variables, arrays, sourced files, and the words of its commands.
+
+What a script computes (substituted commands, what it sets under a condition or in a loop) is not known, and neither is
+the environment. Such text stays as it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from moeref.check.readers.literal import LiteralError, literal
+from moeref.check.report import CheckError
+from moeref.check.runfile import text_of
+
+_CLOSING = {"$(": ")", "${": "}"}
+_OPENING, _CLOSERS = frozenset({"if", "for", "while", "until", "case"}), frozenset({"fi", "done", "esac"})
+_BEFORE_A_COMMAND = frozenset({"then", "else", "elif", "do", "!", "time", "{", "}"})
+_DECLARING = frozenset({"export", "local", "declare", "readonly"})
+#: The inside of `${…}`: a name, whether all elements of an array are meant, and a default.
+_PARAMETER = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?-(.*))?", re.DOTALL)
+#: Where a variable comes from that the caller gives.
+GIVEN = "command line"
+#: Files that source one another, and words of a script: the most that are read.
+DEEPEST, MOST_WORDS = 8, 50_000
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word after expansion. `known` is false if a part of it is text that only a shell could compute."""
+
+    text: str
+    where: str
+    known: bool = True
+
+
+@dataclass
+class Script:
+    """What scripts assign and call. `given` are variables whose values replace those of the scripts."""
+
+    given: Mapping[str, str] = field(default_factory=dict)
+    commands: list[list[Word]] = field(default_factory=list)
+    variables: dict[str, list[Word]] = field(default_factory=dict)
+    missing: list[Word] = field(default_factory=list)  # sourced files that are not there
+    arrays: list[str] = field(default_factory=list)
+    _conditions: int = 0
+    _words: int = 0
+
+    def __post_init__(self) -> None:
+        self.variables |= {name: [Word(value, GIVEN)] for name, value in self.given.items()}
+
+    def read(self, path: Path, depth: int = 0) -> None:
+        """Read one file. Raises CheckError for a file that cannot be read."""
+        if depth > DEEPEST:
+            raise CheckError(f"{path}: files source one another more than {DEEPEST} times")
+        for raws, line in _statements(text_of(path), str(path)):
+            self._words += len(raws)
+            if self._words > MOST_WORDS:
+                raise CheckError(f"{path}: a script has at most {MOST_WORDS} words")
+            self._statement(raws, f"{path.name}:{line}", path, depth)
+
+    def _statement(self, raws: list[str], where: str, path: Path, depth: int) -> None:
+        raws = self._after_keywords(raws)
+        while raws and raws[0] in _DECLARING:
+            raws = raws[1:]
+        assignments = [raw for raw in raws if re.match(r"[A-Za-z_]\w*\+?=", raw)]
+        if raws and len(assignments) == len(raws):
+            for raw in assignments:
+                self._assign(raw, where)
+        elif raws and raws[0] in ("source", ".") and len(raws) > 1:
+            self._source(raws[1], where, path, depth)
+        elif raws[:2] == ["printf", "-v"] and len(raws) > 2:
+            self._set(raws[2], [Word(f"${{{raws[2]}}}", where, known=False)])
+        elif raws:
+            self.commands.append([word for raw in raws for word in self.expand(raw, where)])
+
+    def _after_keywords(self, raws: list[str]) -> list[str]:
+        """The words after `then`, `do` and the like; none of a condition or of the head of a loop."""
+        while raws:
+            if raws[0] in _OPENING:
+                self._conditions += 1
+                return []
+            if raws[0] in _CLOSERS:
+                self._conditions = max(0, self._conditions - 1)
+                return []
+            if raws[0].startswith("(("):
+                return []
+            if raws[0] not in _BEFORE_A_COMMAND:
+                return raws
+            raws = raws[1:]
+        return raws
+
+    def _assign(self, raw: str, where: str) -> None:
+        name, _, value = raw.partition("=")
+        adds, name = name.endswith("+"), name.rstrip("+")
+        if value.startswith("("):
+            self.arrays += [] if name in self.arrays else [name]
+            start = where.rpartition(":")
+            words = [
+                word
+                for raws, line in _statements(value[1:-1], where, commands=False)
+                for each in raws
+                for word in self.expand(each, f"{start[0]}:{int(start[2]) + line - 1}")
+            ]
+        else:
+            words = [_joined(self.expand(value, where, quoted=True), where)]
+        if self._conditions:
+            words = [Word(f"${{{name}}}", where, known=False)]
+        self._set(name, [*(self.variables.get(name, []) if adds else []), *words])
+
+    def _set(self, name: str, words: list[Word]) -> None:
+        if name not in self.given:
+            self.variables[name] = words
+
+    def _source(self, raw: str, where: str, path: Path, depth: int) -> None:
+        text = _joined(self.expand(raw, where), where).text
+        # A folder that only the shell can compute is nearly always the script's own.
+        tail = text if "$" not in text else re.split(r"[)}\"]|\$\w+", text)[-1].lstrip("/")
+        for found in (path.parent / tail, Path(tail)):
+            if tail and found.is_file():
+                return self.read(found, depth + 1)
+        self.missing.append(Word(tail or text, where))
+        return None
+
+    def expand(self, raw: str, where: str, *, quoted: bool = False) -> list[Word]:
+        """The words that `raw` stands for. If `quoted`, white space in values does not separate words."""
+        fields = _Fields(where)
+        self._expand(raw, fields, split=not quoted)
+        return fields.words
+
+    def _expand(self, raw: str, fields: _Fields, *, split: bool) -> None:
+        at = 0
+        while at < len(raw):
+            end = _end(raw, at)
+            piece, at = raw[at:end], end
+            if piece[0] == "'" and len(piece) > 1:
+                fields.add(piece[1:-1])
+            elif piece[0] == '"' and len(piece) > 1:
+                fields.add("")
+                self._expand(piece[1:-1], fields, split=False)
+            elif piece[0] == "\\":
+                fields.add("" if piece[1:] == "\n" else piece[1:])
+            elif piece[0] in "$`" and len(piece) > 1:
+                self._value(piece, fields, split=split)
+            else:
+                fields.add(piece)
+
+    def _value(self, piece: str, fields: _Fields, *, split: bool) -> None:
+        if piece.startswith("$(("):
+            inside = _joined(self.expand(re.sub(r"(?<![\w$}])([A-Za-z_]\w*)", r"$\1", piece[3:-2]), ""), "")
+            try:
+                return fields.add(str(literal(inside.text)))
+            except LiteralError:
+                return fields.add(piece, known=False)
+        name = _PARAMETER.fullmatch(piece[2:-1] if piece.startswith("${") else piece[1:])
+        words = self.variables.get(name[1]) if name else None
+        if words is None:
+            if name and name[3] is not None:
+                return self._expand(name[3], fields, split=split)
+            return fields.add(piece, known=False)
+        return fields.put(words if name and name[2] else words[:1], split=split, apart=bool(name and name[2]))
+
+
+@dataclass
+class _Fields:
+    """Words while they are put together."""
+
+    where: str
+    words: list[Word] = field(default_factory=list)
+    _open: bool = False
+
+    def add(self, text: str, *, known: bool = True, where: str = "") -> None:
+        if self._open:
+            last = self.words[-1]
+            self.words[-1] = replace(last, text=last.text + text, known=last.known and known)
+        else:
+            self.words.append(Word(text, where or self.where, known))
+            self._open = True
+
+    def put(self, values: list[Word], *, split: bool, apart: bool) -> None:
+        """Values of a variable: joined to the open word, and separate after the first if there are several."""
+        found = [
+            replace(value, text=text) for value in values for text in (value.text.split() if split else [value.text])
+        ]
+        for number, value in enumerate(found):
+            if number and (apart or split):
+                self._open = False
+            self.add(value.text, known=value.known, where=value.where if apart or value.where == GIVEN else "")
+
+
+def _joined(words: list[Word], where: str) -> Word:
+    return Word(" ".join(word.text for word in words), where, all(word.known for word in words))
+
+
+def _end(text: str, at: int) -> int:
+    """Where the piece that begins at `at` ends: a quotation, an expansion, an escape or one character."""
+    first, two = text[at], text[at : at + 2]
+    if first == "\\":
+        return min(at + 2, len(text))
+    if first == "'":
+        return _until(text, "'", at + 1)
+    if first in '"`':
+        return _nested(text, at + 1, first)
+    if two in ("$(", "${"):
+        return _nested(text, at + 2, _CLOSING[two])
+    if first == "$" and (name := re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!]").match(text, at + 1)):
+        return name.end()
+    return at + 1
+
+
+def _until(text: str, closing: str, at: int) -> int:
+    found = text.find(closing, at)
+    return len(text) if found < 0 else found + 1
+
+
+def _nested(text: str, at: int, closing: str) -> int:
+    opening = {")": "(", "}": "{"}.get(closing)
+    depth = 1
+    while at < len(text):
+        if text[at] == closing:
+            depth -= 1
+            at += 1
+            if not depth:
+                return at
+        elif text[at] == opening:
+            depth += 1
+            at += 1
+        elif closing == '"' and text[at] == "'":
+            at += 1
+        else:
+            at = _end(text, at)
+    return at
+
+
+def _statements(text: str, path: str, *, commands: bool = True) -> Iterator[tuple[list[str], int]]:
+    """The raw words of every command and its line; of an array (`commands` false), of every line."""
+    words: list[str] = []
+    line, began, at = 1, 1, 0
+    while at < len(text):
+        end, kind = _token(text, at, commands=commands)
+        if kind == "word":
+            began = began if words else line
+            words.append(text[at:end])
+        elif kind == "end" and words:
+            yield words, began
+            words = []
+        line += text.count("\n", at, end)
+        at = end
+    if words:
+        yield words, began
+
+
+_SPACE = re.compile(r"(?:[ \t\r]|\\\n)+")
+_COMMENT = re.compile(r"#[^\n]*")
+_REDIRECTION = re.compile(r"(?:[0-9]*|&)[<>]{1,2}&?[ \t]*[^\s;|&<>]*")
+_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n(?:.*\n)*?[ \t]*\2(?=\n|$)")
+_END = re.compile(r"[\n;|&()]")
+
+
+def _token(text: str, at: int, *, commands: bool) -> tuple[int, str]:
+    """(end, kind) of the token at `at`: `space`, `word`, or `end` of a command."""
+    if found := _SPACE.match(text, at) or _COMMENT.match(text, at):
+        return found.end(), "space"
+    if commands and (found := _HEREDOC.match(text, at) or _REDIRECTION.match(text, at)):
+        return found.end(), "space"
+    if commands and text.startswith("((", at):
+        return _nested(text, at + 2, ")"), "word"
+    if found := _END.match(text, at):
+        return found.end(), "end"
+    end = at
+    while end < len(text) and not text[end].isspace() and not _END.match(text, end):
+        end = _end(text, end)
+        if text[end - 1] == "=" and text.startswith("(", end) and re.fullmatch(r"\w+\+?=", text[at:end]):
+            end = _nested(text, end + 1, ")")
+    return end, "word"

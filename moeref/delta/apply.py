@@ -1,0 +1,205 @@
+"""Applying a delta: everything is checked first, then values are written, then what was written is checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from moeref.delta import forms
+from moeref.delta.errors import DeltaError
+from moeref.delta.forms import Part, Positions
+from moeref.delta.messages import Reader
+from moeref.delta.state import BITS, Bits, Fingerprint, State, bits_of
+
+
+class Change(NamedTuple):
+    """New values of one span of a tensor, at `positions` after `start`; None: at all."""
+
+    name: str
+    start: int
+    positions: Positions | None
+    values: Bits
+
+
+class Receiver:
+    """The engine's side: tensors by Hugging Face name, and the version they are of.
+
+    The tensors are written in place, so they have to be contiguous. Reading them for their hashes takes one pass.
+    """
+
+    def __init__(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise DeltaError(f"{name} is not contiguous: it cannot be written in place")
+        self._tensors, self._state = tensors, State.of(version, tensors.items())
+        self._begun: tuple[int, str] | None = None
+
+    @property
+    def state(self) -> State:
+        """The version that the tensors are of. Raises DeltaError between two versions."""
+        if self._begun:
+            raise DeltaError(f"between version {self._state.version} and {self._begun[0]}: {_AGAIN}")
+        return self._state
+
+    def apply(self, messages: Iterable[bytes], *, verify: bool = True) -> State:
+        """Go to the version of a delta; `verify` reads every tensor that was written and compares its hash.
+
+        messages: a list of them, a `File`, or another iterable, whose messages are then kept in memory.
+
+        Raises DeltaError before anything is written for a delta that is cut off, changed, of another base, or names
+        other tensors, dtypes or shapes. If writing is interrupted, or `verify` finds other bytes, only the same delta
+        is accepted afterwards: it holds new values, not differences, and may be applied twice.
+        """
+        kept = list(messages) if isinstance(messages, Iterator) else messages
+        after = self._check(kept)
+        self._begun = (after.version, after.hash)
+        for change in changes(kept):
+            self._write(change)
+        if verify:
+            self._verify(after)
+        self._state, self._begun = after, None
+        return after
+
+    def _check(self, messages: Iterable[bytes]) -> State:
+        """Read all of a delta; the state after it. Raises DeltaError if it cannot be applied."""
+        header, after = check(messages, self._state)
+        whole = (after.version, after.hash)
+        if self._begun and whole != self._begun:
+            raise DeltaError(f"version {self._begun[0]} is half applied: {_AGAIN}")
+        if whole == (self._state.version, self._state.hash):
+            return after
+        if (header["base"], header["base_hash"]) != (self._state.version, self._state.hash):
+            base = f"version {header['base']} ({header['base_hash']})"
+            raise DeltaError(f"the delta's base is {base}, held is {self._state.version} ({self._state.hash})")
+        return after
+
+    def _write(self, change: Change) -> None:
+        tensor = self._tensors[change.name].detach()
+        end = change.start + (change.values.size if change.positions is None else tensor.numel())
+        flat = tensor.view(-1).view(BITS[tensor.dtype.itemsize])[change.start : end]
+        if tensor.device.type == "cpu":
+            flat.numpy()[slice(None) if change.positions is None else change.positions] = change.values
+            return
+        values = torch.from_numpy(change.values.copy()).to(tensor.device)
+        where = slice(None) if change.positions is None else torch.from_numpy(change.positions).to(tensor.device)
+        flat[where] = values
+
+    def _verify(self, after: State) -> None:
+        for name, expected in after.tensors.items():
+            if expected.hash != self._state.tensors[name].hash:
+                found = xxhash.xxh3_64_hexdigest(bits_of(name, self._tensors[name]))
+                if found != expected.hash:
+                    raise DeltaError(
+                        f"{name}: after version {after.version} was written its hash is {found}, expected "
+                        f"{expected.hash}: it was not what version {self._state.version} is; {_AGAIN}"
+                    )
+
+
+_AGAIN = "apply that delta again, or load the whole model into a new Receiver"
+
+
+def check(messages: Iterable[bytes], state: State) -> tuple[dict[str, Any], State]:
+    """Header of a delta, and the state after it for a receiver of `state`. Raises DeltaError for what `apply` refuses.
+
+    Bases are not compared: `Receiver.apply` does that.
+    """
+    reader, hashes = Reader(), dict[str, str]()
+    touched: dict[str, int] = {}
+    ended: str | None = None
+    for message in messages:
+        if ended is not None:
+            raise DeltaError(f"{len(message)} bytes after the end of the delta")
+        fields, body = reader.open(message)
+        if fields["kind"] == "tensors":
+            deque(_changes(fields, body, reader.header["zstd"], state.tensors, touched), maxlen=0)
+            if again := hashes.keys() & fields["hashes"].keys():
+                raise DeltaError(f"{min(again)} has a hash twice")
+            hashes |= fields["hashes"]
+        elif fields["kind"] == "end":
+            ended = _ended(fields, reader.count, hashes, touched)
+    if ended is None:
+        raise DeltaError(f"the delta is cut off after {reader.count} messages")
+    after = state.after(reader.header["version"], hashes)
+    known = (reader.header["base"], reader.header["base_hash"]) == (state.version, state.hash)
+    if known and after.hash != ended:
+        raise DeltaError(f"the hashes of version {after.version} give {after.hash}, the end says {ended}")
+    return reader.header, after
+
+
+def _ended(fields: dict[str, Any], count: int, hashes: dict[str, str], touched: dict[str, int]) -> str:
+    """The hash that the end of a delta says."""
+    if fields["messages"] != count:
+        raise DeltaError(f"{count} messages, the end says {fields['messages']}")
+    if odd := sorted(hashes.keys() ^ touched.keys()):
+        raise DeltaError(f"{odd[0]} has {'changes but no hash' if odd[0] in touched else 'a hash but no changes'}")
+    return str(fields["hash"])
+
+
+def changes(messages: Iterable[bytes]) -> Iterator[Change]:
+    """All changes of a delta that `check` has accepted, one message in memory at a time."""
+    reader = Reader()
+    for message in messages:
+        fields, body = reader.open(message)
+        if fields["kind"] == "tensors":
+            yield from _changes(fields, body, reader.header["zstd"])
+
+
+def _changes(
+    fields: dict[str, Any],
+    body: memoryview,
+    zstd: bool,
+    known: Mapping[str, Fingerprint] | None = None,
+    touched: dict[str, int] | None = None,
+) -> Iterator[Change]:
+    """The changes of one message; with `known`, each is compared with the receiver's tensors first."""
+    at = 0
+    for span in fields["spans"]:
+        if known is not None and touched is not None:
+            _check_span(span, known, touched)
+        lengths = span["bytes"]
+        ends = list(itertools.accumulate(lengths, initial=at))
+        at = ends[-1]
+        if at > len(body):
+            raise DeltaError(f"{span['name']}: its bytes end at {at}, the body at {len(body)}")
+        parts = [body[a:b] for a, b in itertools.pairwise(ends)]
+        try:
+            yield _change(span, parts, zstd)
+        except DeltaError as error:
+            raise DeltaError(f"{span['name']}, from element {span['start']}: {error}") from None
+    if at != len(body):
+        raise DeltaError(f"{len(body) - at} bytes of a body belong to no span")
+
+
+def _check_span(span: dict[str, Any], known: Mapping[str, Fingerprint], touched: dict[str, int]) -> None:
+    name, shape = span["name"], tuple(span["shape"])
+    held = known.get(name)
+    if held is None:
+        raise DeltaError(f"{name}: the receiver has no such tensor")
+    if (span["dtype"], shape) != held[:2]:
+        raise DeltaError(f"{name} is {span['dtype']} {[*shape]}, the receiver's is {held.dtype} {[*held.shape]}")
+    end = span["start"] + span["elements"]
+    if not touched.get(name, 0) <= span["start"] < end <= prod(shape) or not 0 < span["changed"] <= span["elements"]:
+        raise DeltaError(f"{name}: {span['changed']} changes from {span['start']} to {end} of {prod(shape)} elements")
+    touched[name] = end
+
+
+def _change(span: dict[str, Any], parts: Sequence[Part], zstd: bool) -> Change:
+    width = getattr(torch, span["dtype"]).itemsize
+    bounds = forms.sizes(span["form"], span["elements"], width, span["changed"], zstd)
+    if len(parts) != len(bounds):
+        raise DeltaError(f"{span['form']} has {len(bounds)} parts, not {len(parts)}")
+    if zstd:
+        parts = forms.decompress(parts, bounds, width)
+    elif any(not least <= len(part) <= most for part, (least, most) in zip(parts, bounds, strict=True)):
+        raise DeltaError(f"{span['form']} of {span['changed']} changes has parts of {span['bytes']} bytes")
+    kind = np.dtype(f"i{width}" if width > 1 else "u1")
+    return Change(
+        span["name"], span["start"], *forms.decode(span["form"], parts, span["elements"], kind, span["changed"])
+    )

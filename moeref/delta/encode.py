@@ -1,0 +1,195 @@
+"""Making a delta: the elements of new weights whose bytes differ from those of a base, in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from moeref.delta import forms
+from moeref.delta.apply import Receiver
+from moeref.delta.errors import DeltaError
+from moeref.delta.forms import Part
+from moeref.delta.messages import FORMAT, Writer
+from moeref.delta.state import Bits, Named, State, bits_of, dtype_of, named
+
+#: Elements that are compared at once: their bytes and the mask stay in the cache.
+SPAN = 1 << 18
+BUCKET = 64 << 20
+Streamed = Iterable[Named] | Mapping[str, torch.Tensor]
+
+
+class Delta:
+    """A delta that is made while it is iterated over, once; then `state` is that of the new version.
+
+    state: of the base. base, new: the tensors of both, as any iterables of (Hugging Face name, tensor) in one order, or
+    `base` as a mapping. Held in memory at a time are a tensor of each and one message: `bucket` bytes and a span more.
+
+    Raises DeltaError, with the tensor's name, where names, dtypes or shapes differ, where the bytes of `base` are not
+    those of `state`, and for a version that is not later.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        base: Streamed,
+        new: Iterable[Named],
+        version: int,
+        *,
+        zstd: bool = False,
+        bucket: int = BUCKET,
+    ) -> None:
+        if version <= state.version or state.version < 0:
+            raise DeltaError(f"version {version} has to be later than its base, {state.version}, from 0 on")
+        self._base, self._new = state, _pairs(base, new)
+        self._version, self._limit = version, bucket
+        self._encode = forms.encode_zstd if zstd else forms.encode
+        self._writer, self._zstd = Writer(zstd=zstd), zstd
+        self._spans: list[dict[str, Any]] = []
+        self._body: list[Part] = []
+        self._bytes = 0
+        self._hashes: dict[str, str] = {}  # not yet written
+        self._changed: dict[str, str] = {}
+        self._seen: set[str] = set()
+        self._mask = np.empty(SPAN, np.bool_)
+        self._state: State | None = None
+
+    @property
+    def state(self) -> State:
+        """Of the new version. Raises DeltaError before the delta is complete."""
+        if self._state is None:
+            raise DeltaError(f"the delta to version {self._version} is not complete: iterate over all of it first")
+        return self._state
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._writer.count:
+            raise DeltaError("a delta is made once: keep its messages")
+        base = self._base
+        header = {"kind": "header", "format": FORMAT, "version": self._version, "base": base.version}
+        yield self._writer.message({**header, "base_hash": base.hash, "zstd": self._zstd})
+        for name, old, new in self._new:
+            yield from self._tensor(name, old, new)
+        if missing := sorted(base.tensors.keys() - self._seen):
+            raise DeltaError(f"{len(missing)} tensors of the base are not in the stream, first {missing[0]}")
+        if self._spans or self._hashes:
+            yield self._emit()
+        state = base.after(self._version, self._changed)
+        yield self._writer.message({"kind": "end", "messages": self._writer.count + 1, "hash": state.hash})
+        self._state = state
+
+    def _tensor(self, name: str, old: torch.Tensor, new: torch.Tensor) -> Iterator[bytes]:
+        self._compare(name, old, new)
+        before, after = bits_of(name, old), bits_of(name, new)
+        was, now = xxhash.xxh3_64(), xxhash.xxh3_64()
+        changed = 0
+        for start in range(0, before.size, SPAN):
+            a, b = before[start : start + SPAN], after[start : start + SPAN]
+            was.update(a)
+            now.update(b)
+            if count := self._span(a, b, {"name": name, "dtype": dtype_of(new), "shape": list(new.shape)}, start):
+                changed += count
+                if self._bytes >= self._limit:
+                    yield self._emit()
+        if was.hexdigest() != self._base.tensors[name].hash:
+            raise DeltaError(f"{name}: the base is not version {self._base.version}: its bytes have another hash")
+        if changed:
+            self._hashes[name] = self._changed[name] = now.hexdigest()
+
+    def _compare(self, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
+        if name in self._seen:
+            raise DeltaError(f"{name} comes twice in the stream")
+        self._seen.add(name)
+        known = self._base.tensors.get(name)
+        if known is None:
+            raise DeltaError(f"{name} is not in the base, version {self._base.version}")
+        for tensor in (old, new):
+            if (dtype_of(tensor), tuple(tensor.shape)) != known[:2]:
+                found = f"{dtype_of(tensor)} {list(tensor.shape)}"
+                raise DeltaError(f"{name} is {found}, in version {self._base.version} {known.dtype} {[*known.shape]}")
+
+    def _span(self, old: Bits, new: Bits, described: dict[str, Any], start: int) -> int:
+        """Write the changes of one span; how many there are."""
+        mask = np.not_equal(old, new, out=self._mask[: old.size])
+        count = int(np.count_nonzero(mask))
+        if count:
+            form, parts = self._encode(new, mask, count)
+            lengths = [len(part) for part in parts]
+            place = {"start": start, "elements": old.size, "form": form, "changed": count, "bytes": lengths}
+            self._spans.append(described | place)
+            # A full span is a view of the caller's memory, which may change before the message is made.
+            self._body += [bytes(part) for part in parts] if form == "full" else parts
+            self._bytes += sum(lengths)
+        return count
+
+    def _emit(self) -> bytes:
+        message = self._writer.message({"kind": "tensors", "spans": self._spans, "hashes": self._hashes}, self._body)
+        self._spans, self._hashes, self._body, self._bytes = [], {}, [], 0
+        return message
+
+
+def _pairs(base: Streamed, new: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name, base tensor, new tensor) in the order of `new`."""
+    if isinstance(base, Mapping):
+        for name, tensor in named(new):
+            if name not in base:
+                raise DeltaError(f"{name} is not in the base")
+            yield name, base[name], tensor
+        return
+    olds = named(base)
+    for name, tensor in named(new):
+        old, was = next(olds, ("nothing more", tensor))
+        if old != name:
+            raise DeltaError(f"{name} comes where the base has {old}: give both in one order, or base as a mapping")
+        yield name, was, tensor
+
+
+class Sender:
+    """The trainer's side: each delta is against the last version that the receiver has acknowledged.
+
+    Holds a copy of that version in host memory, and the deltas made since. Versions may be skipped or lost.
+    """
+
+    def __init__(self, version: int, stream: Iterable[Named]) -> None:
+        self._tensors = {name: _copy(tensor) for name, tensor in named(stream)}
+        self._receiver = Receiver(version, self._tensors)
+        self._made: dict[int, tuple[list[bytes], str]] = {}
+        self._last = version
+
+    @property
+    def acknowledged(self) -> State:
+        """The version against which the next delta is made."""
+        return self._receiver.state
+
+    def delta(self, version: int, stream: Iterable[Named], *, zstd: bool = False, bucket: int = BUCKET) -> list[bytes]:
+        """The messages of a delta from the last acknowledged version to `version`, whose tensors are `stream`."""
+        if version <= self._last:
+            raise DeltaError(f"version {version}: {self._last} has been made already; versions grow")
+        made = Delta(self.acknowledged, self._tensors, stream, version, zstd=zstd, bucket=bucket)
+        messages = list(made)
+        self._made[version], self._last = (messages, made.state.hash), version
+        return messages
+
+    def acknowledge(self, version: int, hash: str) -> None:
+        """The receiver holds `version`, with this hash: what `Receiver.apply` gave. Raises DeltaError otherwise.
+
+        Deltas against earlier versions are dropped: a receiver refuses them from now on.
+        """
+        if (version, hash) == (self.acknowledged.version, self.acknowledged.hash):
+            return
+        if version not in self._made:
+            waiting = ", ".join(map(str, self._made)) or "none"
+            raise DeltaError(f"version {version} is acknowledged, but the deltas that wait are {waiting}")
+        messages, expected = self._made[version]
+        if hash != expected:
+            raise DeltaError(f"the receiver's version {version} has hash {hash}, expected {expected}: send it whole")
+        self._receiver.apply(messages)
+        self._made.clear()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    own = torch.empty(tensor.shape, dtype=tensor.dtype)
+    own.copy_(tensor.detach())
+    return own

@@ -1,0 +1,83 @@
+"""What is known of the weights of one version: a version number and a hash of each tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from moeref.bridge.shard_map import HFTensor
+from moeref.delta.errors import DeltaError
+
+Named = tuple[str | HFTensor, torch.Tensor | None]
+Bits = npt.NDArray[Any]
+#: The integers in which elements are compared and copied, by the bytes of an element: no NaN, no −0, no rounding.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fingerprint(NamedTuple):
+    """A tensor's dtype as torch names it, its shape, and the XXH3 (64 bits, hexadecimal) of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    hash: str
+
+
+@dataclass(frozen=True)
+class State:
+    """The weights of a version, by tensor name."""
+
+    version: int
+    tensors: Mapping[str, Fingerprint]
+
+    @classmethod
+    def of(cls, version: int, stream: Iterable[Named]) -> State:
+        """The state of a stream of (name, tensor); reads every byte once. DeltaError for a name that comes twice."""
+        found: dict[str, Fingerprint] = {}
+        for name, tensor in named(stream):
+            if name in found:
+                raise DeltaError(f"{name} comes twice in the stream")
+            bits = bits_of(name, tensor)
+            found[name] = Fingerprint(dtype_of(tensor), tuple(tensor.shape), xxhash.xxh3_64_hexdigest(bits))
+        return cls(version, found)
+
+    @cached_property
+    def hash(self) -> str:
+        """XXH3 (128 bits, hexadecimal) of a JSON line [name, dtype, shape, hash] for each tensor, sorted by name."""
+        digest = xxhash.xxh3_128()
+        for name in sorted(self.tensors):
+            digest.update(json.dumps([name, *self.tensors[name]], separators=(",", ":")).encode() + b"\n")
+        return digest.hexdigest()
+
+    def after(self, version: int, hashes: Mapping[str, str]) -> State:
+        """The state in which the tensors of `hashes` have changed."""
+        changed = {name: self.tensors[name]._replace(hash=new) for name, new in hashes.items()}
+        return State(version, {**self.tensors, **changed})
+
+
+def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a stream; tensors that are None, as on ranks that are not the writer, are left out."""
+    for described, tensor in stream:
+        if tensor is not None:
+            yield described if isinstance(described, str) else described.name, tensor
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Such as `bfloat16`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def bits_of(name: str, tensor: torch.Tensor) -> Bits:
+    """The elements as flat integers: of the tensor's own memory where that is contiguous on the CPU, else of a copy."""
+    kind = BITS.get(tensor.dtype.itemsize)
+    if kind is None or tensor.layout != torch.strided or tensor.is_meta:
+        raise DeltaError(f"{name}: {tensor.dtype} ({tensor.layout}, {tensor.device}) has no elements to compare")
+    flat = tensor.detach().contiguous().reshape(-1).view(kind).cpu().numpy()
+    return np.asarray(flat)

@@ -1,0 +1,211 @@
+"""Readers of frameworks' configurations: scripts that are not run, where values come from, and what is not known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moeref.check import CheckError
+from moeref.check.readers import FORMATS, check_reading, read
+from moeref.check.readers.literal import LiteralError, literal
+from moeref.check.readers.shell import Script
+from moeref.cli import main
+
+#: Qwen3-30B-A3B for Megatron-LM.
+QWEN = """--disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 32 --num-query-groups 4
+--kv-channels 128 --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --normalization RMSNorm
+--position-embedding-type rope --norm-epsilon 1e-6 --swiglu --untie-embeddings-and-output-weights --vocab-size 151936
+--rotary-base 1000000 --moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-layer-freq [1]*48 --num-experts 128
+--moe-grouped-gemm --moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0"""
+SLIME = """#!/bin/bash
+source "$(cd "$(dirname "$0")" && pwd)/model.sh"   # a comment
+NODES=2
+PERF_ARGS=(
+   --tensor-model-parallel-size 2  # of the dense layers
+   --sequence-parallel
+   --expert-model-parallel-size ${EP:-8}
+   # --context-parallel-size 2
+)
+if [ "$1" = big ]; then
+  LATER=1
+fi
+ray job submit -- python3 train.py \\
+   --actor-num-nodes $NODES --actor-num-gpus-per-node 8 --hf-checkpoint /models/Qwen3-30B-A3B/ \\
+   ${MODEL_ARGS[@]} ${PERF_ARGS[@]} --rollout-batch-size $((4 * NODES))
+"""
+
+
+@pytest.fixture
+def slime(tmp_path: Path) -> Path:
+    (tmp_path / "model.sh").write_text(f"MODEL_ARGS=(\n{QWEN}\n)\n")
+    (tmp_path / "run.sh").write_text(SLIME)
+    return tmp_path / "run.sh"
+
+
+def words(tmp_path: Path, text: str, **given: str) -> list[str]:
+    """The words of the last command of a script."""
+    (tmp_path / "s.sh").write_text(text)
+    script = Script(given)
+    script.read(tmp_path / "s.sh")
+    return [word.text if word.known else f"?{word.text}" for word in script.commands[-1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("run a 'b c' \"d $x\"", ["run", "a", "b c", "d ?$x"]),
+        ("A=1; B=$A$A; run $B ${A}x", ["run", "11", "1x"]),
+        ("A='x y'; run $A \"$A\"", ["run", "x", "y", "x y"]),
+        ("A=(1 '2 3'); A+=(4); run ${A[@]} \"${A[@]}\"", ["run", "1", "2", "3", "4", "1", "2 3", "4"]),
+        ("run ${A:-7} ${B:-$C}", ["run", "7", "?$C"]),
+        ("export A=5\nrun $((A * 2 + 1)) $((2**70))", ["run", "11", "?$((2**70))"]),
+        ("run $(seq 3) `date`", ["run", "?$(seq 3)", "?`date`"]),
+        ("run a \\\n  b # c\n", ["run", "a", "b"]),
+        ("cat <<EOF\nrun x\nEOF\nrun y > log 2>&1 &", ["run", "y"]),
+        ("if test $1; then A=1; fi; run $A", ["run", "?${A}"]),
+        ("for ((i=0; i<3; i++)); do A+=(1); done; run ${A[@]}", ["run", "?${A}"]),
+        ("A=1; if x; then :; fi; run $A", ["run", "1"]),
+    ],
+)
+def test_a_script_is_read_and_not_run(tmp_path: Path, text: str, says: list[str]) -> None:
+    found = words(tmp_path, text)
+    assert found == [f"?{say.replace('?', '')}" if "?" in say else say for say in says]
+
+
+def test_a_variable_of_the_command_line_wins(tmp_path: Path) -> None:
+    assert words(tmp_path, "TP=${TP:-8}; run $TP", TP="2") == ["run", "2"]
+    assert words(tmp_path, "TP=8; run $TP", TP="2") == ["run", "2"]
+
+
+def test_the_environment_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "42")
+    assert words(tmp_path, "run $SECRET ${SECRET:-none}") == ["run", "?$SECRET", "none"]
+
+
+def test_files_that_source_one_another_without_end(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("source ./a.sh\n")
+    with pytest.raises(CheckError, match="source one another"):
+        Script().read(tmp_path / "a.sh")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("[0]*2+[1]*3", [0, 0, 1, 1, 1]), ("8*1024", 8192), ("([1]+[0])*2", [1, 0, 1, 0]), ("-1", -1)]
+)
+def test_a_literal(text: str, value: object) -> None:
+    assert literal(text) == value
+
+
+@pytest.mark.parametrize("text", ["__import__('os')", "[0]*10**9", "[0]*99999*99999", "x", "", "(" * 5000, "'a'*9"])
+def test_no_literal(text: str) -> None:
+    with pytest.raises(LiteralError):
+        literal(text)
+
+
+def test_slime_end_to_end(slime: Path) -> None:
+    report = check_reading(read("slime", [str(slime)], "0.19.2"))
+    assert report.verdict == "works", report.problems
+    assert report.layout == "tp=2,pp=1,vpp=1,ep=8,etp=2,cp=1,world=16"
+    sources = {name: value.source for name, value in report.read.items()}
+    assert (sources["tp"], sources["num_layers"]) == ("run.sh:5", "model.sh:3")
+    assert sources["etp"].startswith("derived: as TP")
+    assert sources["moe_router_load_balancing_type"] == "default of Megatron-LM"
+    assert sources["variable_seq_lengths"].startswith("derived: slime")
+    assert report.settings is not None
+    assert report.settings["bias_activation_fusion"] is True
+    assert [value.name for value in report.elsewhere] == ["--rollout-batch-size"]
+    assert report.to_plain()["read"]["tp"] == {
+        "name": "--tensor-model-parallel-size",
+        "value": 2,
+        "source": "run.sh:5",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "says"),
+    [
+        (("--sequence-parallel\n", "--sequence-paralel\n"), "refused", "--sequence-paralel (run.sh:6) is not known"),
+        (("-size 2 ", "-size $TP "), "unknown", "$TP (run.sh:5) is computed by the script"),
+        (("8 --hf", "8 --spec a b --hf"), "unknown", "a spec of its own"),
+        (("{MODEL_ARGS[@]} ", "{NOTHING[@]} "), "unknown", "${NOTHING[@]} (run.sh:13)"),
+        (("8 --hf", "8 --decoder-last-pipeline-num-layers 3 --hf"), "refused", "at one pipeline stage"),
+        (("-parallel\n", "-parallel --num-layers 47\n"), "refused", "num_layers=47 replaces 48"),
+        (("-parallel\n", "-parallel --vocab-size 8\n"), "refused", "vocab_size=8 (run.sh:6) replaces 151936"),
+        (("Qwen3-30B-A3B/ \\", "Qwen3-30B-A3B/ "), "refused", "a command begins with --disable-bias-linear"),
+    ],
+)
+def test_what_slime_or_the_reader_does_not_take(slime: Path, change: tuple[str, str], verdict: str, says: str) -> None:
+    before = slime.read_text()
+    slime.write_text(before.replace(*change))
+    assert slime.read_text() != before
+    report = check_reading(read("slime", [str(slime)], "0.19.2"))
+    said = "; ".join(problem.text for problem in report.problems)
+    assert report.verdict == verdict, said
+    assert says in said
+    assert report.record is None
+
+
+def test_what_is_computed_and_in_the_model_s_config_is_taken_from_there(slime: Path) -> None:
+    model = slime.parent / "model.sh"
+    model.write_text("for i in 1 2; do F+=(1); done\n" + model.read_text().replace("[1]*48", '"${F[*]}"'))
+    report = check_reading(read("slime", [str(slime)], "0.19.2"))
+    assert report.verdict == "works", report.problems
+    assert any("moe_layer_freq is taken from the model's own config" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "says"),
+    [
+        ("slime", "python train.py --num-layers many", "--num-layers 'many' is no int"),
+        ("slime", "python train.py --num-layers", "--num-layers has no value"),
+        ("slime", "source ../other.sh\npython train.py", "sources ../other.sh, which is not there"),
+        ("slime", "python train.py --num-layers 48", "does not name a model"),
+        ("megatron-lm", "torchrun pretrain_gpt.py --fp16", "--fp16"),
+        ("megatron-lm", "--moe-layer-freq '[1, 1]'", "is no literal"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    tmp_path: Path, framework: str, text: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert main(["check", "--from", framework, str(tmp_path / "run.sh"), "--no-verify"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--from", "slime"], "required"),
+        (["--from", "slime", "A=1"], "give a file"),
+        (["--from", "slim", "x.sh"], "did you mean"),
+        (["--from", "slime", "/no/such.sh"], "/no/such.sh"),
+        (["--from", "slime", "/dev/zero"], "not a regular file"),
+        (["a", "b", "--layout", "world=1"], "one MODEL"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["check", *arguments])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_command_line(slime: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--from", "slime", str(slime), "EP=4", "--json", "--no-verify"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["read"]["ep"] == {"name": "--expert-model-parallel-size", "value": 4, "source": "command line"}
+    assert main(["check", "--from", "slime", str(slime), "--set", "moe_router_topk=4", "--no-verify", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert "run.sh:5" in out
+    assert "--rollout-batch-size 8" in out
+    assert main(["check", "--from", "megatron-lm", str(slime.parent / "model.sh"), "--model", "qwen3-30b-a3b"]) == 3
+    assert "number of ranks is not given" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_every_format_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    assert ", ".join(FORMATS) in " ".join(capsys.readouterr().out.split())

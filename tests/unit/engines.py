@@ -149,9 +149,9 @@ def _fail(how: str, engine: Any, real: Callable[..., Any], *args: Any) -> Any:
         return frozenset() if not args else Receipt(args[0])
     (bucket,) = args
     if how == "lost":
-        return engine.receiver._received
+        return engine.receiver.received
     if how == "lost silently":  # the transport says that all is well
-        return engine.receiver._received.plus(bucket)
+        return engine.receiver.received.plus(bucket)
     if how == "duplicated":
         real(engine, bucket)
     return real(engine, _changed(how, bucket))

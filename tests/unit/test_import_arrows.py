@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "exporter": {"layout", "families", "bridge", "dtypes", "torch_dtypes"},
     # How a model is built: made by the preflight, taken by the builder.
     "record": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes"},
+    "audit": {"bridge"},
     # Of the rooms on its left it takes the type of a described tensor.
     "delta": {"bridge"},
     "sync": {"layout", "families", "bridge", "exporter"},

@@ -30,6 +30,9 @@ PYTHON_OF_CORE = {"0.19.2": "3.12", "0.16.1": "3.11"}
 CORE, *OLDER_CORES = PYTHON_OF_CORE
 PYTHON = PYTHON_OF_CORE[CORE]
 
+#: The oldest transformers that `[kit]` lets in, and what goes with it.
+OLDEST = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.22.2")
+
 #: Released bridges, each in an environment of its own.
 PEERS = nox.project.load_toml(ROOT / "conformance/moeref_conformance/targets/peers/peers.toml")
 
@@ -47,6 +50,8 @@ ENV = {
 #: With nox's own --no-install the GPU session takes the machine's Python as it is.
 AS_IT_IS = "--no-install" in sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
 GPU = "conformance-report/gpu"
+#: Bytes of the wheel, at most.
+WHEEL = 1_000_000
 #: The kit's exit code where a claimed cell could not be judged.
 INCOMPLETE = 3
 #: By the name of their schema.
@@ -237,6 +242,15 @@ def rollout(session: nox.Session) -> None:
     session.run("pytest", "-m", "engine", "tests/rollout", *session.posargs, env=env)
 
 
+@nox.session(python=PYTHON_OF_CORE[OLDER_CORES[-1]], default=False)
+def oldest(session: nox.Session) -> None:
+    """Judge moeref in matrices/smoke.toml with the oldest megatron-core and transformers that `[kit]` lets in."""
+    install(session, "-e", ".[kit]")
+    session.install(*OLDEST, env={**ENV, **index_settings()})
+    command = ["python", "-m", "moeref_conformance", "run", "--target", "moeref"]
+    session.run(*command, "--matrix", "smoke", "--out", "conformance-report/oldest", *session.posargs, env=ENV)
+
+
 def preflight_with(core: str) -> None:
     @nox.session(
         python=PYTHON_OF_CORE[core], name="preflight" if core == CORE else f"preflight(core='{core}')", default=False
@@ -305,14 +319,6 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON, default=False)
-def traces(session: nox.Session) -> None:
-    """Try 10,000 random traces of tokens, and 1,000 of weight updates in which any call may fail."""
-    install(session, "-e", ".[kit]", groups=("test",))
-    for tests, traces in (("test_provenance.py", "10000"), ("test_weight_sync.py", "1000")):
-        session.run("pytest", f"tests/unit/{tests}", *session.posargs, env={**ENV, "MOEREF_FUZZ": traces})
-
-
-@nox.session(python=PYTHON, default=False)
 def bench(session: nox.Session) -> None:
     """Measure, each figure next to what it is held against; `-- -k export` selects."""
     install(session, "-e", ".[kit]", groups=("bench",))
@@ -334,6 +340,8 @@ def build(session: nox.Session) -> None:
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "-m", "build", "--no-isolation", "--outdir", folder, env=ENV)
         (wheel,) = Path(folder).glob("*.whl")
+        if wheel.stat().st_size > WHEEL:
+            session.error(f"{wheel.name} has {wheel.stat().st_size:,} bytes, over {WHEEL:,}")
         install(session, f"{wheel}[kit]")
         with session.chdir(folder):
             session.run("python", "-c", "import moeref; print(moeref.__file__)", env=ENV)
@@ -347,9 +355,11 @@ def lock(session: nox.Session) -> None:
     """Write constraints/ anew; a pin moves only where it must, or everywhere with `-- --upgrade`."""
     install(session, groups=("nox",))
     groups = [word for group in PYPROJECT["dependency-groups"] for word in ("--group", group)]
+    # The others need a GPU, or an environment of their own.
+    extras = [word for extra in ("kit", "yaml", "zstd") for word in ("--extra", extra)]
     for python in PYTHON_OF_CORE.values():
         pins = constraints(python)
-        command = ["uv", "pip", "compile", "pyproject.toml", "--all-extras", *groups, "--python-version", python]
+        command = ["uv", "pip", "compile", "pyproject.toml", *extras, *groups, "--python-version", python]
         command += ["--quiet", "--no-annotate", "--output-file", str(pins.relative_to(ROOT)), *session.posargs]
         session.run(*command, env={**ENV, **index_settings(), "UV_CUSTOM_COMPILE_COMMAND": "nox -s lock"})
     for peer, environment in PEERS.items():

@@ -1,4 +1,4 @@
-"""A config.json as published models have it, from one that transformers 5 wrote.
+"""The dialects of transformers 4 and 5: a config.json as published models have it, and tensors as their files do.
 
 transformers 5 writes a dialect of its own: `num_local_experts` for Qwen's `num_experts`, `rope_parameters` for
 `rope_theta` and `rope_scaling`, `dtype` for `torch_dtype`, and values that it works out itself. Code that reads
@@ -10,8 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 #: Keys that no published config of any family has: transformers 5 works them out, or names itself.
 _WORKED_OUT = ("mlp_layer_types", "qk_head_dim", "rope_interleave", "transformers_version")
+
+
+def of_5() -> bool:
+    """Whether the transformers here is 5 or newer; 4.57 reads and writes published keys alone."""
+    import transformers
+
+    return int(transformers.__version__.partition(".")[0]) >= 5
+
+
+def in_files(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a module, by the names of its files: transformers 5 fuses experts in memory, 4.57 does not."""
+    if not of_5():
+        return dict(tensors)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(tensors)))
 
 
 def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,10 +37,11 @@ def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
     made = {key: value for key, value in config.items() if key not in _WORKED_OUT}
     if "dtype" in made and made["model_type"] != "glm4_moe_lite":  # published when transformers 5 was
         made["torch_dtype"] = made.pop("dtype")
-    made |= _rope(made["model_type"], made.pop("rope_parameters"))
-    if made["model_type"] == "qwen3_moe":
+    if "rope_parameters" in made:
+        made |= _rope(made["model_type"], made.pop("rope_parameters"))
+    if made["model_type"] == "qwen3_moe" and "num_local_experts" in made:
         made["num_experts"] = made.pop("num_local_experts")
-    if made["model_type"] == "qwen3_next":
+    if made["model_type"] == "qwen3_next" and "layer_types" in made:
         made["full_attention_interval"] = made.pop("layer_types").index("full_attention") + 1
     if "kv_lora_rank" in made:  # latent heads have two widths, and a key for each
         made.pop("head_dim", None)

@@ -18,6 +18,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.published_models import Size, published
+from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -65,8 +66,6 @@ def tensors(name: str, expert_format: str) -> dict[str, torch.Tensor]:
 
 def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Tensor]:
     """The tensors that a Hugging Face config gives, on the meta device, in the order of their names."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     model, mtp = _model(config), int(config.get("num_nextn_predict_layers") or 0)
     if expert_format == "fused" and mtp:
         raise ValueError("multi-token prediction layers are published per expert, not fused")
@@ -74,7 +73,7 @@ def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Te
     if config["tie_word_embeddings"]:
         del state["lm_head.weight"]
     if expert_format == "per_expert":
-        state = revert_weight_conversion(model, state)
+        state = in_files(model, state)
     for number in range(mtp):
         state |= mtp_layer(int(config["num_hidden_layers"]), number, state)
     return dict(sorted(state.items()))

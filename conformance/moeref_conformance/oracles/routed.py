@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from moeref_conformance.contract.requests.replay import WHOLE
+from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 
 #: Row of a route that the engine did not give.
@@ -80,11 +81,12 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
     """
     shape = _shape(expected)
     rng = np.random.default_rng(1000 + SETS.index(name))
+    samples, length = expected.tokens_BS.shape
     samples_routes = []
-    for number, length in enumerate(expected.lengths):
+    for number in range(samples):
         idx_TLK = rng.random((length - 1, shape.layers, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
         idx_TLK[:, [not moe for moe in shape.moe]] = 0
-        if missing and number == len(expected.lengths) - 1:
+        if missing and number == samples - 1:
             idx_TLK[length // 2] = MISSING
         samples_routes.append(idx_TLK.astype(np.int32))
     return samples_routes
@@ -170,29 +172,24 @@ def routed(
     layers = [layer for layer, moe in enumerate(shape.moe) if moe]
     target_TLK = torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k))
     with torch.enable_grad(), _Forced(shape.experts, target_TLK) as forced:
-        logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
+        logits_BSV = model(expected.tokens_BS).logits.float()
         gradients = _gradients(model, logits_BSV, expected)
     experts = {}
     for layer, chosen_TK in zip(layers, forced.chosen, strict=True):
         rows = chosen_TK.reshape(samples, length, -1).tolist()
-        experts[layer] = {(b, s): frozenset(rows[b][s]) for b, n in enumerate(expected.lengths) for s in range(n)}
+        experts[layer] = {(b, s): frozenset(rows[b][s]) for b in range(samples) for s in range(length)}
     return Routed(logits_BSV.detach().contiguous(), experts, gradients)
 
 
 def _gradients(model: Any, logits_BSV: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
     """The gradients under the names of the checkpoint, as transformers' own writer splits and names its tensors."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     labels_BS = expected.tokens_BS.roll(-1, 1)
-    for tokens_S, labels_S, length in zip(expected.tokens_BS, labels_BS, expected.lengths, strict=True):
-        labels_S[length - 1] = tokens_S[0]
-        labels_S[length:] = -100  # counts for nothing
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     gradients = dict(zip(parameters, found, strict=True))
     if not gradients.keys() <= expected.tensors.keys():  # a fused checkpoint has the module's own names
-        gradients = revert_weight_conversion(model, gradients)
+        gradients = in_files(model, gradients)
     nan = torch.tensor(torch.nan)
     return {name: gradients.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
 

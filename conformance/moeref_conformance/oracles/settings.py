@@ -96,14 +96,16 @@ def fits(name: str, want: Any, have: Any) -> bool:
 
 
 def _latent(config: Any) -> dict[str, Any]:
+    # transformers 4 keeps the keys of the file.
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta, **(config.rope_scaling or {})}
     return {
         "q_lora_rank": config.q_lora_rank,
         "kv_lora_rank": config.kv_lora_rank,
         "qk_head_dim": config.qk_nope_head_dim,
         "qk_pos_emb_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
-        "rotary_base": float(config.rope_parameters["rope_theta"]),
-        "rotary_scaling_factor": float(config.rope_parameters.get("factor") or 1.0),
+        "rotary_base": float(rope["rope_theta"]),
+        "rotary_scaling_factor": float(rope.get("factor") or 1.0),
     }
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import sys
 
+from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
 
 #: Module -> its distribution, and the least version that works.
@@ -20,7 +21,7 @@ WANTED = {
     "megatron.core": ("megatron-core", "0.16"),
     "triton": ("triton", ""),
     "packaging": ("packaging", ""),
-    "transformers": ("transformers", "5.12"),
+    "transformers": ("transformers", "4.57"),
     "safetensors": ("safetensors", "0.5"),
     "xxhash": ("xxhash", "3.4"),
     "rich": ("rich", "13"),
@@ -48,6 +49,17 @@ def require(*modules: str) -> None:
     if lacking:
         said = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed here"
         raise BadInput(f"{said}; pip install 'moeref[kit]' brings what is needed")
+
+
+def lacks_transformers(cell: Cell) -> str:
+    """Why the transformers here, of which the expected model is made, has none of the cell; empty if it has."""
+    version = _version("transformers")
+    if not version or _numbers(version) >= (5,):
+        return ""
+    if cell.expert_format == "fused" or cell.family == "glm4_moe_lite":
+        what = cell.family if cell.family == "glm4_moe_lite" else "fused experts"
+        return f"needs {what} of transformers 5; here is {version}"
+    return ""
 
 
 def _importable(module: str) -> bool:

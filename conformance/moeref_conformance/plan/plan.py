@@ -17,6 +17,7 @@ from moeref_conformance.contract.facts import Described
 from moeref_conformance.contract.rules import Rule, groups_of, load_rules, select
 from moeref_conformance.plan import known_failures
 from moeref_conformance.plan import matrix as matrices
+from moeref_conformance.plan.check_environment import lacks_transformers
 from moeref_conformance.plan.known_failures import KnownFailure
 from moeref_conformance.plan.machine import Machine, concerned, detect, started
 from moeref_conformance.plan.matrix import Matrix
@@ -90,6 +91,8 @@ class Plan:
 
     def lacks(self, cell: Cell) -> str:
         """What the cell needs and this machine lacks, as a reason for the report; empty if it can run."""
+        if reason := lacks_transformers(cell):
+            return reason
         if self.recorded is not None:
             return ""
         if self.machine is not None and (reason := self.machine.lacks(cell)):

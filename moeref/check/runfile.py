@@ -113,7 +113,7 @@ def _check_file(path: Path) -> None:
         raise CheckError(f"{path}: {error}") from error
 
 
-def _check_yaml(text: str) -> None:
+def check_yaml(text: str) -> None:
     """Raise CheckError for YAML with more nesting or repetition than a run file has: its readers recurse and copy."""
     yaml = importlib.import_module("yaml")
     sizes: dict[str | None, int] = {}
@@ -152,7 +152,7 @@ def _parsed(path: Path) -> Any:
     except ImportError as error:
         raise CheckError(f"{path}: YAML run files need the package omegaconf; or write JSON") from error
     try:
-        _check_yaml(path.read_text(encoding="utf-8"))
+        check_yaml(path.read_text(encoding="utf-8"))
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise CheckError(f"{path}: {error}") from error

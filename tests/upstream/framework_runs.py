@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 FACTS = Path(__file__).parent / "published"
-PROGRAMS = {"slime": "python3 train.py", "megatron-lm": "torchrun"}
+PROGRAMS = {
+    "slime": "python3 train.py",
+    "verl": "python3 -m verl.trainer.main_ppo",
+    "nemo-rl": "uv run examples/run_grpo.py",
+}
+#: Frameworks whose arguments Megatron-LM's parser reads.
+PARSED = ("slime", "megatron-lm")
 #: Fields that a run on a CPU has otherwise, or that concern no training.
 APART = frozenset(
     {
@@ -74,6 +80,15 @@ def real(framework: str, run: dict[str, Any]) -> Any:
     return megatron_arguments.config([w for at, w in enumerate(words) if at not in drop], world, changes)
 
 
+def constructed(record: Any) -> None:
+    """Make megatron-core's config and process groups of a record. Raises what it raises."""
+    from moeref import megatron
+    from tests.upstream import megatron_arguments
+
+    config, _ = megatron.transformer_config(record)
+    megatron_arguments.groups(config, record.layout.world)
+
+
 def differences(record: Any, config: Any) -> Iterator[str]:
     """Fields in which moeref's config of a record is not Megatron-LM's."""
     from moeref import megatron
@@ -99,6 +114,12 @@ def compared(framework: str, run: dict[str, Any], core: str) -> list[str]:
     wrong = [] if found.verdict == run["verdict"] else [f"{found.verdict} instead of {run['verdict']}: {said}"]
     if run.get("says", "") not in said:
         wrong.append(f"does not say {run['says']!r}: {said}")
+    if framework not in PARSED:
+        try:
+            constructed(found.record) if found.record else None
+        except Exception as error:
+            wrong.append(f"megatron-core refuses it: {error}")
+        return wrong
     try:
         config = real(framework, run)
     except (Exception, SystemExit) as error:

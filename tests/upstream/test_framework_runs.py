@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moeref.check.readers import FORMATS
 from tests.upstream import framework_runs
 
 pytestmark = pytest.mark.cpu
@@ -25,7 +26,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
-@pytest.mark.parametrize("framework", ["slime", "megatron-lm"])
+@pytest.mark.parametrize("framework", FORMATS)
 def test_published_runs_get_the_verdict_of_real_construction(framework: str) -> None:
     done = run("-m", "tests.upstream.framework_runs", framework)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

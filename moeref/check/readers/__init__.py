@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moeref.check.readers import megatron_lm, slime
+from moeref.check.readers import megatron_lm, nemo_rl, slime, verl
 from moeref.check.readers.checked import check_reading
 from moeref.check.readers.reading import Reading
 from moeref.check.report import CheckError
@@ -18,6 +18,8 @@ from moeref.config.errors import nearest
 FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] = {
     "megatron-lm": megatron_lm.read,
     "slime": slime.read,
+    "verl": verl.read,
+    "nemo-rl": nemo_rl.read,
 }
 
 

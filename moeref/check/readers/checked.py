@@ -15,7 +15,7 @@ from moeref.config import ConfigError, MoEConfig, transformer_settings
 from moeref.config.core import known_fields
 from moeref.config.effective import same
 from moeref.dtypes import NAMES
-from moeref.families import Model
+from moeref.families import FamilyError, Model, known
 from moeref.layout import Layout
 from moeref.record import Draft, Options
 
@@ -42,8 +42,9 @@ def check_reading(
     """
     name = model or _model(reading)
     text = layout or _layout(reading)
-    given = {option: value.value for option, value in reading.options.items()} | options
-    draft = _draft(name, given)
+    draft = _draft(name, _options(reading, options))
+    _of_family(reading, draft.model)
+    given = _options(reading, options)
     asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
     through = MoEConfig(transformer_config_kwargs=asked | dict(settings or {}))
     report = check(name, text, asked=through, **given)
@@ -63,6 +64,26 @@ def check_reading(
     )
 
 
+def _options(reading: Reading, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: value.value for option, value in reading.options.items()} | dict(options)
+
+
+def _of_family(reading: Reading, model: Model) -> None:
+    """Put into the reading what its bridge sets for the model's family."""
+    if reading.by_family is None:
+        return
+    if model.family not in reading.by_family:
+        text = f"what it sets for {model.family} is not known to this reader"
+        reading.problems.append(Problem("not read", text, refused=False))
+        return
+    reading.settings = {**reading.by_family[model.family], **reading.settings}
+    reading.by_family = None
+    grouped = reading.settings.get("moe_grouped_gemm")
+    if grouped and "experts" not in reading.options:
+        kind = "grouped" if grouped.value else "sequential"
+        reading.options["experts"] = Value(grouped.name, kind, grouped.source)
+
+
 def _draft(name: str, given: Mapping[str, Any]) -> Draft:
     """The run on one rank, which knows the names that moeref sets and the defaults of Megatron's class."""
     options = {option: value for option, value in given.items() if option in OPTIONS}
@@ -77,10 +98,10 @@ def _matters(field: str, value: Value, draft: Draft) -> bool:
     """Whether a setting is passed on: a default that is the class's as well, and not replaced by moeref, is not."""
     if value.given or field in draft.own:
         return True
-    known = known_fields(draft.options.core, mla=draft.model.mla is not None).get(field, {})
-    if "default" not in known:
+    entry = known_fields(draft.options.core, mla=draft.model.mla is not None).get(field, {})
+    if "default" not in entry:
         return not _nothing(value.value)
-    return not same(value.value, known["default"]) and not (_nothing(value.value) and _nothing(known["default"]))
+    return not same(value.value, entry["default"]) and not (_nothing(value.value) and _nothing(entry["default"]))
 
 
 def _nothing(value: Any) -> bool:
@@ -97,16 +118,24 @@ def _computed(field: str, value: Value, draft: Draft, problems: list[Problem], n
 
 
 def _model(reading: Reading) -> str:
-    if reading.model is None or not reading.model.known:
-        raise CheckError(f"{reading.framework}: the configuration does not name a model; give --model")
-    text = str(reading.model.value)
-    return text if Path(text).exists() else text.rstrip("/").rpartition("/")[2]
+    """The model's path if it is there, else the last part of it."""
+    text = str(reading.model.value) if reading.model else ""
+    name = text.rstrip("/").rpartition("/")[2]
+    if not name or "$" in name or "`" in name:
+        raise CheckError("the configuration does not name a model; give --model")
+    if Path(text).exists():
+        return text
+    try:
+        known(name)
+    except FamilyError as error:
+        raise CheckError(f"{error}; or give --model") from error
+    return name
 
 
 def _layout(reading: Reading) -> str:
-    axes = {axis: value.value for axis, value in reading.layout.items()}
+    axes = {axis: value.value for axis, value in reading.layout.items() if value.value not in (None, False)}
     pattern = axes.pop("pipeline_layout", None)
-    text = ",".join(f"{axis}={value}" for axis, value in axes.items())
+    text = ",".join(f"{axis}={int(value) if value is True else value}" for axis, value in axes.items())
     return text if pattern is None else f"{text},pipeline_layout={pattern}"
 
 

@@ -25,6 +25,7 @@ class Reading:
     layout: dict[str, Value] = field(default_factory=dict)
     options: dict[str, Value] = field(default_factory=dict)
     settings: dict[str, Value] = field(default_factory=dict)
+    by_family: dict[str, dict[str, Value]] | None = None
     beside: dict[str, Value] = field(default_factory=dict)
     computed: dict[str, Value] = field(default_factory=dict)
     elsewhere: list[Value] = field(default_factory=list)

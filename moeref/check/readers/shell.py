@@ -21,6 +21,8 @@ _BEFORE_A_COMMAND = frozenset({"then", "else", "elif", "do", "!", "time", "{", "
 _DECLARING = frozenset({"export", "local", "declare", "readonly"})
 #: The inside of `${…}`: a name, whether all elements of an array are meant, and a default.
 _PARAMETER = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?::?-(.*))?", re.DOTALL)
+#: What the script itself is given: nothing here.
+_OF_THE_SCRIPT = frozenset({"$@", "$*", "${@}", "${*}"})
 #: Where a variable comes from that the caller gives.
 GIVEN = "command line"
 #: Files that source one another, and words of a script: the most that are read.
@@ -46,6 +48,7 @@ class Script:
     missing: list[Word] = field(default_factory=list)  # sourced files that are not there
     arrays: list[str] = field(default_factory=list)
     _conditions: int = 0
+    _guarded: bool = False
     _words: int = 0
 
     def __post_init__(self) -> None:
@@ -55,78 +58,78 @@ class Script:
         """Read one file. Raises CheckError for a file that cannot be read."""
         if depth > DEEPEST:
             raise CheckError(f"{path}: files source one another more than {DEEPEST} times")
-        for raws, line in _statements(text_of(path), str(path)):
+        for raws, guarded in _statements(text_of(path), path.name):
             self._words += len(raws)
             if self._words > MOST_WORDS:
                 raise CheckError(f"{path}: a script has at most {MOST_WORDS} words")
-            self._statement(raws, f"{path.name}:{line}", path, depth)
+            self._guarded = guarded
+            self._statement(raws, path, depth)
 
-    def _statement(self, raws: list[str], where: str, path: Path, depth: int) -> None:
+    def _statement(self, raws: list[Word], path: Path, depth: int) -> None:
         raws = self._after_keywords(raws)
-        while raws and raws[0] in _DECLARING:
+        while raws and raws[0].text in _DECLARING:
             raws = raws[1:]
-        assignments = [raw for raw in raws if re.match(r"[A-Za-z_]\w*\+?=", raw)]
-        if raws and len(assignments) == len(raws):
-            for raw in assignments:
-                self._assign(raw, where)
-        elif raws and raws[0] in ("source", ".") and len(raws) > 1:
-            self._source(raws[1], where, path, depth)
-        elif raws[:2] == ["printf", "-v"] and len(raws) > 2:
-            self._set(raws[2], [Word(f"${{{raws[2]}}}", where, known=False)])
+        texts = [raw.text for raw in raws]
+        if raws and all(re.match(r"[A-Za-z_]\w*\+?=", text) for text in texts):
+            for raw in raws:
+                self._assign(raw)
+        elif len(raws) > 1 and texts[0] in ("source", "."):
+            self._source(raws[1], path, depth)
+        elif len(raws) > 2 and texts[:2] == ["printf", "-v"]:
+            self._set(texts[2], [Word(f"${{{texts[2]}}}", raws[0].where, known=False)])
         elif raws:
-            self.commands.append([word for raw in raws for word in self.expand(raw, where)])
+            self.commands.append([word for raw in raws for word in self.expand(raw.text, raw.where)])
 
-    def _after_keywords(self, raws: list[str]) -> list[str]:
+    def _after_keywords(self, raws: list[Word]) -> list[Word]:
         """The words after `then`, `do` and the like; none of a condition or of the head of a loop."""
         while raws:
-            if raws[0] in _OPENING:
+            if raws[0].text in _OPENING:
                 self._conditions += 1
                 return []
-            if raws[0] in _CLOSERS:
+            if raws[0].text in _CLOSERS:
                 self._conditions = max(0, self._conditions - 1)
                 return []
-            if raws[0].startswith("(("):
+            if raws[0].text.startswith("(("):
                 return []
-            if raws[0] not in _BEFORE_A_COMMAND:
+            if raws[0].text not in _BEFORE_A_COMMAND:
                 return raws
             raws = raws[1:]
         return raws
 
-    def _assign(self, raw: str, where: str) -> None:
-        name, _, value = raw.partition("=")
+    def _assign(self, raw: Word) -> None:
+        name, _, value = raw.text.partition("=")
         adds, name = name.endswith("+"), name.rstrip("+")
         if value.startswith("("):
             self.arrays += [] if name in self.arrays else [name]
-            start = where.rpartition(":")
-            words = [
-                word
-                for raws, line in _statements(value[1:-1], where, commands=False)
-                for each in raws
-                for word in self.expand(each, f"{start[0]}:{int(start[2]) + line - 1}")
-            ]
+            file, _, line = raw.where.rpartition(":")
+            elements = _statements(value[1:-1], file, int(line), commands=False)
+            words = [word for each, _ in elements for one in each for word in self.expand(one.text, one.where)]
         else:
-            words = [_joined(self.expand(value, where, quoted=True), where)]
-        if self._conditions:
-            words = [Word(f"${{{name}}}", where, known=False)]
+            words = [_joined(self.expand(value, raw.where, quoted=True), raw.where)]
+        if self._conditions or self._guarded:
+            words = [Word(f"${{{name}}}", raw.where, known=False)]
         self._set(name, [*(self.variables.get(name, []) if adds else []), *words])
 
     def _set(self, name: str, words: list[Word]) -> None:
         if name not in self.given:
             self.variables[name] = words
 
-    def _source(self, raw: str, where: str, path: Path, depth: int) -> None:
-        text = _joined(self.expand(raw, where), where).text
+    def _source(self, raw: Word, path: Path, depth: int) -> None:
+        text = _joined(self.expand(raw.text, raw.where), raw.where).text
         # A folder that only the shell can compute is nearly always the script's own.
         tail = text if "$" not in text else re.split(r"[)}\"]|\$\w+", text)[-1].lstrip("/")
         for found in (path.parent / tail, Path(tail)):
             if tail and found.is_file():
                 return self.read(found, depth + 1)
-        self.missing.append(Word(tail or text, where))
+        if not (self._conditions or self._guarded):
+            self.missing.append(Word(tail or text, raw.where))
         return None
 
     def expand(self, raw: str, where: str, *, quoted: bool = False) -> list[Word]:
         """The words that `raw` stands for. If `quoted`, white space in values does not separate words."""
         fields = _Fields(where)
+        if raw.strip('"') in _OF_THE_SCRIPT:
+            return []
         self._expand(raw, fields, split=not quoted)
         return fields.words
 
@@ -234,29 +237,32 @@ def _nested(text: str, at: int, closing: str) -> int:
     return at
 
 
-def _statements(text: str, path: str, *, commands: bool = True) -> Iterator[tuple[list[str], int]]:
-    """The raw words of every command and its line; of an array (`commands` false), of every line."""
-    words: list[str] = []
-    line, began, at = 1, 1, 0
+def _statements(text: str, file: str, line: int = 1, *, commands: bool = True) -> Iterator[tuple[list[Word], bool]]:
+    """(words, whether they stand after `&&` or `||`) of every command; of an array, of every line; not expanded."""
+    words: list[Word] = []
+    at = 0
+    guarded, after = False, False
     while at < len(text):
         end, kind = _token(text, at, commands=commands)
         if kind == "word":
-            began = began if words else line
-            words.append(text[at:end])
-        elif kind == "end" and words:
-            yield words, began
-            words = []
+            guarded = guarded if words else after
+            words.append(Word(text[at:end], f"{file}:{line}"))
+        elif kind == "end":
+            if words:
+                yield words, guarded
+                words = []
+            after = text[at:end] in ("&&", "||")
         line += text.count("\n", at, end)
         at = end
     if words:
-        yield words, began
+        yield words, guarded
 
 
 _SPACE = re.compile(r"(?:[ \t\r]|\\\n)+")
 _COMMENT = re.compile(r"#[^\n]*")
 _REDIRECTION = re.compile(r"(?:[0-9]*|&)[<>]{1,2}&?[ \t]*[^\s;|&<>]*")
 _HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n(?:.*\n)*?[ \t]*\2(?=\n|$)")
-_END = re.compile(r"[\n;|&()]")
+_END = re.compile(r"&&|\|\||[\n;|&()]")
 
 
 def _token(text: str, at: int, *, commands: bool) -> tuple[int, str]:

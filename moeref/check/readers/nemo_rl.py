@@ -1,0 +1,160 @@
+"""Reads NeMo-RL's YAML with the files that it inherits from, and overrides, also in a script.
+
+NeMo-RL takes Megatron-Bridge's provider and sets in it what `policy.megatron_cfg` says. Names and defaults: NeMo-RL at
+7ea279abfbeb, of `examples/configs/grpo_math_1B.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moeref.check.readers import provider
+from moeref.check.readers.arguments import entry, read_script
+from moeref.check.readers.reading import Reading
+from moeref.check.readers.tree import Names, Tree, ranks
+from moeref.check.report import CheckError
+from moeref.check.value import Value
+
+NAME = "NeMo-RL"
+PROGRAM = r"(?:.*/)?run_\w+\.py"
+_POLICY, _MEGATRON = "policy.", "policy.megatron_cfg."
+_FP8 = f"{_MEGATRON}fp8_cfg."
+_RANKS = ("cluster.num_nodes", "cluster.gpus_per_node")
+
+#: Settings of `megatron_cfg` under TransformerConfig's names -> default; None has none.
+FIELDS: dict[str, Any] = {
+    "moe_router_dtype": "fp64",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_bias_update_rate": 0.0,
+    "moe_permute_fusion": True,
+    "moe_enable_deepep": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_shared_expert_overlap": False,
+    "moe_per_layer_logging": False,
+    "apply_rope_fusion": True,
+    "bias_activation_fusion": True,
+    "gradient_accumulation_fusion": False,
+    "use_fused_weighted_squared_relu": False,
+    "mtp_num_layers": 0,
+    "mtp_loss_scaling_factor": 0.0,
+    "mtp_use_repeated_layer": False,
+    "mtp_detach_heads": False,
+    "sequence_parallel": False,
+}
+#: Settings that NeMo-RL passes on if they are given.
+_OPTIONAL = (
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_flex_dispatcher_backend", "moe_grouped_gemm"),
+    *("layernorm_epsilon", "attention_backend", "transformer_impl"),
+)
+DEFAULTS: dict[str, Any] = {
+    f"{_POLICY}precision": "bfloat16",
+    f"{_MEGATRON}tensor_model_parallel_size": 1,
+    f"{_MEGATRON}pipeline_model_parallel_size": 1,
+    f"{_MEGATRON}context_parallel_size": 1,
+    f"{_MEGATRON}expert_model_parallel_size": 1,
+    f"{_MEGATRON}expert_tensor_parallel_size": 1,
+    f"{_MEGATRON}num_layers_in_first_pipeline_stage": None,
+    f"{_MEGATRON}num_layers_in_last_pipeline_stage": None,
+    f"{_MEGATRON}activation_checkpointing": False,
+    f"{_MEGATRON}recompute_granularity": "full",
+    f"{_MEGATRON}recompute_modules": None,
+    f"{_FP8}enabled": False,
+    f"{_FP8}fp8": "e4m3",
+    f"{_FP8}fp8_recipe": "blockwise",
+    f"{_FP8}fp8_param": False,
+    "policy.router_replay.enabled": False,
+    "cluster.num_nodes": 1,
+    "cluster.gpus_per_node": 1,
+    **{f"{_MEGATRON}{name}": default for name, default in FIELDS.items()},
+}
+NAMES = Names(
+    layout={
+        f"{_MEGATRON}tensor_model_parallel_size": "tp",
+        f"{_MEGATRON}pipeline_model_parallel_size": "pp",
+        f"{_MEGATRON}context_parallel_size": "cp",
+        f"{_MEGATRON}expert_model_parallel_size": "ep",
+        f"{_MEGATRON}expert_tensor_parallel_size": "etp",
+        f"{_MEGATRON}num_layers_in_first_pipeline_stage": "first",
+        f"{_MEGATRON}num_layers_in_last_pipeline_stage": "last",
+    },
+    options={},
+    settings=(f"{_MEGATRON}model_overrides.",),
+    fields={f"{_MEGATRON}{name}": name for name in (*FIELDS, *_OPTIONAL)},
+    model="policy.model_name",
+    unmapped={
+        f"{_MEGATRON}peft.enabled": "adapters",
+        "policy.draft.enabled": "a draft model",
+        f"{_MEGATRON}fine_grained_activation_offloading": "activations are offloaded",
+    },
+    read=frozenset(
+        {
+            *(*_RANKS, "policy.precision", "policy.router_replay.enabled", f"{_MEGATRON}enabled", "defaults"),
+            *(f"{_MEGATRON}activation_checkpointing", f"{_MEGATRON}recompute_granularity"),
+            *(f"{_MEGATRON}recompute_modules", f"{_MEGATRON}pipeline_dtype"),
+            *(f"{_FP8}{name}" for name in ("enabled", "fp8", "fp8_recipe", "fp8_param")),
+        }
+    ),
+    elsewhere=(
+        *("grpo.", "loss_fn.", "checkpointing.", "logger.", "data.", "env.", "cluster.", "teacher.", "distillation."),
+        *("dpo.", "sft.", "data_plane.", "value.", "reward_penalties.", "on_policy_distillation"),
+        *(f"{_POLICY}{name}" for name in ("tokenizer.", "train_", "generation", "logprob_", "max_", "dtensor_cfg.")),
+        *(f"{_POLICY}{name}" for name in ("dynamic_batching.", "sequence_packing.", "make_", "optimizer", "scheduler")),
+        *(f"{_POLICY}{name}" for name in ("refit_", "hf_config_overrides", "offload_", "draft.", "router_replay.")),
+        *(f"{_MEGATRON}{name}" for name in ("optimizer.", "scheduler.", "distributed_", "env_vars")),
+        *(f"{_MEGATRON}{name}" for name in ("checkpoint.", "peft.", "empty_", "force_", "freeze_", "use_gloo")),
+        *(f"{_MEGATRON}{name}" for name in ("use_fused_linear_", "fused_linear_", "cuda_graph_", "offload_modules")),
+        *(f"{_MEGATRON}{name}" for name in ("defer_fp32_logits", "train_iters", "model_overrides", "converter_type")),
+        *(f"{_MEGATRON}{name}" for name in ("hybridep_", "moe_hybridep_num_sms", "inference_")),
+    ),
+)
+
+
+def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
+    """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
+    reading, tree = Reading(NAME), Tree()
+    for path in paths:
+        if path.suffix in (".yaml", ".yml"):
+            tree.read(path, inherits="defaults")
+            continue
+        _, words = entry(read_script([path], tree.variables(given)), PROGRAM, reading)
+        others = [word for word in tree.overrides(words) if not word.text.startswith("--config")]
+        reading.unread += [Value(word.text, "", word.where, word.known) for word in others]
+    tree.given(given)
+    tree.defaults(NAME, DEFAULTS)
+    tree.resolve()
+    NAMES.sort(tree, reading)
+    return _finished(reading, tree.values)
+
+
+def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
+    """The reading after what NeMo-RL derives."""
+    ranks(reading, at, *_RANKS)
+    precision = at["policy.precision"]
+    if precision.value not in ("bfloat16", "float32"):
+        raise CheckError(f"{precision.source}: {precision.name}={precision.value}: moeref knows bfloat16 and float32")
+    kind = "bf16" if precision.value == "bfloat16" else "fp32"
+    reading.options["precision"] = Value(precision.name, kind, precision.source)
+    if (replay := at["policy.router_replay.enabled"]).value:
+        reading.options["replay"] = Value(replay.name, "R3", replay.source)
+    _recompute(reading, at)
+    if at[f"{_FP8}enabled"].value:
+        reading.settings |= {name: at[f"{_FP8}{name}"] for name in ("fp8", "fp8_recipe", "fp8_param")}
+    mtp = reading.settings.get("mtp_num_layers")
+    if mtp and not mtp.value:
+        reading.settings["mtp_num_layers"] = Value(mtp.name, None, mtp.source)
+    return provider.build(reading, provider.MEGATRON_BRIDGE, {"calculate_per_token_loss": True}, NAME)
+
+
+def _recompute(reading: Reading, at: Mapping[str, Value]) -> None:
+    """`activation_checkpointing` turns recomputation on."""
+    switch, granularity = at[f"{_MEGATRON}activation_checkpointing"], at[f"{_MEGATRON}recompute_granularity"]
+    if not switch.value:
+        return
+    reading.settings["recompute_granularity"] = granularity
+    if granularity.value == "full":
+        for name, value in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
+            reading.settings[name] = Value(name, value, f"derived: {NAME} with full recomputation")
+    elif (modules := at[f"{_MEGATRON}recompute_modules"]).value is not None:
+        reading.settings["recompute_modules"] = modules

@@ -1,0 +1,142 @@
+"""Reads verl's Hydra trees: `ppo_megatron_trainer` with overrides, in YAML files or in a script that calls `main_ppo`.
+
+verl builds the policy's config from the model's own with mbridge or Megatron-Bridge and adds its override. MTP layers
+are left out unless `model.mtp.enable` is set. Names and defaults: verl at b178a3cd56f5, mbridge at 10cb17f59dd0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moeref.check.readers import provider
+from moeref.check.readers.arguments import entry, read_script
+from moeref.check.readers.reading import Reading
+from moeref.check.readers.tree import Names, Tree, ranks
+from moeref.check.report import CheckError, Problem
+from moeref.check.value import Value
+
+NAME = "verl"
+PROGRAM = r"verl\.(?:trainer|experimental|recipe)\S*|recipe\.\S+|(?:.*/)?main_ppo\w*\.py"
+_ACTOR = "actor_rollout_ref.actor."
+_MEGATRON = f"{_ACTOR}megatron."
+_OVERRIDE = f"{_MEGATRON}override_transformer_config."
+_REPLAY, _MTP = f"{_ACTOR}router_replay.mode", "actor_rollout_ref.model.mtp.enable"
+_BRIDGE = (f"{_MEGATRON}use_mbridge", f"{_MEGATRON}vanilla_mbridge")
+_RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
+
+DEFAULTS: dict[str, Any] = {
+    f"{_MEGATRON}tensor_model_parallel_size": 1,
+    f"{_MEGATRON}pipeline_model_parallel_size": 1,
+    f"{_MEGATRON}virtual_pipeline_model_parallel_size": None,
+    f"{_MEGATRON}context_parallel_size": 1,
+    f"{_MEGATRON}expert_model_parallel_size": 1,
+    f"{_MEGATRON}expert_tensor_parallel_size": None,
+    f"{_MEGATRON}sequence_parallel": True,
+    f"{_MEGATRON}seed": 42,
+    f"{_MEGATRON}dtype": "bfloat16",
+    f"{_MEGATRON}use_mbridge": True,
+    f"{_MEGATRON}vanilla_mbridge": True,
+    f"{_OVERRIDE}recompute_granularity": None,
+    f"{_OVERRIDE}recompute_modules": ["core_attn"],
+    f"{_OVERRIDE}recompute_method": None,
+    f"{_OVERRIDE}recompute_num_layers": None,
+    f"{_OVERRIDE}attention_backend": "flash",
+    _REPLAY: "disabled",
+    _MTP: False,
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8,
+}
+#: Fields of TransformerConfig that the layout has names for.
+LAYOUT_FIELDS = {
+    "num_layers_in_first_pipeline_stage": "first",
+    "num_layers_in_last_pipeline_stage": "last",
+    "account_for_embedding_in_pipeline_split": "embedding",
+    "account_for_loss_in_pipeline_split": "loss",
+    "pipeline_model_parallel_layout": "pipeline_layout",
+}
+NAMES = Names(
+    layout={
+        f"{_MEGATRON}tensor_model_parallel_size": "tp",
+        f"{_MEGATRON}pipeline_model_parallel_size": "pp",
+        f"{_MEGATRON}virtual_pipeline_model_parallel_size": "vpp",
+        f"{_MEGATRON}context_parallel_size": "cp",
+        f"{_MEGATRON}expert_model_parallel_size": "ep",
+        f"{_MEGATRON}expert_tensor_parallel_size": "etp",
+        **{f"{_OVERRIDE}{field}": axis for field, axis in LAYOUT_FIELDS.items()},
+    },
+    options={f"{_MEGATRON}seed": "seed"},
+    settings=(_OVERRIDE,),
+    fields={},
+    model="actor_rollout_ref.model.path",
+    unmapped={
+        "actor_rollout_ref.model.lora_rank": "adapters",
+        "actor_rollout_ref.model.lora.rank": "adapters",
+        f"{_MEGATRON}override_mcore_model_config": "a config of its own",
+        "actor_rollout_ref.model.external_lib": "code of its own",
+    },
+    read=frozenset(
+        {_REPLAY, _MTP, *_BRIDGE, *_RANKS, f"{_MEGATRON}dtype", f"{_MEGATRON}sequence_parallel", f"{_ACTOR}strategy"}
+    ),
+    elsewhere=(
+        *("data.", "algorithm.", "critic.", "reward_model.", "reward_manager.", "custom_reward_function.", "trainer."),
+        *("actor_rollout_ref.rollout.", "actor_rollout_ref.ref.", "actor_rollout_ref.model.", "global_profiler."),
+        *("actor_rollout_ref.hybrid_engine", "actor_rollout_ref.nccl_timeout", "ray_kwargs.", "transfer_queue."),
+        *("defaults", "hydra", "async_training.", "rollout.", "reward."),
+        # Of the actor, all but the part of Megatron; and of that, how it is kept and optimized.
+        *(f"{_ACTOR}{name}" for name in ("ppo_", "use_", "clip_", "kl_", "entropy_", "loss_", "optim.", "checkpoint.")),
+        *(f"{_ACTOR}{name}" for name in ("policy_loss.", "profiler.", "shuffle", "data_loader_seed", "load_weight")),
+        *(f"{_ACTOR}{name}" for name in ("grad_clip", "router_replay.", "tis_", "rollout_n", "calculate_", "freeze_")),
+        *(f"{_ACTOR}{name}" for name in ("_target_", "engine.", "model_config.", "fsdp_config.", "global_batch_info")),
+        *(f"{_MEGATRON}{name}" for name in ("param_offload", "grad_offload", "optimizer_offload", "use_distributed")),
+        *(f"{_MEGATRON}{name}" for name in ("use_dist_checkpointing", "dist_checkpointing", "override_ddp_config")),
+        *(f"{_MEGATRON}{name}" for name in ("use_remove_padding", "forward_only", "load_weight", "_target_", "extra")),
+    ),
+)
+
+
+def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
+    """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
+    reading, tree = Reading(NAME), Tree()
+    for path in paths:
+        if path.suffix in (".yaml", ".yml"):
+            tree.read(path)
+            continue
+        _, words = entry(read_script([path], tree.variables(given)), PROGRAM, reading)
+        others = tree.overrides(words)
+        reading.unread += [Value(word.text, "", word.where, word.known) for word in others if not _of_hydra(word.text)]
+    tree.given(given)
+    tree.defaults(NAME, DEFAULTS)
+    tree.resolve()
+    NAMES.sort(tree, reading)
+    return _finished(reading, tree)
+
+
+def _of_hydra(text: str) -> bool:
+    """Whether a word says where the tree is, and not what is in it."""
+    return text.startswith(("--config-path", "--config-name", "--config-dir", "-m")) or text.endswith((".yaml", ".yml"))
+
+
+def _finished(reading: Reading, tree: Tree) -> Reading:
+    """The reading after what verl derives."""
+    at = tree.values
+    ranks(reading, at, *_RANKS)
+    if "etp" not in reading.layout and "tp" in reading.layout:
+        reading.layout["etp"] = Value(
+            reading.layout["tp"].name, reading.layout["tp"].value, "derived: as TP, where unset"
+        )
+    if (dtype := at[f"{_MEGATRON}dtype"]).value != "bfloat16":
+        raise CheckError(f"{dtype.source}: {dtype.name}={dtype.value}: moeref knows bfloat16 only")
+    reading.options["precision"] = Value(dtype.name, "bf16", dtype.source)
+    if (mode := at[_REPLAY]).value in ("R2", "R3"):
+        reading.options["replay"] = mode
+    if not at[_MTP].value:
+        reading.settings["mtp_num_layers"] = Value(_MTP, None, at[_MTP].source)
+    use, vanilla = (at[path] for path in _BRIDGE)
+    if not use.value:
+        text = f"{use.name} ({use.source}): verl's own converter makes the config"
+        reading.problems.append(Problem(NAME, text, refused=False))
+    kind = provider.MBRIDGE if vanilla.value else provider.MEGATRON_BRIDGE
+    own = {} if vanilla.value else provider.VERL_ON_MEGATRON_BRIDGE
+    return provider.build(reading, kind, own, NAME)

@@ -1,0 +1,194 @@
+"""Readers of trees of settings: lines of YAML, interpolations, Hydra's overrides, defaults, and what is unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeref.check import CheckError, Report
+from moeref.check.readers import check_reading, read
+from moeref.check.readers.shell import Word
+from moeref.check.readers.tree import Tree, scalar
+
+ACTOR = "actor_rollout_ref.actor.megatron"
+VERL = f"""#!/bin/bash
+TP=${{TP:-2}}
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
+    data.train_batch_size=32 actor_rollout_ref.model.path="$HOME/models/Qwen3-30B-A3B" \\
+    {ACTOR}.tensor_model_parallel_size=$TP \\
+    {ACTOR}.expert_model_parallel_size=4 \\
+    +{ACTOR}.override_transformer_config.recompute_modules='["moe_act", "layernorm"]' \\
+    +{ACTOR}.override_transformer_config.recompute_granularity=selective \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.nnodes=1 "$@"
+"""
+BASE = """
+policy:
+  model_name: Qwen/Qwen3-30B-A3B
+  precision: bfloat16
+  max_total_sequence_length: 4096
+  megatron_cfg:
+    enabled: true
+    tensor_model_parallel_size: 2
+    expert_model_parallel_size: 2
+    sequence_parallel: true
+    pipeline_dtype: ${policy.precision}
+    optimizer: {lr: 5e-6}
+cluster: {gpus_per_node: 4, num_nodes: 1}
+"""
+
+
+def verl(tmp_path: Path, text: str = VERL, *given: str) -> Report:
+    (tmp_path / "run.sh").write_text(text)
+    return check_reading(read("verl", [str(tmp_path / "run.sh"), *given], "0.19.2"), verify=False)
+
+
+def nemo(tmp_path: Path, text: str, *given: str, **options: Any) -> Report:
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "run.yaml").write_text(text)
+    return check_reading(read("nemo-rl", [str(tmp_path / "run.yaml"), *given], "0.19.2"), verify=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1),
+        ("-2", -2),
+        ("1e-5", 1e-5),
+        (".5", 0.5),
+        ("True", True),
+        ("null", None),
+        ("None", "None"),  # Hydra's null is written null
+        ("'a b'", "a b"),
+        ("[a, 'b,c', 3]", ["a", "b,c", 3]),
+        ("[]", []),
+        ("fp32", "fp32"),
+    ],
+)
+def test_a_scalar_is_read_as_hydra_reads_it(text: str, value: object) -> None:
+    assert scalar(text) == value
+    assert type(scalar(text)) is type(value)
+
+
+def test_overrides_come_in_order_and_replace_branches() -> None:
+    tree = Tree()
+    words = ["a.b=1", "+a.c=x", "++a.b=2", "d=3", "d.e=4", "f.g=5", "f=null", "~a.c", "plain"]
+    others = tree.overrides(Word(word, f"w:{number}") for number, word in enumerate(words))
+    assert {path: (value.value, value.source) for path, value in tree.values.items()} == {
+        "a.b": (2, "w:2"),
+        "d.e": (4, "w:4"),
+        "f": (None, "w:6"),
+    }
+    assert [word.text for word in others] == ["plain"]
+
+
+def test_verl_end_to_end(tmp_path: Path) -> None:
+    report = verl(tmp_path)
+    assert report.verdict == "works", report.problems
+    assert report.layout == "tp=2,pp=1,vpp=1,ep=4,etp=2,cp=1,world=8"
+    assert report.settings is not None
+    assert report.settings["recompute_modules"] == ["moe_act", "layernorm"]
+    assert report.settings["attention_backend"] == "flash"
+    assert report.settings["moe_router_load_balancing_type"] == "none"
+    sources = {name: value.source for name, value in report.read.items()}
+    assert sources["tp"] == "run.sh:5"
+    assert sources["recompute_modules"] == "run.sh:7"
+    assert sources["etp"].startswith("derived: as TP")
+    assert sources["seed"] == "default of verl"
+    assert sources["moe_router_bias_update_rate"] == "default of mbridge"
+    assert {value.name for value in report.elsewhere} == {
+        "data.train_batch_size",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict", "says"),
+    [
+        (["TP=4"], "refused", "world=8 is not divisible by etp·ep·pp = 4·4·1"),
+        ([f"{ACTOR}.expert_tensor_parallel_size=1"], "works", ""),
+        ([f"{ACTOR}.tensor_parallel_size=1"], "unknown", f"{ACTOR}.tensor_parallel_size 1 (command line) is not known"),
+        ([f"{ACTOR}.override_transformer_config.moe_router_topk=4"], "works", ""),
+        ([f"{ACTOR}.use_mbridge=False"], "unknown", "verl's own converter"),
+        ([f"{ACTOR}.vanilla_mbridge=False"], "works", ""),
+        (["actor_rollout_ref.model.lora.rank=8"], "unknown", "adapters"),
+        (["trainer.nnodes=$N"], "unknown", "trainer.nnodes"),
+        (["actor_rollout_ref.model.path=qwen3-next-80b-a3b"], "unknown", "what it sets for qwen3_next is not known"),
+    ],
+)
+def test_what_verl_s_tree_says(tmp_path: Path, given: list[str], verdict: str, says: str) -> None:
+    report = verl(tmp_path, VERL, *given)
+    said = "; ".join(problem.text for problem in report.problems)
+    assert report.verdict == verdict, said
+    assert says in said
+
+
+def test_a_name_that_transformer_config_lacks_is_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(CheckError, match="has no moe_router_topkk"):
+        verl(tmp_path, VERL, f"{ACTOR}.override_transformer_config.moe_router_topkk=4")
+
+
+def test_mtp_is_left_out_unless_it_is_asked_for(tmp_path: Path) -> None:
+    text = VERL.replace("Qwen3-30B-A3B", "GLM-4.5-Air").replace("nnodes=1", "nnodes=4")
+    assert any("1 MTP layers are left out" in note for note in verl(tmp_path, text).notes)
+    asked = verl(tmp_path, text, "actor_rollout_ref.model.mtp.enable=True")
+    assert not any("left out" in note for note in asked.notes)
+
+
+def test_nemo_rl_inherits_and_interpolates(tmp_path: Path) -> None:
+    report = nemo(tmp_path, "defaults: base.yaml\npolicy:\n  megatron_cfg:\n    expert_model_parallel_size: 4\n")
+    assert report.verdict == "works", report.problems
+    assert report.layout == "tp=2,pp=1,vpp=1,ep=4,etp=1,cp=1,world=4"
+    sources = {name: value.source for name, value in report.read.items()}
+    assert (sources["ep"], sources["tp"], sources["etp"]) == ("run.yaml:4", "base.yaml:8", "default of NeMo-RL")
+    assert report.settings is not None
+    assert report.settings["moe_router_dtype"] == "fp64"
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "says"),
+    [
+        ("policy: {megatron_cfg: {expert_model_parallel_size: '${cluster.gpus_per_node}'}}", "works", ""),
+        ("policy: {megatron_cfg: {expert_model_parallel_size: '${oc.env:EP}'}}", "unknown", "${oc.env:EP}"),
+        ("policy: {megatron_cfg: {expert_model_parallel_size: '${mul:1,2}'}}", "unknown", "${mul:1,2}"),
+        ("policy: {megatron_cfg: {expert_model_parallel_size: '${policy.a}', b: 1}}", "unknown", "${policy.a}"),
+        ("policy: {megatron_cfg: {expert_parallel_size: 4}}", "unknown", "expert_parallel_size 4 (run.yaml:2)"),
+        ("policy: {megatron_cfg: {peft: {enabled: true}}}", "unknown", "adapters"),
+        ("policy: {megatron_cfg: {sequence_parallel: false}}", "refused", "needs sequence parallelism"),
+        ("policy: {router_replay: {enabled: true}}", "works", ""),
+        ("polcy: {megatron_cfg: {expert_model_parallel_size: 4}}", "unknown", "polcy.megatron_cfg"),
+    ],
+)
+def test_what_nemo_rl_s_tree_says(
+    tmp_path: Path, text: str, verdict: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP", "4")
+    report = nemo(tmp_path, f"defaults: base.yaml\n{text}\n")
+    said = "; ".join(problem.text for problem in report.problems)
+    assert report.verdict == verdict, said
+    assert says in said
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("defaults: other.yaml", "other.yaml"),
+        ("defaults: run.yaml", "inherit from one another"),
+        ("- 1", "a configuration is a mapping"),
+        ("a: [", "run.yaml"),
+        ("a: &a {b: *a}", "run.yaml"),
+        ("policy: {precision: float16, model_name: gpt-oss-20b}", "moeref knows bfloat16"),
+        ("policy: {precision: bfloat16}", "does not name a model"),
+    ],
+)
+def test_bad_yaml_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(CheckError, match=says):
+        nemo(tmp_path, text)
+
+
+def test_without_omegaconf_yaml_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "omegaconf", None)
+    with pytest.raises(CheckError, match=r"pip install 'moeref\[yaml\]'"):
+        nemo(tmp_path, "defaults: base.yaml")
+    assert verl(tmp_path).verdict == "works"

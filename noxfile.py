@@ -319,6 +319,14 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON, default=False)
+def traces(session: nox.Session) -> None:
+    """Try 10,000 random traces of tokens, and 1,000 of weight updates in which any call may fail."""
+    install(session, "-e", ".[kit]", groups=("test",))
+    for tests, traces in (("test_provenance.py", "10000"), ("test_weight_sync.py", "1000")):
+        session.run("pytest", f"tests/unit/{tests}", *session.posargs, env={**ENV, "MOEREF_FUZZ": traces})
+
+
+@nox.session(python=PYTHON, default=False)
 def bench(session: nox.Session) -> None:
     """Measure, each figure next to what it is held against; `-- -k export` selects."""
     install(session, "-e", ".[kit]", groups=("bench",))

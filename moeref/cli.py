@@ -1,6 +1,7 @@
-"""The command line: `moeref check`.
+"""The command line: `moeref check` and `moeref audit`.
 
-Exit codes: 0 it will work, 1 it will not, 2 bad input, 3 not known: moeref cannot map it, or nothing here verifies it.
+Exit codes of check: 0 it will work, 1 it will not, 2 bad input, 3 not known: moeref cannot map it, or nothing here
+verifies it. Of audit: 0 equal, 1 not equal, 2 bad input.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
-        return _check(options)
+        return int(options.run(options))
     except UnmappedError as error:
         print(f"moeref: not known: {printable(str(error))}", file=sys.stderr)
         return EXIT["unknown"]
@@ -52,6 +53,7 @@ def printable(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moeref", description="The glue between Megatron and an inference engine.")
     commands = parser.add_subparsers(required=True, metavar="command")
+    _audit_parser(commands.add_parser("audit", help="compare the weights of two models, every byte"))
     command = commands.add_parser(
         "check",
         help="predict whether a run will work, without a GPU",
@@ -93,7 +95,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
+    command.set_defaults(run=_check)
     return parser
+
+
+def _audit_parser(command: argparse.ArgumentParser) -> None:
+    kinds = "a safetensors folder, file or index, or a saved manifest"
+    command.add_argument("expected", metavar="EXPECTED", help=kinds)
+    command.add_argument("found", metavar="FOUND", nargs="?", help="what to compare with it; without it, see --save")
+    command.add_argument("--previous", help="an earlier version: tells which tensors are stale")
+    command.add_argument("--save", metavar="FILE", help="write the manifest of FOUND, or of EXPECTED if it is alone")
+    command.add_argument("--json", action="store_true", help="machine-readable, with every finding")
+    command.set_defaults(run=_audit)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from moeref import audit  # needs torch
+
+    try:
+        manifest = audit.read(options.expected) if options.found is None else None
+        report = audit.compare(manifest or options.expected, manifest or options.found, previous=options.previous)
+        if options.save:
+            report.found.save(options.save)
+    except (audit.AuditError, OSError) as error:
+        print(f"moeref: {printable(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    if options.json:
+        print(json.dumps(report.to_plain(), indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(printable(line) for line in report.lines()))
+    return 0 if report.same else 1
 
 
 def _choices(name: str) -> str:

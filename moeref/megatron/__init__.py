@@ -1,10 +1,10 @@
 """Everything that imports megatron-core: process groups, model chunks, seeding, routing replay, forward, gradients."""
 
 from moeref.megatron.build import Built, build, transformer_config
-from moeref.megatron.forward import logits
+from moeref.megatron.forward import logits, packed_logits
 from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.spec import mtp_name
-from moeref.megatron.training import gradients
+from moeref.megatron.training import gradients, packed_gradients
 
 __all__ = [
     "Built",
@@ -13,6 +13,8 @@ __all__ = [
     "initialise",
     "logits",
     "mtp_name",
+    "packed_gradients",
+    "packed_logits",
     "shut_down",
     "transformer_config",
 ]

@@ -1,8 +1,8 @@
 """Attention in plain torch, where megatron-core needs Transformer Engine.
 
-megatron-core's DotProductAttention supports neither context parallelism nor head sizes that differ between keys and
-values. Its local spec of multi-latent attention splits the down projections over TP; with Transformer Engine they are
-replicated.
+megatron-core's DotProductAttention supports neither context parallelism nor packed samples nor head sizes that differ
+between keys and values. Its local spec of multi-latent attention splits the down projections over TP; with Transformer
+Engine they are replicated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 
 from moeref.megatron import context
@@ -39,25 +41,58 @@ class CausalAttention(torch.nn.Module):
     def forward(
         self, query_SBHQ: torch.Tensor, key_SBHQ: torch.Tensor, value_SBHV: torch.Tensor, mask: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """`[S, B, heads · V]`. `mask` is ignored: attention is causal. Raises ValueError for packed sequences."""
-        if kwargs.get("packed_seq_params") is not None:
-            raise ValueError("packed sequences need Transformer Engine's attention")
-        allowed_QS = None
-        if self.cp_group is not None:
-            cp, cp_rank = self.cp_group.size(), self.cp_group.rank()
-            key_SBHQ, value_SBHV = (context.gather(t, self.cp_group) for t in (key_SBHQ, value_SBHV))
-            allowed_QS = context.causal_mask(len(key_SBHQ), cp, cp_rank, query_SBHQ.device)
-        q_BHSQ, k_BHSQ, v_BHSV = (t.permute(1, 2, 0, 3) for t in (query_SBHQ, key_SBHQ, value_SBHV))
-        out_BHSV = torch.nn.functional.scaled_dot_product_attention(
-            q_BHSQ,
-            k_BHSQ,
-            v_BHSV,
-            attn_mask=allowed_QS,
-            is_causal=allowed_QS is None,
-            scale=self.softmax_scale,
-            enable_gqa=query_SBHQ.shape[2] != key_SBHQ.shape[2],
+        """`[S, B, heads · V]`, or of packed samples `[S, heads · V]`. `mask` is ignored: attention is causal."""
+        return _attend(
+            query_SBHQ, key_SBHQ, value_SBHV, self.softmax_scale, self.cp_group, kwargs.get("packed_seq_params")
         )
-        return out_BHSV.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+
+class DotProductOrPackedAttention(DotProductAttention):  # type: ignore[misc]
+    """megatron-core's own attention, and plain torch's for packed samples, which it does not take."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As DotProductAttention. Raises ValueError for packed samples with attention sinks or a sliding window."""
+        packed = kwargs.get("packed_seq_params")
+        if packed is None:
+            out: torch.Tensor = super().forward(query, key, value, mask, *args, **kwargs)
+            return out
+        if self.softmax_offset is not None or self.scale_mask_softmax.window_size is not None:
+            raise ValueError("packed samples with attention sinks or a sliding window need Transformer Engine")
+        return _attend(query, key, value, self.softmax_scale, None, packed)
+
+
+def _attend(
+    query_SBHQ: torch.Tensor,
+    key_SBHQ: torch.Tensor,
+    value_SBHV: torch.Tensor,
+    scale: float | None,
+    cp_group: Any,
+    packed: PackedSeqParams | None,
+) -> torch.Tensor:
+    """Causal attention of this rank's queries `[S, B, heads, Q]` to all keys; packed tensors come without B."""
+    if packed is not None:
+        query_SBHQ, key_SBHQ, value_SBHV = (t.unsqueeze(1) for t in (query_SBHQ, key_SBHQ, value_SBHV))
+    if cp_group is not None:
+        key_SBHQ, value_SBHV = (context.gather(t, cp_group) for t in (key_SBHQ, value_SBHV))
+    allowed_QS = None
+    if cp_group is not None or packed is not None:
+        cp, rank = (cp_group.size(), cp_group.rank()) if cp_group is not None else (1, 0)
+        ends = [0, len(key_SBHQ)] if packed is None else packed.cu_seqlens_q.tolist()
+        allowed_QS = context.causal_mask(ends, cp, rank, query_SBHQ.device)
+    q_BHSQ, k_BHSQ, v_BHSV = (t.permute(1, 2, 0, 3) for t in (query_SBHQ, key_SBHQ, value_SBHV))
+    out_BHSV = torch.nn.functional.scaled_dot_product_attention(
+        q_BHSQ,
+        k_BHSQ,
+        v_BHSV,
+        attn_mask=allowed_QS,
+        is_causal=allowed_QS is None,
+        scale=scale,
+        enable_gqa=query_SBHQ.shape[2] != key_SBHQ.shape[2],
+    )
+    out_SBO = out_BHSV.permute(2, 0, 1, 3).flatten(2).contiguous()
+    return out_SBO if packed is None else out_SBO[:, 0]
 
 
 class ReplicatedLinear(torch.nn.Module):

@@ -1,12 +1,16 @@
-"""Context parallelism in plain torch: splits tokens, gathers keys and values, and restores the order of logits."""
+"""Context parallelism in plain torch: splits tokens, and gathers keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from torch.distributed import ProcessGroup
 
 from moeref.layout import Layout, LayoutError, sequence
+from moeref.replay import rank_rows
 
 
 def part(length: int, layout: Layout, cp_rank: int) -> torch.Tensor:
@@ -27,14 +31,15 @@ def gather(local_S: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return whole_S
 
 
-def restore(joined_S: torch.Tensor, cp: int) -> torch.Tensor:
-    """The output of `gather` in the order of positions."""
-    parts = [sequence.zigzag(len(joined_S), cp, rank) for rank in range(cp)]
-    return joined_S[torch.tensor(sequence.restored(parts), device=joined_S.device)]
+def causal_mask(cu_seqlens: Sequence[int], cp: int, cp_rank: int, device: torch.device) -> torch.Tensor:
+    """`[S/CP, S]`: whether each of this rank's queries attends to each key: not later, and of the same sequence.
 
-
-def causal_mask(length: int, cp: int, cp_rank: int, device: torch.device) -> torch.Tensor:
-    """`[S/CP, S]`: whether each of this rank's queries attends to each key. Keys are in the order of `gather`."""
-    keys_S = torch.tensor([p for rank in range(cp) for p in sequence.zigzag(length, cp, rank)], device=device)
-    queries_Q = torch.tensor(sequence.zigzag(length, cp, cp_rank), device=device)
-    return keys_S[None] <= queries_Q[:, None]
+    Keys are in the order of `gather`. `cu_seqlens` cuts S into sequences.
+    """
+    ends = torch.tensor(cu_seqlens[1:], device=device)
+    keys_S, queries_Q = (
+        torch.from_numpy(np.concatenate([rank_rows(cu_seqlens, cp=cp, cp_rank=rank) for rank in ranks])).to(device)
+        for ranks in (range(cp), [cp_rank])
+    )
+    same_QS = torch.bucketize(queries_Q, ends, right=True)[:, None] == torch.bucketize(keys_S, ends, right=True)
+    return same_QS & (keys_S <= queries_Q[:, None])

@@ -12,8 +12,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from moeref.bridge import ShardMap
+from moeref.config.precision import recipe
+from moeref.dispatcher import padding
 from moeref.layout import Layout
-from moeref.megatron import context, device, precision, te_layers
+from moeref.megatron import batches, context, device, precision, te_layers
 
 
 def logits(
@@ -28,41 +30,89 @@ def logits(
     Raises LayoutError for a length that the layout does not divide, PaddingError for one that the FP8 recipe does not
     allow, and ValueError for rows that do not divide into microbatches.
     """
-    layout, (_, length) = shard_map.layout, tokens_BS.shape
-    precision.check_length(chunks[0].config, layout, length)
-    tokens_BS = tokens_BS.to(device.of(chunks))
-    positions_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
-    microbatches = split(tokens_BS[:, positions_S], micro_batch)
+    found = _outputs(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch))
+    return None if found is None else torch.cat(found)
+
+
+def packed_logits(
+    chunks: Sequence[GPTModel], shard_map: ShardMap, packs: Sequence[Sequence[torch.Tensor]]
+) -> list[list[torch.Tensor]] | None:
+    """As `logits`, of samples `tokens_S` that are packed: a microbatch for each of `packs`. Logits [S, V] by sample.
+
+    Samples are padded as `moeref.dispatcher.padding.plan` says. Attention with sinks or windows and gated delta nets
+    take no packed samples. Raises ValueError for a pack without tokens.
+    """
+    packed = batches.of_samples(_on_device(packs, chunks), packing_plan(chunks, shard_map.layout))
+    found = _outputs(chunks, shard_map, packed)
+    return None if found is None else [of.unpacked(whole) for of, whole in zip(packed, found, strict=True)]
+
+
+def rows(
+    chunks: Sequence[GPTModel], layout: Layout, tokens_BS: torch.Tensor, micro_batch: int
+) -> list[batches.Microbatch]:
+    """Microbatches of rows on the model's device, checked against layout and FP8 recipe as `logits` says."""
+    precision.check_length(chunks[0].config, layout, tokens_BS.shape[1])
+    context.part(tokens_BS.shape[1], layout, 0)
+    return batches.of_rows(tokens_BS.to(device.of(chunks)), micro_batch)
+
+
+def packing_plan(chunks: Sequence[GPTModel], layout: Layout) -> padding.Plan:
+    """How packed samples are padded for this model."""
+    return padding.plan(layout, recipe=recipe(vars(chunks[0].config)))
+
+
+def _on_device(packs: Sequence[Sequence[torch.Tensor]], chunks: Sequence[GPTModel]) -> list[list[torch.Tensor]]:
+    return [[sample.to(device.of(chunks)) for sample in pack] for pack in packs]
+
+
+def _outputs(
+    chunks: Sequence[GPTModel], shard_map: ShardMap, microbatches: list[batches.Microbatch]
+) -> list[torch.Tensor] | None:
+    """`logits_BSV` of each microbatch on ranks of the last stage, in the order of positions."""
+    layout, length = shard_map.layout, microbatches[0].tokens_BS.shape[1]
     # The interleaved schedule needs a multiple of PP microbatches.
     filled = microbatches + microbatches[-1:] * (-len(microbatches) % (layout.pp if layout.vpp > 1 else 1))
-    mask_11SS = mask_of(length, chunks, layout)
+    forward = forward_of(chunks, layout, length)
 
-    def step(rows: Iterator[torch.Tensor], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
-        out = chunk(next(rows), positions_S[None], mask_11SS)
-        return out, lambda out_BSV, non_loss_data=True: out_BSV
+    def step(data: Iterator[batches.Microbatch], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return forward(next(data), chunk), lambda out_BSV, non_loss_data=True: out_BSV
 
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad(), _without_mtp(chunks):
+        size = len(microbatches[0].tokens_BS)
         stored = run_schedule(
-            step, filled, chunks, length, micro_batch_size=micro_batch, forward_only=True, collect_non_loss_data=True
+            step, filled, chunks, length, micro_batch_size=size, forward_only=True, collect_non_loss_data=True
         )
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
-    local_BSV = torch.cat(stored[: len(microbatches)])
+    return [_whole(local, of, shard_map) for local, of in zip(stored, microbatches, strict=False)]  # without fillers
+
+
+def _whole(local_BSV: torch.Tensor, of: batches.Microbatch, shard_map: ShardMap) -> torch.Tensor:
+    """The logits of a microbatch from those of this rank's part of vocabulary and positions."""
     full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
-    if layout.cp > 1:
+    if shard_map.layout.cp > 1:
         joined_SBV = context.gather(full_BSV.transpose(0, 1), parallel_state.get_context_parallel_group())
-        full_BSV = context.restore(joined_SBV, layout.cp).transpose(0, 1)
-    logits_BSV: torch.Tensor = full_BSV[..., : shard_map.model.vocab].float()
-    return logits_BSV
+        full_BSV = joined_SBV[of.order(shard_map.layout).to(joined_SBV.device)].transpose(0, 1)
+    whole_BSV: torch.Tensor = full_BSV[..., : shard_map.model.vocab].float()
+    return whole_BSV
 
 
-def split(rows_BS: torch.Tensor, micro_batch: int) -> list[torch.Tensor]:
-    """Microbatches of `micro_batch` rows. Raises ValueError for rows that do not divide into them."""
-    if len(rows_BS) % micro_batch:
-        raise ValueError(f"{len(rows_BS)} rows do not divide into microbatches of {micro_batch}")
-    return list(torch.split(rows_BS, micro_batch))
+def forward_of(
+    chunks: Sequence[torch.nn.Module], layout: Layout, length: int
+) -> Callable[[batches.Microbatch, Any], torch.Tensor]:
+    """What runs a chunk on this rank's part of a microbatch of this length."""
+    cp_rank, mask_11SS = parallel_state.get_context_parallel_rank(), mask_of(length, chunks, layout)
+
+    def forward(data: batches.Microbatch, chunk: Any) -> torch.Tensor:
+        at_S, packed = data.part(layout, cp_rank), data.packed
+        extra = {} if packed is None else {"packed_seq_params": packed}
+        mask = mask_11SS if packed is None else None
+        out: torch.Tensor = chunk(data.tokens_BS[:, at_S], data.positions_S[at_S][None], mask, **extra)
+        return out
+
+    return forward
 
 
 def run_schedule(

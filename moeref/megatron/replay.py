@@ -9,14 +9,16 @@ and discarded models.
 
 The number of a microbatch is the number of earlier forwards of its chunk: every schedule of megatron-core runs the
 microbatches of a chunk in order, and their backwards in the same order. So each router has a FIFO of targets: a forward
-appends to it, recomputation takes from it, and it is empty before and after a schedule.
+appends to it, recomputation takes from it, and it is empty before and after a schedule. Without recomputation it is
+emptied after each forward.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,10 +29,17 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moeref.replay import MISSING, RouteError, Routes, index_dtype, merge_layers, routes, select_layers
+from moeref.replay import MISSING, PAD, RouteError, Routes, index_dtype, marked, merge_layers, routes, select_layers
 from moeref.replay.routes import check_distinct
 
 AuxLoss = Literal["refuse", "native"]
+Given = Sequence[Routes] | Callable[[int], Routes] | Iterable[Routes]
+#: Fields of TransformerConfig under which the experts of a token are not those of RouterReplay, and why.
+_OTHER_CHOICE = {
+    "moe_expert_capacity_factor": "drops tokens of full experts after the choice",
+    "moe_router_force_load_balancing": "routes by random scores",
+    "moe_router_force_biased": "adds a random bias to the scores",
+}
 #: Routers inside a `recording` or `replaying` block. Before the first forward they have no action that would show it.
 _SCOPED: weakref.WeakSet[RouterReplay] = weakref.WeakSet()
 
@@ -133,49 +142,169 @@ def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterat
 
 @contextmanager
 def replaying(
-    chunks: Sequence[torch.nn.Module], given: Sequence[Routes], *, mtp: bool = False, aux_loss: AuxLoss = "refuse"
+    chunks: Sequence[torch.nn.Module], given: Given, *, mtp: bool = False, aux_loss: AuxLoss = "refuse"
 ) -> Iterator[None]:
-    """Replay `given[m]` in the forward of microbatch m of one schedule, and in its recomputation.
+    """Replay the routes of microbatch m in its forward of one schedule, and in its recomputation.
 
     given: one Routes per microbatch, as `shard_to_rank` makes them of `packed` or `batched` samples: the rows of this
-    rank's tokens in the order of its routers, and at least the layers of its chunks. For MISSING rows the router's own
-    top-k is used.
+    rank's tokens in the order of its routers, and at least the layers of its chunks. A sequence is checked on entry; a
+    function of m and an iterator are asked once for each microbatch, when its first chunk runs it. Targets are int32,
+    and copied to the device for one microbatch of one chunk at a time.
     mtp: replay the routers of multi-token prediction layers too; otherwise they route as usual.
     aux_loss: megatron-core computes load-balancing losses over the router's own top-k, not over the replayed routes.
     "refuse" raises RouteError for models with such a loss; "native" accepts them.
+
+    In MISSING rows and in holes the router's own top-k is used. PAD rows are not counted for the expert bias.
 
     Raises RouteError on entry for models or routes that cannot be replayed, in the forward if the number of rows or
     their order (packed, or batched over B samples) does not match its input, and at the end if the number of
     microbatches does not. The routers are reset on any exit.
     """
     walked = [_checked(chunk, mtp=mtp, aux_loss=aux_loss) for chunk in chunks]
-    targets = [[_targets(r, routers) for routers in walked] for r in given]
-    ran = [0] * len(chunks)
-
-    def check(chunk: int, router: Router, input_SBH: torch.Tensor) -> None:
-        if router.replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
-            _check_order(router.layer, given[ran[chunk]], *input_SBH.shape[:2])
+    replayed = [[_Replayed(router) for router in routers] for routers in walked]
+    source = _Source(given, walked)
 
     def before(number: int, chunk: int) -> None:
-        if number >= len(given):
-            raise RouteError(f"chunk {chunk} runs microbatch {number}, but routes are given for {len(given)}")
-        _arm(walked, targets[number], chunk)
+        routes = source.take(number, chunk)
+        targets_LTK = _device_targets(routes, walked[chunk])
+        for one, target_TK in zip(replayed[chunk], targets_LTK, strict=True):
+            one.arm(routes, target_TK)
 
     def after(number: int, chunk: int) -> None:
-        ran[chunk] = number + 1
-        for router in walked[chunk]:
-            # Until the next forward only recomputation runs this router; it takes the head of the FIFO.
-            router.replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        for one in replayed[chunk]:
+            one.rest()
 
     with ExitStack() as stack:
-        for chunk, router in _numbered(walked):
-            stack.enter_context(_native_where_missing(router))
-            stack.enter_context(_input_seen(router, functools.partial(check, chunk, router)))
+        for one in (one for routers in replayed for one in routers):
+            stack.enter_context(one.installed())
         stack.enter_context(_scope(chunks, walked, before, after))
         yield
-        if short := [i for i, count in enumerate(ran) if count != len(given)]:
-            counts = ", ".join(f"chunk {i} ran {ran[i]}" for i in short)
-            raise RouteError(f"routes are given for {len(given)} microbatches, but {counts}")
+        source.check_end()
+
+
+class _Source:
+    """The routes of each microbatch, asked for once and kept until every chunk has run it."""
+
+    def __init__(self, given: Given, walked: Sequence[Sequence[Router]]) -> None:
+        self._walked, self._ran = walked, [0] * len(walked)
+        self._kept: dict[int, Routes] = {}
+        self._length = len(given) if isinstance(given, Sequence) else None
+        if isinstance(given, Sequence):
+            for one in given:
+                self._check(one)
+        self._rest = iter(map(given, itertools.count()) if callable(given) else given)
+        self._endless = callable(given)
+
+    def take(self, number: int, chunk: int) -> Routes:
+        """The routes of a microbatch that a chunk is about to run. Raises RouteError if there are none."""
+        if number == max(self._ran):
+            routes = next(self._rest, None)
+            if routes is None:
+                raise RouteError(f"chunk {chunk} runs microbatch {number}, but routes are given for {number}")
+            if self._length is None:
+                self._check(routes)
+            self._kept[number] = routes
+        self._ran[chunk] = number + 1
+        return self._kept[number] if number >= min(self._ran) else self._kept.pop(number)
+
+    def check_end(self) -> None:
+        """Raise RouteError unless every chunk ran every microbatch."""
+        most = max(self._ran) if self._length is None else self._length
+        if short := [i for i, count in enumerate(self._ran) if count != most]:
+            counts = ", ".join(f"chunk {i} ran {self._ran[i]}" for i in short)
+            raise RouteError(f"routes are given for {most} microbatches, but {counts}")
+        if not self._endless and next(self._rest, None) is not None:
+            raise RouteError(f"routes are given for more than the {most} microbatches that ran")
+
+    def _check(self, routes: Routes) -> None:
+        for routers in self._walked:
+            _check_fit(routes, routers)
+
+
+class _Replayed:
+    """One router inside a `replaying` block."""
+
+    def __init__(self, router: Router) -> None:
+        self._router, self._replay = router, router.replay
+        self._original = self._replay.get_replay_topk
+        self._experts: int = router.module.config.num_moe_experts
+        self._given: Routes | None = None
+        self._lacks = False
+        self._padding_T: torch.Tensor | None = None
+        self._counted_E: torch.Tensor | None = None
+
+    def arm(self, given: Routes, target_TK: torch.Tensor) -> None:
+        """Replay `target_TK`, as `_device_targets` makes it, in the next forward."""
+        self._given = given
+        self._lacks = bool((given.kind_T == MISSING).any()) or given.holes_TL is not None
+        self._replay.set_target_indices(target_TK)
+        self._replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def rest(self) -> None:
+        """Until the next forward only recomputation runs this router; it takes the head of the FIFO."""
+        self._replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        if self._router.module.config.recompute_granularity is None:
+            self._replay.clear_indices()  # nothing will take it
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put this in the place of the router's choice, and around its forward."""
+        module = self._router.module
+        handles = [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
+        self._replay.get_replay_topk = self._topk
+        try:
+            yield
+        finally:
+            del self._replay.get_replay_topk  # removes the instance's override
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, module: TopKRouter, args: tuple[torch.Tensor, ...]) -> None:
+        if self._replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD and self._given is not None:
+            _check_order(self._router.layer, self._given, *args[0].shape[:2])
+        counts = module.enable_expert_bias and torch.is_grad_enabled()
+        self._counted_E = module.local_tokens_per_expert.clone() if counts else None
+
+    def _after(self, module: TopKRouter, _: Any, out: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Count the tokens of each expert again, without padding. megatron-core's mask fails for one of [T]."""
+        if self._counted_E is not None and self._padding_T is not None:
+            with torch.no_grad():
+                mine_TE = out[1] & ~self._padding_T[:, None]
+                module.local_tokens_per_expert.copy_(self._counted_E + mine_TE.sum(dim=0))
+        self._padding_T = None
+
+    def _topk(
+        self,
+        scores_TE: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> Any:
+        """RouterReplay.get_replay_topk, with the router's own top-k where a route is missing."""
+        replay = self._replay
+        if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
+            target_TK = replay.target_topk_idx
+            if self._lacks:
+                assert default_compute_topk is not None
+                _, own_TK = default_compute_topk(scores_TE, topk, num_groups=num_groups, group_topk=group_topk)
+                target_TK = torch.where(target_TK < 0, own_TK.to(target_TK.dtype), target_TK)
+                # Recomputation must use the same experts, even if its own top-k would differ.
+                replay.replay_backward_list[-1] = target_TK
+            replay.target_topk_idx = self._experts_of(target_TK)
+        elif replay.router_replay_action == RouterReplayAction.REPLAY_BACKWARD:
+            if not replay.replay_backward_list:
+                raise RouteError(
+                    f"layer {self._router.layer} runs outside a forward of its chunk, and config.recompute_granularity "
+                    f"is {self._router.module.config.recompute_granularity}: let megatron-core recompute it"
+                )
+            replay.replay_backward_list[0] = self._experts_of(replay.replay_backward_list[0])
+        return self._original(scores_TE, topk, num_groups, group_topk, default_compute_topk)
+
+    def _experts_of(self, target_TK: torch.Tensor) -> torch.Tensor:
+        """The int64 experts that RouterReplay gathers; keeps which rows are padding."""
+        self._padding_T = target_TK[:, 0] >= self._experts
+        return (target_TK % self._experts).long()
 
 
 def _check_order(layer: int, given: Routes, length: int, columns: int) -> None:
@@ -208,13 +337,6 @@ def _numbered(walked: Sequence[Sequence[Router]]) -> Iterator[tuple[int, Router]
     return ((chunk, router) for chunk, routers in enumerate(walked) for router in routers)
 
 
-def _arm(walked: Sequence[Sequence[Router]], targets: Sequence[Sequence[torch.Tensor]], chunk: int) -> None:
-    """Set the targets of a microbatch in the routers of one chunk."""
-    for router, target_TK in zip(walked[chunk], targets[chunk], strict=True):
-        router.replay.set_target_indices(target_TK)
-        router.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-
-
 def _disarm(replays: Sequence[RouterReplay]) -> None:
     """Reset the routers: no action, no targets, no records."""
     for replay in replays:
@@ -238,6 +360,9 @@ def _why_unsupported(config: TransformerConfig, *, mtp: bool) -> str:
         names = {str(getattr(part, "name", part)) for part in ([parts] if isinstance(parts, str) else parts)}
         if not names or names & {"full", "full_iteration", "moe", "moe_router"}:
             return "a CUDA graph that holds the router repeats the routes of its capture; leave the router out of it"
+    for field, effect in _OTHER_CHOICE.items():
+        if getattr(config, field, None) not in (None, False):
+            return f"{field}={getattr(config, field)} {effect}; unset it"
     if mtp and getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1:
         return "mtp_use_repeated_layer runs one router for several layers; replay without mtp=True"
     return ""
@@ -272,8 +397,8 @@ def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Ro
     return found
 
 
-def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
-    """The int64 targets [T, K] of each router; MISSING rows are -1. Raises RouteError for routes that do not fit."""
+def _check_fit(given: Routes, walked: Sequence[Router]) -> None:
+    """Raise RouteError for routes of other experts or layers than those of the routers, or with an expert twice."""
     for router in walked:
         config = router.module.config
         if (given.experts, given.top_k) != (config.num_moe_experts, router.module.topk):
@@ -285,40 +410,18 @@ def _targets(given: Routes, walked: Sequence[Router]) -> list[torch.Tensor]:
     if chosen.idx_TLK.size and int(chosen.idx_TLK.max()) >= given.experts:
         raise RouteError(f"routes with expert {int(chosen.idx_TLK.max())} of {given.experts}")
     check_distinct(chosen.idx_TLK, chosen.layers, given.start)
-    idx_TLK = chosen.idx_TLK.astype(np.int64)
-    idx_TLK[chosen.kind_T == MISSING] = -1
-    return [torch.from_numpy(np.ascontiguousarray(idx_TLK[:, i])) for i in range(len(walked))]
 
 
-@contextmanager
-def _native_where_missing(router: Router) -> Iterator[None]:
-    """Make RouterReplay use the router's own top-k for rows of -1."""
-    replay, original = router.replay, router.replay.get_replay_topk
+def _device_targets(given: Routes, walked: Sequence[Router]) -> torch.Tensor:
+    """The int32 targets [L, T, K] of the routers of a chunk, on their device, in one copy.
 
-    @functools.wraps(original)
-    def get_replay_topk(
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ) -> Any:
-        if replay.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
-            target_TK = replay.target_topk_idx
-            missing_T = target_TK[:, 0] < 0
-            if missing_T.any():
-                assert default_compute_topk is not None
-                _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-                target_TK = torch.where(missing_T[:, None].to(own_TK.device), own_TK, target_TK.to(own_TK.device))
-                # Recomputation must use the same experts, even if its own top-k would differ.
-                replay.target_topk_idx = replay.replay_backward_list[-1] = target_TK
-        return original(scores, topk, num_groups, group_topk, default_compute_topk)
-
-    replay.get_replay_topk = get_replay_topk
-    try:
-        yield
-    finally:
-        del replay.get_replay_topk  # removes the instance's override
+    -1 where the router's own top-k is used. In PAD rows the number of experts is added to each.
+    """
+    chosen_LTK = marked(given, [router.layer for router in walked])
+    chosen_LTK[:, given.kind_T == PAD] += given.experts
+    targets_LTK = torch.from_numpy(chosen_LTK)
+    device = walked[0].module.weight.device if walked else torch.device("cpu")
+    return targets_LTK.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else targets_LTK
 
 
 @contextmanager

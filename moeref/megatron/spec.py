@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moeref.megatron import norms
-from moeref.megatron.attention import CausalAttention, LatentAttention
+from moeref.megatron.attention import CausalAttention, DotProductOrPackedAttention, LatentAttention
 from moeref.megatron.marks import mark_sequence_parallel
 
 
@@ -64,8 +64,9 @@ def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, cp: bool
     """
     local = norms.in_layer(local)
     layer = local.submodules
-    if cp and not mla:
-        parts = replace(layer.self_attention.submodules, core_attention=CausalAttention)
+    if not mla:
+        core = CausalAttention if cp else DotProductOrPackedAttention
+        parts = replace(layer.self_attention.submodules, core_attention=core)
         layer = replace(layer, self_attention=replace(layer.self_attention, submodules=parts))
     if mla:
         layer = replace(layer, self_attention=_latent(layer.self_attention, fused))

@@ -16,8 +16,8 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 
 from moeref.bridge import ShardMap
-from moeref.megatron import context, device, precision
-from moeref.megatron.forward import mask_of, run_schedule, split
+from moeref.megatron import batches, device
+from moeref.megatron.forward import forward_of, packing_plan, rows, run_schedule
 
 #: The loss of one microbatch: from its logits `[B, S/CP, V]` in fp32 over the unpadded vocabulary, the numbers of its B
 #: rows and the positions `[S/CP]` in them that the logits are of.
@@ -29,29 +29,57 @@ def gradients(
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
-    The loss is the mean cross entropy of the next token over the unpadded vocabulary; the label of the last token is
-    the first token. Each `micro_batch` rows that follow each other are a microbatch; data-parallel replicas may have
-    different ones. Weights and buffers do not change.
+    The loss is the mean over the tokens of all replicas of the cross entropy of the next token over the unpadded
+    vocabulary; the label of the last token is the first token. Each `micro_batch` rows that follow each other are a
+    microbatch; data-parallel replicas may have different ones. Weights and buffers do not change.
 
     Raises ValueError for a model with multi-token prediction layers, whose loss is not supported, and under VPP for a
     number of microbatches that is not a multiple of PP; other errors as `logits` does.
     """
-    layout, length = shard_map.layout, tokens_BS.shape[1]
+    return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch))
+
+
+def packed_gradients(
+    chunks: Sequence[GPTModel], shard_map: ShardMap, packs: Sequence[Sequence[torch.Tensor]]
+) -> dict[tuple[int, str], torch.Tensor]:
+    """As `gradients`, of samples that are packed as for `packed_logits`. Replicas may have other numbers of tokens.
+
+    All replicas pad to the longest of their packs, so that every dispatcher takes them.
+    """
+    plan = packing_plan(chunks, shard_map.layout)
+    own = batches.of_samples(packs, plan)[0].tokens_BS.shape[1]
+    longest = int(_over_replicas(own, chunks, torch.distributed.ReduceOp.MAX))
+    placed = [[sample.to(device.of(chunks)) for sample in pack] for pack in packs]
+    return _step(chunks, shard_map, batches.of_samples(placed, plan, longest))
+
+
+def _over_replicas(number: int, chunks: Sequence[GPTModel], operation: Any) -> int:
+    """A number reduced over the data-parallel replicas."""
+    total = torch.tensor(number, device=device.of(chunks))
+    torch.distributed.all_reduce(total, operation, group=parallel_state.get_data_parallel_group())
+    return int(total)
+
+
+def _step(
+    chunks: Sequence[GPTModel], shard_map: ShardMap, microbatches: Sequence[batches.Microbatch]
+) -> dict[tuple[int, str], torch.Tensor]:
     if shard_map.model.mtp_layers:
         raise ValueError(
             f"{shard_map.model.family}: the loss of multi-token prediction layers is not part of this step"
         )
-    precision.check_length(chunks[0].config, layout, length)
-    labels_BS = tokens_BS.roll(-1, 1)
+    own = sum(int((of.labels_BS != batches.IGNORED).sum()) for of in microbatches)
+    counts = len(microbatches) * parallel_state.get_data_parallel_world_size()
+    share = _over_replicas(own, chunks, torch.distributed.ReduceOp.SUM) / counts
 
-    def loss(logits_BSV: torch.Tensor, rows: Sequence[int], at_S: torch.Tensor) -> torch.Tensor:
-        targets_BS = labels_BS[list(rows)].to(at_S.device)[:, at_S]
-        total = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten(), reduction="sum")
-        return total / (micro_batch * length)
+    def loss(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
+        labels_BS = microbatches[number].labels_BS[:, at_S]
+        total = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
+        mean: torch.Tensor = total / share
+        return mean
 
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
-    accumulate(wrapped, shard_map, tokens_BS, loss, micro_batch)
+    _accumulate(wrapped, shard_map, microbatches, loss)
     return {
         (number, name): parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)
@@ -70,33 +98,46 @@ def accumulate(
 
     `loss` is called on the ranks of the last stage. Raises ValueError as `gradients` does.
     """
-    layout, length, chunks = shard_map.layout, tokens_BS.shape[1], [one.module for one in wrapped]
-    tokens_BS = tokens_BS.to(device.of(chunks))
-    at_S = context.part(length, layout, parallel_state.get_context_parallel_rank()).to(tokens_BS.device)
-    mask_11SS = mask_of(length, chunks, layout)
-    batches = [rows.tolist() for rows in split(torch.arange(len(tokens_BS)), micro_batch)]
-    if layout.vpp > 1 and len(batches) % layout.pp:
-        microbatches = f"{len(batches)} microbatches are no multiple of pp={layout.pp}"
-        raise ValueError(f"{microbatches}, which the interleaved schedule needs")
 
-    def step(batch: Iterator[list[int]], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        rows = next(batch)
-        out = chunk(tokens_BS[rows][:, at_S], at_S[None], mask_11SS)
+    def of_rows(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
+        return loss(logits_BSV, range(number * micro_batch, (number + 1) * micro_batch), at_S)
+
+    chunks = [one.module for one in wrapped]
+    _accumulate(wrapped, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch), of_rows)
+
+
+def _accumulate(
+    wrapped: Sequence[DistributedDataParallel],
+    shard_map: ShardMap,
+    microbatches: Sequence[batches.Microbatch],
+    loss: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+) -> None:
+    """As `accumulate`; `loss` gets logits, the number of the microbatch, and the positions of this rank's part."""
+    layout, (size, length) = shard_map.layout, microbatches[0].tokens_BS.shape
+    if layout.vpp > 1 and len(microbatches) % layout.pp:
+        number = f"{len(microbatches)} microbatches are no multiple of pp={layout.pp}"
+        raise ValueError(f"{number}, which the interleaved schedule needs")
+    chunks = [one.module for one in wrapped]
+    forward, cp_rank = forward_of(chunks, layout, length), parallel_state.get_context_parallel_rank()
+
+    def step(numbers: Iterator[int], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        number = next(numbers)
 
         def scaled(local_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             # Megatron's vocabulary-parallel cross entropy includes the padding, whose size depends on TP.
             full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
+            logits_BSV = full_BSV[..., : shard_map.model.vocab].float()
             # The schedule multiplies by CP and divides by the number of microbatches; DDP averages over DP and CP.
-            return loss(full_BSV[..., : shard_map.model.vocab].float(), rows, at_S), {}
+            return loss(logits_BSV, number, microbatches[number].part(layout, cp_rank)), {}
 
-        return out, scaled
+        return forward(microbatches[number], chunk), scaled
 
     for chunk in wrapped:
         chunk.train()
         chunk.zero_grad_buffer()
     # With a rate above 0, finalize_model_grads would also update the routers' expert bias.
     with _set(chunks[0].config, finalize_model_grads_func=finalize_model_grads, moe_router_bias_update_rate=0.0):
-        run_schedule(step, batches, wrapped, length, micro_batch_size=micro_batch)
+        run_schedule(step, range(len(microbatches)), wrapped, length, micro_batch_size=size)
 
 
 @contextmanager

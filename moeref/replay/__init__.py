@@ -13,7 +13,16 @@ from moeref.replay.align import (
 )
 from moeref.replay.engine_formats import Spec, from_engine
 from moeref.replay.metrics import Agreement, Mismatch, agreement, mismatch
-from moeref.replay.microbatch import Microbatch, batched, gather_ranks, packed, rank_rows, shard_to_rank
+from moeref.replay.microbatch import (
+    Microbatch,
+    batched,
+    gather_ranks,
+    marked,
+    packed,
+    rank_rows,
+    shard_to_rank,
+    targets,
+)
 from moeref.replay.payload import read, write
 from moeref.replay.routes import (
     GIVEN,
@@ -49,6 +58,7 @@ __all__ = [
     "gather_ranks",
     "index_dtype",
     "join_turns",
+    "marked",
     "merge_layers",
     "mismatch",
     "missing_rows",
@@ -61,6 +71,7 @@ __all__ = [
     "shard_to_rank",
     "spread_experts",
     "stage_layers",
+    "targets",
     "to_tokens",
     "truncate",
     "unpad",

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from moeref.dispatcher.padding import Plan, round_up
 from moeref.layout import Layout
 from moeref.layout.sequence import contiguous, restored, zigzag
-from moeref.replay.align import pad, unpad
+from moeref.replay.align import pad, select_layers, stage_layers, unpad
+from moeref.replay.engine_formats import Spec
 from moeref.replay.routes import PAD, RouteError, Routes, concat, spread_experts
 
 CPRule = Literal["zigzag", "contiguous"]
@@ -155,3 +156,30 @@ def gather_ranks(
         if parts[key].tokens != len(mine):
             raise RouteError(f"rank (cp, tp) {key} has {parts[key].tokens} rows, expected {len(mine)}")
     return concat([parts[key] for key in keys]).take(np.asarray(restored([list(map(int, w)) for w in where]), np.intp))
+
+
+def marked(routes: Routes, layers: Sequence[int]) -> npt.NDArray[np.int32]:
+    """The experts [L, T, K] of `layers` as int32, with -1 where a route is missing; PAD rows have their spread experts.
+
+    Raises RouteError for a layer without routes.
+    """
+    chosen = select_layers(routes, layers)
+    found_LTK = np.ascontiguousarray(chosen.idx_TLK.transpose(1, 0, 2), np.int32)
+    found_LTK[chosen.missing_TL.T] = -1
+    return found_LTK
+
+
+def targets(
+    batch: Microbatch, layout: Layout, rank: int, spec: Spec, *, rule: CPRule = "zigzag"
+) -> list[dict[int, npt.NDArray[np.int32]]]:
+    """What the routers of `rank` replay, for a framework with its own controller: for each chunk [T, K] by layer.
+
+    Rows are in the order of the router's input, after context and sequence parallelism; layers are numbered over the
+    whole decoder, in the order in which they run. -1 marks routes that are missing: megatron-core's RouterReplay cannot
+    take them, so give these rows the router's own top-k, as `moeref.megatron.replay.replaying` does.
+
+    Raises RouteError for routes without a layer of the rank, LayoutError for sequences that do not divide.
+    """
+    mine, pp = shard_to_rank(batch, layout, rank, rule=rule), layout.coords(rank).pp
+    numbers = [stage_layers(layout, spec.moe_layers, pp, vp) for vp in range(layout.vpp)]
+    return [dict(zip(layers, marked(mine, layers), strict=True)) for layers in numbers]

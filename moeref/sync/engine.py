@@ -112,6 +112,11 @@ class Receiver:
         self._received, self._complete = done.plus(bucket), bucket.last
         return self._received
 
+    @property
+    def received(self) -> Receipt:
+        """What came of the update since `begin`."""
+        return self._received
+
     def commit(self, version: int) -> Receipt:
         """The update is finished. Raises SyncError if it is not complete, or of another version."""
         self.complete(version)

@@ -27,9 +27,10 @@ class Refused(SyncError):
 class Update:
     """A weight update: `version` names the weights that the engine has after it.
 
-    `full` replaces all weights. `delta` holds whole tensors, those that differ from version `base`, so that sending one
-    twice changes nothing. `drafts`: weights of drafts (MTP layers, EAGLE) are among those sent, are meant to stay as
-    they are, or are in neither model. `id` tells updates of two trainers apart; a retry keeps it.
+    `full` replaces all weights. `delta` holds what differs from version `base`: whole tensors, or messages of
+    `moeref.delta`. Both are new values and not differences, so that sending one twice changes nothing.
+    `drafts`: weights of drafts (MTP layers, EAGLE) are among those sent, are meant to stay as they are, or are in
+    neither model. `id` tells updates of two trainers apart; a retry keeps it.
 
     Raises ValueError for a version below 0, or a base that does not fit.
     """

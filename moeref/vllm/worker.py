@@ -107,7 +107,7 @@ class Extension:
 
     def moeref_receipt(self) -> dict[str, Any]:
         """What came of the update that is begun."""
-        return vars(self.weight_transfer_engine.receiver._received).copy()
+        return vars(self.weight_transfer_engine.receiver.received).copy()
 
     def moeref_commit(self, version: int) -> dict[str, Any]:
         """The update is finished."""

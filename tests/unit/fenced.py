@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import shlex
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from moeref_conformance import cli
 from moeref_conformance import resolve as targets
 from moeref_conformance.contract import rules
 from moeref_conformance.plan import matrix
+from safetensors.torch import save_file
 
+from moeref import audit
 from moeref import cli as preflight
 from tests import warm
 
@@ -94,12 +100,24 @@ def _check_nox(arguments: list[str]) -> None:
         _check_kit(["run", "--target", "moeref", "--matrix", "gpu", *arguments[len(sessions) + 2 :]])
 
 
+@contextlib.contextmanager
+def _checkpoints() -> Iterator[None]:
+    """A folder with the checkpoints and the manifest that pages name."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name in ("published", "exported", "step-7"):
+            Path("checkpoints", name).mkdir(parents=True)
+            save_file({"model.norm.weight": torch.ones(4)}, Path("checkpoints", name, "model.safetensors"))
+        audit.read("checkpoints/published").save("published.json")
+        yield
+
+
 def _check_moeref(arguments: list[str]) -> None:
     try:
         preflight._parser().parse_args(arguments)
     except SystemExit as error:
         raise AssertionError(f"moeref {shlex.join(arguments)}: not accepted") from error
-    assert preflight.main(arguments) in (0, 1)
+    with _checkpoints() if arguments[0] == "audit" else contextlib.nullcontext():
+        assert preflight.main(arguments) in (0, 1)
 
 
 def _check_kit(arguments: list[str]) -> None:

@@ -32,9 +32,11 @@ ROOMS: dict[str, set[str]] = {
     "exporter": {"layout", "families", "bridge", "dtypes", "torch_dtypes"},
     # How a model is built: made by the preflight, taken by the builder.
     "record": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes"},
+    "audit": {"bridge"},
     # Of the rooms on its left it takes the type of a described tensor.
     "delta": {"bridge"},
     "sync": {"layout", "families", "bridge", "exporter"},
+    "provenance": set(),
     # The preflight asks every room that is arithmetic.
     "check": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes", "record"},
 }
@@ -43,7 +45,7 @@ BORDERS = {"megatron", "vllm", "cli", "__main__"}
 #: Distributions with one door into moeref.
 DOORS = {"megatron": "megatron", "vllm": "vllm"}
 #: Rooms that are arithmetic and data.
-WITHOUT_TORCH = {"layout", "families"}
+WITHOUT_TORCH = {"layout", "families", "provenance"}
 #: (module, expression) -> why the module that is imported there is only known at run time.
 RUN_TIME: dict[tuple[str, str], str] = {
     ("moeref.families", "import_module(f'.{found.name}', __name__)"): "every module of this room",

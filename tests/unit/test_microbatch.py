@@ -15,12 +15,16 @@ from moeref.replay import (
     PAD,
     RouteError,
     Routes,
+    Spec,
     batched,
     gather_ranks,
     join_turns,
     packed,
     rank_rows,
+    routes,
     shard_to_rank,
+    stage_layers,
+    targets,
     write,
 )
 from tests.unit.routes import random_routes
@@ -166,3 +170,34 @@ def test_rows_of_a_batch_are_not_taken_for_those_of_a_sample() -> None:
         join_turns(random_routes(8), replace(both, start=8))
     with pytest.raises(RouteError, match="rows of 2 samples in turn; write each sample"):
         write(both)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, cp=2, pp=2), Layout(pp=2, vpp=2), Layout(tp=2, pp=4)])
+def test_targets_are_the_rows_and_layers_of_each_rank(layout: Layout) -> None:
+    """Tokens named by their experts: where a rank's router sees token 3 of sample 1 in layer 4, the target says so."""
+    spec = Spec((False, True, True, False, True, True, True, True), experts=200, top_k=2)
+    lengths = (5, 8)
+    samples = []
+    for sample, length in enumerate(lengths):
+        tag_TL = np.add.outer(100 * sample + 10 * np.arange(length), np.asarray(spec.layers)) % 199
+        samples.append(routes(np.stack([tag_TL, tag_TL + 1], axis=2), layers=spec.layers, experts=200))
+    for batch in (packed(samples, plan(layout)), batched(samples, plan(layout))):
+        for rank in range(layout.world):
+            at = layout.coords(rank)
+            found = targets(batch, layout, rank, spec)
+            positions = rank_rows(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp)
+            rows = [s * batch.routes.batch + b for s in positions for b in range(batch.routes.batch)]
+            assert len(found) == layout.vpp
+            for vp, by_layer in enumerate(found):
+                assert tuple(by_layer) == stage_layers(layout, spec.moe_layers, at.pp, vp)
+                for layer, target_TK in by_layer.items():
+                    assert target_TK.dtype == np.int32
+                    want = batch.routes.idx_TLK[rows, spec.layers.index(layer)]
+                    assert target_TK.tolist() == want.tolist()
+
+
+def test_targets_say_where_a_route_is_missing() -> None:
+    made = routes([[[0, 1], [2, 3]], [[0, 1], [-1, -1]], [[-1, -1], [-1, -1]]], layers=[1, 2], experts=4)
+    (by_layer,) = targets(packed([made]), Layout(), 0, Spec((False, True, True), 4, 2))
+    assert by_layer[1].tolist() == [[0, 1], [0, 1], [-1, -1]]
+    assert by_layer[2].tolist() == [[2, 3], [-1, -1], [-1, -1]]

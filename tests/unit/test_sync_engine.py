@@ -51,10 +51,10 @@ def test_a_wrong_bucket_is_found_when_it_comes(came: list[Bucket]) -> None:
     receiver = begun()
     for bucket in came[:-1]:
         receiver.accept(bucket)
-    before = receiver._received
+    before = receiver.received
     with pytest.raises(SyncError, match=r"bucket \d"):
         receiver.accept(came[-1])
-    assert receiver._received == before
+    assert receiver.received == before
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -277,6 +277,35 @@ def test_a_commit_whose_answer_is_lost_counts() -> None:
     serves(engine, weights(1))
 
 
+class CountsFirst(StagedEngine):
+    """Raises its version before it has the weights (TRL#5932)."""
+
+    def begin(self, update: Any) -> None:
+        super().begin(update)
+        self.receiver.version = update.version
+
+
+def test_a_version_without_its_weights_is_not_resumed() -> None:
+    engine, sync = pair(CountsFirst, Fault("send", "lost", once=False))
+    with pytest.raises(EngineDead, match="has version 1, expected 0"):
+        sync.update(weights(1).items(), 1)
+    assert engine.paused
+
+
+class RefusesTwice(SmallEngine):
+    def begin(self, update: Any) -> None:
+        if self.receiver.update is not None:
+            raise Refused("busy")
+        super().begin(update)
+
+
+def test_a_refusal_after_torn_weights_is_no_reason_to_resume() -> None:
+    engine, sync = pair(RefusesTwice, Fault("send", "lost", nth=1), attempts=2)
+    with pytest.raises(EngineDead, match="begin failed"):
+        sync.update(weights(1).items(), 1)
+    assert engine.paused
+
+
 def test_no_state_leaves_death_and_every_state_leads_to_an_end() -> None:
     assert not any(may_follow(state, State.DEAD) for state in State)
     assert all(may_follow(State.DEAD, state) for state in State if state is not State.DEAD)
@@ -299,7 +328,7 @@ def expected(kind: type[Any], call: str, how: str, attempts: int) -> str:
         return "dead"
     if call == "pause":
         return "old"
-    if call == "commit" and how in ("raise after", "nothing"):
+    if call == "commit" and how in ("raise after", "nothing", "miscounted"):
         return "new" if how == "raise after" else "dead"  # its answer is lost; it says that it committed
     if attempts > 1:
         return "new"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from moeref_conformance.contract.api import Cell, Claims, Info, Session, Target, World
 from safetensors.torch import load_file
 
@@ -23,7 +23,7 @@ from moeref.dispatcher.padding import Factor, Plan
 from moeref.layout import Layout
 from moeref.megatron.replay import recording, replaying, routers
 from moeref.record import Record
-from moeref.replay import MISSING, RouteError, Routes, batched, packed, routes
+from moeref.replay import GIVEN, MISSING, RouteError, Routes, Spec, batched, packed, routes, targets
 
 
 class Nothing:
@@ -373,6 +373,13 @@ def what_cannot_be_replayed_is_refused(bench: Bench) -> None:
     for fields, says in (
         ({"overlap_moe_expert_parallel_comm": True}, "layers of two microbatches"),
         ({"cuda_graph_impl": "local"}, "a CUDA graph that holds the router"),
+        ({"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor=1.5 drops tokens of full experts"),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True routes by random scores"),
+        *(
+            [({"moe_router_force_biased": 0.5}, "adds a random bias")]
+            if hasattr(config, "moe_router_force_biased")
+            else []
+        ),
     ):
         with setting(config, **fields):
             refused(says)
@@ -493,6 +500,104 @@ def samples_in_one_microbatch_get_what_they_get_alone(bench: Bench) -> None:
     bench.assert_native(native)
 
 
+def padding_is_not_counted_for_the_expert_bias(bench: Bench) -> None:
+    """The counts of which the bias is updated hold every token once, also when layers are run again."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    given = [one.take(slice(0, 11)) for one in bench.given()]
+    batch = packed(given, Plan((Factor(16, "sample", "test"),)))
+    tokens_1S, sample_1S = torch.zeros(1, 32, dtype=torch.long), torch.zeros(1, 32)
+    for way in ({}, full):
+        built = bench.build(**way)
+        found = [r.module for r in routers(built.chunks[0]) if not r.mtp]
+        for routes_of, counted in ((batch.routes, 22), (replace(batch.routes, kind_T=batch.routes.kind_T * 0), 32)):
+            for router in found:
+                router.local_tokens_per_expert.zero_()
+            with setting(bench, built=built):
+                run_rows(bench, [(tokens_1S, sample_1S)], [routes_of])
+            for i, router in enumerate(found):
+                assert router.local_tokens_per_expert.sum() == counted * router.topk
+                rows = routes_of.idx_TLK[routes_of.kind_T == GIVEN, i]
+                if counted == 32:
+                    assert (
+                        np.bincount(rows.reshape(-1), minlength=16).tolist() == router.local_tokens_per_expert.tolist()
+                    )
+
+
+def routes_come_one_microbatch_at_a_time(bench: Bench) -> None:
+    """From a list, a function or a generator: the same logits, asked for once, and nothing kept after a forward."""
+    native, given, chunks = bench.logits(), bench.given(), bench.built.chunks
+    with replaying(chunks, given):
+        wanted = bench.logits()
+    asked: list[int] = []
+
+    def one(number: int) -> Routes:
+        assert all(not replay.replay_backward_list for replay in replays(bench.built))
+        asked.append(number)
+        return given[number]
+
+    seen: list[torch.dtype] = []
+    first = routers(chunks[0])[0].module
+    handle = first.register_forward_pre_hook(lambda m, _: seen.append(m.router_replay.target_topk_idx.dtype))
+    for source in (one, (one(number) for number in range(2))):
+        del asked[:]
+        with replaying(chunks, source):
+            assert torch.equal(bench.logits(), wanted)
+        assert asked == [0, 1]
+    handle.remove()
+    assert set(seen) == {torch.int32}
+    for source, says in (
+        (iter(given[:1]), "runs microbatch 1, but routes are given for 1"),
+        (iter([*given, given[0]]), "given for more than the 2 microbatches that ran"),
+        (iter([given[0].take([0, 1])]), "its routes have 2 rows"),
+        (lambda _: replace(given[0], idx_TLK=np.zeros_like(given[0].idx_TLK)), "expert 0 twice"),
+    ):
+        with pytest.raises(RouteError, match=says), replaying(chunks, source):
+            bench.logits()
+    bench.assert_native(native)
+
+
+def a_hole_in_one_layer_is_left_to_its_router(bench: Bench) -> None:
+    native, given = bench.logits(), bench.given()
+    last = len(given[0].layers) - 1
+    holes_TL = np.zeros(given[0].idx_TLK.shape[:2], bool)
+    holes_TL[5, last] = True
+    holed = [replace(one, holes_TL=holes_TL) for one in given]
+    own_router = routers(bench.built.chunks[0])[last].module
+    with replaying(bench.built.chunks, holed), seen_experts(bench.built) as chosen, own_choice(own_router) as own:
+        bench.logits()
+    for number, one in enumerate(given):
+        for i, layer in enumerate(one.layers):
+            want = np.sort(one.idx_TLK[:-1, i])
+            if i == last:
+                want[5] = own[number][5]
+                assert want[5].tolist() != np.sort(one.idx_TLK[5, i]).tolist()
+            assert chosen[number][layer][:-1].tolist() == want.tolist()
+    bench.assert_native(native)
+
+
+def the_targets_of_another_controller_are_the_same(bench: Bench) -> None:
+    """RouterReplay alone, set from `targets` by a framework that keeps its own controller."""
+    (chunk,), native = bench.built.chunks, bench.logits()
+    spec = Spec.of(bench.model)
+    given = [one.take(slice(0, 15)) for one in bench.given()]
+    batch = batched(given, length=16)
+    positions_BS, mask = torch.arange(16).expand(2, 16), torch.ones(16, 16).triu(1).bool()[None, None]
+    with torch.no_grad():
+        with replaying([chunk], [batch.routes]):
+            wanted = chunk(bench.tokens_BS, positions_BS, mask)
+        (by_layer,) = targets(batch, Layout(), 0, spec)
+        assert tuple(by_layer) == spec.layers
+        assert {a.dtype for a in by_layer.values()} == {np.dtype(np.int32)}
+        for router in routers(chunk):
+            router.replay.set_target_indices(torch.from_numpy(by_layer[router.layer]).long())
+            router.replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        assert torch.equal(chunk(bench.tokens_BS, positions_BS, mask), wanted)
+        for router in routers(chunk):
+            router.replay.clear_indices()
+            router.replay.clear_router_replay_action()
+    bench.assert_native(native)
+
+
 def the_order_of_a_batch_is_recorded(bench: Bench) -> None:
     """R2 with micro-batch 2: what was recorded replays, and other orders are refused."""
     (chunk,), native = bench.built.chunks, bench.logits()
@@ -511,6 +616,10 @@ CHECKS = {
     "glm4_moe": (
         samples_in_one_microbatch_get_what_they_get_alone,
         the_order_of_a_batch_is_recorded,
+        padding_is_not_counted_for_the_expert_bias,
+        routes_come_one_microbatch_at_a_time,
+        a_hole_in_one_layer_is_left_to_its_router,
+        the_targets_of_another_controller_are_the_same,
         *(recorded_routes_replay_bit_for_bit, given_rows_are_taken_and_missing_rows_are_not),
         *(a_scope_in_a_scope_is_refused, an_error_leaves_the_routers_native, another_model_is_left_alone),
         *(another_number_of_microbatches_is_refused, what_cannot_be_replayed_is_refused),

@@ -20,6 +20,10 @@ CELLS = (
 CHECKS = (
     "samples_in_one_microbatch_get_what_they_get_alone",
     "the_order_of_a_batch_is_recorded",
+    "padding_is_not_counted_for_the_expert_bias",
+    "routes_come_one_microbatch_at_a_time",
+    "a_hole_in_one_layer_is_left_to_its_router",
+    "the_targets_of_another_controller_are_the_same",
     "recorded_routes_replay_bit_for_bit",
     "given_rows_are_taken_and_missing_rows_are_not",
     "a_scope_in_a_scope_is_refused",

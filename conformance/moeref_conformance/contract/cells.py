@@ -26,8 +26,8 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "receivers": ("writer", "all"),
     "unmapped": ("exported", "built"),
 }
-#: What a microbatch is: one row of the tokens, or two rows that follow each other.
-BATCHES = ("single", "pairs")
+#: What a microbatch is: one row of the tokens, two rows side by side [S, B], or two of unequal lengths packed (THD).
+BATCHES = ("single", "pairs", "packed")
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 

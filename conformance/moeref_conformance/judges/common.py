@@ -221,6 +221,11 @@ def unmeasured(case: Case) -> Outcome | None:
     return Outcome(untested="no tolerance is measured for Transformer Engine's kernels yet")
 
 
+def tokens_of(case: Case) -> torch.Tensor:
+    """Which positions of the tokens [B, S] are tokens, and none behind the end of a row."""
+    return expected(case).tokens_BS >= 0
+
+
 def distance(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
     """How far every element is off, in fp64. NaN is never greater than a limit, so it counts as infinitely far."""
     apart = (got.double() - want.double()).abs()

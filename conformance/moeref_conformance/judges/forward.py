@@ -18,6 +18,7 @@ from moeref_conformance.judges.common import (
     finding,
     observed,
     outcome,
+    tokens_of,
     tolerance,
     unmeasured,
     within,
@@ -50,11 +51,14 @@ def _holders(case: Case) -> list[Finding]:
 def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
     """Compare the logits of every rank with `want`; bitwise if `limit` is 0."""
     findings, worst = _holders(case), 0.0
+    here_BS1 = tokens_of(case)[..., None]
+    want = want.where(here_BS1, 0)
     for rank, got in _logits(observed(case)).items():
         if got.shape != want.shape or got.dtype != want.dtype:
             message = f"logits are {got.dtype} {list(got.shape)}, {whose} {want.dtype} {list(want.shape)}"
             findings.append(finding(case, rank, "forward", message))
             continue
+        got = got.where(here_BS1, 0)
         if same(want, got):
             continue
         apart = distance(want, got)
@@ -62,7 +66,7 @@ def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
         worst = max(worst, far)
         if far > limit:
             index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
-            by, positions = f"{far:.2g} > {tolerance(case, limit)}", apart.amax(-1) > 0
+            by, positions = f"{far:.2g} > {tolerance(case, limit)}", apart.amax(-1)[here_BS1[..., 0]] > 0
             message = f"logits differ from {whose} by {by} at [batch, position, token] {list(index)}"
             said = _diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ"
             told = {"expected": float(want[index]), "got": float(got[index]), "diagnosis": said}

@@ -63,9 +63,9 @@ def rounding(case: Case, which: str) -> routed.Rounding:
 def without_route(case: Case) -> set[Place]:
     """Places that the given routes leave to the router."""
     places = set()
-    length = expected(case).tokens_BS.shape[1]
+    lengths = expected(case).lengths
     for number, sample in enumerate(routed.given_routes(expected(case), "a", case.claims.missing_rows)):
-        places |= {(number, s) for s in range(length) if s >= len(sample) or sample[s].min() < 0}
+        places |= {(number, s) for s in range(lengths[number]) if s >= len(sample) or sample[s].min() < 0}
     return places
 
 

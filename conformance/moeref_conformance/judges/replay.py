@@ -17,6 +17,7 @@ from moeref_conformance.judges.common import (
     finding,
     not_refused,
     outcome,
+    tokens_of,
     tolerance,
     unmeasured,
     within,
@@ -84,8 +85,14 @@ def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset
 
 def _last(case: Case) -> set[Place]:
     """The last token of each sample."""
-    samples, length = expected(case).tokens_BS.shape
-    return {(number, length - 1) for number in range(samples)}
+    return {(number, length - 1) for number, length in enumerate(expected(case).lengths)}
+
+
+def _at(case: Case, places: set[Place]) -> torch.Tensor:
+    """Whether each of the tokens [B, S] is at one of the places."""
+    at_BS = torch.zeros_like(tokens_of(case))
+    at_BS[tuple(zip(*places, strict=True))] = True
+    return at_BS
 
 
 def _in_bf16(case: Case) -> Outcome | None:
@@ -159,15 +166,16 @@ def logits_under_routes_are_transformers(case: Case) -> Outcome | list[Finding]:
         return no
     if findings := without(case, "replay"):
         return findings
+    routed_BS = tokens_of(case) & ~_at(case, _last(case))
     if case.cell.dtype == "float32":
-        return _far(case, oracle(case, "a").logits_BSV, slice(0, -1))
+        return _far(case, oracle(case, "a").logits_BSV, routed_BS)
     # Tokens without a route may turn, which moves the later ones.
     want, limit = oracle_of(case, "replay-a").logits_BSV, ROUNDINGS * rounding(case, "a").logits
-    return _far(case, want, slice(0, -1), limit, of_length=True)
+    return _far(case, want, routed_BS, limit, of_length=True)
 
 
 def _far(
-    case: Case, want: torch.Tensor, tokens: slice, limit: float = TRANSFORMERS, of_length: bool = False
+    case: Case, want: torch.Tensor, at_BS: torch.Tensor, limit: float = TRANSFORMERS, of_length: bool = False
 ) -> Outcome:
     """Whether logits at these tokens are transformers' under the same routes: each, or all `of_length` of them."""
     phase, worst, findings = "replay-a", 0.0, list[Finding]()
@@ -176,8 +184,8 @@ def _far(
             message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"
             findings.append(finding(case, rank, "replay", message))
             continue
-        apart = distance(want[:, tokens], got[:, tokens])
-        far = float(apart.norm() / want[:, tokens].norm()) if of_length else float(apart.max())
+        apart = distance(want[at_BS], got[at_BS])
+        far = float(apart.norm() / want[at_BS].norm()) if of_length else float(apart.max())
         worst = max(worst, far)
         if far > limit:
             apart_by = f"{far:.2g}{' of their length' if of_length else ''} > {tolerance(case, limit)}"
@@ -193,7 +201,7 @@ def the_last_token_is_native(case: Case) -> Outcome | list[Finding]:
         return no
     if findings := without(case, "replay"):
         return findings
-    far = _far(case, oracle(case, "a").logits_BSV, slice(-1, None))
+    far = _far(case, oracle(case, "a").logits_BSV, _at(case, _last(case)))
     return outcome([*_native(case, _last(case)), *far.findings], met=far.met)
 
 

@@ -87,6 +87,8 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     for attempt in range(1, 50):
         model = recipes.model(cell)
         tokens_BS = torch.randint(0, model.config.vocab_size, recipes.rows(cell), generator=_generator(0))
+        for row_S, length in zip(tokens_BS, recipes.lengths(cell), strict=True):
+            row_S[length:] = -1
         _fill(model, dtype, _generator(attempt))
         logits_BSV, margin = _forward(model, tokens_BS)
         # In FP8 routes change whatever the margin is; nothing compares logits there.
@@ -191,7 +193,8 @@ def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
     gates = [m for n, m in model.named_modules() if n.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.gate"))]
     handles = [gate.register_forward_pre_hook(watch) for gate in gates]
     with torch.no_grad():
-        logits_BSV = model(tokens_BS).logits.float().contiguous()
+        # Causal: what stands behind the end of a row changes nothing in it.
+        logits_BSV = model(tokens_BS.clamp_min(0)).logits.float().contiguous()
     for handle in handles:
         handle.remove()
     return logits_BSV, min(margins)

@@ -43,8 +43,13 @@ class Expected:
 
     @cached_property
     def tokens_BS(self) -> torch.Tensor:
-        """int64 token ids, the same for every cell."""
+        """int64 token ids, the same for every cell, and -1 behind the end of a row that is shorter than others."""
         return load_file(self.dir / "tokens.safetensors")["tokens"]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each row; -1 follows them."""
+        return tuple(int(number) for number in (self.tokens_BS >= 0).sum(1))
 
     @cached_property
     def digest(self) -> str:

@@ -163,10 +163,16 @@ _LENGTH = {"mixtral": 24, "deepseek_v3": 24, "gpt_oss": 20}
 def rows(cell: Cell) -> tuple[int, int]:
     """Number of sequences and their length: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2.
 
-    Where microbatches have two sequences there are two microbatches, and as many tokens in all.
+    Where microbatches have two sequences there are two microbatches, and about as many tokens in all.
     """
     length = 256 if cell.precision else _LENGTH.get(cell.family, 16)
-    return 2 * cell.rows, length // cell.rows
+    return 2 * cell.rows, length - 3 if cell.batch == "packed" else length // cell.rows
+
+
+def lengths(cell: Cell) -> list[int]:
+    """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, which divide over nothing."""
+    number, longest = rows(cell)
+    return [longest, 5, longest - 4, 3] if cell.batch == "packed" else [longest] * number
 
 
 def model(cell: Cell) -> Any:

@@ -81,12 +81,11 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
     """
     shape = _shape(expected)
     rng = np.random.default_rng(1000 + SETS.index(name))
-    samples, length = expected.tokens_BS.shape
     samples_routes = []
-    for number in range(samples):
+    for number, length in enumerate(expected.lengths):
         idx_TLK = rng.random((length - 1, shape.layers, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
         idx_TLK[:, [not moe for moe in shape.moe]] = 0
-        if missing and number == samples - 1:
+        if missing and number == len(expected.lengths) - 1:
             idx_TLK[length // 2] = MISSING
         samples_routes.append(idx_TLK.astype(np.int32))
     return samples_routes
@@ -172,18 +171,21 @@ def routed(
     layers = [layer for layer, moe in enumerate(shape.moe) if moe]
     target_TLK = torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k))
     with torch.enable_grad(), _Forced(shape.experts, target_TLK) as forced:
-        logits_BSV = model(expected.tokens_BS).logits.float()
+        logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
         gradients = _gradients(model, logits_BSV, expected)
     experts = {}
     for layer, chosen_TK in zip(layers, forced.chosen, strict=True):
         rows = chosen_TK.reshape(samples, length, -1).tolist()
-        experts[layer] = {(b, s): frozenset(rows[b][s]) for b in range(samples) for s in range(length)}
+        experts[layer] = {(b, s): frozenset(rows[b][s]) for b, n in enumerate(expected.lengths) for s in range(n)}
     return Routed(logits_BSV.detach().contiguous(), experts, gradients)
 
 
 def _gradients(model: Any, logits_BSV: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
     """The gradients under the names of the checkpoint, as transformers' own writer splits and names its tensors."""
     labels_BS = expected.tokens_BS.roll(-1, 1)
+    for tokens_S, labels_S, length in zip(expected.tokens_BS, labels_BS, expected.lengths, strict=True):
+        labels_S[length - 1] = tokens_S[0]
+        labels_S[length:] = -100  # counts for nothing
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)

@@ -8,7 +8,7 @@ import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeref import bridge, config, dispatcher, families, record, replay, seeds
 from moeref.bridge import loader
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from moeref.megatron import Built
+
+Row = TypeVar("Row")
 
 
 class _Tables:
@@ -63,9 +65,9 @@ def _meta(tensor: bridge.HFTensor) -> TensorMeta:
 class _Model:
     """The facets of a built model: `export`, `forward`, `gradients` and `replay`. `shards` maps the exported format."""
 
-    def __init__(self, built: Built, shards: bridge.ShardMap, rank: int, rows: int) -> None:
+    def __init__(self, built: Built, shards: bridge.ShardMap, rank: int, batch: str) -> None:
         self._built, self._plan, self._rank = built, plan.Plan(shards), rank
-        self._micro_batch = rows
+        self._batch, self._size = batch, 1 if batch == "single" else 2  # rows of a microbatch
         self._recorded: list[replay.Routes] = []
 
     def chunks(self) -> Sequence[torch.nn.Module]:
@@ -86,12 +88,19 @@ class _Model:
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref import megatron
 
-        return megatron.logits(self._built.chunks, self._built.shard_map, tokens_BS, self._micro_batch)
+        chunks, shards = self._built.chunks, self._built.shard_map
+        if self._batch != "packed":
+            return megatron.logits(chunks, shards, tokens_BS, self._size)
+        found = megatron.packed_logits(chunks, shards, _packs(tokens_BS))
+        return None if found is None else _side_by_side([logits_SV for pack in found for logits_SV in pack])
 
     def gradients(self, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
 
-        return megatron.gradients(self._built.chunks, self._built.shard_map, tokens_BS, self._micro_batch)
+        chunks, shards = self._built.chunks, self._built.shard_map
+        if self._batch == "packed":
+            return megatron.packed_gradients(chunks, shards, _packs(tokens_BS))
+        return megatron.gradients(chunks, shards, tokens_BS, self._size)
 
     def _given(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> list[replay.Routes]:
         """This rank's rows and layers of every microbatch."""
@@ -100,22 +109,18 @@ class _Model:
         if len(routes) != len(tokens_BS):
             raise replay.RouteError(f"routes of {len(routes)} samples for {len(tokens_BS)}")
         layout, model = self._built.shard_map.layout, self._built.shard_map.model
-        samples = [self._sample(sent, tokens_BS.shape[1], model) for sent in routes]
-        size = self._micro_batch
-        microbatches = [self._local(samples[at : at + size], layout, model) for at in range(0, len(samples), size)]
-        return microbatches + microbatches[-1:] * (-len(microbatches) % (layout.pp if layout.vpp > 1 else 1))
-
-    def _sample(self, sample: Any, tokens: int, model: families.Model) -> replay.Routes:
-        def sent(turn: Turn) -> replay.Routes:
-            return replay.from_engine(turn.routes, replay.Spec.of(model), start=turn.start)
-
-        turns = sample if isinstance(sample, list) else [Turn(0, sample)]
-        return replay.to_tokens(functools.reduce(replay.join_turns, map(sent, turns)), tokens)[0]
-
-    def _local(self, samples: Sequence[replay.Routes], layout: Layout, model: families.Model) -> replay.Routes:
+        lengths = (tokens_BS >= 0).sum(1).tolist()
+        rows = [_whole(sample, length, model) for sample, length in zip(routes, lengths, strict=True)]
+        if self._batch == "packed":
+            padded = padding.plan(layout)
+            total = max(padded.pack(pair).total for pair in _groups(lengths, 2))
+            joined = [replay.packed(pair, padded, total=total) for pair in _groups(rows, 2)]
+        else:
+            joined = [replay.batched(group) for group in _groups(rows, self._size)]
         pp, vps = layout.coords(self._rank).pp, range(layout.vpp)
         layers = sorted(i for vp in vps for i in align.stage_layers(layout, model.moe_layers, pp, vp))
-        return replay.select_layers(replay.shard_to_rank(replay.batched(samples), layout, self._rank), layers)
+        found = [replay.select_layers(replay.shard_to_rank(of, layout, self._rank), layers) for of in joined]
+        return found + found[-1:] * (-len(found) % (layout.pp if layout.vpp > 1 else 1))
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
         from moeref.megatron import replay as controller
@@ -137,6 +142,32 @@ class _Model:
         from moeref.megatron import replay as controller
 
         return controller.replaying(self._built.chunks, self._given(tokens_BS, routes))
+
+
+def _whole(sample: Any, tokens: int, model: families.Model) -> replay.Routes:
+    """The routes of a sample's tokens from those of an engine."""
+
+    def sent(turn: Turn) -> replay.Routes:
+        return replay.from_engine(turn.routes, replay.Spec.of(model), start=turn.start)
+
+    turns = sample if isinstance(sample, list) else [Turn(0, sample)]
+    return replay.to_tokens(functools.reduce(replay.join_turns, map(sent, turns)), tokens)[0]
+
+
+def _groups(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+    """Each `size` rows that follow each other."""
+    return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+
+def _packs(tokens_BS: torch.Tensor) -> list[Sequence[torch.Tensor]]:
+    """The samples of each microbatch, two rows without what stands behind their end."""
+    return _groups([row_S[row_S >= 0] for row_S in tokens_BS], 2)
+
+
+def _side_by_side(logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    import torch
+
+    return torch.nn.utils.rnn.pad_sequence(list(logits), batch_first=True)
 
 
 class _Seeds:
@@ -274,7 +305,7 @@ class MoerefTarget:
         kernels=frozenset({"torch", "te"}),
         precisions=frozenset({"", "delayed", "tensorwise", "blockwise", "mxfp8"}),
         replay=frozenset({"off", "R2", "R3"}),
-        batches=frozenset({"single", "pairs"}),
+        batches=frozenset({"single", "pairs", "packed"}),
     )
 
     def preload(self) -> None:
@@ -299,7 +330,7 @@ class MoerefTarget:
             options = record.Options(**_options(cell), divisible_by=self._divisible_by)
             built = megatron.build(record.Record.of(model, layout, options=options), rank, world.device)
             shards = built.shard_map.in_format(cell.expert_format)  # type: ignore[arg-type]
-            yield _Session(shards, cell, world.device, built, _Model(built, shards, rank, cell.rows))
+            yield _Session(shards, cell, world.device, built, _Model(built, shards, rank, cell.batch))
         finally:
             megatron.shut_down()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,46 @@ def _samples_in_a_row(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", step=lambda tokens_BS, routes: good.step(tokens_BS, packed(routes)))
 
 
+def _one_sequence(session: Session, cell: Cell, world: World) -> Any:
+    """Attention takes packed samples for one sequence."""
+
+    def joined(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        packed = kwargs["packed_seq_params"]
+        ends = packed.cu_seqlens_q[[0, -1]]
+        return args, {**kwargs, "packed_seq_params": replace(packed, cu_seqlens_q=ends, cu_seqlens_kv=ends)}
+
+    for chunk in session.export.chunks() if session.export else ():
+        for attention in chunk.modules():
+            if hasattr(attention, "core_attention"):
+                core: Any = attention.core_attention
+                core.register_forward_pre_hook(joined, with_kwargs=True)
+    return session
+
+
+def _mean_of_means(session: Session, cell: Cell, world: World) -> Any:
+    """Every microbatch weighs the same, whatever its number of tokens."""
+    good: Any = session.gradients
+
+    def gradients(tokens_BS: torch.Tensor) -> Any:
+        each = [good.gradients(pack_BS) for pack_BS in torch.split(tokens_BS, cell.rows)]
+        return {key: torch.stack([one[key] for one in each]).mean(0) for key in each[0]}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _unpadded_offsets(session: Session, cell: Cell, world: World) -> Any:
+    """Logits of packed samples are cut by the lengths without padding: the second sample's begin too early."""
+    good: Any = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        found_BSV: torch.Tensor | None = good.logits(tokens_BS)
+        if found_BSV is not None:
+            found_BSV[1::2] = found_BSV[1::2].roll(1, 1)
+        return found_BSV
+
+    return facet(session, "forward", logits=logits)
+
+
 FAULTS = (
     Fault(
         id="logits-sequence-first",
@@ -74,5 +115,29 @@ FAULTS = (
         wrap=_samples_in_a_row,
         one_rank=True,
         diagnosis="the route of token",
+    ),
+    Fault(
+        id="packed-as-one-sequence",
+        bug="cu_seqlens are lost on the way to attention: a sample attends to those packed before it",
+        rules=("FWD-001",),
+        cell=cell("glm4_moe", "one", batch="packed"),
+        wrap=_one_sequence,
+        one_rank=True,
+    ),
+    Fault(
+        id="mean-of-microbatch-means",
+        bug="verl in kind: a mean over microbatches of their means, where they have unequal numbers of tokens",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "cp2", batch="packed"),
+        wrap=_mean_of_means,
+        one_rank=True,
+    ),
+    Fault(
+        id="packed-cut-without-padding",
+        bug="outputs of packed samples are cut by cu_seqlens without padding, which TP or CP added",
+        rules=("FWD-002",),
+        also=("FWD-001",),
+        cell=cell("deepseek_v3", "tp2", layers=3, batch="packed"),
+        wrap=_unpadded_offsets,
     ),
 )

@@ -1,0 +1,206 @@
+"""What is kept of each tensor: dtype, shape, a hash of all of its bytes, and statistics. Every element is read once."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from moeref.bridge.shard_map import HFTensor
+
+Named = tuple[str | HFTensor, torch.Tensor | None]
+FORMAT = "moeref-manifest-1"
+#: Elements that are hashed and measured at once, so that they are in the cache for both.
+BLOCK = 1 << 17
+#: Integers of an element's bits, by its bytes.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Groups of tensors, by their names; the first that fits.
+_GROUPS = (
+    ("embedding", r"embed"),
+    ("head", r"lm_head"),
+    ("norm", r"norm"),
+    ("expert", r"\.experts\."),
+    ("shared expert", r"shared_expert"),
+    ("router", r"(gate|router)(\.|$)|correction_bias"),
+    ("attention", r"attn|attention"),
+    ("MLP", r"(gate|up|down|gate_up)_proj"),
+)
+
+
+class AuditError(ValueError):
+    """What cannot be audited: no such folder, not a manifest, a name that comes twice."""
+
+
+class Fingerprint(NamedTuple):
+    """One tensor. least, greatest: of its finite elements and infinities; None for an empty tensor or NaN alone."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    hash: str  # XXH3 of its bytes, 128 bits, hexadecimal
+    least: float | None
+    greatest: float | None
+    nans: int
+
+    @property
+    def zero(self) -> bool:
+        """Whether all elements are 0."""
+        return self.least == self.greatest == 0 and not self.nans
+
+    @property
+    def content(self) -> tuple[str, tuple[int, ...], str]:
+        """What two tensors share that are equal bit for bit."""
+        return self[:3]
+
+
+class Place(NamedTuple):
+    """Where a tensor belongs, by its name; None: in no layer, no expert. `rest` is the name without numbers."""
+
+    layer: int | None
+    expert: int | None
+    rest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The fingerprints of a model by Hugging Face name. It is small: `save` it and compare with it later."""
+
+    tensors: Mapping[str, Fingerprint]
+
+    @classmethod
+    def of(cls, stream: Iterable[Named]) -> Manifest:
+        """Of a stream of (name, tensor); tensors that are None are left out. AuditError for a name that comes twice."""
+        return cls(dict(fingerprints(stream)))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        plain = {
+            name: [p.dtype, list(p.shape), p.hash, finite(p.least), finite(p.greatest), p.nans]
+            for name, p in self.tensors.items()
+        }
+        text = json.dumps({"format": FORMAT, "tensors": plain}, indent=0)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Manifest:
+        """What `save` wrote. Raises AuditError for another file."""
+        try:
+            plain = json.loads(Path(path).read_text(encoding="utf-8"))
+            if plain["format"] != FORMAT:
+                raise AuditError(f"{path}: of format {plain['format']!r:.40}, expected {FORMAT}")
+            return cls({name: _read(*fields) for name, fields in plain["tensors"].items()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if isinstance(error, AuditError):
+                raise
+            raise AuditError(f"{path}: not a manifest that `moeref audit --save` wrote: {error}") from None
+
+
+def _read(dtype: Any, shape: Any, digest: Any, least: Any, greatest: Any, nans: Any) -> Fingerprint:
+    if not (isinstance(dtype, str) and isinstance(digest, str) and type(nans) is int):
+        raise TypeError(f"a tensor of dtype {dtype!r:.40} and hash {digest!r:.40}")
+    if not all(type(n) is int for n in shape):
+        raise TypeError(f"a tensor of shape {shape!r:.40}")
+    low, high = (None if end is None else float(end) for end in (least, greatest))
+    return Fingerprint(dtype, tuple(shape), digest, low, high, nans)
+
+
+def finite(value: float | None) -> float | str | None:
+    """For JSON, which has no infinity: `inf` and `-inf` as text."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def fingerprints(stream: Iterable[Named]) -> Iterator[tuple[str, Fingerprint]]:
+    """(name, fingerprint) of each tensor of a stream. Raises AuditError for a name that comes twice."""
+    return ((name, fingerprint(tensor)) for name, tensor in named(stream))
+
+
+def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) without those that are None. Raises AuditError for a name that comes twice."""
+    seen: set[str] = set()
+    for described, tensor in stream:
+        name = described if isinstance(described, str) else described.name
+        if tensor is None:
+            continue
+        if name in seen:
+            raise AuditError(f"{name} comes twice in the stream")
+        seen.add(name)
+        yield name, tensor
+
+
+def fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    """Hash and statistics of one tensor."""
+    bits, digest = bits_of(tensor), xxhash.xxh3_128()
+    signed = tensor.dtype.is_floating_point and tensor.dtype != torch.float8_e8m0fnu
+    ordered = bits if tensor.dtype.is_signed and not signed else bits.view(f"u{bits.itemsize}")
+    extremes: list[int] = []
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
+        digest.update(block)
+        if signed:
+            extremes += _float_extremes(block)
+        else:
+            block = ordered[start : start + BLOCK]
+            extremes += [int(block.min()), int(block.max())]
+    least, greatest, nans = _statistics(tensor.dtype, bits, extremes)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Fingerprint(dtype, tuple(tensor.shape), digest.hexdigest(), least, greatest, nans)
+
+
+def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The elements as flat signed integers."""
+    whole = tensor.detach().contiguous().reshape(-1)
+    return np.asarray(whole.view(_BITS[tensor.dtype.itemsize]).cpu().numpy())
+
+
+def _float_extremes(block: npt.NDArray[Any]) -> list[int]:
+    """Bits of the greatest and the least element, and, if NaN is among them, of a NaN.
+
+    Bits of positive numbers ascend with them, and those of NaN come last; of negative ones the magnitude does.
+    """
+    unsigned = block.view(f"u{block.itemsize}")
+    high, low = int(block.max()), int(unsigned.max())
+    # All of one sign: the smallest magnitude is the other extreme.
+    return [high if high >= 0 else int(unsigned.min()), low if low >> (8 * block.itemsize - 1) else int(block.min())]
+
+
+def _statistics(
+    dtype: torch.dtype, bits: npt.NDArray[Any], extremes: list[int]
+) -> tuple[float | None, float | None, int]:
+    """Least, greatest and how many NaN there are."""
+    if not extremes:
+        return None, None, 0
+    kind = np.dtype(f"u{bits.itemsize}")
+    raw = np.array([value & (1 << 8 * bits.itemsize) - 1 for value in extremes], kind)
+    values = torch.from_numpy(raw.view(f"i{bits.itemsize}")).view(dtype)
+    if not dtype.is_floating_point:
+        return float(values.min()), float(values.max()), 0
+    wide = values.to(torch.float64)
+    if not bool(wide.isnan().any()):
+        return float(wide.min()), float(wide.max()), 0
+    exact = torch.float64 if bits.itemsize == 8 else torch.float32
+    elements = torch.from_numpy(bits.copy()).view(dtype).to(exact)
+    usual = elements[~elements.isnan()]
+    some = usual.numel() > 0
+    nans = elements.numel() - usual.numel()
+    return float(usual.min()) if some else None, float(usual.max()) if some else None, nans
+
+
+def place(name: str) -> Place:
+    """Layer and expert of a tensor, and its name without their numbers."""
+    layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
+    expert = re.search(r"\.experts\.(\d+)\.", name)
+    rest = re.sub(r"\.experts\.\d+\.", ".experts.*.", re.sub(r"\.(layers|h|blocks)\.\d+\.", r".\1.*.", name, count=1))
+    return Place(int(layer[1]) if layer else None, int(expert[1]) if expert else None, rest)
+
+
+def group(name: str) -> str:
+    """The kind of tensor: `embedding`, `head`, `norm`, `expert`, `shared expert`, `router`, `attention`, `MLP`."""
+    return next((kind for kind, pattern in _GROUPS if re.search(pattern, name)), "other")

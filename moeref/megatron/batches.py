@@ -1,0 +1,98 @@
+"""Microbatches as GPTModel takes them: rows side by side in [B, S], or samples packed into one sequence (THD).
+
+Causal attention never looks from a sample into the padding behind it, so `cu_seqlens` has padded lengths alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from moeref.dispatcher.padding import Plan
+from moeref.layout import Layout
+from moeref.layout.sequence import restored
+from moeref.replay import rank_rows
+
+#: The label of a position without a loss.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """All positions of a microbatch, before context parallelism cuts them. `labels_BS` is IGNORED in padding.
+
+    `cu_seqlens` cuts S into sequences. `lengths` are those of packed samples without padding; empty for rows.
+    """
+
+    tokens_BS: torch.Tensor
+    labels_BS: torch.Tensor
+    cu_seqlens: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+
+    def part(self, layout: Layout, cp_rank: int) -> torch.Tensor:
+        """The positions [S/CP] along S that a CP rank computes, in its order."""
+        return torch.from_numpy(rank_rows(self.cu_seqlens, cp=layout.cp, cp_rank=cp_rank)).to(self.tokens_BS.device)
+
+    def order(self, layout: Layout) -> torch.Tensor:
+        """`joined[order]` has the positions in order again; `joined` has the parts of all CP ranks."""
+        return torch.tensor(restored(self.part(layout, rank).tolist() for rank in range(layout.cp)))
+
+    @property
+    def positions_S(self) -> torch.Tensor:
+        """The position of each token in its sample."""
+        sizes = [end - begin for begin, end in itertools.pairwise(self.cu_seqlens)]
+        return torch.cat([torch.arange(size, device=self.tokens_BS.device) for size in sizes])
+
+    @property
+    def packed(self) -> PackedSeqParams | None:
+        """What Megatron's attention and rotary embeddings need of packed samples; None for rows."""
+        if not self.lengths:
+            return None
+        ends = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.tokens_BS.device)
+        longest = max(end - begin for begin, end in itertools.pairwise(self.cu_seqlens))
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+
+    def unpacked(self, logits_1SV: torch.Tensor) -> list[torch.Tensor]:
+        """The logits [S, V] of each packed sample, without padding."""
+        pairs = zip(self.cu_seqlens, self.lengths, strict=False)  # the last of cu_seqlens begins no sample
+        return [logits_1SV[0, begin : begin + length] for begin, length in pairs]
+
+
+def of_rows(tokens_BS: torch.Tensor, size: int) -> list[Microbatch]:
+    """Microbatches of `size` rows that follow each other. The label of a row's last token is its first.
+
+    Raises ValueError for rows that do not divide into them.
+    """
+    if len(tokens_BS) % size:
+        raise ValueError(f"{len(tokens_BS)} rows do not divide into microbatches of {size}")
+    pairs = zip(torch.split(tokens_BS, size), torch.split(tokens_BS.roll(-1, 1), size), strict=True)
+    return [Microbatch(rows, labels, (0, tokens_BS.shape[1])) for rows, labels in pairs]
+
+
+def of_samples(packs: Sequence[Sequence[torch.Tensor]], plan: Plan, total: int = 0) -> list[Microbatch]:
+    """A microbatch of the samples `tokens_S` in each pack, padded by `plan`, and all to one length, at least `total`.
+
+    Pipeline stages send equal lengths. As in `moeref.replay.packed`, what is added at the end pads the last sample.
+    Raises ValueError for a pack or a sample without tokens.
+    """
+    if not packs or not all(packs) or not all(len(sample) for pack in packs for sample in pack):
+        raise ValueError("a microbatch needs at least one sample, and a sample at least one token")
+    fits = [plan.pack([len(sample) for sample in pack]) for pack in packs]
+    total = max(total, *(fit.total for fit in fits))
+    return [_packed(pack, fit.samples, total) for pack, fit in zip(packs, fits, strict=True)]
+
+
+def _packed(samples: Sequence[torch.Tensor], padded: Sequence[int], total: int) -> Microbatch:
+    begins = [0, *itertools.accumulate(padded[:-1])]
+    tokens_1S = samples[0].new_zeros(1, total)
+    labels_1S = torch.full_like(tokens_1S, IGNORED)
+    for begin, sample in zip(begins, samples, strict=True):
+        tokens_1S[0, begin : begin + len(sample)] = sample
+        labels_1S[0, begin : begin + len(sample)] = sample.roll(-1)
+    return Microbatch(tokens_1S, labels_1S, (*begins, total), tuple(len(sample) for sample in samples))

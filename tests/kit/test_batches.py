@@ -1,0 +1,59 @@
+"""Microbatches of packed samples: tokens, labels and positions, and which token attends to which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moeref.dispatcher import padding
+from moeref.layout import Layout
+from moeref.megatron import batches, context
+
+pytestmark = pytest.mark.cpu
+
+
+def samples(*lengths: int) -> list[torch.Tensor]:
+    return [torch.arange(10 * number, 10 * number + length) for number, length in enumerate(lengths, 1)]
+
+
+def test_samples_are_padded_by_the_plan_and_the_last_to_a_common_length() -> None:
+    layout = Layout(cp=2)
+    first, second = batches.of_samples([samples(3, 5), samples(2)], padding.plan(layout))
+    assert first.tokens_BS.tolist() == [[10, 11, 12, 0, 20, 21, 22, 23, 24, 0, 0, 0]]
+    no = batches.IGNORED
+    assert first.labels_BS.tolist() == [[11, 12, 10, no, 21, 22, 23, 24, 20, no, no, no]]
+    assert first.positions_S.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert (first.cu_seqlens, second.cu_seqlens) == ((0, 4, 12), (0, 12))
+    assert first.packed.max_seqlen_q == 8
+    assert first.part(layout, 0).tolist() == [0, 3, 4, 5, 10, 11]
+    joined = torch.cat([first.part(layout, rank) for rank in (0, 1)])
+    assert joined[first.order(layout)].tolist() == list(range(12))
+    cut = first.unpacked(first.tokens_BS[..., None])
+    assert [row.flatten().tolist() for row in cut] == [[10, 11, 12], [20, 21, 22, 23, 24]]
+
+
+def test_a_query_attends_to_its_own_sample_up_to_itself() -> None:
+    whole = context.causal_mask((0, 3, 5), 1, 0, torch.device("cpu"))
+    assert whole.int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+    keys = [0, 3, 4, 7, 1, 2, 5, 6]
+    full = context.causal_mask((0, 4, 8), 1, 0, torch.device("cpu"))
+    for rank in (0, 1):
+        part = context.causal_mask((0, 4, 8), 2, rank, torch.device("cpu"))
+        assert part.equal(full[keys[4 * rank : 4 * rank + 4]][:, keys])
+
+
+@pytest.mark.parametrize("packs", [[], [[]], [[torch.zeros(0, dtype=torch.int64)]]])
+def test_a_pack_without_tokens_is_refused(packs: list[list[torch.Tensor]]) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        batches.of_samples(packs, padding.plan(Layout()))
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 rows do not divide into microbatches of 2"):
+        batches.of_rows(torch.zeros(3, 4, dtype=torch.int64), 2)

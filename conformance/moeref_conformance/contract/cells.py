@@ -20,6 +20,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "cp_cut": ("zigzag", "runs"),
     "lasts": ("stream", "next"),
     "lends": (False, True),
+    "memory": ("now", "built"),
     "missing_rows": (True, False),
     "non_writers": ("names", "nothing"),
     "order": ORDERS,
@@ -169,6 +170,7 @@ class Claims:
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP
     lasts: str = "stream"  # what `Export.stream` gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
+    memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it

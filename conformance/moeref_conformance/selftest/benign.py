@@ -41,9 +41,9 @@ from moeref_conformance.selftest.border import (
     stream,
 )
 from moeref_conformance.selftest.faults.base import Variant, cell
-from moeref_conformance.selftest.faults.loading import unknown_skipped
+from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
 from moeref_conformance.selftest.faults.roles import aliases, everywhere
-from moeref_conformance.selftest.faults.stream import one_buffer
+from moeref_conformance.selftest.faults.stream import one_buffer, reading
 from moeref_conformance.selftest.faulty import FaultyTarget
 
 
@@ -273,6 +273,12 @@ def _in_one_storage(session: Any, cell: Cell, world: World) -> Any:
     return session
 
 
+def _from_built_memory(session: Any, cell: Cell, world: World) -> Any:
+    """Every stream reads the memory in which the parameters were built."""
+    parameters = [parameter for chunk in session.export.chunks() for parameter in chunk.parameters()]
+    return reading(session, {parameter: parameter.data for parameter in parameters})
+
+
 def _row_by_row(session: Any, cell: Cell, world: World) -> Any:
     """A forward for each row, in place of one with a microbatch for each."""
 
@@ -435,6 +441,20 @@ _DESIGNS = (
         why="megatron-core's distributed optimizer keeps parameters as views of its buffers",
         cell=cell("qwen3_moe", "ep2"),
         wrap=_in_one_storage,
+    ),
+    Benign(
+        id="buffers-exported",
+        why="the buffers of DistributedDataParallel hold the weights, and nothing moves them from there",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_from_built_memory,
+        claims={"memory": "built"},
+    ),
+    Benign(
+        id="vocabulary-cut",
+        why="logits are cut to the vocabulary before anything reads them, so that its padding may hold anything",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=padded_with(lambda world: 0.01 * world.rank),
+        should=("LOD-005",),
     ),
     Benign(
         id="forward-row-by-row",

@@ -189,7 +189,7 @@ def _tied_head_unset(session: Any, cell: Cell, world: World) -> Any:
     return border.facet(session, "export", load=load)
 
 
-def _padded_with(value: Callable[[World], float]) -> border.Change:
+def padded_with(value: Callable[[World], float]) -> border.Change:
     """After loading, the rows that pad the vocabulary hold `value(world)`."""
 
     def wrap(session: Any, cell: Cell, world: World) -> Any:
@@ -426,7 +426,7 @@ FAULTS = (
         rules=("LOD-005",),
         also=("GRD-001",),
         cell=cell("qwen3_moe", "tp2"),
-        wrap=_padded_with(lambda world: float("nan")),
+        wrap=padded_with(lambda world: float("nan")),
         says="are NaN or infinite",
     ),
     Fault(
@@ -434,7 +434,7 @@ FAULTS = (
         bug="B33 in kind: rows are padded with random numbers by a generator that every rank seeds for itself",
         rules=("LOD-005",),
         cell=cell("qwen3_moe", "ep2"),
-        wrap=_padded_with(lambda world: 0.01 * world.rank),
+        wrap=padded_with(lambda world: 0.01 * world.rank),
         says="are not those of rank 0, which holds the same shard",
     ),
     Fault(

@@ -159,12 +159,16 @@ def _by_memory(session: Any, cell: Cell, world: World) -> Any:
 
 def _first_memory(session: Any, cell: Cell, world: World) -> Any:
     """Every stream reads the memory that the parameters had during the first one."""
-    first: dict[torch.nn.Parameter, torch.Tensor] = {}
+    return reading(session, {})
+
+
+def reading(session: Any, memory: dict[torch.nn.Parameter, torch.Tensor]) -> Any:
+    """`session` whose stream reads parameters from `memory`; those not in it from where they are, ever after."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         now = {parameter: parameter.data for chunk in session.export.chunks() for parameter in chunk.parameters()}
         for parameter in now:
-            parameter.data = first.setdefault(parameter, parameter.data)
+            parameter.data = memory.setdefault(parameter, parameter.data)
         try:
             yield from pairs
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +19,7 @@ from moeref_conformance.contract.api import Cell, Claims, Info, Session, Target,
 from safetensors.torch import load_file
 
 from moeref import bridge, families, megatron
+from moeref import replay as room
 from moeref.config import MoEConfig
 from moeref.dispatcher.padding import Factor, Plan
 from moeref.layout import Layout
@@ -598,6 +600,28 @@ def the_targets_of_another_controller_are_the_same(bench: Bench) -> None:
     bench.assert_native(native)
 
 
+def the_how_to_replays_as_written(bench: Bench) -> None:
+    """The block of docs/how-to/replay-routes.md that needs a model, run on this one."""
+    page = (Path(__file__).parents[2] / "docs/how-to/replay-routes.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\{code-block\} python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    native, given = bench.logits(), [one.take(slice(0, 15)) for one in bench.given()]
+    with replaying(bench.built.chunks, bench.given()):
+        wanted = bench.logits()
+    steps: list[torch.Tensor] = []
+    names = {
+        "replay": room,
+        "layout": Layout(),
+        "rank": 0,
+        "chunks": bench.built.chunks,
+        "microbatches": [packed([one], Plan((), fixed=16)) for one in given],
+        "step": lambda: steps.append(bench.logits()),
+    }
+    exec(compile(block, "replay-routes.md", "exec"), names)
+    torch.testing.assert_close(steps[0][:, :15], wanted[:, :15], atol=5e-6, rtol=0)  # the last row is padding here
+    assert [torch.equal(one, native) for one in steps] == [False, True, True]
+    bench.assert_native(native)
+
+
 def the_order_of_a_batch_is_recorded(bench: Bench) -> None:
     """R2 with micro-batch 2: what was recorded replays, and other orders are refused."""
     (chunk,), native = bench.built.chunks, bench.logits()
@@ -616,6 +640,7 @@ CHECKS = {
     "glm4_moe": (
         samples_in_one_microbatch_get_what_they_get_alone,
         the_order_of_a_batch_is_recorded,
+        the_how_to_replays_as_written,
         padding_is_not_counted_for_the_expert_bias,
         routes_come_one_microbatch_at_a_time,
         a_hole_in_one_layer_is_left_to_its_router,

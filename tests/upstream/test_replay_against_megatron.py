@@ -20,6 +20,7 @@ CELLS = (
 CHECKS = (
     "samples_in_one_microbatch_get_what_they_get_alone",
     "the_order_of_a_batch_is_recorded",
+    "the_how_to_replays_as_written",
     "padding_is_not_counted_for_the_expert_bias",
     "routes_come_one_microbatch_at_a_time",
     "a_hole_in_one_layer_is_left_to_its_router",

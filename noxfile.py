@@ -234,12 +234,16 @@ def peers_status(session: nox.Session) -> None:
 
 @nox.session(python="3.11", venv_backend="virtualenv", default=False)
 def rollout(session: nox.Session) -> None:
-    """Close the loop on a CPU: Megatron trains, vLLM samples, routes and weights cross; `-- -k tp2` selects."""
+    """Close the loop on a CPU: Megatron trains, vLLM samples, routes and weights cross; `-- --example` shows it."""
     # pip, since torch's CPU build may come from a folder of wheels or an index that only pip is told of.
     session.install("--no-deps", "-r", "constraints/vllm-py311.txt", env=ENV)
     paths = [str(ROOT), str(ROOT / "conformance")]
     env = {**ENV, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    session.run("pytest", "-m", "engine", "tests/rollout", *session.posargs, env=env)
+    if "--example" in session.posargs:
+        words = [word for word in session.posargs if word != "--example"]
+        session.run("python", "-m", "docs.examples.grpo_moe", *words, env=env)
+    else:
+        session.run("pytest", "-m", "engine", "tests/rollout", *session.posargs, env=env)
 
 
 @nox.session(python=PYTHON_OF_CORE[OLDER_CORES[-1]], default=False)

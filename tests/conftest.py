@@ -19,7 +19,7 @@ NEEDED_HERE = {name: name for name in ("nox", "omegaconf", "zstandard")}
 
 def missing(paths: Iterable[str]) -> list[str]:
     """Distributions that the tests below `paths` need and that are not here."""
-    needed = NEEDED if all("tests/peers" in path for path in paths) else NEEDED | NEEDED_HERE
+    needed = NEEDED if all("tests/peers" in path or "tests/rollout" in path for path in paths) else NEEDED | NEEDED_HERE
     return sorted(name for module, name in needed.items() if importlib.util.find_spec(module) is None)
 
 

@@ -1,7 +1,7 @@
 """GRPO of an MoE model: Megatron trains, vLLM samples, routes are replayed (R3), weights go back. On a CPU it is tiny.
 
-`python docs/examples/grpo_moe.py --family qwen3_moe --layout tp2` runs two steps with a random model.
-glm47_flash_grpo.yaml and launch_glm47_flash.py are the same run of GLM-4.7-Flash on 8 GPUs.
+`nox -s rollout` tests it; `-- --example` runs it as a program, with the arguments below. It has what the loop of
+GLM-4.7-Flash on 8 GPUs has, whose settings and launcher are glm47_flash_grpo.yaml and launch_glm47_flash.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from docs.examples import tiny
 from moeref import families, replay
@@ -25,21 +26,37 @@ from moeref import vllm as engines
 from moeref.layout import Layout
 from moeref.vllm import cpu
 
-PROMPTS, GROUP, NEW = 4, 4, 10
+PROMPT, GROUP = 6, 4  # tokens, samples of a prompt
 
 
 @dataclass
 class Report:
-    """What a step measured."""
+    """What a step measured. `replayed_G` and `native_G`: trainer minus engine, the logprobs of all sampled tokens, with
+    the engine's routes (R3) and with the trainer's own."""
 
     version: int
     reward: float
-    with_R3: replay.Mismatch
-    without: replay.Mismatch
-    p99: tuple[float, float]
+    replayed_G: npt.NDArray[np.float64]
+    native_G: npt.NDArray[np.float64]
     agreement: float
-    nbytes: int = 0
+    nbytes: int
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mismatches(self) -> dict[str, replay.Mismatch]:
+        """With replay and without."""
+        both = {"R3": self.replayed_G, "no replay": self.native_G}
+        return {name: replay.mismatch(d_G, np.zeros_like(d_G)) for name, d_G in both.items()}
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        yield f"version {self.version}: reward {self.reward:.3f}, {self.nbytes} bytes came; {stages}"
+        yield f"  routes: {self.agreement:.2%} of (token, layer) agree"
+        for (name, found), d_G in zip(self.mismatches.items(), (self.replayed_G, self.native_G), strict=True):
+            p99, share = np.quantile(np.abs(d_G), 0.99), found.f[2.0]
+            difference = f"mean {found.mean_abs:.1e}, p99 {p99:.1e}, max {found.max_abs:.1e}"
+            yield f"  {name:9}: |Δlogp| {difference}; k3 {found.k3:.1e}, F(2) {share:.2%}, {found.tokens} tokens"
 
 
 class Ranks:
@@ -87,12 +104,12 @@ def _rank(*arguments: Any) -> None:
 class Loop:
     """The controller: the engine in this process, the trainer in its ranks."""
 
-    def __init__(self, family: str, layout: Layout, dtype: str = "float32", lr: float = 1e-2) -> None:
+    def __init__(self, family: str, layout: Layout, dtype: str = "float32", *, prompts: int = 4, new: int = 10) -> None:
         self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         tiny.write(family, folder / "model", dtype)
         self.layout, self.model = layout, families.read(folder / "model", dtype)
-        self.ranks = Ranks(layout, str(folder / "model"), dtype, lr, str(folder / "meet"))
+        self.ranks = Ranks(layout, str(folder / "model"), dtype, str(folder / "meet"))
         self._stack.callback(self.ranks.close)
         from vllm import LLM
 
@@ -100,7 +117,7 @@ class Loop:
         self.llm = LLM(**engines.engine_args(folder / "model", self.model, max_model_len=64, **size))
         self.place, self.version = engines.Place("127.0.0.1", free_port(), 2), 0
         rng = np.random.default_rng(0)
-        self.prompts = rng.integers(0, self.model.vocab, (PROMPTS, 6)).tolist()
+        self.prompts, self.new = rng.integers(0, self.model.vocab, (prompts, PROMPT)).tolist(), new
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -112,7 +129,7 @@ class Loop:
     def rollout(self) -> list[engines.Sample]:
         from vllm import SamplingParams
 
-        params = SamplingParams(**engines.sampling(NEW, n=GROUP, ignore_eos=True))
+        params = SamplingParams(**engines.sampling(self.new, n=GROUP, ignore_eos=True))
         with self.stage("rollout"):
             return engines.generate(self.llm, self.model, self.prompts, params)
 
@@ -136,30 +153,22 @@ class Loop:
         ]
         return found, whole
 
-    def measure(self, samples: list[engines.Sample]) -> tuple[Report, list[Any]]:
-        """Rollout against training, with the engine's routes and with the trainer's own."""
+    def measure(self, samples: list[engines.Sample], nbytes: int = 0) -> tuple[Report, list[Any]]:
+        """Rollout against training, and the logprobs that the ratio of GRPO is to."""
+        versions = {int(v) for sample in samples for v in sample.versions_G}
+        if versions != {self.version}:
+            raise RuntimeError(f"samples of versions {sorted(versions)}, and the engine has {self.version}")
         with self.stage("logprobs"):
             old, _ = self.logprobs(samples, True)
         own, routes = self.logprobs(samples, False)
-        engine = np.concatenate([s.logprobs_G for s in samples])
-        given, native = np.concatenate(old), np.concatenate(own)
-        same = [replay.agreement(s.routes, r).overall for s, r in zip(samples, routes, strict=True)]
-        p99 = tuple(float(np.quantile(np.abs(one - engine), 0.99)) for one in (given, native))
-        versions = {int(v) for s in samples for v in s.versions_G}
-        assert versions == {self.version}, versions
-        rewards = [reward(s) for s in samples]
-        report = Report(
-            self.version,
-            float(np.mean(rewards)),
-            replay.mismatch(given, engine),
-            replay.mismatch(native, engine),
-            p99,
-            float(np.mean(same)),
-        )
-        return report, old
+        engine_G = np.concatenate([sample.logprobs_G for sample in samples])
+        same = [replay.agreement(s.routes, r).overall for s, r in zip(samples, routes, strict=True) if s.routes]
+        given_G, native_G = (np.concatenate(one) - engine_G for one in (old, own))
+        mean = float(np.mean([reward(sample) for sample in samples]))
+        return Report(self.version, mean, given_G, native_G, float(np.mean(same)), nbytes), old
 
     def train(self, samples: list[engines.Sample], old: list[Any]) -> None:
-        rewards_PG = np.array([reward(s) for s in samples]).reshape(PROMPTS, GROUP)
+        rewards_PG = np.array([reward(s) for s in samples]).reshape(-1, GROUP)
         gains = (rewards_PG - rewards_PG.mean(1, keepdims=True)) / (rewards_PG.std(1, keepdims=True) + 1e-6)
         with self.stage("train"):
             self.ranks.call("step", samples, old, gains.reshape(-1).tolist())
@@ -188,11 +197,12 @@ def free_port() -> int:
 
 def run(loop: Loop, steps: int) -> list[Report]:
     """Steps of GRPO, and a last rollout with the last weights."""
-    reports, nbytes = [], 0
+    reports: list[Report] = []
+    nbytes = 0
     for step in range(steps + 1):
+        loop.seconds.clear()
         samples = loop.rollout()
-        report, old = loop.measure(samples)
-        report.nbytes = nbytes
+        report, old = loop.measure(samples, nbytes)
         reports.append(report)
         if step < steps:
             loop.train(samples, old)
@@ -201,17 +211,40 @@ def run(loop: Loop, steps: int) -> list[Report]:
     return reports
 
 
+def picture(steps: list[Report], bf16: Report, path: Path) -> None:
+    """Left: the share of sampled tokens over a difference, in bf16. Right: seconds of each stage of the steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for label, d_G, colour in (("no replay", bf16.native_G, "C3"), ("R3", bf16.replayed_G, "C0")):
+        sorted_G = np.sort(np.abs(d_G))
+        left.step(sorted_G, 1 - np.arange(d_G.size) / d_G.size, colour, label=label, where="post")
+    left.set(xscale="log", yscale="log", xlim=(1e-4, None), xlabel="|Δ log p|: trainer − engine, bf16")
+    left.set_ylabel("share of tokens above")
+    left.legend()
+    stages = list(steps[0].seconds)
+    right.barh(stages, [np.mean([report.seconds[stage] for report in steps]) for stage in stages], color="C0")
+    right.invert_yaxis()
+    right.set_xlabel("seconds a step, fp32 on a CPU")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
+    """Steps in fp32, where both sides agree to rounding; then a rollout in bf16, where replay decides."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", default="qwen3_moe", choices=sorted(tiny.CONFIGS))
-    parser.add_argument("--layout", default="tp2")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--family", default="glm4_moe_lite", choices=sorted(tiny.CONFIGS))
+    parser.add_argument("--layout", default="tp=2,ep=2,etp=1")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
-    loop = Loop(asked.family, Layout.parse(asked.layout), asked.dtype)
-    for report in run(loop, asked.steps):
-        print(report)
-    loop.close()
+    found: dict[str, list[Report]] = {}
+    for dtype, steps in (("float32", asked.steps), ("bfloat16", 0)):
+        with closing(Loop(asked.family, Layout.parse(asked.layout), dtype, prompts=8, new=24)) as loop:
+            found[dtype] = run(loop, steps)
+        print(dtype, *(line for report in found[dtype] for line in report.lines()), sep="\n")
+    if asked.picture:
+        picture(found["float32"][:-1], found["bfloat16"][0], asked.picture)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ from moeref.megatron.optimise import Trainer  # noqa: E402
 from moeref.megatron.replay import recording, replaying  # noqa: E402
 from moeref.record import Options, Record  # noqa: E402
 
-BETA, CLIP = 0.04, 0.2
+BETA, CLIP, LR = 0.04, 0.2, 1e-3
 BUCKET_BYTES = 1 << 19
 
 
 class Rank:
     """One rank. Policy and reference are two models of one record and one checkpoint."""
 
-    def __init__(self, rank: int, layout: Layout, checkpoint: str, dtype: str, lr: float, meet: str) -> None:
+    def __init__(self, rank: int, layout: Layout, checkpoint: str, dtype: str, meet: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=layout.world)
         self.rank, self.at, self.layout = megatron.initialise(layout), layout.coords(rank), layout
         model = families.read(checkpoint, dtype)
@@ -40,7 +40,7 @@ class Rank:
         for built in (self.policy, self.reference):
             bridge.load(built.shard_map, rank, built.chunks, checkpoint)
         # megatron-core's optimizer of bf16 parameters accepts CUDA tensors only.
-        self.trainer = Trainer(self.policy, lr) if dtype == "float32" else None
+        self.trainer = Trainer(self.policy, LR) if dtype == "float32" else None
         self.engine: sync.WeightSync | None = None
 
     def _mine(self, samples: list[engines.Sample]) -> list[engines.Sample]:

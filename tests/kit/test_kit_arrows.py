@@ -18,6 +18,7 @@ ROOMS: dict[str, set[str]] = {
     "contract": set(),
     "api": {"contract"},
     "strategies": {"contract"},
+    "arguments": {"contract"},
     # What adapters and recorded runs may call on a CPU.
     "authors": {"worlds", "targets"},
     "steps": {"contract"},
@@ -33,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "worlds": {"contract", "steps", "resolve", "targets"},
     # `run.shards` compares two targets, rank by rank, by steps of its own.
     "run": {"contract", "plan", "judges", "oracles", "worlds", "steps", "resolve", "targets"},
-    "cli": {"contract", "plan", "run", "report", "worlds", "oracles", "resolve", "targets"},
+    "cli": {"arguments", "contract", "plan", "run", "report", "worlds", "oracles", "resolve", "targets"},
     "plugin": {"contract", "plan", "run"},
     "cases": {"contract", "run", "report", "plugin"},
     "__main__": {"cli"},

@@ -34,6 +34,7 @@ from moeref_conformance.contract.api import Target
 from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RunOutcome
+from moeref_conformance.contract.quiet import quiet_imports
 from moeref_conformance.contract.records import rank_dir
 from moeref_conformance.contract.results import version_of
 from moeref_conformance.worlds import rank as rank_main
@@ -80,7 +81,8 @@ def main() -> None:
     channel: Connection[Any, Any] = Connection(int(fd))
     os.environ.update(ENVIRONMENT | (GPU_ENVIRONMENT if RANK_BACKENDS[backend].on_gpu else {}))
     try:
-        prepared = prepare(spec, entry, backend)
+        with quiet_imports():
+            prepared = prepare(spec, entry, backend)
     except BaseException as error:
         told = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         channel.send(BadInput(str(error)) if isinstance(error, BadInput) else told)

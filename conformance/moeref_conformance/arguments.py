@@ -1,0 +1,54 @@
+"""A parser of arguments whose errors name what was meant, and what the help of every command ends with."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from moeref_conformance.contract.checks import nearest
+from moeref_conformance.contract.statuses import EXIT_WORDS
+
+#: What `--help` of the whole begins with, by what one wants.
+EXAMPLES = """\
+first:
+  moeref-conformance init adapter.py                     an adapter to start from
+  moeref-conformance smoke --target adapter:target       a few cells, in a minute or two
+judge:
+  moeref-conformance run --target adapter:target         the CPU matrix, into conformance-report/
+  moeref-conformance run --target dump:DIR --cell ID     a run recorded elsewhere
+look closer:
+  moeref-conformance run --target adapter:target --cell 'qwen3_moe/*' --rule EXP
+  moeref-conformance list --target adapter:target        what it claims
+  moeref-conformance diff old/results.jsonl new/results.jsonl
+"""
+EXIT_CODES = "exit codes: " + ", ".join(f"{code} {word}" for code, word in enumerate(EXIT_WORDS))
+EXIT_CODES += " (2 also for bad input)"
+
+
+class Parser(argparse.ArgumentParser):
+    """One that suggests the nearest command or option, and tells exit codes at the end of its help."""
+
+    def __init__(self, **more: Any) -> None:
+        more.setdefault("epilog", EXIT_CODES)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **more)
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse, with `did you mean` where one word was not known."""
+        if unknown := re.match(r"unrecognized arguments: (-\S+)", message):
+            message += nearest(unknown[1], self._options())
+        elif unknown := re.match(r"argument \S+: invalid choice: '([^']*)'", message):
+            message = f"unknown command {unknown[1]!r}{nearest(unknown[1], self._commands())}"
+        super().error(message)
+
+    def _commands(self) -> dict[str, argparse.ArgumentParser]:
+        groups = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return {name: parser for group in groups for name, parser in group.items()}
+
+    def _options(self) -> Iterator[str]:
+        for parser in (self, *self._commands().values()):
+            yield from parser._option_string_actions
+
+
+__all__ = ["EXAMPLES", "EXIT_CODES", "Parser"]

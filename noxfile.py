@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -191,6 +192,30 @@ for _core in PYTHON_OF_CORE:
     status_with(_core)
 
 
+def put_on_path(session: nox.Session, name: str) -> dict[str, str]:
+    """The peer's source at its pinned commit, if it has one, and the environment in which Python finds it.
+
+    MOEREF_MIRRORS may name a folder with bare copies as `owner/name`, for a machine that does not reach them.
+    """
+    if not (source := PEERS[name].get("source")):
+        return ENV
+    folder = Path(session.create_tmp()).resolve() / source["commit"]
+    if not (folder / source["package"]).is_dir():
+        repository = source["repository"]
+        if mirrors := os.environ.get("MOEREF_MIRRORS"):
+            repository = str(Path(mirrors, *repository.split("/")[-2:]))
+        # Blobs come when they are asked for, and only those of the package are.
+        bare, packed = folder.with_suffix(".git"), folder.with_suffix(".tar")
+        if not bare.is_dir():
+            clone = ["git", "clone", "-q", "--bare", "--filter=blob:none", repository, str(bare)]
+            session.run_install(*clone, external=True)
+        archive = ["git", "-C", str(bare), "archive", "-o", str(packed), source["commit"], source["package"]]
+        session.run_install(*archive, external=True)
+        with tarfile.open(packed) as files:
+            files.extractall(folder, filter="data")
+    return {**ENV, "PYTHONPATH": str(folder)}
+
+
 def peers_with(name: str) -> None:
     # Named as nox's own parametrisation would name it; each has its own Python and pins.
     @nox.session(python=PEERS[name]["python"], name=f"peers({name})", default=False)
@@ -198,20 +223,21 @@ def peers_with(name: str) -> None:
         install(session, "-e", ".[kit]", *PEERS[name]["install"], peer=name)
         if alone := PEERS[name].get("without_dependencies"):
             session.install("--no-deps", *alone, env={**ENV, **index_settings()})
+        env = put_on_path(session, name)
         kit, out = ["python", "-m", "moeref_conformance"], f"conformance-report/peers/{name}"
         chosen = [word for word in session.posargs if word != "--shards"]
         if chosen == session.posargs:
             # Known failures are excused, so only what is new fails the session.
             where = f"{out}-selection" if chosen else out
             run = ["run", "--target", name, "--matrix", "matrices/peers.toml", "--out", where, *chosen]
-            session.run(*kit, *run, env=ENV)
+            session.run(*kit, *run, env=env)
         if not chosen or chosen != session.posargs:
             # The bridges pad a vocabulary to a multiple of TP and no further; so does moeref here.
             pair = ["moeref_conformance.targets.moeref:unpadded", name, "--matrix", "matrices/peers.toml"]
             save = [] if chosen else ["--out", f"{out}/shards.json"]
-            session.run(*kit, "shards", *pair, *save, *chosen, env=ENV)
+            session.run(*kit, "shards", *pair, *save, *chosen, env=env)
         if name == "megatron-bridge" and not chosen:
-            session.run("pytest", "-m", "cpu", "tests/peers", env=ENV)
+            session.run("pytest", "-m", "cpu", "tests/peers", env=env)
 
     peers.__doc__ = f"Judge {name} and compare its shards with moeref's; `-- --cell …` judges, `-- --shards` compares."
 

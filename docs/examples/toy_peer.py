@@ -22,6 +22,7 @@ class ToyBridge:
         norms=frozenset({"fused"}),
         experts=frozenset({"grouped"}),
         has_plan=False,
+        receivers="all",
     )
 
     def preload(self) -> None:

@@ -18,7 +18,7 @@ FROZEN = {
     "gpu": (156, "f757adf1a0f6d067", "73bcc811"),
     "static": (28, "874f0e19af085685", "4ecee0df"),
     "smoke": (10, "9ad6bf731e84cd10", "8b9e926e"),
-    "peers": (46, "e39089e5c9a7b38f", "ee71e209"),
+    "peers": (51, "2ab20adc42987a9f", "e9c7d280"),
 }
 
 

@@ -148,6 +148,7 @@ ESCAPE = """
 rule = ["EXP-001", "EXP-002", "EXP-003"]
 where = { family = "qwen3_moe" }
 outcome = "fail"
+pattern = "[a-z]"
 reason = "so says the author"
 link = "https://example.org/1"
 expires = 9999-01-01

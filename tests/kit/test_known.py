@@ -5,7 +5,7 @@ import datetime
 import pytest
 from kit_toy import MATRIX, ToyWorld, cells, failing, run
 from moeref_conformance.contract.checks import BadInput
-from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.plan.known_failures import find, parse
 
@@ -15,6 +15,7 @@ ENTRY = {
     "rule": "EXP-002",
     "where": {"layout": "tp2", "family": "qwen3_moe"},
     "outcome": "fail",
+    "pattern": "rows 1 and 2",
     "reason": "rows swapped",
     "link": "https://example.org/1",
     "expires": datetime.date(2027, 2, 1),
@@ -24,6 +25,7 @@ FILE = """
 rule = "EXP-002"
 where = { layout = "tp2", family = "qwen3_moe" }
 outcome = "OUTCOME"
+pattern = PATTERN
 reason = "rows swapped"
 link = "https://example.org/1"
 expires = 9999-01-01
@@ -47,6 +49,11 @@ def test_well_formed(tmp_path):
         ({"where": {"layot": "tp2"}}, "did you mean 'layout'"),
         ({"where": {}}, "non-empty table"),
         ({"outcome": "broken"}, "not one of fail, flaky"),
+        ({"pattern": "rows ["}, r"pattern='rows \[' is not a regular expression"),
+        ({"pattern": "x|.*"}, "matches every finding"),
+        ({"pattern": "."}, "matches every finding"),
+        ({"pattern": ["rows 1", "rows?|"]}, "matches every finding"),
+        ({"pattern": []}, "known 1: pattern: expected a string or a non-empty list"),
         ({"reason": ""}, "reason is empty"),
         ({"link": "issue 5"}, "not a URL"),
         ({"expires": datetime.date(2025, 12, 31)}, "expired on 2025-12-31"),
@@ -81,9 +88,9 @@ def test_entry_for_another_matrix_need_not_match(tmp_path):
     assert entries(tmp_path, ENTRY | {"where": {"tp": 16}, "matrix": "gpu"}) == ()
 
 
-def statuses(tmp_path, outcome, **judges):
+def statuses(tmp_path, outcome, pattern="'differs'", **judges):
     known = tmp_path / "known.toml"
-    known.write_text(FILE.replace("OUTCOME", outcome))
+    known.write_text(FILE.replace("OUTCOME", outcome).replace("PATTERN", pattern))
     results = run(tmp_path, ToyWorld(), {"known_failures": known}, **judges)
     return results.table["qwen3_moe/tp2/gloo"]["EXP-002"], results
 
@@ -101,6 +108,28 @@ def test_expected_failure_is_xfail_and_neither_passes_nor_is_red(tmp_path):
     assert results.headline.claimed - results.headline.passing == 1
 
 
+SECOND = Finding(stage="export", message="14 rows are zero", diagnosis="is all zeros")
+
+
+@pytest.mark.parametrize("outcome", ["fail", "flaky"])
+def test_another_finding_than_the_known_one_is_red(tmp_path, outcome):
+    both = failing(Finding(stage="export", message="differs"), SECOND)
+    verdict, results = statuses(tmp_path, outcome, EXP_002=both)
+    assert (verdict.status, results.exit_code) == ("fail", 1)
+    assert verdict.findings[0] == SECOND
+    assert len(verdict.findings) == 2
+    assert verdict.reason == "not the known failure, whose pattern is 'differs'"
+
+
+def test_patterns_are_looked_for_in_message_and_diagnosis(tmp_path):
+    both = failing(Finding(stage="export", message="differs"), SECOND)
+    patterns = "['^differs$', 'zero: is all zeros']"
+    verdict, _ = statuses(
+        tmp_path, "fail", patterns, EXP_002=lambda case: both(case) if case.cell.layout.tp == 2 else PASS
+    )
+    assert verdict.status == "xfail"
+
+
 def test_unexpected_pass_is_not_conformant(tmp_path):
     verdict, results = statuses(tmp_path, "fail")
     assert verdict.status == "xpass"
@@ -116,7 +145,7 @@ def test_flaky_is_never_green(tmp_path):
 
 def test_strict_excuses_nothing(tmp_path):
     known = tmp_path / "known.toml"
-    known.write_text(FILE.replace("OUTCOME", "flaky"))
+    known.write_text(FILE.replace("OUTCOME", "flaky").replace("PATTERN", "'differs'"))
     assert run(tmp_path, ToyWorld(), {"known_failures": known, "strict": True}).exit_code == 1
 
 

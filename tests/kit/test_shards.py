@@ -42,20 +42,35 @@ def test_compared() -> None:
 def test_known_failures_explain_only_what_they_cover() -> None:
     cell = next(cell for cell in load("smoke").cells if cell.backend == "gloo")
 
-    def entry(rule: str) -> KnownFailure:
-        until = datetime.date(2999, 1, 1)
+    def entry(rule: str, *patterns: str) -> KnownFailure:
+        where, until = {"family": cell.family}, datetime.date(2999, 1, 1)
         return KnownFailure(
-            rules=(rule,), where={"family": cell.family}, outcome="fail", reason="drops it", expires=until
+            rules=(rule,), where=where, outcome="fail", patterns=patterns, reason="drops it", expires=until
         )
 
     unlike, equal = shards.compare(cell.id, {"x": "1"}, {"x": "2"}), shards.compare(cell.id, {"x": "1"}, {"x": "1"})
     died = ShardComparison(cell.id, error="rank 0 died")
-    assert not shards.explained(unlike, cell, [entry("RUN-001")]).accepted
-    assert not shards.explained(died, cell, [entry("LOD-001")]).accepted
-    assert shards.explained(died, cell, [entry("RUN-001")]).accepted
-    assert shards.explained(unlike, cell, [entry("LOD-001")]).text.endswith("(known: drops it)")
-    assert shards.explained(equal, cell, [entry("LOD-001")]).known_failure == ""
-    assert not shards.explained(died, replace(cell, family="mixtral"), [entry("RUN-001")]).accepted
+    assert not shards.explained(unlike, cell, [entry("RUN-001", "x")]).accepted
+    assert not shards.explained(died, cell, [entry("LOD-001", "died")]).accepted
+    assert shards.explained(died, cell, [entry("RUN-001", "died")]).accepted
+    assert not shards.explained(died, cell, [entry("RUN-001", "hung")]).accepted
+    assert shards.explained(unlike, cell, [entry("LOD-001", "y", "^x$")]).text.endswith("(known: drops it)")
+    assert shards.explained(equal, cell, [entry("LOD-001", "x")]).known_failure == ""
+    assert not shards.explained(died, replace(cell, family="mixtral"), [entry("RUN-001", "died")]).accepted
+
+
+def test_a_known_failure_explains_all_shards_or_none() -> None:
+    cell = next(cell for cell in load("smoke").cells if cell.backend == "gloo")
+    known = KnownFailure(
+        rules=("LOD-001",),
+        where={"family": cell.family},
+        outcome="fail",
+        patterns=("mtp",),
+        reason="drops them",
+        expires=datetime.date(2999, 1, 1),
+    )
+    both = shards.compare(cell.id, {"0:0:mtp.a": "1", "0:0:head": "1"}, {"0:0:head": "2"})
+    assert not shards.explained(both, cell, [known]).accepted
 
 
 def test_written_and_read(tmp_path: Path) -> None:

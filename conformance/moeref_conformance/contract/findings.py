@@ -40,6 +40,11 @@ class Finding:
         return self.hf_name or self.global_name or self.local_name
 
     @property
+    def text(self) -> str:
+        """Message and diagnosis, by which a known failure is told from another one."""
+        return ": ".join(filter(None, (self.message, self.diagnosis)))
+
+    @property
     def pattern(self) -> tuple[str, str]:
         """What findings of one cause share: the stage, and diagnosis or else message, without names and numbers."""
         text = self.diagnosis or self.message

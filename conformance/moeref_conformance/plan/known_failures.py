@@ -5,17 +5,21 @@
     where = { vpp = 2, tied = true }    # as in a matrix exclusion
     matrix = "cpu"                      # optional: only for this matrix
     outcome = "fail"                    # or "flaky": judged and reported, never green
+    pattern = "holds layer"             # a regular expression, or several: every finding has to match one of them
     reason = "VPP offset counts dense layers"
     link = "https://..."                # where it is tracked, or if it is not yet:
     reproduce = "nox -s ..."            # the command that shows it
     expires = 2027-02-01                # after this day the entry is an error
+    defect = "vpp-offset"               # optional: an id that entries of one cause share
 
-Entries are strict: a known failure that passes is `xpass`, and an entry that matches nothing is an error.
+Entries are strict: a known failure that passes is `xpass`, one with another finding fails as if it were not listed, and
+an entry that covers nothing is an error.
 """
 
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +27,12 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.checks import BadInput, check_keys, check_known, read_toml, texts
+from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.rules import Rule, load_rules
 from moeref_conformance.plan.matrix import Matrix, check_where, matches
 
 OUTCOMES = ("fail", "flaky")
-KEYS = ("rule", "where", "outcome", "reason", "expires")
+KEYS = ("rule", "where", "outcome", "pattern", "reason", "expires")
 EVIDENCE = ("link", "reproduce")
 
 
@@ -38,21 +43,36 @@ class KnownFailure:
     rules: tuple[str, ...]
     where: Mapping[str, Any]
     outcome: str
+    patterns: tuple[str, ...]
     reason: str
     expires: datetime.date
     link: str = ""
     reproduce: str = ""
     matrix: tuple[str, ...] = ()
+    defect: str = ""
 
     @property
     def text(self) -> str:
-        """Reason, evidence and expiry in one line."""
-        evidence = self.link or f"`{self.reproduce}`"
-        return f"{self.reason} ({evidence}, until {self.expires.isoformat()})"
+        """Defect, reason, evidence and expiry in one line."""
+        evidence, defect = self.link or f"`{self.reproduce}`", f"[{self.defect}] " if self.defect else ""
+        return f"{defect}{self.reason} ({evidence}, until {self.expires.isoformat()})"
+
+    @property
+    def said(self) -> str:
+        """The patterns, for a message."""
+        return " or ".join(map(repr, self.patterns))
 
     def covers(self, cell: Cell, rule: Rule) -> bool:
         """Whether the entry is about `rule` in `cell`."""
         return rule.id in self.rules and rule.applies(cell.backend, cell.replay) and matches(self.where, cell)
+
+    def knows(self, text: str) -> bool:
+        """Whether one of the patterns is found in `text`."""
+        return any(re.search(pattern, text) for pattern in self.patterns)
+
+    def others(self, findings: Iterable[Finding]) -> list[Finding]:
+        """The findings that the entry does not excuse."""
+        return [finding for finding in findings if not self.knows(finding.text)]
 
 
 def find(matrix: Matrix, target_name: str) -> Path | None:
@@ -110,7 +130,7 @@ def lookup(entries: Iterable[KnownFailure], cell: Cell, rule: Rule) -> KnownFail
 
 
 def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> KnownFailure:
-    check_keys(spot, table, (*KEYS, *EVIDENCE, "matrix"), KEYS)
+    check_keys(spot, table, (*KEYS, *EVIDENCE, "matrix", "defect"), KEYS)
     ids = texts(spot, table, "rule")
     check_known(spot, "rule", ids, rules)
     if table["outcome"] not in OUTCOMES:
@@ -119,15 +139,28 @@ def _entry(spot: str, table: Any, rules: Mapping[str, Rule]) -> KnownFailure:
     # A TOML date-time is a date too for Python; only a plain date is meant.
     if type(table["expires"]) is not datetime.date:
         raise BadInput(f"{spot}: expires={table['expires']!r} is not a date such as 2027-02-01")
-    said = {key: table[key].strip() for key in ("reason", *EVIDENCE) if key in table}
+    said = {key: table[key].strip() for key in ("reason", "defect", *EVIDENCE) if key in table}
     return KnownFailure(
         rules=ids,
         where=check_where(spot, table["where"]),
         outcome=table["outcome"],
+        patterns=_patterns(spot, table),
         expires=table["expires"],
         matrix=texts(spot, table, "matrix"),
         **said,
     )
+
+
+def _patterns(spot: str, table: Mapping[str, Any]) -> tuple[str, ...]:
+    patterns = texts(spot, table, "pattern")
+    for pattern in patterns:
+        try:
+            anything = any(re.search(pattern, text) for text in ("", "~"))
+        except re.error as error:
+            raise BadInput(f"{spot}: pattern={pattern!r} is not a regular expression: {error}") from None
+        if anything:
+            raise BadInput(f"{spot}: pattern={pattern!r} matches every finding; give words of the one that is known")
+    return patterns
 
 
 def _check_evidence(spot: str, table: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 from moeref_conformance.contract.api import Target, World
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.exits import RankExit
 from moeref_conformance.contract.facts import Facts
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.contract.shards import ShardComparison
@@ -94,7 +95,7 @@ def _compare_cell(cell: Cell, sides: Sequence[tuple[ForkedWorld, Facts]], folder
         records.mkdir()
         with given(inputs) as own:
             outcome = world.run(cell, records, own.paths, facts.claims)
-        failed = next((f"{world.target_spec}: {end.text}" for end in outcome.exits if end.kind != "ok"), "")
+        failed = next((f"{world.target_spec}: {_said(end)}" for end in outcome.exits if end.kind != "ok"), "")
         if error := outcome.error or failed:
             return ShardComparison(cell.id, error=error)
         files = sorted(records.glob(f"rank*/{HASHES}"))
@@ -102,8 +103,17 @@ def _compare_cell(cell: Cell, sides: Sequence[tuple[ForkedWorld, Facts]], folder
     return compare(cell.id, *hashes)
 
 
+def _said(end: RankExit) -> str:
+    """How a rank ended, and the last line that it wrote: its exception."""
+    return ": ".join([end.text, *end.stderr_tail.strip().splitlines()[-1:]])
+
+
 def explained(comparison: ShardComparison, cell: Cell, known_failures: Sequence[KnownFailure]) -> ShardComparison:
-    """`comparison` with the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001."""
+    """`comparison` with the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001.
+
+    Its pattern has to match the error, or each of the shards.
+    """
     rule = load_rules()["RUN-001" if comparison.error else "LOD-001"]
+    texts = [comparison.error] if comparison.error else [*comparison.unlike, *comparison.single]
     entry = None if comparison.same else lookup(known_failures, cell, rule)
-    return replace(comparison, known_failure=entry.reason) if entry else comparison
+    return replace(comparison, known_failure=entry.reason) if entry and all(map(entry.knows, texts)) else comparison

@@ -81,10 +81,16 @@ def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:
 
 
 def _with_known_failures(plan: Plan, cell: Cell, rule: Rule, plain: Verdict) -> Verdict:
-    """`plain`, or if a known failure covers it: xfail for a failure, xpass for a pass; a flaky one is always xfail."""
+    """`plain`, or if a known failure covers it: xfail for a failure, xpass for a pass; a flaky one is always xfail.
+
+    A failure with a finding that the entry's pattern does not match stays one, that finding first.
+    """
     entry = lookup(plan.known_failures, cell, rule)
     if entry is None:
         return plain
+    if others := entry.others(plain.findings):
+        findings = (*others, *(finding for finding in plain.findings if finding not in others))
+        return replace(plain, findings=findings, reason=f"not the known failure, whose pattern is {entry.said}")
     if entry.outcome == "flaky":
         passed = " It passed this time." if plain.status == "pass" else ""
         return replace(plain, status="xfail", reason=f"flaky: {entry.text}.{passed}")

@@ -7,9 +7,12 @@ model, so a wrong logit comes from the model.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +42,14 @@ def info(distribution: str, issues: str) -> Info:
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(f'{distribution} is not installed here; use nox -s "peers({distribution})"') from error
     return Info(name=distribution, version=version, issues=issues)
+
+
+def source_info(name: str, issues: str) -> Info:
+    """The commit that `peers.toml` pins for a peer whose source is on the path. Raises ImportError if it is not."""
+    source = tomllib.loads(files(__package__).joinpath("peers.toml").read_text(encoding="utf-8"))[name]["source"]
+    if importlib.util.find_spec(source["package"]) is None:
+        raise ImportError(f'{source["package"]} is not on the path here; use nox -s "peers({name})"')
+    return Info(name=name, version=f"main@{source['commit'][:9]}", issues=issues)
 
 
 @contextmanager
@@ -118,7 +129,7 @@ class BridgeForward:
         for model in self.models:
             model.eval()
         single = len(self.models) == 1
-        with torch.no_grad():
+        with torch.no_grad(), _without_mtp(self.models):
             stored = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(rows) if single else [iter(rows) for _ in self.models],
@@ -134,6 +145,21 @@ class BridgeForward:
         local_BSV = torch.cat(stored[: len(tokens_BS)])
         logits_BSV: torch.Tensor = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
         return logits_BSV[..., : self.vocabulary].float()
+
+
+@contextmanager
+def _without_mtp(models: Sequence[Any]) -> Iterator[None]:
+    """Leave MTP layers out of the forward: only their loss needs them; megatron-core 0.16.1 fails without labels."""
+    kept = [(model, model.mtp_process, model.config, model.config.mtp_num_layers) for model in models]
+    for model, _, config, _ in kept:
+        model.mtp_process, config.mtp_num_layers = False, None
+    try:
+        yield
+    finally:
+        for model, process, config, layers in reversed(
+            kept
+        ):  # chunks share a config, whose first value is the right one
+            model.mtp_process, config.mtp_num_layers = process, layers
 
 
 @dataclass

@@ -22,6 +22,8 @@ class Mbridge:
         norms=frozenset({"fused"}),
         experts=frozenset({"grouped"}),
         has_plan=False,
+        lends=True,
+        receivers="all",
         mtp=1,
         dispatchers=frozenset({"alltoall", "allgather"}),
     )
@@ -45,6 +47,8 @@ class Mbridge:
                 hf_config, dtype=common.torch_dtype(cell), make_vocab_size_divisible_by=cell.layout.tp
             )
             settings = {**common.ON_CPU, **common.parallel_settings(cell)}
+            if cell.mtp:
+                settings["mtp_num_layers"] = cell.mtp
             bridge.set_extra_args(**settings)
             models = bridge.get_model(bf16=cell.dtype == "bfloat16", use_cpu_initialization=True)
             chunks = [getattr(model, "module", model) for model in models]

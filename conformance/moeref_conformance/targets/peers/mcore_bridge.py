@@ -22,6 +22,8 @@ class McoreBridge:
         norms=frozenset({"fused"}),
         experts=frozenset({"grouped"}),
         has_plan=False,
+        lends=True,
+        receivers="all",
         mtp=2,
         dispatchers=frozenset({"alltoall", "allgather"}),
     )

@@ -43,8 +43,10 @@ class MegatronBridge:
         families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}),
         backends=frozenset({"gloo"}),
         norms=frozenset({"fused"}),
-        experts=frozenset({"grouped"}),  # it has no mapping for sequential experts of GLM-4.5
+        experts=frozenset({"grouped", "sequential"}),
         has_plan=False,
+        lends=True,
+        receivers="all",
         mtp=1,
     )
 
@@ -62,6 +64,7 @@ class MegatronBridge:
         settings = {
             **common.ON_CPU,
             **common.parallel_settings(cell),
+            "moe_grouped_gemm": cell.experts == "grouped",
             "moe_permute_fusion": False,  # this and the next need kernels of Transformer Engine
             "cross_entropy_loss_fusion": False,
             # Pads a vocabulary that TP does not divide, and no further: without TP it cannot load a padded one.

@@ -13,6 +13,8 @@ from moeref.check.readers.shell import Word
 from moeref.check.readers.tree import Tree, scalar
 
 ACTOR = "actor_rollout_ref.actor.megatron"
+MODULES = f"{ACTOR}.override_transformer_config.recompute_modules"
+FLASH = ["actor_rollout_ref.model.path=glm-4.7-flash", f"{MODULES}=[layernorm]"]
 VERL = f"""#!/bin/bash
 TP=${{TP:-2}}
 python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
@@ -114,7 +116,11 @@ def test_verl_end_to_end(tmp_path: Path) -> None:
         ([f"{ACTOR}.vanilla_mbridge=False"], "works", ""),
         (["actor_rollout_ref.model.lora.rank=8"], "unknown", "adapters"),
         (["trainer.nnodes=$N"], "unknown", "trainer.nnodes"),
-        (["actor_rollout_ref.model.path=qwen3-next-80b-a3b"], "unknown", "what it sets for qwen3_next is not known"),
+        (
+            FLASH,
+            "unknown",
+            "what it sets for glm4_moe_lite is not known",
+        ),
     ],
 )
 def test_what_verl_s_tree_says(tmp_path: Path, given: list[str], verdict: str, says: str) -> None:
@@ -192,3 +198,79 @@ def test_without_omegaconf_yaml_says_what_to_install(tmp_path: Path, monkeypatch
     with pytest.raises(CheckError, match=r"pip install 'moeref\[yaml\]'"):
         nemo(tmp_path, "defaults: base.yaml")
     assert verl(tmp_path).verdict == "works"
+
+
+SKYRL = """MODEL=Qwen/Qwen3-30B-A3B
+uv run --isolated --extra megatron -m skyrl.train.entrypoints.main_base trainer.policy.model.path=$MODEL \\
+  trainer.placement.policy_num_gpus_per_node=8 trainer.flash_attn=false generator.batched=true \\
+  trainer.policy.megatron_config.tensor_model_parallel_size=2 \\
+  trainer.policy.megatron_config.expert_model_parallel_size=4 $@
+"""
+CONFIG = "trainer.policy.megatron_config"
+SWIFT = """PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \\
+NPROC_PER_NODE=8 \\
+megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-30B-A3B --reward_funcs accuracy format \\
+    --tensor_model_parallel_size 4 --expert_model_parallel_size 8 --sequence_parallel true --padding_free \\
+    --recompute_granularity none
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict", "says"),
+    [
+        ([], "works", ""),
+        ([f"{CONFIG}.tensor_model_parallel_size=4"], "refused", "world=8 is not divisible by etp·ep·pp = 4·4·1"),
+        ([f"{CONFIG}.moe_enable_routing_replay=true"], "works", ""),
+        ([f"{CONFIG}.transformer_config_kwargs.moe_router_fusion=true"], "works", ""),
+        ([f"{CONFIG}.moe_enable_routing=true"], "unknown", "moe_enable_routing True (command line) is not known"),
+        (["trainer.policy.model.lora.rank=8"], "unknown", "adapters"),
+    ],
+)
+def test_what_skyrl_s_tree_says(tmp_path: Path, given: list[str], verdict: str, says: str) -> None:
+    (tmp_path / "run.sh").write_text(SKYRL)
+    report = check_reading(read("skyrl", [str(tmp_path / "run.sh"), *given], "0.19.2"), verify=False)
+    said = "; ".join(problem.text for problem in report.problems)
+    assert report.verdict == verdict, said
+    assert says in said
+    if not given:
+        assert report.layout == "tp=2,pp=1,vpp=1,ep=4,etp=2,cp=1,world=8"
+        assert report.settings is not None
+        assert report.settings["attention_backend"] == "fused"
+        assert report.settings["recompute_granularity"] == "full"
+        assert report.read["mtp_num_layers"].source == "default of SkyRL"
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "says"),
+    [
+        (("", ""), "works", ""),
+        (("--padding_free", "--pading_free"), "unknown", "pading_free True (run.sh:4) is not known"),
+        (("--padding_free", "--tuner_type lora"), "unknown", "tuner_type lora (run.sh:4): adapters"),
+        (("--padding_free", "--decoder_first_pipeline_num_layers 4"), "refused", "at one pipeline stage"),
+        (("--padding_free", "--global_batch_size 3"), "refused", "global_batch_size=3 (run.sh:4) is no multiple of 2"),
+        (("--padding_free", "--expert_tensor_parallel_size 4"), "refused", "etp·ep·pp = 4·8·1"),
+        (("NPROC_PER_NODE=8", "NPROC_PER_NODE=$GPUS"), "unknown", "NPROC_PER_NODE"),
+        (("none", "full --recompute_method uniform"), "refused", "recompute_num_layers"),
+    ],
+)
+def test_what_ms_swift_s_command_line_says(tmp_path: Path, change: tuple[str, str], verdict: str, says: str) -> None:
+    (tmp_path / "run.sh").write_text(SWIFT.replace(*change) if change[0] else SWIFT)
+    report = check_reading(read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2"), verify=False)
+    said = "; ".join(problem.text for problem in report.problems)
+    assert report.verdict == verdict, said
+    assert says in said
+    if not change[0]:
+        assert report.layout == "tp=4,pp=1,vpp=1,ep=8,etp=1,cp=1,world=8"
+        assert report.settings is not None
+        assert report.settings["recompute_granularity"] is None
+        assert report.settings["moe_router_load_balancing_type"] == "aux_loss"
+        assert report.read["sequence_parallel"].source == "run.sh:4"
+
+
+def test_ms_swift_reads_yaml(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "model: Qwen/Qwen3-30B-A3B\nexpert_model_parallel_size: 8\nmoe_permute_fusion: true\n"
+    )
+    report = check_reading(read("ms-swift", [str(tmp_path / "run.yaml"), "NPROC_PER_NODE=8"], "0.19.2"), verify=False)
+    assert report.verdict == "works", report.problems
+    assert (report.read["ep"].source, report.read["world"].source) == ("run.yaml:2", "command line")

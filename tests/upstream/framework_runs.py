@@ -22,6 +22,7 @@ PROGRAMS = {
     "slime": "python3 train.py",
     "verl": "python3 -m verl.trainer.main_ppo",
     "nemo-rl": "uv run examples/run_grpo.py",
+    "skyrl": "uv run -m skyrl.train.entrypoints.main_base",
 }
 #: Frameworks whose arguments Megatron-LM's parser reads.
 PARSED = ("slime", "megatron-lm")
@@ -47,6 +48,11 @@ def script(framework: str, run: dict[str, Any]) -> str:
     if framework == "megatron-lm":
         before, program, after = words.partition("--disable-bias-linear")
         return f"torchrun {before} pretrain_gpt.py {program}{after}\n"
+    if framework == "ms-swift":
+        pairs = [word.partition("=") for word in words.split()]
+        ranks = [f"{name}={value}" for name, _, value in pairs if name.isupper()]
+        arguments = [f"--{name} {value}" for name, _, value in pairs if not name.isupper()]
+        return f"{' '.join(ranks)} megatron sft {' '.join(arguments)}\n"
     return f"{PROGRAMS[framework]} {words}\n{run.get('lost', '')}\n"
 
 
@@ -80,13 +86,33 @@ def real(framework: str, run: dict[str, Any]) -> Any:
     return megatron_arguments.config([w for at, w in enumerate(words) if at not in drop], world, changes)
 
 
-def constructed(record: Any) -> None:
-    """Make megatron-core's config and process groups of a record. Raises what it raises."""
+def constructed(found: Any) -> str:
+    """What megatron-core says to the config and the process groups of a report; "" if it makes them."""
+    from megatron.core.transformer import TransformerConfig
+
     from moeref import megatron
+    from moeref.layout import text
     from tests.upstream import megatron_arguments
 
-    config, _ = megatron.transformer_config(record)
-    megatron_arguments.groups(config, record.layout.world)
+    try:
+        if found.record:
+            config, _ = megatron.transformer_config(found.record)
+        else:  # of what is refused or not known, the part that the layout decides
+            sizes, model = text.read(found.layout), found.model
+            config = TransformerConfig(
+                num_layers=model.num_layers,
+                hidden_size=model.hidden,
+                num_attention_heads=model.heads,
+                pipeline_model_parallel_size=sizes.get("pp", 1),
+                pipeline_dtype=object(),
+                num_layers_in_first_pipeline_stage=sizes.get("first"),
+                num_layers_in_last_pipeline_stage=sizes.get("last"),
+            )
+        if found.world:
+            megatron_arguments.groups(config, found.world)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def differences(record: Any, config: Any) -> Iterator[str]:
@@ -115,10 +141,11 @@ def compared(framework: str, run: dict[str, Any], core: str) -> list[str]:
     if run.get("says", "") not in said:
         wrong.append(f"does not say {run['says']!r}: {said}")
     if framework not in PARSED:
-        try:
-            constructed(found.record) if found.record else None
-        except Exception as error:
-            wrong.append(f"megatron-core refuses it: {error}")
+        refusal = constructed(found)
+        if refusal and found.verdict == "works":
+            wrong.append(f"megatron-core refuses it: {refusal}")
+        if not refusal and found.verdict == "refused":
+            wrong.append(f"megatron-core does not refuse it: {said}")
         return wrong
     try:
         config = real(framework, run)

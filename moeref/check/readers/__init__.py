@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moeref.check.readers import megatron_lm, nemo_rl, slime, verl
+from moeref.check.readers import megatron_lm, ms_swift, nemo_rl, skyrl, slime, verl
 from moeref.check.readers.checked import check_reading
 from moeref.check.readers.reading import Reading
 from moeref.check.report import CheckError
@@ -20,6 +20,8 @@ FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] 
     "slime": slime.read,
     "verl": verl.read,
     "nemo-rl": nemo_rl.read,
+    "skyrl": skyrl.read,
+    "ms-swift": ms_swift.read,
 }
 
 

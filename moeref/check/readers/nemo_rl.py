@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.arguments import entry, read_script
 from moeref.check.readers.reading import Reading
-from moeref.check.readers.tree import Names, Tree, ranks
+from moeref.check.readers.tree import Names, Tree, ranks, read_all
 from moeref.check.report import CheckError
 from moeref.check.value import Value
 
@@ -114,14 +113,7 @@ NAMES = Names(
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
     reading, tree = Reading(NAME), Tree()
-    for path in paths:
-        if path.suffix in (".yaml", ".yml"):
-            tree.read(path, inherits="defaults")
-            continue
-        _, words = entry(read_script([path], tree.variables(given)), PROGRAM, reading)
-        others = [word for word in tree.overrides(words) if not word.text.startswith("--config")]
-        reading.unread += [Value(word.text, "", word.where, word.known) for word in others]
-    tree.given(given)
+    read_all(tree, reading, paths, given, PROGRAM, inherits="defaults")
     tree.defaults(NAME, DEFAULTS)
     tree.resolve()
     NAMES.sort(tree, reading)

@@ -1,7 +1,7 @@
 """How bridges make a config from the model's own: what they set besides, in every family and in each.
 
-Facts of mbridge at 10cb17f59dd0 and of Megatron-Bridge at 067f987df03b; a value that the model's own config decides is
-left out. A framework's own settings and what a user asks for replace these.
+Facts of mbridge at 10cb17f59dd0, Megatron-Bridge at 067f987df03b and mcore-bridge at f020e479a20b. What the model's own
+config decides is left out. A framework's own settings and what a user asks for replace these.
 """
 
 from __future__ import annotations
@@ -114,6 +114,21 @@ MEGATRON_BRIDGE = Provider(
             "bias_dropout_fusion": False,
             "moe_router_load_balancing_type": "none",
         },
+    },
+)
+#: Of mcore-bridge's ModelConfig and its parser of Hugging Face configs.
+MCORE_BRIDGE = Provider(
+    "mcore-bridge",
+    {
+        "variable_seq_lengths": True,
+        "persist_layer_norm": True,
+        "deallocate_pipeline_outputs": True,
+        "moe_router_load_balancing_type": "aux_loss",
+    },
+    {
+        **{family: {} for family in ("qwen3_moe", "qwen3_next", "glm4_moe", "glm4_moe_lite", "mixtral")},
+        "deepseek_v3": {"moe_router_load_balancing_type": "seq_aux_loss"},
+        "gpt_oss": {"bias_dropout_fusion": False},
     },
 )
 #: What verl sets in Megatron-Bridge's provider.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moeref.check.readers.arguments import entry, read_script
 from moeref.check.readers.reading import Reading
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.report import CheckError, Problem
@@ -21,6 +22,8 @@ from moeref.check.value import Value
 _OVERRIDE = re.compile(r"(?:\+{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 #: Numbers, truth values and null as YAML and Hydra read them; lists and quotations are read apart.
 _SCALARS = {"true": True, "false": False, "null": None}
+#: Words of a command that say where the tree is, and not what is in it.
+_WHERE = re.compile(r"--config[\w-]*(=.*)?|-m|.*\.ya?ml")
 #: An interpolation that calls a resolver, such as `${oc.env:HOME}`.
 _RESOLVER = re.compile(r"\$\{[^}]*:")
 
@@ -149,6 +152,20 @@ class Names:
             reading.options[name] = value
         else:
             reading.settings[name] = value
+
+
+def read_all(
+    tree: Tree, reading: Reading, paths: Sequence[Path], given: Mapping[str, str], program: str, inherits: str = ""
+) -> None:
+    """Put YAML files and the overrides of scripts into the tree, in order, and then what the command line gives."""
+    for path in paths:
+        if path.suffix in (".yaml", ".yml"):
+            tree.read(path, inherits=inherits)
+            continue
+        _, words = entry(read_script([path], Tree.variables(given)), program, reading)
+        others = [word for word in tree.overrides(words) if not _WHERE.fullmatch(word.text)]
+        reading.unread += [Value(word.text, "", word.where, word.known) for word in others]
+    tree.given(given)
 
 
 def ranks(reading: Reading, at: Mapping[str, Value], nodes: str, each: str) -> None:

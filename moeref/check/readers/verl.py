@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.arguments import entry, read_script
 from moeref.check.readers.reading import Reading
-from moeref.check.readers.tree import Names, Tree, ranks
+from moeref.check.readers.tree import Names, Tree, ranks, read_all
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
@@ -99,23 +98,11 @@ NAMES = Names(
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
     reading, tree = Reading(NAME), Tree()
-    for path in paths:
-        if path.suffix in (".yaml", ".yml"):
-            tree.read(path)
-            continue
-        _, words = entry(read_script([path], tree.variables(given)), PROGRAM, reading)
-        others = tree.overrides(words)
-        reading.unread += [Value(word.text, "", word.where, word.known) for word in others if not _of_hydra(word.text)]
-    tree.given(given)
+    read_all(tree, reading, paths, given, PROGRAM)
     tree.defaults(NAME, DEFAULTS)
     tree.resolve()
     NAMES.sort(tree, reading)
     return _finished(reading, tree)
-
-
-def _of_hydra(text: str) -> bool:
-    """Whether a word says where the tree is, and not what is in it."""
-    return text.startswith(("--config-path", "--config-name", "--config-dir", "-m")) or text.endswith((".yaml", ".yml"))
 
 
 def _finished(reading: Reading, tree: Tree) -> Reading:

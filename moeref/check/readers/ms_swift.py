@@ -1,0 +1,210 @@
+"""Reads ms-swift's Megatron command lines, also in scripts, and its YAML.
+
+`megatron sft` and `megatron rlhf` hand their arguments to mcore-bridge, which makes the config from the model's own.
+Names and defaults: ms-swift at 3602360a5623, mcore-bridge at f020e479a20b.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from moeref.check.readers import provider
+from moeref.check.readers.arguments import entry, flags, read_script
+from moeref.check.readers.reading import Reading
+from moeref.check.readers.shell import GIVEN, Word
+from moeref.check.readers.tree import Names, Tree
+from moeref.check.report import Problem
+from moeref.check.value import Value
+
+NAME = "ms-swift"
+PROGRAM = r"(?:.*/)?megatron|(?:.*/)?swift/cli/_megatron/\w+\.py"
+_COMMANDS = ("sft", "rlhf", "pt")
+_RANKS = ("NNODES", "NPROC_PER_NODE")
+
+#: Arguments under TransformerConfig's names -> default.
+FIELDS: dict[str, Any] = {
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": ["core_attn"],
+    "masked_softmax_fusion": True,
+    "bias_dropout_fusion": True,
+    "bias_activation_fusion": True,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": True,
+    "cross_entropy_loss_fusion": True,
+    "cross_entropy_fusion_impl": "native",
+    "overlap_p2p_comm": True,
+    "attention_softmax_in_fp32": True,
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 1024,
+    "fp8_amax_compute_algo": "max",
+    "fp4_recipe": "nvfp4",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_enable_deepep": False,
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": False,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None,
+    "moe_shared_expert_overlap": False,
+    "moe_layer_recompute": False,
+    "moe_expert_capacity_factor": None,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_token_drop_policy": "probs",
+    "mtp_num_layers": None,
+    "mtp_loss_scaling_factor": 0.1,
+    "sequence_parallel": False,
+}
+#: Passed on if they are given.
+_OPTIONAL = ("cp_comm_type", "calculate_per_token_loss", "microbatch_group_size_per_vp_stage", "tp_comm_overlap")
+DEFAULTS: dict[str, Any] = {
+    **FIELDS,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "recompute_granularity": "selective",
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": None,
+    "attention_backend": "flash",
+    "fp8_format": None,
+    "fp8_param_gather": False,
+    "fp4_format": None,
+    "fp4_param_gather": False,
+    "seed": 42,
+    "tuner_type": "full",
+    "bridge_backend": "mcore-bridge",
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+    "data_parallel_random_init": False,
+    "NNODES": 1,
+    "NPROC_PER_NODE": 1,
+}
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Every argument of ms-swift's."""
+    return tuple(files("moeref.check.readers").joinpath("ms_swift_arguments.txt").read_text(encoding="utf-8").split())
+
+
+@functools.cache
+def _names() -> Names:
+    read = {*DEFAULTS} - {*FIELDS, "seed"}
+    layout = {
+        "tensor_model_parallel_size": "tp",
+        "pipeline_model_parallel_size": "pp",
+        "virtual_pipeline_model_parallel_size": "vpp",
+        "context_parallel_size": "cp",
+        "expert_model_parallel_size": "ep",
+        "expert_tensor_parallel_size": "etp",
+        "decoder_first_pipeline_num_layers": "first",
+        "decoder_last_pipeline_num_layers": "last",
+        "account_for_embedding_in_pipeline_split": "embedding",
+        "account_for_loss_in_pipeline_split": "loss",
+        "pipeline_model_parallel_layout": "pipeline_layout",
+    }
+    return Names(
+        layout=layout,
+        options={"seed": "seed", "data_parallel_random_init": "seed_per_dp"},
+        settings=("megatron_extra_kwargs.",),
+        fields={name: name for name in (*FIELDS, *_OPTIONAL)},
+        model="model",
+        unmapped={
+            "use_megatron_fsdp": "Megatron-FSDP",
+            "adapters": "adapters",
+            "mcore_adapter": "adapters",
+            "custom_register_path": "code of its own",
+            "megatron_extra_kwargs": "settings of its own",
+        },
+        read=frozenset(read - layout.keys() - {"data_parallel_random_init"}),
+        elsewhere=names(),
+    )
+
+
+def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
+    """The reading of command lines, scripts and YAML files, in order."""
+    reading, tree = Reading(NAME), Tree()
+    for path in paths:
+        if path.suffix in (".yaml", ".yml"):
+            tree.read(path)
+            continue
+        before, words = entry(read_script([path], given), PROGRAM, reading)
+        tree.overrides(word for word in before if word.text.startswith(tuple(f"{name}=" for name in _RANKS)))
+        tree.overrides(_override(*found) for found in flags(words))
+        if words and not words[0].text.startswith("-") and words[0].text not in _COMMANDS:
+            reading.unread.append(Value(words[0].text, "", words[0].where))
+    tree.overrides(Word(f"{name}={given[name]}", GIVEN) for name in _RANKS if name in given)
+    tree.given(given)
+    tree.defaults(NAME, DEFAULTS)
+    tree.resolve()
+    _names().sort(tree, reading)
+    return _finished(reading, tree.values)
+
+
+def _override(flag: str, values: Sequence[Word], word: Word) -> Word:
+    """An argument as `name=value`; a switch without a value is true, and several values are a list."""
+    name, texts = flag.lstrip("-").replace("-", "_"), [value.text for value in values]
+    text = "true" if not texts else texts[0] if len(texts) == 1 else f"[{','.join(map(repr, texts))}]"
+    where = values[0].where if values else word.where
+    return Word(f"{name}={text}", where, word.known and all(value.known for value in values))
+
+
+def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
+    """The reading after what ms-swift derives."""
+    nodes, ranks = (at[name] for name in _RANKS)
+    if type(nodes.value) is int and type(ranks.value) is int:
+        reading.layout["world"] = Value(", ".join(_RANKS), nodes.value * ranks.value, ranks.source)
+    else:
+        reading.computed["world"] = nodes if type(nodes.value) is not int else ranks
+    reading.options["precision"] = Value("bf16", "bf16", f"default of {NAME}")
+    for name, field in (("fp8_format", "fp8"), ("fp4_format", "fp4")):
+        reading.settings[field] = at[name]
+    for name, field in (("fp8_param_gather", "fp8_param"), ("fp4_param_gather", "fp4_param")):
+        reading.settings[field] = at[name]
+    for name in ("recompute_granularity", "moe_router_dtype"):
+        none = at[name].value == "none"
+        reading.settings[name] = Value(at[name].name, None, at[name].source) if none else at[name]
+    balancing, backend = at["moe_router_load_balancing_type"], at["attention_backend"]
+    if balancing.value is not None:
+        reading.settings["moe_router_load_balancing_type"] = balancing
+    kind = str(backend.value).partition("_")[0]
+    reading.settings["attention_backend"] = Value(backend.name, kind, backend.source)
+    _derive_communication(reading, at)
+    _refusals(reading, at)
+    bridge = provider.MCORE_BRIDGE
+    if at["bridge_backend"].value != "mcore-bridge":
+        bridge = provider.MEGATRON_BRIDGE
+    return provider.build(reading, bridge, {}, NAME)
+
+
+def _derive_communication(reading: Reading, at: Mapping[str, Value]) -> None:
+    """Sequence parallelism needs TP; overlapped point-to-point calls need virtual stages, and are not batched."""
+    if at["tensor_model_parallel_size"].value == 1:
+        reading.settings["sequence_parallel"] = Value("sequence_parallel", False, "derived: at TP 1")
+    if not reading.layout.get("vpp"):
+        reading.settings["overlap_p2p_comm"] = Value("overlap_p2p_comm", False, "derived: without virtual stages")
+    overlap = reading.settings["overlap_p2p_comm"].value
+    reading.settings["batch_p2p_comm"] = Value("batch_p2p_comm", not overlap, "derived: unless they overlap")
+
+
+def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
+    """What ms-swift refuses itself, and adapters."""
+    if (tuner := at["tuner_type"]).value != "full":
+        text = f"{tuner.name} {tuner.value} ({tuner.source}): adapters"
+        reading.problems.append(Problem(NAME, text, refused=False))
+    end = reading.layout.get("first") or reading.layout.get("last")
+    if end and at["pipeline_model_parallel_size"].value == 1:
+        reading.problems.append(Problem(NAME, f"{end.name} ({end.source}) at one pipeline stage", "leave it out"))
+    sizes = [at[f"{axis}_parallel_size"].value for axis in ("tensor_model", "pipeline_model", "context")]
+    world, micro, batch = reading.layout.get("world"), at["micro_batch_size"], at["global_batch_size"]
+    if world and all(type(value) is int and value > 0 for value in (*sizes, micro.value, batch.value)):
+        replicas = max(1, world.value // (sizes[0] * sizes[1] * sizes[2]))
+        if batch.value % (micro.value * replicas):
+            text = f"global_batch_size={batch.value} ({batch.source}) is no multiple of {micro.value * replicas}"
+            fix = f"a micro-batch has {micro.value} samples on each of {replicas} replicas"
+            reading.problems.append(Problem(NAME, text, fix))

@@ -1,0 +1,127 @@
+"""Reads SkyRL's overrides, in a script that calls `skyrl.train.entrypoints`, and its trees in YAML.
+
+SkyRL takes Megatron-Bridge's provider and sets in it what `trainer.policy.megatron_config` says. Names and defaults:
+SkyRL at a9564572eb8e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moeref.check.readers import provider
+from moeref.check.readers.reading import Reading
+from moeref.check.readers.tree import Names, Tree, ranks, read_all
+from moeref.check.value import Value
+
+NAME = "SkyRL"
+PROGRAM = r"(?:skyrl|skyrl_train|examples)\.\S+|(?:.*/)?main_\w+\.py"
+_POLICY = "trainer.policy."
+_MEGATRON = f"{_POLICY}megatron_config."
+_KWARGS = f"{_MEGATRON}transformer_config_kwargs."
+_RANKS = ("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node")
+_MTP, _REPLAY = "trainer.mtp.enabled", f"{_MEGATRON}moe_enable_routing_replay"
+
+#: Settings of `megatron_config` under TransformerConfig's names -> default.
+FIELDS: dict[str, Any] = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_grouped_gemm": True,
+    "moe_router_dtype": "fp32",
+    "moe_per_layer_logging": False,
+}
+DEFAULTS: dict[str, Any] = {
+    f"{_MEGATRON}tensor_model_parallel_size": 1,
+    f"{_MEGATRON}pipeline_model_parallel_size": 1,
+    f"{_MEGATRON}context_parallel_size": 1,
+    f"{_MEGATRON}expert_model_parallel_size": 1,
+    f"{_MEGATRON}expert_tensor_parallel_size": None,
+    f"{_MEGATRON}mtp_num_layers": None,
+    _REPLAY: False,
+    _MTP: False,
+    f"{_KWARGS}recompute_granularity": "full",
+    f"{_KWARGS}recompute_modules": ["core_attn"],
+    f"{_KWARGS}recompute_method": "uniform",
+    f"{_KWARGS}recompute_num_layers": 1,
+    f"{_KWARGS}gradient_accumulation_fusion": False,
+    "trainer.seed": 42,
+    "trainer.bf16": True,
+    "trainer.flash_attn": True,
+    "trainer.placement.policy_num_nodes": 1,
+    "trainer.placement.policy_num_gpus_per_node": 1,
+    **{f"{_MEGATRON}{name}": default for name, default in FIELDS.items()},
+}
+NAMES = Names(
+    layout={
+        f"{_MEGATRON}tensor_model_parallel_size": "tp",
+        f"{_MEGATRON}pipeline_model_parallel_size": "pp",
+        f"{_MEGATRON}context_parallel_size": "cp",
+        f"{_MEGATRON}expert_model_parallel_size": "ep",
+        f"{_MEGATRON}expert_tensor_parallel_size": "etp",
+        f"{_KWARGS}num_layers_in_first_pipeline_stage": "first",
+        f"{_KWARGS}num_layers_in_last_pipeline_stage": "last",
+        f"{_KWARGS}account_for_embedding_in_pipeline_split": "embedding",
+        f"{_KWARGS}account_for_loss_in_pipeline_split": "loss",
+        f"{_KWARGS}pipeline_model_parallel_layout": "pipeline_layout",
+        f"{_KWARGS}virtual_pipeline_model_parallel_size": "vpp",
+    },
+    options={"trainer.seed": "seed"},
+    settings=(_KWARGS,),
+    fields={
+        f"{_MEGATRON}{name}": name for name in (*FIELDS, "moe_router_score_function", "moe_router_enable_expert_bias")
+    },
+    model=f"{_POLICY}model.path",
+    unmapped={
+        f"{_POLICY}model.lora.rank": "adapters",
+        f"{_POLICY}model.fake_int4_qat.enabled": "weights are rounded to INT4",
+        f"{_POLICY}language_model_only": "a part of a multimodal model",
+    },
+    read=frozenset({_REPLAY, _MTP, *_RANKS, "trainer.bf16", "trainer.flash_attn", f"{_MEGATRON}mtp_num_layers"}),
+    elsewhere=(
+        *("data.", "generator.", "environment.", "trainer.algorithm.", "trainer.critic.", "trainer.ref."),
+        *("trainer.placement.", "trainer.strategy", "trainer.epochs", "trainer.eval", "trainer.update_"),
+        *("trainer.mtp.",),
+        *("trainer.train_batch", "trainer.policy_mini", "trainer.critic_mini", "trainer.micro_", "trainer.max_"),
+        *("trainer.ckpt", "trainer.hf_save", "trainer.logger", "trainer.project", "trainer.run_name", "trainer.resume"),
+        *("trainer.export", "trainer.remove_microbatch", "trainer.use_", "trainer.gradient_", "trainer.dump_"),
+        *("trainer.fully_async.", "trainer.log", "trainer.sequence_parallel_backend", "trainer.num_", "trainer.torch"),
+        *("trainer.override", "trainer.disable_", "trainer.tracker", "trainer.rope_", "trainer.shuffle", "defaults"),
+        *(f"{_POLICY}{name}" for name in ("optimizer_config.", "fsdp_config.", "sequence_parallel", "record_memory")),
+        *(f"{_POLICY}{name}" for name in ("use_torch_compile", "model.lora.", "torch_profiler", "model.model_config")),
+        *(f"{_MEGATRON}{name}" for name in ("ddp_config.", "optimizer_config_kwargs.", "lora_config.", "torch_prof")),
+        *(f"{_MEGATRON}{name}" for name in ("hf_export_config.", "empty_cuda_cache", "freeze_moe_router", "mtp_loss")),
+        *(f"{_MEGATRON}{name}" for name in ("dist_ckpt", "async_", "model_config_kwargs", "mtp_num")),
+    ),
+)
+
+
+def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
+    """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
+    reading, tree = Reading(NAME), Tree()
+    read_all(tree, reading, paths, given, PROGRAM)
+    tree.defaults(NAME, DEFAULTS)
+    tree.resolve()
+    NAMES.sort(tree, reading)
+    return _finished(reading, tree.values)
+
+
+def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
+    """The reading after what SkyRL derives."""
+    ranks(reading, at, *_RANKS)
+    if "etp" not in reading.layout and (tp := reading.layout.get("tp")):
+        reading.layout["etp"] = Value(tp.name, tp.value, "derived: as TP, where unset")
+    bf16, flash, replay = at["trainer.bf16"], at["trainer.flash_attn"], at[_REPLAY]
+    reading.options["precision"] = Value(bf16.name, "bf16" if bf16.value else "fp32", bf16.source)
+    if replay.value:
+        reading.options["replay"] = Value(replay.name, "R3", replay.source)
+    mtp = at[f"{_MEGATRON}mtp_num_layers"]
+    if not at[_MTP].value:
+        reading.settings["mtp_num_layers"] = Value(_MTP, None, at[_MTP].source)
+    elif mtp.value is not None:
+        reading.settings["mtp_num_layers"] = Value(mtp.name, mtp.value or None, mtp.source)
+    backend = Value(flash.name, "flash" if flash.value else "fused", flash.source)
+    reading.settings.setdefault("attention_backend", backend)
+    own = {"variable_seq_lengths": True, "masked_softmax_fusion": True}
+    return provider.build(reading, provider.MEGATRON_BRIDGE, own, NAME)

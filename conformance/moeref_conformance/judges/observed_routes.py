@@ -12,14 +12,18 @@ import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
-from moeref_conformance.judges import Case
-from moeref_conformance.judges.common import expected, finding, once, records
+from moeref_conformance.judges import Case, Untested
+from moeref_conformance.judges.common import expected, finding, once, records, tokens_of
 from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.sequence import positions
 
 Place = tuple[int, int]  # sample, position
 Seen = Mapping[int, Mapping[Place, frozenset[int]]]  # layer -> place -> experts
 Routes = tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]  # and where rows could not be placed
+#: The place of a row that is no token.
+PADDING: Place = (-1, -1)
+#: Hidden states of one token in Megatron and in transformers are not further apart than this part of their length.
+NEAR = 1e-3
 ByRank = Mapping[int, Mapping[tuple[int, int], Mapping[str, torch.Tensor]]]  # rank -> (layer, call) -> tensors
 
 
@@ -34,13 +38,17 @@ def seen_routes(case: Case, phase: str) -> Routes:
     """The experts that received each token in `phase`, from all ranks' records.
 
     Rows that enter a layer on a rank are at the positions that CP and sequence parallelism give it; samples come in
-    order, and one that comes again (recomputation, filler of an interleaved schedule) has the same bytes.
+    order, and one that comes again (recomputation, filler of an interleaved schedule) has the same bytes. Packed
+    samples have padding where the target wants it: there a row is the token whose hidden state transformers has too.
     """
     by_rank = _of_phase(case, phase)
-    place_of, findings = _places(case, by_rank, phase)
+    packed = case.cell.batch == "packed"
+    place_of, findings = _nearest(case, by_rank, phase) if packed else _places(case, by_rank, phase)
     experts: dict[int, dict[Place, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank, layer, expert, row in _received(case, by_rank):
         place = place_of[layer].get(row)
+        if place == PADDING:
+            continue
         if place is None:
             message = f"{phase}: expert {expert} of layer {layer} received a row that no token is"
             findings.append(finding(case, rank, "replay", message, layer=layer, expert=expert))
@@ -121,6 +129,25 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
             for row, (sample, position) in zip(rows, held, strict=True):
                 place_of[layer][row] = (first + sample, position)
     return place_of, findings
+
+
+def _nearest(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[bytes, Place]], list[Finding]]:
+    """layer -> row -> the place whose hidden state in transformers it is, PADDING for none. Raises Untested for R2."""
+    if case.cell.replay == "R2":
+        raise Untested("rows of packed samples are found by transformers' hidden states, under given routes alone")
+    which = phase[-1] if phase.endswith(("-a", "-b")) else "native"
+    tokens, entering = tokens_of(case), oracle(case, which).entering
+    places = [*map(tuple, tokens.nonzero().tolist())]
+    place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
+    for calls in by_rank.values():
+        for (layer, _), tensors in calls.items():
+            if "in" in tensors and len(tensors["in"]):
+                want_PH = entering[layer][tokens].double()
+                apart_T, nearest_T = torch.cdist(tensors["in"].double(), want_PH).min(1)
+                near_T = apart_T <= NEAR * want_PH.norm(dim=1)[nearest_T]
+                for row, near, place in zip(_rows(tensors["in"]), near_T.tolist(), nearest_T.tolist(), strict=True):
+                    place_of[layer][row] = places[place] if near else PADDING
+    return place_of, []
 
 
 def _received(case: Case, by_rank: ByRank) -> Iterator[tuple[int, int, int, bytes]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,15 @@ Chosen = frozenset[tuple[int, int, int, frozenset[int]]]
 class Routed:
     """What transformers computes; logits are in fp32.
 
-    `experts` has those of every MoE layer by (sample, position). `gradients` are autograd's by the checkpoint's names,
+    `experts` has those of every MoE layer by (sample, position), and `entering` the hidden states [B, S, H] that enter
+    it. `gradients` are autograd's by the checkpoint's names,
     of the mean over all tokens of the cross entropy of the next token, the first token of a row following its last;
     NaN for a tensor that is no parameter.
     """
 
     logits_BSV: torch.Tensor
     experts: Mapping[int, Mapping[tuple[int, int], frozenset[int]]]
+    entering: Mapping[int, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]
 
 
@@ -170,14 +173,30 @@ def routed(
         target_BSLK[row, position, layer] = sorted(own)
     layers = [layer for layer, moe in enumerate(shape.moe) if moe]
     target_TLK = torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k))
-    with torch.enable_grad(), _Forced(shape.experts, target_TLK) as forced:
+    with torch.enable_grad(), _Forced(shape.experts, target_TLK) as forced, _entering(model, layers) as entering:
         logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
         gradients = _gradients(model, logits_BSV, expected)
     experts = {}
     for layer, chosen_TK in zip(layers, forced.chosen, strict=True):
         rows = chosen_TK.reshape(samples, length, -1).tolist()
         experts[layer] = {(b, s): frozenset(rows[b][s]) for b, n in enumerate(expected.lengths) for s in range(n)}
-    return Routed(logits_BSV.detach().contiguous(), experts, gradients)
+    return Routed(logits_BSV.detach().contiguous(), experts, entering, gradients)
+
+
+@contextmanager
+def _entering(model: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """The hidden states that enter the MoE blocks of these layers in a forward."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        return lambda _, args: found.update({layer: args[0].detach()})
+
+    handles = [model.model.layers[layer].mlp.register_forward_pre_hook(keep(layer)) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _gradients(model: Any, logits_BSV: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:

@@ -89,6 +89,16 @@ def _unpadded_offsets(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "forward", logits=logits)
 
 
+def _routes_without_padding(session: Session, cell: Cell, world: World) -> Any:
+    """The second sample of a pack begins a row later in the batch than in the routes."""
+    good: Any = session.replay
+
+    def late(routes: Sequence[Any]) -> list[Any]:
+        return [np.roll(sample, number % cell.rows, axis=0) for number, sample in enumerate(routes)]
+
+    return facet(session, "replay", step=lambda tokens_BS, routes: good.step(tokens_BS, late(routes)))
+
+
 FAULTS = (
     Fault(
         id="logits-sequence-first",
@@ -131,6 +141,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "cp2", batch="packed"),
         wrap=_mean_of_means,
         one_rank=True,
+    ),
+    Fault(
+        id="packed-routes-without-padding",
+        bug="routes of packed samples one after the other, where TP padded each of the samples before them",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "cp2", batch="packed", replay="R3"),
+        wrap=_routes_without_padding,
+        one_rank=True,
+        diagnosis="the route of token",
     ),
     Fault(
         id="packed-cut-without-padding",

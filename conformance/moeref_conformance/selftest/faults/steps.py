@@ -14,18 +14,22 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 COEFFICIENT = 1e-3
 
 
-def _balanced(session: Session, cell: Cell, world: World) -> Any:
-    """Steps have megatron-core's auxiliary loss."""
-    good: Any = session.gradients
+def _with_loss(**settings: Any) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: steps have a loss of megatron-core's routers, by settings of router and config."""
 
-    def gradients(tokens_BS: Any) -> Any:
-        with ExitStack() as stack:
-            for router in _routers(session):
-                _while(stack, router, "routing_type", "aux_loss")
-                _while(stack, router.config, "moe_aux_loss_coeff", COEFFICIENT)
-            return good.gradients(tokens_BS)
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.gradients
 
-    return facet(session, "gradients", gradients=gradients)
+        def gradients(tokens_BS: Any) -> Any:
+            with ExitStack() as stack:
+                for router in _routers(session):
+                    for name, value in settings.items():
+                        _while(stack, router if name == "routing_type" else router.config, name, value)
+                return good.gradients(tokens_BS)
+
+        return facet(session, "gradients", gradients=gradients)
+
+    return wrap
 
 
 def _times(factor: Callable[[Cell], float], part: str = "") -> Callable[[Session, Cell, World], Any]:
@@ -111,7 +115,25 @@ FAULTS = (
         bug="a coefficient in the model's config, or Megatron's default, adds the auxiliary loss to a step without it",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "one"),
-        wrap=_balanced,
+        wrap=_with_loss(routing_type="aux_loss", moe_aux_loss_coeff=COEFFICIENT),
+        one_rank=True,
+        says="off transformers' by",
+    ),
+    Fault(
+        id="sequence-loss-nobody-asked-for",
+        bug="DeepSeek-V3's config.json has a balancing loss over each sequence, which RL leaves out",
+        rules=("GRD-001",),
+        cell=cell("deepseek_v3", "tp2", layers=3),
+        wrap=_with_loss(routing_type="seq_aux_loss", moe_aux_loss_coeff=COEFFICIENT),
+        one_rank=True,
+        says="off transformers' by",
+    ),
+    Fault(
+        id="z-loss-nobody-asked-for",
+        bug="a z-loss of the routers' logits, which a framework's recipe of pre-training leaves on",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_with_loss(moe_z_loss_coeff=COEFFICIENT),
         one_rank=True,
         says="off transformers' by",
     ),

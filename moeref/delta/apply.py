@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from moeref.delta.forms import Part, Positions
 from moeref.delta.messages import Reader
 from moeref.delta.state import BITS, Bits, Fingerprint, State, bits_of
 
+#: `map`, or that of a pool of threads.
+Each = Callable[..., Iterable[Any]]
+
 
 class Change(NamedTuple):
     """New values of one span of a tensor, at `positions` after `start`; None: at all."""
@@ -26,6 +30,34 @@ class Change(NamedTuple):
     start: int
     positions: Positions | None
     values: Bits
+
+
+class Span(NamedTuple):
+    """One span as it is written: its fields, and its parts of the body."""
+
+    fields: dict[str, Any]
+    parts: Sequence[Part]
+    zstd: bool
+
+    def change(self) -> Change:
+        """What is to be written. Raises DeltaError, with the tensor's name, for parts that are not of its form."""
+        try:
+            return self._change()
+        except DeltaError as error:
+            raise DeltaError(f"{self.fields['name']}, from element {self.fields['start']}: {error}") from None
+
+    def _change(self) -> Change:
+        name, form, elements, changed = (self.fields[key] for key in ("name", "form", "elements", "changed"))
+        width, parts = getattr(torch, self.fields["dtype"]).itemsize, self.parts
+        bounds = forms.sizes(form, elements, width, changed, self.zstd)
+        if len(parts) != len(bounds):
+            raise DeltaError(f"{form} has {len(bounds)} parts, not {len(parts)}")
+        if self.zstd:
+            parts = forms.decompress(parts, bounds, width)
+        elif any(not least <= len(part) <= most for part, (least, most) in zip(parts, bounds, strict=True)):
+            raise DeltaError(f"{form} of {changed} changes has parts of {self.fields['bytes']} bytes")
+        kind = np.dtype(f"i{width}" if width > 1 else "u1")
+        return Change(name, self.fields["start"], *forms.decode(form, parts, elements, kind, changed))
 
 
 class Receiver:
@@ -48,28 +80,31 @@ class Receiver:
             raise DeltaError(f"between version {self._state.version} and {self._begun[0]}: {_AGAIN}")
         return self._state
 
-    def apply(self, messages: Iterable[bytes], *, verify: bool = True) -> State:
+    def apply(self, messages: Iterable[bytes], *, verify: bool = True, threads: int = 1) -> State:
         """Go to the version of a delta; `verify` reads every tensor that was written and compares its hash.
 
         messages: a list of them, a `File`, or another iterable, whose messages are then kept in memory.
+        threads: how many work on the spans of a message, and on the tensors to verify, at once.
 
         Raises DeltaError before anything is written for a delta that is cut off, changed, of another base, or names
         other tensors, dtypes or shapes. If writing is interrupted, or `verify` finds other bytes, only the same delta
         is accepted afterwards: it holds new values, not differences, and may be applied twice.
         """
         kept = list(messages) if isinstance(messages, Iterator) else messages
-        after = self._check(kept)
-        self._begun = (after.version, after.hash)
-        for change in changes(kept):
-            self._write(change)
-        if verify:
-            self._verify(after)
+        with ThreadPoolExecutor(threads) as pool:
+            each: Each = pool.map if threads > 1 else map
+            after = self._check(kept, each)
+            self._begun = (after.version, after.hash)
+            for spans in _all_spans(kept):
+                deque(each(self._write, spans), maxlen=0)
+            if verify:
+                deque(each(self._verify, self._changed(after), itertools.repeat(after)), maxlen=0)
         self._state, self._begun = after, None
         return after
 
-    def _check(self, messages: Iterable[bytes]) -> State:
+    def _check(self, messages: Iterable[bytes], each: Each) -> State:
         """Read all of a delta; the state after it. Raises DeltaError if it cannot be applied."""
-        header, after = check(messages, self._state)
+        header, after = check(messages, self._state, each)
         whole = (after.version, after.hash)
         if self._begun and whole != self._begun:
             raise DeltaError(f"version {self._begun[0]} is half applied: {_AGAIN}")
@@ -80,7 +115,8 @@ class Receiver:
             raise DeltaError(f"the delta's base is {base}, held is {self._state.version} ({self._state.hash})")
         return after
 
-    def _write(self, change: Change) -> None:
+    def _write(self, span: Span) -> None:
+        change = span.change()
         tensor = self._tensors[change.name].detach()
         end = change.start + (change.values.size if change.positions is None else tensor.numel())
         flat = tensor.view(-1).view(BITS[tensor.dtype.itemsize])[change.start : end]
@@ -91,21 +127,24 @@ class Receiver:
         where = slice(None) if change.positions is None else torch.from_numpy(change.positions).to(tensor.device)
         flat[where] = values
 
-    def _verify(self, after: State) -> None:
-        for name, expected in after.tensors.items():
-            if expected.hash != self._state.tensors[name].hash:
-                found = xxhash.xxh3_64_hexdigest(bits_of(name, self._tensors[name]))
-                if found != expected.hash:
-                    raise DeltaError(
-                        f"{name}: after version {after.version} was written its hash is {found}, expected "
-                        f"{expected.hash}: it was not what version {self._state.version} is; {_AGAIN}"
-                    )
+    def _changed(self, after: State) -> list[str]:
+        """The tensors that a delta has written; any, if it was applied before."""
+        held, same = self._state, self._state == after
+        return [name for name, one in after.tensors.items() if same or one.hash != held.tensors[name].hash]
+
+    def _verify(self, name: str, after: State) -> None:
+        found, expected = xxhash.xxh3_64_hexdigest(bits_of(name, self._tensors[name])), after.tensors[name].hash
+        if found != expected:
+            raise DeltaError(
+                f"{name}: after version {after.version} was written its hash is {found}, expected {expected}: it was "
+                f"not what version {self._state.version} is; {_AGAIN}"
+            )
 
 
 _AGAIN = "apply that delta again, or load the whole model into a new Receiver"
 
 
-def check(messages: Iterable[bytes], state: State) -> tuple[dict[str, Any], State]:
+def check(messages: Iterable[bytes], state: State, each: Each = map) -> tuple[dict[str, Any], State]:
     """Header of a delta, and the state after it for a receiver of `state`. Raises DeltaError for what `apply` refuses.
 
     Bases are not compared: `Receiver.apply` does that.
@@ -118,7 +157,10 @@ def check(messages: Iterable[bytes], state: State) -> tuple[dict[str, Any], Stat
             raise DeltaError(f"{len(message)} bytes after the end of the delta")
         fields, body = reader.open(message)
         if fields["kind"] == "tensors":
-            deque(_changes(fields, body, reader.header["zstd"], state.tensors, touched), maxlen=0)
+            spans = list(_spans(fields, body, reader.header["zstd"]))
+            for span in spans:
+                _check_span(span.fields, state.tensors, touched)
+            deque(each(Span.change, spans), maxlen=0)
             if again := hashes.keys() & fields["hashes"].keys():
                 raise DeltaError(f"{min(again)} has a hash twice")
             hashes |= fields["hashes"]
@@ -142,37 +184,24 @@ def _ended(fields: dict[str, Any], count: int, hashes: dict[str, str], touched: 
     return str(fields["hash"])
 
 
-def changes(messages: Iterable[bytes]) -> Iterator[Change]:
-    """All changes of a delta that `check` has accepted, one message in memory at a time."""
+def _all_spans(messages: Iterable[bytes]) -> Iterator[list[Span]]:
+    """The spans of each message of a delta that `check` has accepted."""
     reader = Reader()
     for message in messages:
         fields, body = reader.open(message)
         if fields["kind"] == "tensors":
-            yield from _changes(fields, body, reader.header["zstd"])
+            yield list(_spans(fields, body, reader.header["zstd"]))
 
 
-def _changes(
-    fields: dict[str, Any],
-    body: memoryview,
-    zstd: bool,
-    known: Mapping[str, Fingerprint] | None = None,
-    touched: dict[str, int] | None = None,
-) -> Iterator[Change]:
-    """The changes of one message; with `known`, each is compared with the receiver's tensors first."""
+def _spans(fields: dict[str, Any], body: memoryview, zstd: bool) -> Iterator[Span]:
+    """The spans of one message, with their parts of the body."""
     at = 0
     for span in fields["spans"]:
-        if known is not None and touched is not None:
-            _check_span(span, known, touched)
-        lengths = span["bytes"]
-        ends = list(itertools.accumulate(lengths, initial=at))
+        ends = list(itertools.accumulate(span["bytes"], initial=at))
         at = ends[-1]
         if at > len(body):
             raise DeltaError(f"{span['name']}: its bytes end at {at}, the body at {len(body)}")
-        parts = [body[a:b] for a, b in itertools.pairwise(ends)]
-        try:
-            yield _change(span, parts, zstd)
-        except DeltaError as error:
-            raise DeltaError(f"{span['name']}, from element {span['start']}: {error}") from None
+        yield Span(span, [body[a:b] for a, b in itertools.pairwise(ends)], zstd)
     if at != len(body):
         raise DeltaError(f"{len(body) - at} bytes of a body belong to no span")
 
@@ -188,18 +217,3 @@ def _check_span(span: dict[str, Any], known: Mapping[str, Fingerprint], touched:
     if not touched.get(name, 0) <= span["start"] < end <= prod(shape) or not 0 < span["changed"] <= span["elements"]:
         raise DeltaError(f"{name}: {span['changed']} changes from {span['start']} to {end} of {prod(shape)} elements")
     touched[name] = end
-
-
-def _change(span: dict[str, Any], parts: Sequence[Part], zstd: bool) -> Change:
-    width = getattr(torch, span["dtype"]).itemsize
-    bounds = forms.sizes(span["form"], span["elements"], width, span["changed"], zstd)
-    if len(parts) != len(bounds):
-        raise DeltaError(f"{span['form']} has {len(bounds)} parts, not {len(parts)}")
-    if zstd:
-        parts = forms.decompress(parts, bounds, width)
-    elif any(not least <= len(part) <= most for part, (least, most) in zip(parts, bounds, strict=True)):
-        raise DeltaError(f"{span['form']} of {span['changed']} changes has parts of {span['bytes']} bytes")
-    kind = np.dtype(f"i{width}" if width > 1 else "u1")
-    return Change(
-        span["name"], span["start"], *forms.decode(span["form"], parts, span["elements"], kind, span["changed"])
-    )

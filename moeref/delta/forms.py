@@ -102,6 +102,8 @@ def decode(
 ) -> tuple[Positions | None, Bits]:
     """Positions (None: all) and values of a span without zstd. Raises DeltaError unless they are as `encode` writes."""
     values = np.frombuffer(parts[-1], dtype.newbyteorder("<"))
+    if not values.flags.aligned:  # parts begin at any byte, where numpy is slow
+        values = values.copy()
     wanted = elements if form == "full" else count
     if len(parts) != (3 if form == "index" else 1 if form == "full" else 2) or values.size != wanted:
         raise DeltaError(f"{form} of {count} changes in {len(parts)} parts with {values.size} values")

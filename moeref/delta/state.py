@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -69,9 +70,14 @@ def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
             yield described if isinstance(described, str) else described.name, tensor
 
 
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_of(tensor: torch.Tensor) -> str:
     """Such as `bfloat16`."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name(tensor.dtype)
 
 
 def bits_of(name: str, tensor: torch.Tensor) -> Bits:

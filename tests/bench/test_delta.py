@@ -62,7 +62,7 @@ def test_rates_at_one_per_cent(size: str) -> None:
     CONSOLE.print(f"{size}: {nbytes / 1e6:.0f} MB in {tensors} tensors; smaller by {smaller}")
     for name, seconds in fastest(calls).items():
         each = seconds / tensors * 1e6
-        CONSOLE.print(f"  {name:20} {nbytes / seconds / 1e9:6.2f} GB/s of model, {each:6.1f} µs a tensor")
+        CONSOLE.print(f"  {name:22} {nbytes / seconds / 1e9:6.2f} GB/s of model, {each:6.1f} µs a tensor")
     assert smaller["fast"] >= 33
     assert smaller["zstd"] >= 65
 

@@ -390,6 +390,30 @@ def test_applying_twice_is_harmless() -> None:
     receiver = Receiver(1, held)
     assert receiver.apply(whole) == receiver.apply(whole)
     assert same(held, new)
+    untouched = int((bits(base["b"]) == bits(new["b"])).nonzero()[0])
+    bits(held["b"])[untouched] ^= 1
+    with pytest.raises(DeltaError, match="b: after version 2 was written"):
+        receiver.apply(whole)
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+def test_several_threads_write_the_same(zstd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "SPAN", 1 << 14)
+    base, new = versions({"a": 0.01, "b": 0.5, "c": 1.0})
+    whole, held = messages(base, new, zstd=zstd), copy(base)
+    receiver = Receiver(1, held)
+    with pytest.raises(DeltaError):
+        receiver.apply(whole[:-1], threads=4)
+    assert same(held, base)
+    assert receiver.apply(whole, threads=4) == State.of(2, new.items())
+    assert same(held, new)
+    bits(held["b"])[1] ^= 1
+    with pytest.raises(DeltaError, match="after version 3 was written"):
+        receiver.apply(list(Delta(State.of(2, new.items()), new, _later(new), 3)), threads=4)
+
+
+def _later(tensors: Tensors) -> Any:
+    return ((name, changed(tensor, 0.01, 5)) for name, tensor in tensors.items())
 
 
 def test_half_applied_is_known_and_mended_by_the_same_delta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,10 +422,10 @@ def test_half_applied_is_known_and_mended_by_the_same_delta(monkeypatch: pytest.
     later = list(Delta(State.of(1, base.items()), base, base.items(), 3))
     receiver, write = Receiver(1, held), Receiver._write
 
-    def dies(self: Receiver, change: Any) -> None:
-        if change.name == "b":
+    def dies(self: Receiver, span: Any) -> None:
+        if span.fields["name"] == "b":
             raise MemoryError
-        write(self, change)
+        write(self, span)
 
     monkeypatch.setattr(Receiver, "_write", dies)
     with pytest.raises(MemoryError):

@@ -44,7 +44,8 @@ class Update:
     def __post_init__(self) -> None:
         if self.version < 0 or self.kind not in ("full", "delta") or self.drafts not in ("none", "sent", "kept"):
             raise ValueError(f"no update: {self}")
-        if (self.kind == "delta") != (self.base is not None) or (self.base is not None and self.base >= self.version):
+        fits = self.base is None if self.kind == "full" else self.base is not None and 0 <= self.base < self.version
+        if not fits:
             raise ValueError(f"a delta needs the earlier version that it changes, a full update has none: {self}")
 
 

@@ -103,7 +103,7 @@ class WeightSync:
         except BaseException as error:
             if self.state in (State.SERVING, State.DEAD):
                 raise
-            dead = self._die(f"interrupted in state {self.state.value} by {error!r}")
+            dead = self._die(f"in state {self.state.value}: {error!r}")
             raise (dead if isinstance(error, Exception) else error) from error
         finally:
             self._one.release()

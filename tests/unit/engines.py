@@ -68,6 +68,11 @@ class SleepingEngine(SmallEngine):
             self.receiver.version = -1
         self.weights, self.sums, self.order = {}, {}, []
 
+    @property
+    def asleep(self) -> int:
+        """The level; 0 if it is awake."""
+        return 0 if self.backup is None else 2 if self.version() < 0 else 1
+
     def wake_weights(self) -> None:
         self.weights, self.backup = self.weights or self.backup or {}, None
         self.order.append("weights")

@@ -11,6 +11,8 @@ import torch
 from moeref.sync import Bucket, Receipt, Receiver, Refused, SyncError, Update, checksum
 
 A, B = torch.arange(6.0).view(2, 3), torch.tensor([True])
+#: -1 is the version of an engine whose weights sleep has dropped: no delta changes them.
+DISCARDED = {"kind": "delta", "base": -1}
 BUCKETS = [Bucket.of(0, [("a", A)], False), Bucket.of(1, [("b", B), ("c", A.bfloat16())], True)]
 
 
@@ -101,7 +103,9 @@ def test_an_update_that_does_not_fit_is_refused(update: Update, drafts: bool, re
     assert receiver.update is None
 
 
-@pytest.mark.parametrize("wrong", [{"version": -1}, {"kind": "delta"}, {"base": 1}, {"kind": "delta", "base": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"version": -1}, {"kind": "delta"}, {"base": 1}, {"kind": "delta", "base": 2}, DISCARDED]
+)
 def test_an_update_that_is_none_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="update"):
         Update(**{"version": 2} | wrong)

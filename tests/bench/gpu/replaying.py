@@ -1,7 +1,7 @@
 """What recording and replaying routes cost on the device, over the forward of the routers themselves.
 
 Routes given by hand must be the ones each router then takes. The costs are those of copies to and from the host: moeref
-copies the choices of each layer when a microbatch ends, and hands over targets that lie on the host. Next to them
+copies the choices of each layer when a microbatch ends, and the targets of all layers at once before it. Next to them
 stand the same with copies that wait once a schedule, with targets that are on the device already, and the copies alone,
 since what a whole forward takes more may be lost in its own spread.
 megatron-core's fused router (`moe_router_fusion`, a kernel of Transformer Engine) goes round RouterReplay: refused.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def _routes(sizes: models.Sizes, model: Any, seed: int) -> torch.Tensor:
 def _as_routes(idx_TLK: torch.Tensor, experts: int) -> Any:
     from moeref.replay import routes
 
-    return routes(idx_TLK.numpy(), layers=range(idx_TLK.shape[1]), experts=experts)
+    return replace(routes(idx_TLK.numpy(), layers=range(idx_TLK.shape[1]), experts=experts), batch=ROWS)
 
 
 def _check(chunk: Any, schedule: Callable[..., None], given: Any, idx_MTLK: torch.Tensor) -> None:

@@ -121,6 +121,10 @@ def test_tutorials_run_as_written(page: str, tmp_path: Path) -> None:
         done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
         wanted = 1 if "faulty:" in line else 0
         assert done.returncode == wanted, f"{line}: exit {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
+        if wanted:  # README.md shows what the same run prints
+            command, *shown = blocks((ROOT / "README.md").read_text(encoding="utf-8"), "text")[0].splitlines()
+            assert line.startswith(command.removeprefix("$ "))
+            assert "\n".join(shown) in done.stdout
     assert len(ran) >= 2
     assert all(shutil.which(words(line)[0], path=path) for line in ran)
     for shown in re.findall(r"<!-- qkv-as-q-k-v finding -->\n```text\n(.+?)```", PAGES[page], flags=re.DOTALL):

@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import families_table
 import pytest
 import yaml
 from fenced import ROOT, blocks, check, commands, nox_sessions, words
@@ -81,6 +82,10 @@ def test_python_on_ranks_names_what_exists() -> None:
     ]
     assert used
     assert [f"{room}.{name}" for room, name in used if not hasattr(rooms[room], name)] == []
+
+
+def test_the_table_of_families_is_that_of_the_matrices() -> None:
+    assert "\n".join(families_table.lines()) + "\n\n" in README
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])

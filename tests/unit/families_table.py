@@ -1,0 +1,39 @@
+"""README.md's table, families × what is judged × layouts, from the matrices: `python tests/unit/families_table.py`"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeref_conformance.contract.cells import Cell
+from moeref_conformance.plan.matrix import load
+
+
+def lines() -> list[str]:
+    """The rows of the table, as Markdown."""
+    cpu, static = load("cpu").cells, load("static").cells
+    head = "| family | cells | layouts | checkpoints | also judged | published models, by name and shape |"
+    made = [head, "|---|--:|--:|---|---|---|"]
+    for family in dict.fromkeys(cell.family for cell in cpu):
+        cells = [cell for cell in cpu if cell.family == family and cell.backend != "static"]
+        sizes = sorted({cell.size for cell in static if cell.family == family})
+        layouts = {cell.layout.text for cell in cells}
+        fused = any(cell.expert_format == "fused" for cell in cells)
+        formats = "published" + ", transformers 5's" * fused
+        made.append(f"| `{family}` | {len(cells)} | {len(layouts)} | {formats} | {_also(cells)} | {', '.join(sizes)} |")
+    return made
+
+
+def _also(cells: Sequence[Cell]) -> str:
+    has = {
+        "gradients": any(cell.gradients for cell in cells),
+        "bf16": any(cell.dtype == "bfloat16" for cell in cells),
+        "CP": any(cell.layout.cp > 1 for cell in cells),
+        "MTP": any(cell.mtp for cell in cells),
+        "tied head": any(cell.tied for cell in cells),
+        "replay": any(cell.replay != "off" for cell in cells),
+    }
+    return ", ".join(name for name, judged in has.items() if judged)
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

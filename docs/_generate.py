@@ -6,7 +6,10 @@ A page holds `<!-- generated: rules -->` where the text of `PARTS["rules"]` goes
 from __future__ import annotations
 
 import argparse
+import pathlib
 import re
+import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 
 from moeref_conformance import cli
@@ -263,6 +266,58 @@ def profiles() -> str:
     return table(("profile", "says that", "rules"), rows)
 
 
+#: A run that says only its model and TP 2, for each reader.
+_LEAST = {
+    "megatron-lm": "torchrun --nnodes 1 --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2",
+    "slime": "train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2",
+    "verl": "-m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+    "nemo-rl": "run_grpo.py policy.megatron_cfg.tensor_model_parallel_size=2",
+    "skyrl": "-m skyrl.train.main_base trainer.policy.megatron_config.tensor_model_parallel_size=2",
+    "ms-swift": "megatron sft --tensor_model_parallel_size 2",
+}
+#: The model of an argument list, which names no other.
+_MODEL = " --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --num-experts 128 --swiglu"
+_COMPARED = (
+    *("etp", "seed", "precision", "sequence_parallel", "moe_token_dispatcher_type", "moe_router_dtype"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_grouped_gemm"),
+    *("moe_permute_fusion", "apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"),
+    *("attention_backend", "recompute_granularity", "attention_dropout", "variable_seq_lengths", "layernorm_epsilon"),
+)
+
+
+def framework_defaults() -> str:
+    """The values of a run that says nothing, by framework."""
+    from moeref.check.readers import FORMATS, check_reading, read
+    from moeref.config.core import known_fields
+
+    columns = []
+    for framework in FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "run.sh"
+            path.write_text(_LEAST[framework] + (_MODEL if framework in ("megatron-lm", "slime") else ""))
+            report = check_reading(read(framework, [str(path)], "0.19.2"), model="qwen3-30b-a3b", verify=False)
+        own = {name: value.value for name, value in report.read.items()}
+        fields = {name: entry.get("default") for name, entry in known_fields("0.19.2").items()}
+        fields |= {"attention_backend": "auto", "seed": "not read"}
+        if framework not in ("megatron-lm", "slime"):
+            fields |= {"layernorm_epsilon": "the model's", "attention_dropout": "the model's"}
+        columns.append([str(own.get(name, fields.get(name))) for name in _COMPARED])
+    return table(["", *FORMATS], ([f"`{name}`", *values] for name, *values in zip(_COMPARED, *columns, strict=True)))
+
+
+def published_runs() -> str:
+    """The verdict on each published run."""
+    words = {"works": "will work", "refused": "will not work", "unknown": "not known"}
+    rows = []
+    for file in sorted(pathlib.Path(__file__).parents[1].joinpath("tests/upstream/published").glob("*.toml")):
+        facts = tomllib.loads(file.read_text(encoding="utf-8"))
+        for run in facts["run"]:
+            link = f"[{run['file']}]({facts['repository']}/blob/{facts['commit']}/{run['file']})"
+            given = f" with {run['with']}" if "with" in run else ""
+            rows.append([file.stem, link + given, run["model"], words[run["verdict"]], run.get("why", "")])
+    return table(["`--from`", "file", "model", "verdict", "why"], rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rules": rules,
     "faults": faults,
@@ -277,4 +332,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "axes": axes,
     "first-adapter": first_adapter,
     "profiles": profiles,
+    "framework-defaults": framework_defaults,
+    "published-runs": published_runs,
 }

@@ -155,3 +155,20 @@ def test_the_status_page_counts_what_waits_for_gpus() -> None:
         pytest.skip("the page is of a run on GPUs")
     assert output("moeref_conformance", "list", "--matrix", "gpu", "--backends").strip() in page
     assert page.endswith(output("tests.bench.gpu.table", "--under", "###"))
+
+
+def test_the_table_of_defaults_has_the_traps_that_differ() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", PAGES["reference/framework-defaults.md"], flags=re.MULTILINE)
+    found = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+    assert found["etp"] == ["2", "2", "2", "1", "2", "1"]
+    assert found["seed"] == ["1234", "1234", "42", "not read", "42", "42"]
+    assert found["sequence_parallel"] == ["False", "False", "True", "False", "True", "False"]
+    assert found["moe_router_load_balancing_type"] == ["aux_loss", "aux_loss", "none", "none", "none", "aux_loss"]
+    assert found["attention_dropout"][:2] == ["0.1", "0.1"]
+
+
+def test_at_least_25_published_runs_and_five_of_each_framework() -> None:
+    rows = re.findall(r"^\| ([\w-]+) \| \[", PAGES["status/published.md"], flags=re.MULTILINE)
+    counts = {name: rows.count(name) for name in rows}
+    assert len(rows) >= 25
+    assert {name for name, number in counts.items() if number < 5} == {"megatron-lm"}  # slime's are argument lists too

@@ -236,6 +236,7 @@ def test_what_skyrl_s_tree_says(tmp_path: Path, given: list[str], verdict: str, 
         assert report.layout == "tp=2,pp=1,vpp=1,ep=4,etp=2,cp=1,world=8"
         assert report.settings is not None
         assert report.settings["attention_backend"] == "fused"
+        assert report.read["sequence_parallel"].source == "derived: on where TP > 1"
         assert report.settings["recompute_granularity"] == "full"
         assert report.read["mtp_num_layers"].source == "default of SkyRL"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import Reading
-from moeref.check.readers.tree import Names, Tree, ranks, read_all
+from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
 from moeref.check.value import Value
 
 NAME = "SkyRL"
@@ -110,6 +110,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
 def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     """The reading after what SkyRL derives."""
     ranks(reading, at, *_RANKS)
+    sequence_parallel(reading)
     if "etp" not in reading.layout and (tp := reading.layout.get("tp")):
         reading.layout["etp"] = Value(tp.name, tp.value, "derived: as TP, where unset")
     bf16, flash, replay = at["trainer.bf16"], at["trainer.flash_attn"], at[_REPLAY]

@@ -179,6 +179,13 @@ def ranks(reading: Reading, at: Mapping[str, Value], nodes: str, each: str) -> N
     reading.layout["world"] = Value(f"{nodes}, {each}", one.value * other.value, source)
 
 
+def sequence_parallel(reading: Reading) -> None:
+    """Put in that sequence parallelism is on where TP is above 1, whatever is asked for."""
+    tp = reading.layout.get("tp")
+    if tp and type(tp.value) is int:
+        reading.settings["sequence_parallel"] = Value("sequence_parallel", tp.value > 1, "derived: on where TP > 1")
+
+
 def scalar(text: str) -> Any:
     """The value of an override: a number, truth value, null, list, mapping or text."""
     stripped = text.strip()

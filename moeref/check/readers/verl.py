@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import Reading
-from moeref.check.readers.tree import Names, Tree, ranks, read_all
+from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
@@ -109,6 +109,7 @@ def _finished(reading: Reading, tree: Tree) -> Reading:
     """The reading after what verl derives."""
     at = tree.values
     ranks(reading, at, *_RANKS)
+    sequence_parallel(reading)
     if "etp" not in reading.layout and "tp" in reading.layout:
         reading.layout["etp"] = Value(
             reading.layout["tp"].name, reading.layout["tp"].value, "derived: as TP, where unset"

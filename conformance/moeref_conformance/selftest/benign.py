@@ -45,6 +45,7 @@ from moeref_conformance.selftest.faults.loading import padded_with, unknown_skip
 from moeref_conformance.selftest.faults.roles import aliases, everywhere
 from moeref_conformance.selftest.faults.stream import one_buffer, reading
 from moeref_conformance.selftest.faulty import FaultyTarget
+from moeref_conformance.selftest.slicing import walked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +378,22 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_without_a_plan,
         claims={"has_plan": False},
+    ),
+    Benign(
+        id="routers-by-walk",
+        why="verl finds the routers by walking each chunk, and cuts the routes for them itself",
+        cell=cell("qwen3_moe", "pp2-vpp2", layers=4, replay="R3"),
+        wrap=walked,
+        claims={"missing_rows": False},
+        should=("RPL-009",),
+    ),
+    Benign(
+        id="routes-cut-by-the-trainer",
+        why="slime cuts the rows over CP and then over TP itself, and fills the row of the last token",
+        cell=cell("qwen3_moe", "tp2-cp2", replay="R3"),
+        wrap=walked,
+        claims={"missing_rows": False},
+        should=("RPL-009",),
     ),
     Benign(
         id="padded-to-one-multiple",

@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Take a bucket; return what was received since `begin`. Raises SyncError for one that is not the next."""
 
     def commit(self, version: int) -> Receipt:
-        """Finalise the weights, once for all buckets; return what `receipt` returns from now on.
+        """Finalise the weights that came, once for all buckets; return what `receipt` returns from now on.
 
         Raises SyncError without the last bucket, if nothing is begun, or if the model has a tensor that neither a full
         update brought nor `drafts="kept"` excuses.

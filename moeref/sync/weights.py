@@ -10,10 +10,16 @@ What keeps the bugs out that this step has really had (issue or pull request beh
 - The version is the engine's own, and it rises with the commit (TRL#5932). A version names one set of weights.
 - Every cache that the engine names is reset before it resumes; one that was not reset is an error (verl#6522,
   SkyRL#1824).
-- A delta names its base and holds values, not differences, so that sending it twice changes nothing.
+- A delta names its base, and an engine at another version refuses it (astraflow#9); it holds values, not differences,
+  so that sending it twice changes nothing. Names are Hugging Face's, whatever the trainer's layout.
 - Two updates at once are refused (verl#5698); so is one that leaves drafts behind, or sends them to an engine without
   drafts (verl#6661, NeMo-RL#3619).
 - A call that has not returned may still act, so a time-out declares the engine dead instead of going on.
+- A bucket's checksum waits for the kernels that make its tensors, and its memory is not used again (verl#7083,
+  verl#7987).
+
+What an engine does with tensors that it has received rightly is its own to prove: memory that CUDA graphs hold
+(vLLM#48251), experts that were moved (vLLM#55228), drafts that are finalised though no tensor came (miles#1926).
 """
 
 from __future__ import annotations

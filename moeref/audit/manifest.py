@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -16,13 +17,14 @@ import torch
 import xxhash
 
 from moeref.bridge.shard_map import HFTensor
+from moeref.torch_dtypes import bits_of
 
 Named = tuple[str | HFTensor, torch.Tensor | None]
 FORMAT = "moeref-manifest-1"
 #: Elements that are hashed and measured at once, so that they are in the cache for both.
 BLOCK = 1 << 17
-#: Integers of an element's bits, by its bytes.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Floating-point dtypes whose numbers are ordered as their bits, NaN last. In others 0x80 is NaN, or there is no sign.
+_ORDERED = {torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
 #: Groups of tensors, by their names; the first that fits.
 _GROUPS = (
     ("embedding", r"embed"),
@@ -119,7 +121,11 @@ def finite(value: float | None) -> float | str | None:
 
 def fingerprints(stream: Iterable[Named]) -> Iterator[tuple[str, Fingerprint]]:
     """(name, fingerprint) of each tensor of a stream. Raises AuditError for a name that comes twice."""
-    return ((name, fingerprint(tensor)) for name, tensor in named(stream))
+    for name, tensor in named(stream):
+        try:
+            yield name, fingerprint(tensor)
+        except TypeError as error:
+            raise AuditError(f"{name}: {error}") from None
 
 
 def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -136,31 +142,28 @@ def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """Hash and statistics of one tensor."""
+    """Hash and statistics of one tensor. Raises TypeError for one without elements to compare."""
     bits, digest = bits_of(tensor), xxhash.xxh3_128()
-    signed = tensor.dtype.is_floating_point and tensor.dtype != torch.float8_e8m0fnu
-    ordered = bits if tensor.dtype.is_signed and not signed else bits.view(f"u{bits.itemsize}")
-    extremes: list[int] = []
+    extremes: set[int] = set()
     for start in range(0, bits.size, BLOCK):
         block = bits[start : start + BLOCK]
         digest.update(block)
-        if signed:
-            extremes += _float_extremes(block)
-        else:
-            block = ordered[start : start + BLOCK]
-            extremes += [int(block.min()), int(block.max())]
-    least, greatest, nans = _statistics(tensor.dtype, bits, extremes)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Fingerprint(dtype, tuple(tensor.shape), digest.hexdigest(), least, greatest, nans)
+        if tensor.dtype in _ORDERED:
+            extremes |= _float_extremes(block)
+    values = [_value(tensor.dtype, one) for one in extremes]
+    if tensor.dtype in _ORDERED and not any(map(math.isnan, values)):
+        statistics = min(values, default=None), max(values, default=None), 0
+    else:
+        statistics = _statistics(tensor)
+    return Fingerprint(_name(tensor.dtype), tuple(tensor.shape), digest.hexdigest(), *statistics)
 
 
-def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The elements as flat signed integers."""
-    whole = tensor.detach().contiguous().reshape(-1)
-    return np.asarray(whole.view(_BITS[tensor.dtype.itemsize]).cpu().numpy())
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _float_extremes(block: npt.NDArray[Any]) -> list[int]:
+def _float_extremes(block: npt.NDArray[Any]) -> set[int]:
     """Bits of the greatest and the least element, and, if NaN is among them, of a NaN.
 
     Bits of positive numbers ascend with them, and those of NaN come last; of negative ones the magnitude does.
@@ -168,29 +171,24 @@ def _float_extremes(block: npt.NDArray[Any]) -> list[int]:
     unsigned = block.view(f"u{block.itemsize}")
     high, low = int(block.max()), int(unsigned.max())
     # All of one sign: the smallest magnitude is the other extreme.
-    return [high if high >= 0 else int(unsigned.min()), low if low >> (8 * block.itemsize - 1) else int(block.min())]
+    return {high if high >= 0 else int(unsigned.min()), low if low >> (8 * block.itemsize - 1) else int(block.min())}
 
 
-def _statistics(
-    dtype: torch.dtype, bits: npt.NDArray[Any], extremes: list[int]
-) -> tuple[float | None, float | None, int]:
-    """Least, greatest and how many NaN there are."""
-    if not extremes:
-        return None, None, 0
-    kind = np.dtype(f"u{bits.itemsize}")
-    raw = np.array([value & (1 << 8 * bits.itemsize) - 1 for value in extremes], kind)
-    values = torch.from_numpy(raw.view(f"i{bits.itemsize}")).view(dtype)
-    if not dtype.is_floating_point:
-        return float(values.min()), float(values.max()), 0
-    wide = values.to(torch.float64)
-    if not bool(wide.isnan().any()):
-        return float(wide.min()), float(wide.max()), 0
-    exact = torch.float64 if bits.itemsize == 8 else torch.float32
-    elements = torch.from_numpy(bits.copy()).view(dtype).to(exact)
-    usual = elements[~elements.isnan()]
-    some = usual.numel() > 0
-    nans = elements.numel() - usual.numel()
-    return float(usual.min()) if some else None, float(usual.max()) if some else None, nans
+@functools.lru_cache(maxsize=1 << 16)
+def _value(dtype: torch.dtype, bits: int) -> float:
+    """The number of these bits."""
+    raw = np.array([bits & (1 << 8 * dtype.itemsize) - 1], f"u{dtype.itemsize}").view(f"i{dtype.itemsize}")
+    return float(torch.from_numpy(raw).view(dtype).to(torch.float64))
+
+
+def _statistics(tensor: torch.Tensor) -> tuple[float | None, float | None, int]:
+    """Least, greatest and how many NaN there are, from the numbers themselves."""
+    exact = torch.float64 if tensor.dtype.itemsize == 8 else torch.float32
+    values = tensor.detach().cpu().to(exact if tensor.dtype.is_floating_point else torch.int64)
+    usual = values[~values.isnan()]
+    if not usual.numel():
+        return None, None, values.numel()
+    return float(usual.min()), float(usual.max()), values.numel() - usual.numel()
 
 
 def place(name: str) -> Place:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moeref.audit.manifest import bits_of
+from moeref.torch_dtypes import bits_of
 
 Said = tuple[str, str]
 

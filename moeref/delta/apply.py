@@ -17,7 +17,8 @@ from moeref.delta import forms
 from moeref.delta.errors import DeltaError
 from moeref.delta.forms import Part, Positions
 from moeref.delta.messages import Reader
-from moeref.delta.state import BITS, Bits, Fingerprint, State, bits_of
+from moeref.delta.state import Bits, Fingerprint, State, bits_of
+from moeref.torch_dtypes import BITS
 
 #: `map`, or that of a pool of threads.
 Each = Callable[..., Iterable[Any]]
@@ -56,7 +57,7 @@ class Span(NamedTuple):
             parts = forms.decompress(parts, bounds, width)
         elif any(not least <= len(part) <= most for part, (least, most) in zip(parts, bounds, strict=True)):
             raise DeltaError(f"{form} of {changed} changes has parts of {self.fields['bytes']} bytes")
-        kind = np.dtype(f"i{width}" if width > 1 else "u1")
+        kind = np.dtype(f"i{width}")
         return Change(name, self.fields["start"], *forms.decode(form, parts, elements, kind, changed))
 
 

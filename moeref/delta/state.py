@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
+from moeref import torch_dtypes
 from moeref.bridge.shard_map import HFTensor
 from moeref.delta.errors import DeltaError
 
 Named = tuple[str | HFTensor, torch.Tensor | None]
 Bits = npt.NDArray[Any]
-#: The integers in which elements are compared and copied, by the bytes of an element: no NaN, no −0, no rounding.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint(NamedTuple):
@@ -81,9 +79,8 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 
 def bits_of(name: str, tensor: torch.Tensor) -> Bits:
-    """The elements as flat integers: of the tensor's own memory where that is contiguous on the CPU, else of a copy."""
-    kind = BITS.get(tensor.dtype.itemsize)
-    if kind is None or tensor.layout != torch.strided or tensor.is_meta:
-        raise DeltaError(f"{name}: {tensor.dtype} ({tensor.layout}, {tensor.device}) has no elements to compare")
-    flat = tensor.detach().contiguous().reshape(-1).view(kind).cpu().numpy()
-    return np.asarray(flat)
+    """The elements as flat integers. Raises DeltaError for a tensor that has none."""
+    try:
+        return torch_dtypes.bits_of(tensor)
+    except TypeError as error:
+        raise DeltaError(f"{name}: {error}") from None

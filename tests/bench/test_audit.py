@@ -8,7 +8,7 @@ import xxhash
 from rich.console import Console
 
 from moeref.audit import Manifest
-from moeref.audit.manifest import bits_of
+from moeref.torch_dtypes import bits_of
 from tests.bench.test_delta import MODELS, fastest
 
 pytestmark = pytest.mark.bench

@@ -307,6 +307,19 @@ def test_statistics_of_integers(dtype: torch.dtype) -> None:
     assert fingerprint(torch.empty(0, dtype=dtype))[3:] == (None, None, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e8m0fnu])
+def test_statistics_where_bits_are_in_another_order(dtype: torch.dtype) -> None:
+    tensor = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype)
+    values = tensor.float()
+    usual = values[~values.isnan()]
+    assert fingerprint(tensor)[3:] == (float(usual.min()), float(usual.max()), 1)
+
+
+def test_a_tensor_without_elements_is_refused() -> None:
+    with pytest.raises(AuditError, match=r"x: .* has no elements to compare"):
+        Manifest.of([("x", torch.empty(3, device="meta"))])
+
+
 def test_nothing_but_nan_has_no_extremes() -> None:
     assert fingerprint(torch.full((3,), math.nan))[3:] == (None, None, 3)
     assert fingerprint(torch.tensor([0.0, -0.0])).zero

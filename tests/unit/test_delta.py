@@ -308,6 +308,11 @@ def test_other_receivers_are_refused(held: Tensors, says: str) -> None:
     refused(messages(*versions({"a": 0.01})), held, says)
 
 
+def test_a_tensor_without_elements_is_refused() -> None:
+    with pytest.raises(DeltaError, match=r"w: .* has no elements to compare"):
+        State.of(1, {"w": torch.empty(3, dtype=torch.complex128)}.items())
+
+
 def test_a_tensor_that_cannot_be_written_in_place_is_refused() -> None:
     with pytest.raises(DeltaError, match="w is not contiguous"):
         Receiver(1, {"w": torch.zeros(4, 3).t()})

@@ -32,9 +32,9 @@ ROOMS: dict[str, set[str]] = {
     "exporter": {"layout", "families", "bridge", "dtypes", "torch_dtypes"},
     # How a model is built: made by the preflight, taken by the builder.
     "record": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes"},
-    "audit": {"bridge"},
+    "audit": {"bridge", "torch_dtypes"},
     # Of the rooms on its left it takes the type of a described tensor.
-    "delta": {"bridge"},
+    "delta": {"bridge", "torch_dtypes"},
     "sync": {"layout", "families", "bridge", "exporter"},
     "provenance": set(),
     # The preflight asks every room that is arithmetic.

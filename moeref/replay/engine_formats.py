@@ -170,8 +170,11 @@ def _text(text: str, limit: int, spec: Spec, tokens: int | None) -> npt.NDArray[
 
 def _flat(content: bytes, spec: Spec, tokens: int | None) -> npt.NDArray[Any]:
     """Numbers of a type that nothing names: the one that `tokens` rows need, else int32 as SGLang sends."""
-    sizes = {tokens * depth * spec.top_k * size: size for depth in _depths(spec) for size in _UNNAMED} if tokens else {}
-    size = sizes.get(len(content), 4)
+    rows = (tokens or 0) * spec.top_k
+    fits = {size for size in _UNNAMED if any(rows * depth * size == len(content) for depth in _depths(spec))}
+    if len(fits) > 1:
+        raise RouteError(f"{len(content)} bytes of flat routes fit numbers of {sorted(fits)} bytes; name their type")
+    size = fits.pop() if fits else 4
     if len(content) % size:
         raise RouteError(f"{len(content)} bytes after base64 are neither a .npy file nor flat int32")
     found = np.frombuffer(content, _UNNAMED[size])

@@ -176,3 +176,10 @@ def test_the_start_in_the_data_is_kept_and_another_is_refused() -> None:
         got(sent, start=0)
     with pytest.raises(RouteError, match="rows begin at token 3 by the data, at 5 by start="):
         got(write(replace(WANT, start=3)), start=5)
+
+
+def test_flat_text_whose_type_the_number_of_tokens_does_not_tell_is_refused() -> None:
+    """Half of the layers are MoE: two bytes for these are one byte for all."""
+    half = Spec((True, False), 11, 3)
+    with pytest.raises(RouteError, match=r"12 bytes of flat routes fit numbers of \[1, 2\] bytes"):
+        from_engine(text(bytes(12)), half, tokens=2)

@@ -19,7 +19,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -93,13 +93,14 @@ def from_engine(
         _check_model(sent, spec)
         _check_rows(sent.tokens, tokens)
         _start(sent.start, start)
-        return sent
+        return replace(sent, depth=len(spec.moe_layers))
     if isinstance(data, Mapping):
         start = _start(_start_of(data), start)
     idx_TLK, layers = _moe_only(_shaped(_array(data, limit, spec, tokens), spec, tokens), spec)
     _check_rows(len(idx_TLK), tokens)
     start = asked if start is None else start
-    return routes(idx_TLK, layers=layers, experts=spec.experts, version=version, start=start, zeros=zeros)
+    found = routes(idx_TLK, layers=layers, experts=spec.experts, version=version, start=start, zeros=zeros)
+    return replace(found, depth=len(spec.moe_layers))
 
 
 def _start(sent: int | None, expected: int | None) -> int | None:

@@ -170,7 +170,7 @@ def marked(routes: Routes, layers: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 def targets(
-    batch: Microbatch, layout: Layout, rank: int, spec: Spec, *, rule: CPRule = "zigzag"
+    batch: Microbatch, layout: Layout, rank: int, spec: Spec | None = None, *, rule: CPRule = "zigzag"
 ) -> list[dict[int, npt.NDArray[np.int32]]]:
     """What the routers of `rank` replay, for a framework with its own controller: for each chunk [T, K] by layer.
 
@@ -178,8 +178,15 @@ def targets(
     whole decoder, in the order in which they run. -1 marks routes that are missing: megatron-core's RouterReplay cannot
     take them, so give these rows the router's own top-k, as `moeref.megatron.replay.replaying` does.
 
-    Raises RouteError for routes without a layer of the rank, LayoutError for sequences that do not divide.
+    spec: of the model, for routes that were not read by one.
+
+    Raises RouteError for routes without a layer of the rank or of an unknown number of layers, LayoutError for
+    sequences that do not divide.
     """
+    depth = batch.routes.depth if spec is None else len(spec.moe_layers)
+    if depth is None:
+        raise RouteError("routes of an unknown number of decoder layers, on which the stages depend; pass spec=")
+    moe_layers = [layer in batch.routes.layers for layer in range(depth)] if spec is None else spec.moe_layers
     mine, pp = shard_to_rank(batch, layout, rank, rule=rule), layout.coords(rank).pp
-    numbers = [stage_layers(layout, spec.moe_layers, pp, vp) for vp in range(layout.vpp)]
+    numbers = [stage_layers(layout, moe_layers, pp, vp) for vp in range(layout.vpp)]
     return [dict(zip(layers, marked(mine, layers), strict=True)) for layers in numbers]

@@ -43,7 +43,7 @@ class Routes:
 
     `batch` is the order of the rows: row s·batch + b is token s of column b of a router's input [S, B, H]. It is 1 for
     one sample and for packed samples; `microbatch.batched` makes others. `holes_TL` is True where a GIVEN row has no
-    route in one layer; None if there is no such hole.
+    route in one layer; None if there is no such hole. `depth` is the number of decoder layers, where a `Spec` said it.
     """
 
     idx_TLK: Index
@@ -54,6 +54,7 @@ class Routes:
     start: int = 0
     batch: int = 1
     holes_TL: npt.NDArray[np.bool_] | None = None
+    depth: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -10,7 +10,7 @@ routes, coverage = trace.finish(tokens, loss_mask)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,8 @@ class Trace:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         empty_TLK = np.zeros((0, len(spec.layers), spec.top_k), np.int64)
-        self._routes = routes(empty_TLK, layers=spec.layers, experts=spec.experts)
+        none = routes(empty_TLK, layers=spec.layers, experts=spec.experts)
+        self._routes = replace(none, depth=len(spec.moe_layers))
 
     @property
     def rows(self) -> int:

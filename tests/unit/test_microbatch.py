@@ -16,7 +16,9 @@ from moeref.replay import (
     RouteError,
     Routes,
     Spec,
+    Trace,
     batched,
+    from_engine,
     gather_ranks,
     join_turns,
     packed,
@@ -201,3 +203,19 @@ def test_targets_say_where_a_route_is_missing() -> None:
     (by_layer,) = targets(packed([made]), Layout(), 0, Spec((False, True, True), 4, 2))
     assert by_layer[1].tolist() == [[0, 1], [0, 1], [-1, -1]]
     assert by_layer[2].tolist() == [[2, 3], [-1, -1], [-1, -1]]
+
+
+def test_routes_that_a_spec_read_know_the_stages() -> None:
+    spec = Spec((False, True, True, False, True, False), 11, 3)
+    sent = np.zeros((4, 6, 3), np.uint8)
+    sent[:, list(spec.layers)] = random_routes(4).idx_TLK
+    trace = Trace(spec)
+    trace.add(sent, 5)
+    for made in (from_engine(sent, spec), from_engine(write(random_routes(4)), spec), trace.finish(5, [1] * 5)[0]):
+        for batch in (packed([made]), batched([made, made])):
+            for layout in (Layout(pp=2), Layout(pp=3), Layout(pp=3, vpp=2)):
+                for rank in range(layout.world):
+                    given, known = targets(batch, layout, rank, spec), targets(batch, layout, rank)
+                    assert [list(chunk) for chunk in known] == [list(chunk) for chunk in given]
+    with pytest.raises(RouteError, match="unknown number of decoder layers"):
+        targets(packed([random_routes(4)]), Layout(pp=2), 0)

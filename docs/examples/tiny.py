@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 32,
     "num_experts_per_tok": 4,
     "vocab_size": 256,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     # transformers fixes the norms of latent queries and keys at 1e-6, vLLM takes this value for them too.
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,

@@ -16,6 +16,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -87,10 +89,27 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
         if self.receiver.update is None:
             raise SyncError("finish_weight_update came without an update")
         self.receiver.complete(self.receiver.update.version)
+        if short := incomplete(self.model):
+            some = ", ".join(short[:3])
+            raise SyncError(f"{len(short)} layers did not get all of their weights: {some}; send every tensor")
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         self._wire = None
+
+
+def incomplete(model: torch.nn.Module) -> list[str]:
+    """The layers that wait for weights of the update; vLLM would keep old ones, or take uninitialised memory."""
+    found = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        own = next(layer.parameters(recurse=False), None)  # without any: the cache of a rotary embedding and the like
+        if own is None or not info.can_load() or is_deferred_attention_layer(layer):
+            continue
+        padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # its padding is in no checkpoint
+        if info.load_numel < info.load_numel_total and not padded:
+            found.append(name)
+    return found
 
 
 class Extension:

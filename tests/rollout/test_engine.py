@@ -1,0 +1,162 @@
+"""A real vLLM engine in this process takes updates over the wire; transformers says what its logprobs must be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from docs.examples import tiny
+from docs.examples.grpo_moe import free_port
+from moeref import families, sync
+from moeref import vllm as engines
+from moeref.families import Model
+
+pytestmark = pytest.mark.engine
+CLOSE = 5e-6
+#: Two of them share more than a block of the KV cache (128 tokens on a CPU), so that the prefix cache is used.
+PROMPTS = [[5, *range(40, 200)], [5, *range(40, 200)], [9, 8, 7]]
+
+
+class Bench:
+    """An engine, two sets of weights that it may have, and transformers' model to compare with."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+        from vllm import LLM, SamplingParams
+
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}
+        for seed, name in enumerate(("old", "new")):
+            tiny.write("qwen3_moe", folder / name, "float32", seed)
+            self.weights[name] = load_file(folder / name / "model.safetensors")
+        self.hf = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in self.weights}
+        self.model: Model = families.read(folder / "old", "float32")
+        size = {"max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20}
+        self.llm = LLM(**engines.engine_args(folder / "old", self.model, max_model_len=256, **size))
+        self.engine = engines.Engine(
+            engines.InProcess(self.llm), engines.Place("127.0.0.1", free_port(), 2, seconds=20)
+        )
+        self.params = SamplingParams(**engines.sampling(8, ignore_eos=True))
+
+    def sample(self) -> list[engines.Sample]:
+        return engines.generate(self.llm, self.model, PROMPTS, self.params)
+
+    def far(self, name: str) -> float:
+        """The greatest difference to transformers with these weights."""
+        return max(float(np.abs(self.expected(name, s) - s.logprobs_G).max()) for s in self.sample())
+
+    def expected(self, name: str, sample: engines.Sample) -> Any:
+        tokens_S = torch.from_numpy(sample.tokens_T)
+        with torch.no_grad():
+            logprobs_SV = self.hf[name](tokens_S[None]).logits[0].log_softmax(-1)
+        return logprobs_SV[sample.prompt - 1 : -1].gather(1, tokens_S[sample.prompt :, None])[:, 0].numpy()
+
+    def update(self, name: str) -> sync.Synced:
+        return sync.WeightSync(self.engine, bucket_bytes=1 << 18).update(
+            self.weights[name].items(), self.engine.version() + 1
+        )
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("engine"))
+
+
+def test_new_weights_are_used_and_old_ones_come_back(bench: Bench) -> None:
+    assert bench.far("old") <= CLOSE < 0.1 < bench.far("new")
+    done = bench.update("new")
+    assert done.receipt.buckets > 2
+    assert bench.far("new") <= CLOSE < 0.1 < bench.far("old")
+    assert {int(v) for s in bench.sample() for v in s.versions_G} == {done.receipt.version}
+    bench.update("old")
+    assert bench.far("old") <= CLOSE
+
+
+def test_a_cache_that_is_not_reset_is_stale(bench: Bench) -> None:
+    """Why the reset is part of the update: without it, prompts that are cached keep keys, values and routes."""
+
+    class Forgetful(engines.Engine):
+        def reset_caches(self) -> frozenset[str]:
+            return self.caches
+
+    bench.sample()
+    bench.engine.__class__ = Forgetful
+    try:
+        bench.update("new")
+        assert bench.far("new") > 0.01
+    finally:
+        bench.engine.__class__ = engines.Engine
+    bench.update("old")
+    assert bench.far("old") <= CLOSE
+
+
+def test_a_partial_update_is_refused_before_anything_changed(bench: Bench) -> None:
+    version = bench.engine.version()
+    with pytest.raises(sync.SyncError, match="vLLM takes full updates only"):
+        sync.WeightSync(bench.engine).update(bench.weights["new"].items(), version + 1, kind="delta", base=version)
+    assert bench.engine.version() == version
+    assert bench.far("old") <= CLOSE
+
+
+@pytest.mark.parametrize("fault", ["lost", "repeated", "torn"])
+def test_a_broken_update_does_not_end_until_a_whole_one_came(bench: Bench, fault: str) -> None:
+    engine, version = bench.engine, bench.engine.version() + 1
+    update = sync.Update(version)
+    items = list(bench.weights["new"].items())
+    parts = [items[:40], items[40:90], items[90:]]
+    buckets = [sync.Bucket.of(i, part, i == 2) for i, part in enumerate(parts)]
+    wrong = {
+        "lost": buckets[2],
+        "repeated": buckets[0],
+        "torn": sync.Bucket(1, tuple((n, t + 1) for n, t in parts[1]), False, buckets[1].checksum),
+    }
+    engine.pause()
+    engine.begin(update)
+    engine.send(buckets[0])
+    with pytest.raises(sync.SyncError, match=r"expected|checksum"):
+        engine.send(wrong[fault])
+    with pytest.raises(Exception, match=r"did not come|without a matching|no update"):
+        engine.commit(version)
+    with pytest.raises(sync.SyncError, match="begun and not committed"):
+        engine.resume()
+    assert engine.version() == version - 1
+    engine.begin(update)  # the retry
+    for bucket in buckets:
+        engine.send(bucket)
+    engine.commit(version)
+    assert engine.reset_caches() == engine.caches
+    engine.resume()
+    assert bench.far("new") <= CLOSE
+    bench.update("old")
+
+
+@pytest.mark.parametrize(
+    "left_out", ["model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"]
+)
+def test_an_update_without_a_tensor_is_not_committed(bench: Bench, left_out: str) -> None:
+    weights = {name: tensor for name, tensor in bench.weights["new"].items() if name != left_out}
+    assert len(weights) == len(bench.weights["new"]) - 1
+    layer = ".".join(left_out.split(".")[:4])
+    update, engine = sync.Update(bench.engine.version() + 1), bench.engine
+    engine.pause()
+    engine.begin(update)
+    engine.send(sync.Bucket.of(0, weights.items(), True))
+    with pytest.raises(sync.SyncError, match=rf"1 layers did not get all of their weights: {layer}"):
+        engine.commit(update.version)
+    engine.begin(update)
+    engine.send(sync.Bucket.of(0, bench.weights["old"].items(), True))
+    engine.commit(update.version)
+    engine.reset_caches()
+    engine.resume()
+    assert bench.far("old") <= CLOSE
+
+
+def test_two_updates_at_once_are_refused(bench: Bench) -> None:
+    bench.engine.pause()
+    with pytest.raises(sync.Refused, match="paused already"):
+        bench.engine.pause()
+    bench.engine.resume()

@@ -102,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     made = command("inputs", _inputs, "write the checkpoint and tokens of a cell, for a run recorded elsewhere")
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     _add_selection(made)
+    made = command("vectors", _vectors, "write what is expected of cells as JSON, for projects in other languages")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
+    _add_selection(made, "smoke", rules=False)
     made = command("report", _report, "write the reports of a results.jsonl again")
     made.add_argument("results", type=Path)
     made.add_argument("--out", type=Path, metavar="DIR", help="default: next to the results")
@@ -277,6 +280,19 @@ def _inputs(options: argparse.Namespace) -> int:
             shutil.copytree(inputs["checkpoint"], folder / "checkpoint")
             shutil.copy(inputs["tokens"], folder / "tokens.safetensors")
             print(f"{variant}: {folder / 'checkpoint'} and {folder / 'tokens.safetensors'}")
+    return 0
+
+
+def _vectors(options: argparse.Namespace) -> int:
+    require("transformers", "megatron.core")
+    from moeref_conformance.run.vectors import write
+
+    if options.out.exists():
+        raise BadInput(f"{options.out} exists; name a folder that does not")
+    cells = [cell for cell in matrices.load(options.matrix).select(options.cell) if cell.size == TINY]
+    with tempfile.TemporaryDirectory() as temporary:
+        for path in write(cells, options.out, Path(temporary)):
+            print(path)
     return 0
 
 

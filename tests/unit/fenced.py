@@ -127,7 +127,7 @@ def _check_kit(arguments: list[str]) -> None:
         raise AssertionError(f"moeref-conformance {shlex.join(arguments)}: not accepted") from error
     if "matrix" in options:
         matrix.load(options["matrix"]).select(options["cell"])
-        rules.select(options["rule"])
+        rules.select(options.get("rule", []))  # some commands judge nothing
     if options.get("target") and options["target"] not in PLACEHOLDERS:
         targets.resolve(options["target"])
 

@@ -22,7 +22,7 @@ from typing import Any
 from moeref_conformance.arguments import EXAMPLES, Parser
 from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
-from moeref_conformance.contract.checks import BadInput, NothingRecorded
+from moeref_conformance.contract.checks import BadInput, NothingRecorded, read_toml
 from moeref_conformance.contract.published_models import TINY
 from moeref_conformance.contract.quiet import quiet_imports
 from moeref_conformance.contract.results import Results, read, version_of
@@ -116,9 +116,12 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("right", help="another one")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the comparison as JSON")
     _add_selection(made, rules=False)
-    made = command("table", _table, "one Markdown page on several results: rules × cells, with causes")
+    made = command("table", _table, "one Markdown page on several results: figures, defects, families × layouts")
     several = "results.jsonl, with shards.json next to it if there is one"
     made.add_argument("results", type=Path, nargs="+", help=several)
+    made.add_argument(
+        "--defects", type=Path, metavar="FILE", help="what is told of the defects that known failures name"
+    )
     made.add_argument("--out", type=Path, required=True, metavar="FILE")
     return parser
 
@@ -331,7 +334,8 @@ def _table(options: argparse.Namespace) -> int:
     from moeref_conformance.report.table import render
 
     pairs = [(read(path), shards.read(path.parent / "shards.json")) for path in options.results]
-    options.out.write_text(render(pairs), encoding="utf-8")
+    defects = read_toml(options.defects) if options.defects else {}
+    options.out.write_text(render(pairs, defects), encoding="utf-8")
     return 0
 
 

@@ -287,11 +287,11 @@ _COMPARED = (
 
 def framework_defaults() -> str:
     """The values of a run that says nothing, by framework."""
-    from moeref.check.readers import FORMATS, check_reading, read
+    from moeref.check.readers import check_reading, read
     from moeref.config.core import known_fields
 
     columns = []
-    for framework in FORMATS:
+    for framework in _LEAST:
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "run.sh"
             path.write_text(_LEAST[framework] + (_MODEL if framework in ("megatron-lm", "slime") else ""))
@@ -302,7 +302,7 @@ def framework_defaults() -> str:
         if framework not in ("megatron-lm", "slime"):
             fields |= {"layernorm_epsilon": "the model's", "attention_dropout": "the model's"}
         columns.append([str(own.get(name, fields.get(name))) for name in _COMPARED])
-    return table(["", *FORMATS], ([f"`{name}`", *values] for name, *values in zip(_COMPARED, *columns, strict=True)))
+    return table(["", *_LEAST], ([f"`{name}`", *values] for name, *values in zip(_COMPARED, *columns, strict=True)))
 
 
 def published_runs() -> str:

@@ -275,3 +275,39 @@ def test_ms_swift_reads_yaml(tmp_path: Path) -> None:
     report = check_reading(read("ms-swift", [str(tmp_path / "run.yaml"), "NPROC_PER_NODE=8"], "0.19.2"), verify=False)
     assert report.verdict == "works", report.problems
     assert (report.read["ep"].source, report.read["world"].source) == ("run.yaml:2", "command line")
+
+
+RECIPE = "qwen3_30b_a3b_pretrain_8gpu_h100_bf16"
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict", "says"),
+    [
+        ([RECIPE], "works", ""),
+        ([f"{RECIPE}_config", "model.tensor_model_parallel_size=1"], "works", ""),
+        ([RECIPE, "model.expert_tensor_parallel_size=4"], "refused", "world=8 is not divisible by etp·ep·pp = 4·4·2"),
+        ([RECIPE, "ranks=32", "model.expert_tensor_parallel_size=4"], "works", ""),
+        ([RECIPE, "trainer.x=1"], "unknown", "trainer.x 1 (command line) is not known"),
+        ([RECIPE, "model.fine_grained_activation_offloading=true"], "unknown", "activations are offloaded"),
+    ],
+)
+def test_what_a_recipe_of_megatron_bridge_says(given: list[str], verdict: str, says: str) -> None:
+    report = check_reading(read("megatron-bridge", given, "0.19.2"), verify=False)
+    said = "; ".join(problem.text for problem in report.problems)
+    assert report.verdict == verdict, said
+    assert says in said
+    assert report.read["ep"].source == f"recipe {RECIPE}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["qwen3_30b"], "is no recipe"),
+        ([RECIPE, "other"], "is no recipe"),
+        ([RECIPE, "ranks=many"], "a whole number"),
+        ([RECIPE, "model.topk=1"], "has no topk"),
+    ],
+)
+def test_a_recipe_that_is_none_is_bad_input(given: list[str], says: str) -> None:
+    with pytest.raises(CheckError, match=says):
+        check_reading(read("megatron-bridge", given, "0.19.2"), verify=False)

@@ -60,6 +60,8 @@ def report(framework: str, run: dict[str, Any], core: str) -> Any:
     """The preflight's report of a run."""
     from moeref.check.readers import check_reading, read
 
+    if framework == "megatron-bridge":
+        return check_reading(read(framework, run["arguments"].split(), core), model=run["model"])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.sh"
         path.write_text(script(framework, run), encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moeref.check.readers import megatron_lm, ms_swift, nemo_rl, skyrl, slime, verl
+from moeref.check.readers import megatron_bridge, megatron_lm, ms_swift, nemo_rl, skyrl, slime, verl
 from moeref.check.readers.checked import check_reading
 from moeref.check.readers.reading import Reading
 from moeref.check.report import CheckError
@@ -22,6 +22,7 @@ FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] 
     "nemo-rl": nemo_rl.read,
     "skyrl": skyrl.read,
     "ms-swift": ms_swift.read,
+    "megatron-bridge": megatron_bridge.read,
 }
 
 
@@ -41,7 +42,7 @@ def read(framework: str, arguments: Sequence[str], core: str) -> Reading:
         else:
             paths.append(Path(argument))
     if not paths:
-        raise CheckError(f"--from {framework}: give a file")
+        raise CheckError(f"--from {framework}: give a file, or a recipe of Megatron-Bridge")
     return FORMATS[framework](paths, given, core)
 
 

@@ -157,6 +157,10 @@ def build(reading: Reading, provider: Provider, own: Settings, framework: str) -
         overlaps = bool(vpp and vpp.value > 1)
         for settings in reading.by_family.values():
             settings["overlap_p2p_comm"] = Value("overlap_p2p_comm", overlaps, f"derived: {provider.name} from VPP")
+    tp, asked = reading.layout.get("tp"), reading.settings.get("sequence_parallel")
+    if provider is MEGATRON_BRIDGE and tp and tp.value == 1 and asked and asked.value:
+        off = Value("sequence_parallel", False, f"derived: {provider.name} turns it off at TP 1")
+        reading.settings["sequence_parallel"] = off
     reading.options.setdefault("kernels", Value("kernels", "te", f"default of {provider.name}"))
     reading.options.setdefault("divisible_by", Value("divisible_by", 1, f"default of {provider.name}: no padding"))
     return reading

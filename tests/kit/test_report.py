@@ -80,6 +80,28 @@ def test_links_of_the_page_lead_somewhere(failed):
     assert set(re.findall(r'href="#([^"]+)"', page)) <= set(identities)
 
 
+def test_every_cell_has_a_link_and_a_class_for_the_filters(failed):
+    page = html.render(failed)
+    for verdict in failed.verdicts:
+        anchor = f"cell-{verdict.cell.replace('/', '-')}"
+        assert f'<tr id="{anchor}"' in page
+        assert f'href="#{anchor}"' in page
+    red = {v.cell.replace("/", "-") for v in failed.verdicts if v.status in ("fail", "error", "untested")}
+    good = set(re.findall(r'<tr id="cell-([^"]+)" class="good">', page))
+    assert red
+    assert not red & good
+    families = set(re.findall(r'<details class="block of-([\w-]+)"', page))
+    assert families == {v.cell.partition("/")[0].partition("+")[0] for v in failed.verdicts}
+    assert {f'id="only-{family}"' in page for family in families} == {True}
+
+
+def test_a_wide_table_scrolls_and_the_page_does_not(failed):
+    """Measured in Chromium at 390, 768 and 1,280 px; here, that no table stands outside what scrolls."""
+    page = html.render(failed)
+    tables = page.count("<table ")
+    assert tables == page.count('<div class="scroll"><table ') == page.count("</table></div>") > 3
+
+
 def test_squares_say_exact_or_the_tolerance_met(failed):
     (block, _) = view(failed).blocks
     (row,) = [row for row in block.rows if row.id == "qwen3_moe/tp2/gloo"]

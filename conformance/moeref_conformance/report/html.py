@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from moeref_conformance.contract.results import Results
@@ -19,10 +20,15 @@ def render(results: Results) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(anchor=anchor, group_of=group_of, where=where)
+    environment.filters.update(anchor=anchor, family=family, group_of=group_of, where=where)
     return environment.get_template("template.html.j2").render(
         v=view(results), results=results, header=results.header, legend=LEGEND, shown=SHOWN, facts=facts(results)
     )
+
+
+def family(variant: str) -> str:
+    """The family or size that a variant begins with, as a class of the page."""
+    return re.sub(r"[^\w-]", "-", variant.partition("+")[0])
 
 
 def facts(results: Results) -> list[tuple[str, str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,25 @@ def test_a_variable_of_the_command_line_wins(tmp_path: Path) -> None:
 def test_the_environment_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "42")
     assert words(tmp_path, "run $SECRET ${SECRET:-none}") == ["run", "?$SECRET", "none"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=xx\n" + "A=$A$A\n" * 60,
+        "A=(x y)\n" + "A=(${A[@]} ${A[@]})\n" * 60,
+        "cat <<X\n" * 20_000,
+        "run " + "a " * 60_000,
+        'A="' + "$(" * 300,
+    ],
+    ids=["text", "array", "heredoc", "words", "nested"],
+)
+def test_a_script_that_grows_without_end(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.sh").write_text(text)
+    began = time.process_time()
+    with contextlib.suppress(CheckError):
+        Script().read(tmp_path / "a.sh")
+    assert time.process_time() - began < 1
 
 
 def test_files_that_source_one_another_without_end(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ _OF_THE_SCRIPT = frozenset({"$@", "$*", "${@}", "${*}"})
 GIVEN = "command line"
 #: Files that source one another, and words of a script: the most that are read.
 DEEPEST, MOST_WORDS = 8, 50_000
+#: The most characters of a variable: each may double the one before.
+LONGEST = 100_000
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Script:
         self._set(name, [*(self.variables.get(name, []) if adds else []), *words])
 
     def _set(self, name: str, words: list[Word]) -> None:
+        if sum(len(word.text) + 1 for word in words) > LONGEST:
+            raise CheckError(f"{words[-1].where}: {name} has more than {LONGEST} characters")
         if name not in self.given:
             self.variables[name] = words
 
@@ -261,7 +265,7 @@ def _statements(text: str, file: str, line: int = 1, *, commands: bool = True) -
 _SPACE = re.compile(r"(?:[ \t\r]|\\\n)+")
 _COMMENT = re.compile(r"#[^\n]*")
 _REDIRECTION = re.compile(r"(?:[0-9]*|&)[<>]{1,2}&?[ \t]*[^\s;|&<>]*")
-_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n(?:.*\n)*?[ \t]*\2(?=\n|$)")
+_HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*")
 _END = re.compile(r"&&|\|\||[\n;|&()]")
 
 
@@ -269,7 +273,10 @@ def _token(text: str, at: int, *, commands: bool) -> tuple[int, str]:
     """(end, kind) of the token at `at`: `space`, `word`, or `end` of a command."""
     if found := _SPACE.match(text, at) or _COMMENT.match(text, at):
         return found.end(), "space"
-    if commands and (found := _HEREDOC.match(text, at) or _REDIRECTION.match(text, at)):
+    if commands and (found := _HEREDOC.match(text, at)):
+        last = re.compile(rf"^[ \t]*{found[2]}$", re.MULTILINE).search(text, found.end())
+        return last.end() if last else len(text), "space"
+    if commands and (found := _REDIRECTION.match(text, at)):
         return found.end(), "space"
     if commands and text.startswith("((", at):
         return _nested(text, at + 2, ")"), "word"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,11 @@ def _parsed(path: Path) -> Any:
     except ImportError as error:
         raise CheckError(f"{path}: YAML run files need the package omegaconf; or write JSON") from error
     try:
-        check_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+        if found := re.search(r"\$\{\s*oc\.env\b", text):
+            line = text.count("\n", 0, found.start()) + 1
+            raise CheckError(f"line {line}: the environment is not read; write the value instead of {found[0]}")
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise CheckError(f"{path}: {error}") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeref.check import CheckError, Report
+from moeref.check import CheckError, Report, read_run_file
 from moeref.check.readers import check_reading, read
 from moeref.check.readers.shell import Word
 from moeref.check.readers.tree import Tree, scalar
@@ -311,3 +311,10 @@ def test_what_a_recipe_of_megatron_bridge_says(given: list[str], verdict: str, s
 def test_a_recipe_that_is_none_is_bad_input(given: list[str], says: str) -> None:
     with pytest.raises(CheckError, match=says):
         check_reading(read("megatron-bridge", given, "0.19.2"), verify=False)
+
+
+def test_a_run_file_does_not_read_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP", "4")
+    (tmp_path / "run.yaml").write_text("model: qwen3-30b-a3b\npolicy: {}\nlayout: 'ep=${oc.env:EP}'\n")
+    with pytest.raises(CheckError, match="line 3: the environment is not read"):
+        read_run_file(tmp_path / "run.yaml")

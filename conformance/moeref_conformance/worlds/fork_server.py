@@ -172,6 +172,7 @@ def _import_adapter(spec: str) -> None:
     if module := adapter(spec):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+        no_cuda(f"importing the target {spec!r}")
 
 
 def one_thread() -> None:

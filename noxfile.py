@@ -201,14 +201,12 @@ def put_on_path(session: nox.Session, name: str) -> dict[str, str]:
         return ENV
     folder = Path(session.create_tmp()).resolve() / source["commit"]
     if not (folder / source["package"]).is_dir():
-        repository = source["repository"]
+        repository, partly = source["repository"], ["--filter=blob:none"]  # blobs come when they are asked for
         if mirrors := os.environ.get("MOEREF_MIRRORS"):
-            repository = str(Path(mirrors, *repository.split("/")[-2:]))
-        # Blobs come when they are asked for, and only those of the package are.
+            repository, partly = str(Path(mirrors, *repository.split("/")[-2:])), []
         bare, packed = folder.with_suffix(".git"), folder.with_suffix(".tar")
         if not bare.is_dir():
-            clone = ["git", "clone", "-q", "--bare", "--filter=blob:none", repository, str(bare)]
-            session.run_install(*clone, external=True)
+            session.run_install("git", "clone", "-q", "--bare", *partly, repository, str(bare), external=True)
         archive = ["git", "-C", str(bare), "archive", "-o", str(packed), source["commit"], source["package"]]
         session.run_install(*archive, external=True)
         with tarfile.open(packed) as files:

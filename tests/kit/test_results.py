@@ -85,6 +85,12 @@ def test_headline(rows, how, headline):
     assert str(results(*rows, **how).headline) == headline
 
 
+def test_who_claims_no_facet_conforms_to_nothing(monkeypatch):
+    monkeypatch.setitem(RULES["list"][0], "facets", [])
+    assert str(results(["pass"]).headline) == "nothing claimed; 0 of 1 rows claimed"
+    assert str(results(["fail"]).headline) == "does not conform to a 1.0; 1 of 1 rows claimed"
+
+
 def test_a_profile_says_what_its_rows_are():
     (standing,) = results(["pass"], ["xfail"], ["unclaimed"], ["pass"]).headline.standings
     figures = "2 of 3 claimed rows pass, 1 known to fail; 3 of 4 rows claimed"

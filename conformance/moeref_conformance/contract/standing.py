@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,17 @@ def standings(header: Mapping[str, Any], cells: Sequence[Row], complete: bool) -
         deciding = [rule["id"] for rule in rules if strict or rule["level"] == "MUST"]
         mine = {rule for rule in deciding if rule.partition("-")[0] in profile["groups"]}
         counts = Counter(_state(rule, row, requires) for row in cells for rule in row if rule in mine)
+        if not counts.keys() & RED and not _of_a_facet(rules, cells, mine):
+            counts = Counter(unclaimed=counts.total() - counts["disabled"])
         code = _code(counts, strict) if complete else INCOMPLETE
         found.append(_standing(profile, counts, code, selected))
     return tuple(standing for standing in found if standing.rows)
+
+
+def _of_a_facet(rules: Iterable[Mapping[str, Any]], cells: Sequence[Row], mine: Container[str]) -> bool:
+    """Whether a row is claimed whose rule judges a facet. That ranks start and end says nothing about a profile."""
+    faceted = {rule["id"] for rule in rules if rule["id"] in mine and rule.get("facets", True)}
+    return any(row[rule] not in ("unclaimed", "disabled") for row in cells for rule in row if rule in faceted)
 
 
 def _standing(profile: Mapping[str, Any], counts: Counter[str], code: int, selected: bool) -> Standing:

@@ -126,6 +126,10 @@ class _Functions(TorchFunctionMode):
             return _ATTRIBUTES[func](labels.on_device(first))
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and labels.on_device(first):
             raise Mixed(f"{func.__name__} of a device tensor")
+        if func is torch.Tensor.pin_memory:
+            if labels.on_device(first):
+                raise Mixed("pin_memory of a device tensor")
+            return first
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return self._moved(first, func is torch.Tensor.cuda)
         if func is torch.Tensor.to:

@@ -26,9 +26,9 @@ _OF_THE_SCRIPT = frozenset({"$@", "$*", "${@}", "${*}"})
 #: Where a variable comes from that the caller gives.
 GIVEN = "command line"
 #: Files that source one another, and words of a script: the most that are read.
-DEEPEST, MOST_WORDS = 8, 50_000
+DEEPEST, MOST_WORDS = 8, 20_000
 #: The most characters of a variable: each may double the one before.
-LONGEST = 100_000
+LONGEST = 30_000
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from moeref.audit import Manifest
 from moeref.torch_dtypes import bits_of
-from tests.bench.test_delta import MODELS, fastest
+from tests.bench.test_delta_speed import MODELS, fastest
 
 pytestmark = pytest.mark.bench
 

@@ -124,12 +124,7 @@ class _Functions(TorchFunctionMode):
         labels, first = self.labels, args[0] if args else None
         if isinstance(first, torch.Tensor) and func in _ATTRIBUTES:
             return _ATTRIBUTES[func](labels.on_device(first))
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and labels.on_device(first):
-            raise Mixed(f"{func.__name__} of a device tensor")
-        if func is torch.Tensor.pin_memory:
-            if labels.on_device(first):
-                raise Mixed("pin_memory of a device tensor")
-            return first
+        func = self._host_only(func, first)
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return self._moved(first, func is torch.Tensor.cuda)
         if func is torch.Tensor.to:
@@ -151,6 +146,11 @@ class _Functions(TorchFunctionMode):
             return self._moved(out, asked)  # new_*, *_like and as_tensor, elsewhere than what they start from
         labels.put(out, asked)
         return out
+
+    def _host_only(self, func: Any, first: Any) -> Any:
+        if func in _OF_THE_HOST and self.labels.on_device(first):
+            raise Mixed(f"{func.__name__} of a device tensor")
+        return _OF_THE_HOST.get(func, func)
 
     def _moved(self, tensor: torch.Tensor, device: bool) -> torch.Tensor:
         if self.labels.on_device(tensor) == device:
@@ -183,6 +183,14 @@ _ATTRIBUTES: Mapping[Any, Callable[[bool], Any]] = {
     torch.Tensor.is_cuda.__get__: lambda on: on,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda on: not on,  # type: ignore[attr-defined]
     torch.Tensor.get_device: lambda on: 0 if on else -1,
+}
+
+
+#: What only host tensors have, and what is called instead: pinned memory needs a driver.
+_OF_THE_HOST: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.numpy: torch.Tensor.numpy,
+    torch.Tensor.__array__: torch.Tensor.__array__,
+    torch.Tensor.pin_memory: torch.Tensor.clone,
 }
 
 

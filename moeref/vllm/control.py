@@ -6,6 +6,7 @@ A `Control` calls a command by the name that it has as a route of the server.
 from __future__ import annotations
 
 import json
+import pickle
 import urllib.request
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -56,7 +57,8 @@ class Piped:
         self._connection = connection
 
     def call(self, name: str, **arguments: Any) -> Any:
-        self._connection.send((name, arguments))
+        # Not `send`: it can crash CPython 3.12.1 when the peer is dead.
+        self._connection.send_bytes(pickle.dumps((name, arguments)))
         value, error = self._connection.recv()
         if error is not None:
             raise error
@@ -70,9 +72,10 @@ def serve(control: Control, connection: Connection[Any, Any]) -> Any:
         if name is None:
             return arguments
         try:
-            connection.send((control.call(name, **arguments), None))
+            answer = pickle.dumps((control.call(name, **arguments), None))
         except Exception as error:  # the caller gets it
-            connection.send((None, error))
+            answer = pickle.dumps((None, error))
+        connection.send_bytes(answer)
 
 
 #: Commands whose arguments are in the query, and where the value is in the answer.

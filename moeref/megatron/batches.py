@@ -79,13 +79,18 @@ def of_samples(packs: Sequence[Sequence[torch.Tensor]], plan: Plan, total: int =
     """A microbatch of the samples `tokens_S` in each pack, padded by `plan`, and all to one length, at least `total`.
 
     Pipeline stages send equal lengths. As in `moeref.replay.packed`, what is added at the end pads the last sample.
-    Raises ValueError for a pack or a sample without tokens.
+    Raises ValueError as `packed_length` does.
     """
+    total = max(total, packed_length(packs, plan))
+    fits = [plan.pack([len(sample) for sample in pack]) for pack in packs]
+    return [_packed(pack, fit.samples, total) for pack, fit in zip(packs, fits, strict=True)]
+
+
+def packed_length(packs: Sequence[Sequence[torch.Tensor]], plan: Plan) -> int:
+    """The padded length of the longest pack. Raises ValueError for a pack or a sample without tokens."""
     if not packs or not all(packs) or not all(len(sample) for pack in packs for sample in pack):
         raise ValueError("a microbatch needs at least one sample, and a sample at least one token")
-    fits = [plan.pack([len(sample) for sample in pack]) for pack in packs]
-    total = max(total, *(fit.total for fit in fits))
-    return [_packed(pack, fit.samples, total) for pack, fit in zip(packs, fits, strict=True)]
+    return max(plan.pack([len(sample) for sample in pack]).total for pack in packs)
 
 
 def _packed(samples: Sequence[torch.Tensor], padded: Sequence[int], total: int) -> Microbatch:

@@ -1,4 +1,4 @@
-"""Context parallelism in plain torch: splits tokens, and gathers keys and values."""
+"""Context parallelism in plain torch: which lengths it takes, and keys and values from all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from moeref.layout import Layout, LayoutError, sequence
 from moeref.replay import rank_rows
 
 
-def part(length: int, layout: Layout, cp_rank: int) -> torch.Tensor:
-    """The positions `[S/CP]` of a sequence that CP rank `cp_rank` computes, in its order.
-
-    Raises LayoutError for a length that does not divide over CP·TP, or under CP over 2·CP chunks.
-    """
+def check_length(length: int, layout: Layout) -> None:
+    """Raise LayoutError for a sequence that does not divide over CP·TP, or under CP over 2·CP chunks."""
     if length % (layout.cp * layout.tp):
         raise LayoutError(
             f"a sequence of {length} tokens is not divisible by cp·tp = {layout.cp}·{layout.tp} (layout {layout.text})"
         )
-    return torch.tensor(sequence.zigzag(length, layout.cp, cp_rank))
+    sequence.zigzag(length, layout.cp, 0)
 
 
 def gather(local_S: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -42,7 +42,7 @@ def packed_logits(
     Samples are padded as `moeref.dispatcher.padding.plan` says. Attention with sinks or windows and gated delta nets
     take no packed samples. Raises ValueError for a pack without tokens.
     """
-    packed = batches.of_samples(_on_device(packs, chunks), packing_plan(chunks, shard_map.layout))
+    packed = batches.of_samples(on_device(packs, chunks), packing_plan(chunks, shard_map.layout))
     found = _outputs(chunks, shard_map, packed)
     return None if found is None else [of.unpacked(whole) for of, whole in zip(packed, found, strict=True)]
 
@@ -52,7 +52,7 @@ def rows(
 ) -> list[batches.Microbatch]:
     """Microbatches of rows on the model's device, checked against layout and FP8 recipe as `logits` says."""
     precision.check_length(chunks[0].config, layout, tokens_BS.shape[1])
-    context.part(tokens_BS.shape[1], layout, 0)
+    context.check_length(tokens_BS.shape[1], layout)
     return batches.of_rows(tokens_BS.to(device.of(chunks)), micro_batch)
 
 
@@ -61,7 +61,8 @@ def packing_plan(chunks: Sequence[GPTModel], layout: Layout) -> padding.Plan:
     return padding.plan(layout, recipe=recipe(vars(chunks[0].config)))
 
 
-def _on_device(packs: Sequence[Sequence[torch.Tensor]], chunks: Sequence[GPTModel]) -> list[list[torch.Tensor]]:
+def on_device(packs: Sequence[Sequence[torch.Tensor]], chunks: Sequence[GPTModel]) -> list[list[torch.Tensor]]:
+    """The samples of each pack on the model's device."""
     return [[sample.to(device.of(chunks)) for sample in pack] for pack in packs]
 
 

@@ -6,12 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from moeref.megatron.build import Built
 from moeref.megatron.replay import replaying
-from moeref.megatron.training import Loss, accumulate
+from moeref.megatron.training import Loss, accumulate, in_ddp
 from moeref.replay import Routes
 
 
@@ -26,9 +25,8 @@ class Trainer:
         config = built.config
         on_gpu = next(built.chunks[0].parameters()).is_cuda
         given = {"clip_grad": 1.0 if on_gpu else 0.0, "weight_decay": 0.0, "bf16": config.bf16, **settings}
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.built = built
-        self._wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in built.chunks]
+        self._wrapped = in_ddp(built.chunks)
         asked = OptimizerConfig(optimizer="adam", lr=lr, params_dtype=config.params_dtype, **given)
         # `groups.initialise` makes no second set of groups over gloo: only distributed checkpoints need them.
         self.optimizer = get_megatron_optimizer(asked, self._wrapped, use_gloo_process_groups=False)

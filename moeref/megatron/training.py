@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 
 from moeref.bridge import ShardMap
 from moeref.megatron import batches, device
-from moeref.megatron.forward import forward_of, packing_plan, rows, run_schedule
+from moeref.megatron.forward import forward_of, on_device, packing_plan, rows, run_schedule
 
 #: The loss of one microbatch: from its logits `[B, S/CP, V]` in fp32 over the unpadded vocabulary, the numbers of its B
 #: rows and the positions `[S/CP]` in them that the logits are of.
@@ -47,10 +47,8 @@ def packed_gradients(
     All replicas pad to the longest of their packs, so that every dispatcher takes them.
     """
     plan = packing_plan(chunks, shard_map.layout)
-    own = batches.of_samples(packs, plan)[0].tokens_BS.shape[1]
-    longest = int(_over_replicas(own, chunks, torch.distributed.ReduceOp.MAX))
-    placed = [[sample.to(device.of(chunks)) for sample in pack] for pack in packs]
-    return _step(chunks, shard_map, batches.of_samples(placed, plan, longest))
+    longest = _over_replicas(batches.packed_length(packs, plan), chunks, torch.distributed.ReduceOp.MAX)
+    return _step(chunks, shard_map, batches.of_samples(on_device(packs, chunks), plan, longest))
 
 
 def _over_replicas(number: int, chunks: Sequence[GPTModel], operation: Any) -> int:
@@ -77,14 +75,18 @@ def _step(
         mean: torch.Tensor = total / share
         return mean
 
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    wrapped = [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
-    _accumulate(wrapped, shard_map, microbatches, loss)
+    _accumulate(in_ddp(chunks), shard_map, microbatches, loss)
     return {
         (number, name): parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
+
+
+def in_ddp(chunks: Sequence[GPTModel]) -> list[DistributedDataParallel]:
+    """The chunks in megatron-core's DistributedDataParallel, which sums gradients in fp32."""
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
 
 
 def accumulate(

@@ -14,28 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.reading import Reading
+from moeref.check.readers.reading import SIZES, STAGES, Reading, under
 from moeref.check.readers.tree import Names, Tree
 from moeref.check.report import CheckError
 from moeref.check.value import Value
 from moeref.config.errors import nearest
 
 NAME = "Megatron-Bridge"
-AXES = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "vpp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "num_layers_in_first_pipeline_stage": "first",
-    "num_layers_in_last_pipeline_stage": "last",
-    "account_for_embedding_in_pipeline_split": "embedding",
-    "account_for_loss_in_pipeline_split": "loss",
-    "pipeline_model_parallel_layout": "pipeline_layout",
-}
 NAMES = Names(
-    layout={f"model.{field}": axis for field, axis in AXES.items()},
+    layout=under("model.", SIZES | STAGES),
     options={"rng.seed": "seed"},
     settings=("model.",),
     fields={},

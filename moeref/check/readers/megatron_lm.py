@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers.arguments import SWITCHES, converted, entry, flags, megatron_arguments, read_script
-from moeref.check.readers.reading import Reading
+from moeref.check.readers.reading import SIZES, STAGES, Reading, under
 from moeref.check.readers.shell import Word
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
@@ -23,19 +23,11 @@ PROGRAM = r"(?:.*/)?[A-Za-z_]\w*\.py"
 
 Arguments = dict[str, Value]
 
-#: Argument -> axis of the layout.
+#: Argument -> axis of the layout. Two have other names than megatron-core's fields.
 AXES = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "virtual_pipeline_model_parallel_size": "vpp",
+    **under("", SIZES | STAGES, "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
     "decoder_first_pipeline_num_layers": "first",
     "decoder_last_pipeline_num_layers": "last",
-    "account_for_embedding_in_pipeline_split": "embedding",
-    "account_for_loss_in_pipeline_split": "loss",
-    "pipeline_model_parallel_layout": "pipeline_layout",
     "world_size": "world",
 }
 #: Argument -> argument of `check`.

@@ -12,9 +12,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moeref.check.readers import provider
+from moeref.check.readers import megatron_lm, provider
 from moeref.check.readers.arguments import entry, flags, read_script
-from moeref.check.readers.reading import Reading
+from moeref.check.readers.reading import Reading, under
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.readers.tree import Names, Tree
 from moeref.check.report import Problem
@@ -95,19 +95,7 @@ def names() -> tuple[str, ...]:
 @functools.cache
 def _names() -> Names:
     read = {*DEFAULTS} - {*FIELDS, "seed"}
-    layout = {
-        "tensor_model_parallel_size": "tp",
-        "pipeline_model_parallel_size": "pp",
-        "virtual_pipeline_model_parallel_size": "vpp",
-        "context_parallel_size": "cp",
-        "expert_model_parallel_size": "ep",
-        "expert_tensor_parallel_size": "etp",
-        "decoder_first_pipeline_num_layers": "first",
-        "decoder_last_pipeline_num_layers": "last",
-        "account_for_embedding_in_pipeline_split": "embedding",
-        "account_for_loss_in_pipeline_split": "loss",
-        "pipeline_model_parallel_layout": "pipeline_layout",
-    }
+    layout = under("", megatron_lm.AXES, "world_size")
     return Names(
         layout=layout,
         options={"seed": "seed", "data_parallel_random_init": "seed_per_dp"},

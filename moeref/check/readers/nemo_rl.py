@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.reading import Reading
+from moeref.check.readers.reading import SIZES, Reading, under
 from moeref.check.readers.tree import Names, Tree, ranks, read_all
 from moeref.check.report import CheckError
 from moeref.check.value import Value
@@ -70,11 +70,7 @@ DEFAULTS: dict[str, Any] = {
 }
 NAMES = Names(
     layout={
-        f"{_MEGATRON}tensor_model_parallel_size": "tp",
-        f"{_MEGATRON}pipeline_model_parallel_size": "pp",
-        f"{_MEGATRON}context_parallel_size": "cp",
-        f"{_MEGATRON}expert_model_parallel_size": "ep",
-        f"{_MEGATRON}expert_tensor_parallel_size": "etp",
+        **under(_MEGATRON, SIZES, "virtual_pipeline_model_parallel_size"),
         f"{_MEGATRON}num_layers_in_first_pipeline_stage": "first",
         f"{_MEGATRON}num_layers_in_last_pipeline_stage": "last",
     },

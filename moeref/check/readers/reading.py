@@ -8,6 +8,28 @@ from dataclasses import dataclass, field
 from moeref.check.report import Problem
 from moeref.check.value import Value
 
+#: Fields of megatron-core's configs -> axes of the layout: how many ranks an axis has, and how stages are cut.
+SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+STAGES = {
+    "num_layers_in_first_pipeline_stage": "first",
+    "num_layers_in_last_pipeline_stage": "last",
+    "account_for_embedding_in_pipeline_split": "embedding",
+    "account_for_loss_in_pipeline_split": "loss",
+    "pipeline_model_parallel_layout": "pipeline_layout",
+}
+
+
+def under(prefix: str, axes: Mapping[str, str], *without: str) -> dict[str, str]:
+    """These axes by the dotted paths of their fields, `without` some fields."""
+    return {f"{prefix}{name}": axis for name, axis in axes.items() if name not in without}
+
 
 @dataclass
 class Reading:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.reading import Reading
+from moeref.check.readers.reading import SIZES, STAGES, Reading, under
 from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
 from moeref.check.value import Value
 
@@ -53,20 +53,9 @@ DEFAULTS: dict[str, Any] = {
     "trainer.placement.policy_num_gpus_per_node": 1,
     **{f"{_MEGATRON}{name}": default for name, default in FIELDS.items()},
 }
+_VPP = "virtual_pipeline_model_parallel_size"
 NAMES = Names(
-    layout={
-        f"{_MEGATRON}tensor_model_parallel_size": "tp",
-        f"{_MEGATRON}pipeline_model_parallel_size": "pp",
-        f"{_MEGATRON}context_parallel_size": "cp",
-        f"{_MEGATRON}expert_model_parallel_size": "ep",
-        f"{_MEGATRON}expert_tensor_parallel_size": "etp",
-        f"{_KWARGS}num_layers_in_first_pipeline_stage": "first",
-        f"{_KWARGS}num_layers_in_last_pipeline_stage": "last",
-        f"{_KWARGS}account_for_embedding_in_pipeline_split": "embedding",
-        f"{_KWARGS}account_for_loss_in_pipeline_split": "loss",
-        f"{_KWARGS}pipeline_model_parallel_layout": "pipeline_layout",
-        f"{_KWARGS}virtual_pipeline_model_parallel_size": "vpp",
-    },
+    layout=under(_MEGATRON, SIZES, _VPP) | under(_KWARGS, STAGES) | {f"{_KWARGS}{_VPP}": "vpp"},
     options={"trainer.seed": "seed"},
     settings=(_KWARGS,),
     fields={

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.reading import Reading
+from moeref.check.readers.reading import SIZES, STAGES, Reading, under
 from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
@@ -47,24 +47,8 @@ DEFAULTS: dict[str, Any] = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
-#: Fields of TransformerConfig that the layout has names for.
-LAYOUT_FIELDS = {
-    "num_layers_in_first_pipeline_stage": "first",
-    "num_layers_in_last_pipeline_stage": "last",
-    "account_for_embedding_in_pipeline_split": "embedding",
-    "account_for_loss_in_pipeline_split": "loss",
-    "pipeline_model_parallel_layout": "pipeline_layout",
-}
 NAMES = Names(
-    layout={
-        f"{_MEGATRON}tensor_model_parallel_size": "tp",
-        f"{_MEGATRON}pipeline_model_parallel_size": "pp",
-        f"{_MEGATRON}virtual_pipeline_model_parallel_size": "vpp",
-        f"{_MEGATRON}context_parallel_size": "cp",
-        f"{_MEGATRON}expert_model_parallel_size": "ep",
-        f"{_MEGATRON}expert_tensor_parallel_size": "etp",
-        **{f"{_OVERRIDE}{field}": axis for field, axis in LAYOUT_FIELDS.items()},
-    },
+    layout=under(_MEGATRON, SIZES) | under(_OVERRIDE, STAGES),
     options={f"{_MEGATRON}seed": "seed"},
     settings=(_OVERRIDE,),
     fields={},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from moeref.sync import Bucket, Receipt, Receiver, Refused, SyncError, Update
+from moeref.sync import Bucket, Intake, Receipt, Refused, SyncError, Update
 
 EMBEDDING, HEAD, DRAFT = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.eh_proj.weight"
 
@@ -21,7 +21,7 @@ class SmallEngine:
     def __init__(self, weights: dict[str, torch.Tensor], version: int = 0) -> None:
         self.weights = {name: tensor.clone() for name, tensor in weights.items()}
         self.drafts = DRAFT in weights
-        self.receiver = Receiver(version, drafts=self.drafts)
+        self.intake = Intake(version, drafts=self.drafts)
         self.paused = False
         self.arrived: set[str] = set()
         self.sums: dict[tuple[int, ...], torch.Tensor] = {}
@@ -37,10 +37,10 @@ class SmallEngine:
         return torch.log_softmax(self.weights[HEAD] @ (total_H / len(tokens)), dim=0)
 
     def version(self) -> int:
-        return self.receiver.version
+        return self.intake.version
 
     def receipt(self) -> Receipt | None:
-        return self.receiver.receipt
+        return self.intake.receipt
 
     def pause(self) -> None:
         if self.paused:
@@ -48,11 +48,11 @@ class SmallEngine:
         self.paused = True
 
     def begin(self, update: Update) -> None:
-        self.receiver.begin(update)
+        self.intake.begin(update)
         self.arrived = set()
 
     def send(self, bucket: Bucket) -> Receipt:
-        received = self.receiver.accept(bucket)
+        received = self.intake.accept(bucket)
         for name, tensor in bucket.tensors:
             self.load(name, tensor)
             self.arrived.add(name)
@@ -65,19 +65,19 @@ class SmallEngine:
         self.weights[name].copy_(tensor)
 
     def commit(self, version: int) -> Receipt:
-        self.receiver.complete(version)
-        update = self.receiver.update
+        self.intake.complete(version)
+        update = self.intake.update
         assert update is not None
         kept = {DRAFT} if update.drafts == "kept" else set()
         if update.kind == "full" and (missing := self.weights.keys() - self.arrived - kept):
             raise SyncError(f"a full update without {', '.join(sorted(missing))}")
-        return self.receiver.commit(version)
+        return self.intake.commit(version)
 
     def reset_caches(self) -> frozenset[str]:
         self.sums.clear()
         return frozenset({"prefix"})
 
     def resume(self) -> None:
-        if self.receiver.update is not None:
-            raise SyncError(f"the update to version {self.receiver.update.version} is not finished")
+        if self.intake.update is not None:
+            raise SyncError(f"the update to version {self.intake.update.version} is not finished")
         self.paused = False

@@ -54,6 +54,16 @@ class Entry(NamedTuple):
         return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
+def side_by_side(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[Entry, ...]:
+    """Where each (name, shape, dtype) is in a bucket of all of them, in order."""
+    entries: list[Entry] = []
+    end = 0
+    for name, shape, dtype in tensors:
+        entries.append(Entry(name, tuple(shape), dtype, end))
+        end += _aligned(entries[-1].nbytes)
+    return tuple(entries)
+
+
 class Bucket:
     """Tensors side by side. A lent one is valid until the next is asked for; later use raises BucketError."""
 

@@ -14,7 +14,7 @@ from moeref.replay.align import (
 from moeref.replay.engine_formats import Spec, from_engine
 from moeref.replay.metrics import Agreement, Mismatch, agreement, mismatch
 from moeref.replay.microbatch import (
-    Microbatch,
+    MicrobatchRoutes,
     batched,
     gather_ranks,
     marked,
@@ -44,7 +44,7 @@ __all__ = [
     "PAD",
     "Agreement",
     "Coverage",
-    "Microbatch",
+    "MicrobatchRoutes",
     "Mismatch",
     "RouteError",
     "Routes",

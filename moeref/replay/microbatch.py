@@ -25,7 +25,7 @@ Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class MicrobatchRoutes:
     """The routes of a microbatch in the order in which routers see its tokens, and where each sample is.
 
     A router's input is [S, B, H], and row s·B + b is token s of column b; B is `routes.batch`. `cu_seqlens` cuts S into
@@ -56,7 +56,7 @@ class Microbatch:
         return [unpad(replace(part, batch=1)) for part in parts]
 
 
-def packed(samples: Sequence[Routes], plan: Plan | None = None, *, total: int | None = None) -> Microbatch:
+def packed(samples: Sequence[Routes], plan: Plan | None = None, *, total: int | None = None) -> MicrobatchRoutes:
     """Samples one after the other in one sequence (THD), padded on the right as `plan` says.
 
     plan: of `moeref.dispatcher.padding.plan`; None pads nothing. What it adds after the last sample belongs to that
@@ -77,7 +77,7 @@ def packed(samples: Sequence[Routes], plan: Plan | None = None, *, total: int | 
 
 def batched(
     samples: Sequence[Routes], plan: Plan | None = None, *, length: int | None = None, side: Side = "right"
-) -> Microbatch:
+) -> MicrobatchRoutes:
     """Samples side by side in one batch [S, B], each padded to the same length.
 
     plan: of `moeref.dispatcher.padding.plan`; its padded length of the longest sample is S.
@@ -105,11 +105,11 @@ def _check_samples(samples: Sequence[Routes]) -> None:
             raise RouteError(f"sample {number} has the rows of {sample.batch} samples in turn; give each sample alone")
 
 
-def _microbatch(whole: Routes, cu_seqlens: Sequence[int], samples: Sequence[Routes]) -> Microbatch:
+def _microbatch(whole: Routes, cu_seqlens: Sequence[int], samples: Sequence[Routes]) -> MicrobatchRoutes:
     pads = np.flatnonzero(whole.kind_T == PAD)
     if pads.size:  # spread the padding of all samples together; each sample alone would start at expert 0
         whole.idx_TLK[pads] = spread_experts(pads.size, len(whole.layers), whole.top_k, whole.experts)
-    return Microbatch(replace(whole, start=0), tuple(cu_seqlens), tuple(s.start for s in samples))
+    return MicrobatchRoutes(replace(whole, start=0), tuple(cu_seqlens), tuple(s.start for s in samples))
 
 
 def rank_rows(
@@ -128,7 +128,7 @@ def rank_rows(
     return mine[np.asarray(contiguous(len(mine), tp, tp_rank), np.intp)] if tp > 1 else mine
 
 
-def shard_to_rank(batch: Microbatch, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
+def shard_to_rank(batch: MicrobatchRoutes, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
     """The rows that the routers of `rank` see: its CP part and, with tp > 1, its sequence-parallel part of that."""
     at = layout.coords(rank)
     where = rank_rows(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp, rule=rule)
@@ -170,7 +170,7 @@ def marked(routes: Routes, layers: Sequence[int]) -> npt.NDArray[np.int32]:
 
 
 def targets(
-    batch: Microbatch, layout: Layout, rank: int, spec: Spec | None = None, *, rule: CPRule = "zigzag"
+    batch: MicrobatchRoutes, layout: Layout, rank: int, spec: Spec | None = None, *, rule: CPRule = "zigzag"
 ) -> list[dict[int, npt.NDArray[np.int32]]]:
     """What the routers of `rank` replay, for a framework with its own controller: for each chunk [T, K] by layer.
 

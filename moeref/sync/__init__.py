@@ -1,6 +1,6 @@
 """Weight updates of an inference engine as transactions: the new weights entirely, the old ones, or a dead engine."""
 
-from moeref.sync.engine import Colocated, Engine, Receiver, Reverting
+from moeref.sync.engine import Colocated, Engine, Intake, Reverting
 from moeref.sync.states import State, Timeouts
 from moeref.sync.values import Bucket, Receipt, Refused, SyncError, Update, checksum
 from moeref.sync.weights import EngineDead, Synced, UpdateFailed, WeightSync
@@ -10,8 +10,8 @@ __all__ = [
     "Colocated",
     "Engine",
     "EngineDead",
+    "Intake",
     "Receipt",
-    "Receiver",
     "Refused",
     "Reverting",
     "State",

@@ -80,7 +80,7 @@ class Reverting(Engine, Protocol):
         """Forget a begun update, if there is one; the weights are those of `version()`. Raises SyncError if not."""
 
 
-class Receiver:
+class Intake:
     """The engine's side of an update: what may begin, which bucket is next, and when it may be committed.
 
     For authors of engines. `accept` comes before a bucket touches the weights, `commit` after the weights are final.

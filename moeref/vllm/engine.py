@@ -8,7 +8,7 @@ from typing import Any
 
 from moeref.sync import Bucket, Receipt, Refused, SyncError, Update
 from moeref.vllm.control import Control, PauseMode, version_of
-from moeref.vllm.wire import Place, Wire, describe, pack
+from moeref.vllm.wire import Place, Wire, describe
 
 
 class Engine:
@@ -60,10 +60,9 @@ class Engine:
             "last": bucket.last,
             "checksum": bucket.checksum,
         }
-        memory = pack(bucket.tensors, self._wire.device)
         with ThreadPoolExecutor(1) as pool:  # the workers receive while this one sends
             received = pool.submit(self._control.call, "update_weights", update_info=info)
-            self._wire.broadcast(memory)
+            self._wire.send(bucket.tensors)
             received.result()
         return self._same(self._rpc("moeref_receipt"))
 

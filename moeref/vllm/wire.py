@@ -6,7 +6,7 @@ follow in their order. On a CPU it is gloo's, on GPUs NCCL's; the second form is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from moeref.exporter.buckets import ALIGNMENT
+from moeref.exporter.buckets import Entry, side_by_side
 
-#: A tensor in a bucket's bytes: its name, dtype and shape. It begins where the one before it ends, aligned.
+#: A tensor in a bucket's bytes, which are laid out as `moeref.exporter.buckets` does: its name, dtype and shape.
 Described = tuple[str, str, list[int]]
 
 
@@ -49,49 +49,32 @@ class Wire:
             self._group = dist.ProcessGroupGloo(store, rank, place.size, timeout)
         self._group.barrier().wait()
 
-    def broadcast(self, memory: torch.Tensor) -> None:
-        """Send from rank 0, receive elsewhere."""
+    def send(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """From rank 0, while all others receive."""
+        entries = side_by_side((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+        memory = _memory(entries, self.device)
+        for entry, (_, tensor) in zip(entries, tensors, strict=True):
+            entry.view(memory).copy_(tensor.detach())
+        self._broadcast(memory)
+
+    def receive(self, described: Iterable[Described]) -> tuple[tuple[str, torch.Tensor], ...]:
+        """The tensors that rank 0 sends, in memory of their own."""
+        entries = side_by_side((name, shape, getattr(torch, dtype)) for name, dtype, shape in described)
+        memory = _memory(entries, self.device)
+        self._broadcast(memory)
+        return tuple((entry.name, entry.view(memory)) for entry in entries)
+
+    def _broadcast(self, memory: torch.Tensor) -> None:
         self._group.broadcast(memory, 0).wait()
         if memory.is_cuda:
             torch.cuda.current_stream().synchronize()
 
 
 def describe(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Described]:
-    """What `unpack` needs to know, in words that JSON has."""
+    """What `receive` needs to know, in words that JSON has."""
     return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device | str) -> torch.Tensor:
-    """The bytes of all tensors, side by side."""
-    tensors = [(name, tensor.detach()) for name, tensor in tensors]
-    places = _places(describe(tensors))
-    memory = torch.empty(places[-1], dtype=torch.uint8, device=device)
-    for begin, (_, tensor) in zip(places, tensors, strict=False):
-        memory[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return memory
-
-
-def unpack(memory: torch.Tensor, described: Iterable[Described]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors, in place."""
-    described = list(described)
-    return [
-        (name, memory[begin : begin + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape))
-        for begin, (name, dtype, shape) in zip(_places(described), described, strict=False)
-    ]
-
-
-def size(described: Iterable[Described]) -> int:
-    """Bytes of all tensors, side by side."""
-    return _places(described)[-1]
-
-
-def _nbytes(dtype: str, shape: list[int]) -> int:
-    return torch.Size(shape).numel() * int(getattr(torch, dtype).itemsize)
-
-
-def _places(described: Iterable[Described]) -> list[int]:
-    """Where each tensor begins, and where the last ends."""
-    places = [0]
-    for _, dtype, shape in described:
-        places.append(places[-1] + -(-_nbytes(dtype, shape) // ALIGNMENT) * ALIGNMENT)
-    return places
+def _memory(entries: Sequence[Entry], device: torch.device | str) -> torch.Tensor:
+    nbytes = max((entry.offset + entry.nbytes for entry in entries), default=0)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)

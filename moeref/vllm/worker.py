@@ -1,7 +1,7 @@
 """What runs in vLLM's workers: the transfer engine that takes buckets from the wire, and the extension around it.
 
 `Extension` is named by `worker_extension_cls`; importing this module registers the transfer engine under BACKEND. A
-bucket is checked by `sync.Receiver` before it touches the weights, in every worker.
+bucket is checked by `sync.Intake` before it touches the weights, in every worker.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from moeref.sync import Bucket, Receiver, SyncError, Update
+from moeref.sync import Bucket, Intake, SyncError, Update
 from moeref.vllm import cpu
-from moeref.vllm.wire import Described, Place, Wire, size, unpack
+from moeref.vllm.wire import Described, Place, Wire
 
 #: The name in `weight_transfer_config`.
 BACKEND = "moeref"
@@ -55,14 +55,14 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.receiver = Receiver()
+        self.intake = Intake()
         self._wire: Wire | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         self._wire = Wire(Place(*init_info.place), init_info.first + int(self.parallel_config.rank))
 
     def start_weight_update(self) -> None:
-        if self.receiver.update is None:
+        if self.intake.update is None:
             raise SyncError("start_weight_update came without moeref_begin, which says what the update is")
         if self.device.type == "cpu":
             cpu.forget_packed_experts(self.model)
@@ -77,18 +77,16 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
     def receive_weights(self, update_info: Announced) -> None:
         if self._wire is None:
             raise SyncError("a bucket came before init_weight_transfer_engine, which opens the wire")
-        # Memory of its own: layers that are not complete hold its tensors until the next buckets.
-        memory = torch.empty(size(update_info.tensors), dtype=torch.uint8, device=self.device)
-        self._wire.broadcast(memory)
-        tensors = tuple(unpack(memory, update_info.tensors))
+        # In memory of their own: layers that are not complete hold tensors until the next buckets.
+        tensors = self._wire.receive(update_info.tensors)
         bucket = Bucket(update_info.index, tensors, update_info.last, update_info.checksum)
-        self.receiver.accept(bucket)
+        self.intake.accept(bucket)
         self.model.load_weights(iter(tensors))
 
     def finish_weight_update(self) -> None:
-        if self.receiver.update is None:
+        if self.intake.update is None:
             raise SyncError("finish_weight_update came without an update")
-        self.receiver.complete(self.receiver.update.version)
+        self.intake.complete(self.intake.update.version)
         if short := incomplete(self.model):
             some = ", ".join(short[:3])
             raise SyncError(f"{len(short)} layers did not get all of their weights: {some}; send every tensor")
@@ -119,18 +117,18 @@ class Extension:
 
     def moeref_begin(self, update: dict[str, Any], version: int) -> None:
         """Expect the buckets of an update of an engine at `version`."""
-        receiver = self.weight_transfer_engine.receiver
-        receiver.version = version
-        receiver.begin(Update(**update))
+        intake = self.weight_transfer_engine.intake
+        intake.version = version
+        intake.begin(Update(**update))
         self._weight_update_active = False  # an update that broke off begins again; vLLM would refuse it
 
     def moeref_receipt(self) -> dict[str, Any]:
         """What came of the update that is begun."""
-        return vars(self.weight_transfer_engine.receiver.received).copy()
+        return vars(self.weight_transfer_engine.intake.received).copy()
 
     def moeref_commit(self, version: int) -> dict[str, Any]:
         """The update is finished."""
-        return vars(self.weight_transfer_engine.receiver.commit(version)).copy()
+        return vars(self.weight_transfer_engine.intake.commit(version)).copy()
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -50,7 +50,7 @@ class StagedEngine(SmallEngine):
 
     def revert(self) -> None:
         self.staged = {}
-        self.receiver.forget()
+        self.intake.forget()
 
 
 class SleepingEngine(SmallEngine):
@@ -65,7 +65,7 @@ class SleepingEngine(SmallEngine):
         self.backup = self.weights
         if level == 2:
             self.backup = {name: torch.full_like(tensor, torch.nan) for name, tensor in self.weights.items()}
-            self.receiver.version = -1
+            self.intake.version = -1
         self.weights, self.sums, self.order = {}, {}, []
 
     @property
@@ -154,9 +154,9 @@ def _fail(how: str, engine: Any, real: Callable[..., Any], *args: Any) -> Any:
         return frozenset() if not args else Receipt(args[0])
     (bucket,) = args
     if how == "lost":
-        return engine.receiver.received
+        return engine.intake.received
     if how == "lost silently":  # the transport says that all is well
-        return engine.receiver.received.plus(bucket)
+        return engine.intake.received.plus(bucket)
     if how == "duplicated":
         real(engine, bucket)
     return real(engine, _changed(how, bucket))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeref.sync import Bucket, Receipt, Receiver, Refused, SyncError, Update, checksum
+from moeref.sync import Bucket, Intake, Receipt, Refused, SyncError, Update, checksum
 
 A, B = torch.arange(6.0).view(2, 3), torch.tensor([True])
 #: -1 is the version of an engine whose weights sleep has dropped: no delta changes them.
@@ -16,22 +16,22 @@ DISCARDED = {"kind": "delta", "base": -1}
 BUCKETS = [Bucket.of(0, [("a", A)], False), Bucket.of(1, [("b", B), ("c", A.bfloat16())], True)]
 
 
-def begun(**settings: Any) -> Receiver:
-    receiver = Receiver(1)
-    receiver.begin(Update(2, **settings))
-    return receiver
+def begun(**settings: Any) -> Intake:
+    intake = Intake(1)
+    intake.begin(Update(2, **settings))
+    return intake
 
 
 def test_a_complete_update_is_committed_once() -> None:
-    receiver = begun()
+    intake = begun()
     sent = Receipt(2)
     for bucket in BUCKETS:
         sent = sent.plus(bucket)
-        assert receiver.accept(bucket) == sent
-    assert receiver.commit(2) == sent == receiver.receipt
-    assert (receiver.version, sent.buckets, sent.tensors, sent.nbytes) == (2, 2, 3, 24 + 1 + 12)
+        assert intake.accept(bucket) == sent
+    assert intake.commit(2) == sent == intake.receipt
+    assert (intake.version, sent.buckets, sent.tensors, sent.nbytes) == (2, 2, 3, 24 + 1 + 12)
     with pytest.raises(SyncError, match="not the update that is begun"):
-        receiver.commit(2)
+        intake.commit(2)
 
 
 @pytest.mark.parametrize(
@@ -50,38 +50,38 @@ def test_a_complete_update_is_committed_once() -> None:
     ids=["lost", "repeated", "repeated last", "one more", "empty", "truncated", "transposed", "renamed", "changed"],
 )
 def test_a_wrong_bucket_is_found_when_it_comes(came: list[Bucket]) -> None:
-    receiver = begun()
+    intake = begun()
     for bucket in came[:-1]:
-        receiver.accept(bucket)
-    before = receiver.received
+        intake.accept(bucket)
+    before = intake.received
     with pytest.raises(SyncError, match=r"bucket \d"):
-        receiver.accept(came[-1])
-    assert receiver.received == before
+        intake.accept(came[-1])
+    assert intake.received == before
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_an_incomplete_update_is_not_committed(count: int) -> None:
-    receiver = begun()
+    intake = begun()
     for bucket in BUCKETS[:count]:
-        receiver.accept(bucket)
+        intake.accept(bucket)
     with pytest.raises(SyncError, match="last bucket did not come"):
-        receiver.commit(2)
-    assert receiver.version == 1
-    assert receiver.receipt is None
+        intake.commit(2)
+    assert intake.version == 1
+    assert intake.receipt is None
 
 
 def test_a_repeated_begin_starts_again_and_another_update_is_refused() -> None:
-    receiver = Receiver(1)
+    intake = Intake(1)
     update = Update(2)
-    receiver.begin(update)
-    receiver.accept(BUCKETS[0])
+    intake.begin(update)
+    intake.accept(BUCKETS[0])
     with pytest.raises(Refused, match="not finished"):
-        receiver.begin(Update(2))
-    receiver.begin(update)
+        intake.begin(Update(2))
+    intake.begin(update)
     with pytest.raises(SyncError, match="0 was expected"):
-        receiver.accept(BUCKETS[1])
-    receiver.forget()
-    receiver.begin(Update(2))
+        intake.accept(BUCKETS[1])
+    intake.forget()
+    intake.begin(Update(2))
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,10 @@ def test_a_repeated_begin_starts_again_and_another_update_is_refused() -> None:
     ],
 )
 def test_an_update_that_does_not_fit_is_refused(update: Update, drafts: bool, reason: str) -> None:
-    receiver = Receiver(1, drafts=drafts)
+    intake = Intake(1, drafts=drafts)
     with pytest.raises(Refused, match=reason):
-        receiver.begin(update)
-    assert receiver.update is None
+        intake.begin(update)
+    assert intake.update is None
 
 
 @pytest.mark.parametrize(

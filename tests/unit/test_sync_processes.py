@@ -129,7 +129,7 @@ def test_a_sender_that_is_killed_leaves_an_engine_that_does_not_serve_its_half()
         serve(engine, connection)
         child.join(30)
         assert child.exitcode == -signal.SIGKILL
-    assert engine.receiver.received.buckets == 1
+    assert engine.intake.received.buckets == 1
     assert engine.version() == 0
     with pytest.raises(SyncError, match="the update to version 1 is not finished"):
         engine.resume()

@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing as mp
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from docs.examples.grpo_moe import free_port
 from moeref import vllm
 from moeref.replay import GIVEN, MISSING
 from moeref.vllm import arguments, wire
@@ -128,18 +130,23 @@ def test_a_seed_of_a_request_is_refused() -> None:
         vllm.sampling(4, seed=1)
 
 
-def test_tensors_come_out_of_the_bytes_that_they_went_into() -> None:
+def test_tensors_come_out_of_the_wire_as_they_went_in() -> None:
     tensors = [
         ("a", torch.randn(3, 5)),
         ("b", torch.randn(7).bfloat16()),
         ("c", torch.tensor([1, 2], dtype=torch.uint8)),
     ]
     described = json.loads(json.dumps(wire.describe(tensors)))
-    memory = wire.pack(tensors, "cpu")
-    assert memory.numel() == wire.size(described)
-    for (name, tensor), (found, got) in zip(tensors, wire.unpack(memory, described), strict=True):
-        assert (found, got.dtype) == (name, tensor.dtype)
-        assert torch.equal(got, tensor)
+    place = vllm.Place("127.0.0.1", free_port(), 3, seconds=20)
+    with ThreadPoolExecutor(3) as pool:
+        joined = [pool.submit(wire.Wire, place, rank) for rank in range(3)]
+        first, *others = [one.result() for one in joined]
+        received = [pool.submit(other.receive, described) for other in others]
+        first.send(tensors)
+        for one in received:
+            for (name, tensor), (found, got) in zip(tensors, one.result(), strict=True):
+                assert (found, got.dtype) == (name, tensor.dtype)
+                assert torch.equal(got, tensor)
 
 
 def test_commands_cross_a_pipe_with_their_errors() -> None:

@@ -282,7 +282,7 @@ class CountsFirst(StagedEngine):
 
     def begin(self, update: Any) -> None:
         super().begin(update)
-        self.receiver.version = update.version
+        self.intake.version = update.version
 
 
 def test_a_version_without_its_weights_is_not_resumed() -> None:
@@ -294,7 +294,7 @@ def test_a_version_without_its_weights_is_not_resumed() -> None:
 
 class RefusesTwice(SmallEngine):
     def begin(self, update: Any) -> None:
-        if self.receiver.update is not None:
+        if self.intake.update is not None:
             raise Refused("busy")
         super().begin(update)
 

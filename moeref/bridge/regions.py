@@ -169,22 +169,38 @@ def _gate_up(cut: _Cut) -> Iterable[Run]:
     return [(0, slice(start + share.start, start + share.stop)) for start in (0, width)]
 
 
-def _groups(cut: _Cut) -> range:
-    """The rank's KV groups: TP takes contiguous ones (megatron-core's SelfAttention)."""
-    share = cut.share(cut.model.kv_groups, ": KV groups (more TP ranks than groups is not mapped)")
-    return range(share.start, share.stop)
-
-
 def _qkv(cut: _Cut) -> Iterable[Run]:
     """Per KV group its q heads, k, v."""
     d = cut.model.head_dim
     q = d * (cut.model.heads // cut.model.kv_groups)
-    for group in _groups(cut):
-        yield from ((tensor, _rows(group * rows, rows)) for tensor, rows in enumerate((q, d, d)))
+    return _of_groups(
+        cut, q + 2 * d, lambda group: [(tensor, group * rows, rows) for tensor, rows in enumerate((q, d, d))]
+    )
 
 
 def _gated_qkv(cut: _Cut) -> Iterable[Run]:
-    return _slices(gated_delta_net.gated_qkv(cut.model, _groups(cut)))
+    model = cut.model
+    rows = 2 * model.head_dim * (model.heads // model.kv_groups + 1)
+    return _of_groups(cut, rows, lambda group: gated_delta_net.gated_qkv(model, range(group, group + 1)))
+
+
+def _of_groups(cut: _Cut, rows: int, runs: Callable[[int], Iterable[gated_delta_net.Run]]) -> Iterable[Run]:
+    """The rank's rows of KV groups one below the other, each of `rows` rows that `runs` lists.
+
+    TP takes contiguous rows. With more ranks than groups a rank has a part of a group's, wherever that begins: no row
+    is on two ranks, as megatron-core's SelfAttention gathers the outputs and picks its heads from them.
+    """
+    groups = cut.model.kv_groups
+    if groups % cut.parts and cut.parts % groups:
+        raise cut.error(f": {groups} KV groups are neither a multiple nor a divisor of {cut.parts} ranks")
+    share = cut.share(groups * rows, ": rows of KV groups")
+    at = share.start // rows * rows  # of the run's first row among the rows of all groups
+    for group in range(share.start // rows, -(-share.stop // rows)):
+        for tensor, start, count in runs(group):
+            first, last = max(share.start, at), min(share.stop, at + count)
+            if first < last:
+                yield tensor, _rows(start + first - at, last - first)
+            at += count
 
 
 def _gdn_in_proj(cut: _Cut) -> Iterable[Run]:

@@ -175,15 +175,9 @@ def _weights(
         report = replace(report, experts=(model.experts, len(layout.experts(0, model.experts))))
         sizes, shapes = _sizes(model, layout, divisible_by)
     except (LayoutError, BridgeError) as error:
-        problems.append(Problem("bridge", str(error), refused=not _repeats_groups(model, layout)))
+        problems.append(Problem("bridge", str(error)))
         return report, {}
     return replace(report, **sizes), shapes
-
-
-def _repeats_groups(model: Model, layout: Layout) -> bool:
-    """Whether only this is in the way: megatron-core repeats KV groups over TP ranks, which the bridge does not map."""
-    groups, tp = model.kv_groups, layout.tp
-    return model.mla is None and tp > groups and tp % groups == 0 and model.heads % tp == 0
 
 
 @functools.lru_cache(maxsize=8)  # a run's policy and reference share them, and so do runs that differ in settings

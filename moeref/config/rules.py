@@ -114,6 +114,14 @@ RULES: tuple[Rule, ...] = (
         lambda now: now["kernels"] == "te" and now["experts"] == "grouped" and not now[_GROUPED],
     ),
     Rule(
+        "gated-attention-cuts-groups-from-0.19", "run", ("attention_output_gate", "num_query_groups", "core"),
+        "TP ranks that share a KV group keep the gates of all its heads, and the product with fewer heads fails",
+        "give tp of at most the KV groups, or use megatron-core 0.19", "SelfAttention.get_query_key_value_tensors",
+        lambda now: now["core"] == "0.16"
+        and now["attention_output_gate"]
+        and now.layout.tp > (now["num_query_groups"] or now.layout.tp),
+    ),
+    Rule(
         "quantising-needs-te", "run", ("fp8", "fp4", "kernels", "parameters"),
         "only Transformer Engine's layers quantise; others would compute in the parameters' precision",
         "give kernels='te'", "get_fp8_context, get_fp4_context",

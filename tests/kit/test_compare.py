@@ -307,6 +307,7 @@ def test_shard_of_stacked_q_k_v() -> None:
 def test_shard_of_another_rank() -> None:
     assert say_of_shard(FC1, fc1(rank=1)) == "is shard 1 of 2 of dim 0: another rank's"
     assert say_of_shard(FC2, CHECKPOINT[DOWN].chunk(2, 1)[1]) == "is shard 1 of 2 of dim 1: another rank's"
+    assert say_of_shard(QKV, qkv(rank=1)) == "is shard 1 of 2 of dim 0: another rank's"
     said = "is shard 3 of 4 of dim 1: a cut over 4 ranks instead of 2"
     assert say_of_shard(FC2, CHECKPOINT[DOWN].chunk(4, 1)[3]) == said
 

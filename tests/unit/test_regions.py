@@ -121,6 +121,15 @@ def test_gated_queries() -> None:
     assert np.array_equal(shard, np.concatenate(groups))
 
 
+@pytest.mark.parametrize(("name", "sharding"), [("qwen3_moe", "qkv"), ("qwen3_next", "gated_qkv")])
+def test_more_ranks_than_groups_cut_them_wherever_their_rows_end(name: str, sharding: str) -> None:
+    """megatron-core's linear_qkv is one column-parallel linear: its rows are cut evenly, also inside heads."""
+    m = model(name, num_key_value_heads=2)
+    (whole, _), ranks = _shard(m, sharding, 0, 1), [_shard(m, sharding, rank, 8)[0] for rank in range(8)]
+    assert {len(shard) % m.head_dim for shard in ranks} != {0}
+    assert np.array_equal(np.concatenate(ranks), whole)
+
+
 def test_gated_delta_nets() -> None:
     """Files have [q | k | v | z] and [b | a] per key head, channels as [q | k | v]; Megatron each of them by itself."""
     m = model("qwen3_next")
@@ -131,8 +140,8 @@ def test_gated_delta_nets() -> None:
     assert np.array_equal(channels, np.concatenate([full[20:40], full[60:80], full[160:240]]))
     with pytest.raises(BridgeError, match="key heads: 8 does not divide over 3 ranks"):
         _shard(m, "gdn_in_proj", 0, 3)
-    with pytest.raises(BridgeError, match=r"^qwen3_next: .*linear_qkv.*KV groups .*: 8 does not divide over 16 ranks"):
-        _shard(m, "gated_qkv", 0, 16)
+    with pytest.raises(BridgeError, match=r"^qwen3_next: .*linear_qkv.*: 8 KV groups are neither a .* of 3 ranks$"):
+        _shard(m, "gated_qkv", 0, 3)
     row = next(r for r in families.mappings(model("qwen3_moe")) if r.sharding == "qkv")
     with pytest.raises(BridgeError, match=r"^qwen3_moe: .*linear_qkv.weight: gdn_in_proj needs a gated delta net"):
         shard_regions(model("qwen3_moe"), replace(row, sharding="gdn_in_proj"), 0, 1, padded=0)
@@ -157,7 +166,7 @@ def test_gpt_oss_pairs_are_parted_and_matrices_turned() -> None:
         assert np.array_equal(shard, expected(full))
 
 
-@pytest.mark.parametrize(("sharding", "parts"), [("qkv", 16), ("gate_up", 3), ("row", 5), ("column", 5)])
+@pytest.mark.parametrize(("sharding", "parts"), [("qkv", 128), ("gate_up", 3), ("row", 5), ("column", 5)])
 def test_sizes_that_do_not_divide_are_refused(sharding: str, parts: int) -> None:
     m = model("qwen3_moe")
     row = next(

@@ -74,8 +74,8 @@ def test_the_owners_shards_hold_every_element_once(name: str, hf: str, text: str
 
 
 def test_a_shard_that_cannot_be_names_the_layout() -> None:
-    shard_map = ShardMap(model("qwen3_moe"), Layout.parse("tp=16"))
-    with pytest.raises(BridgeError, match=r"linear_qkv.*KV groups.*8 does not divide over 16 ranks \(layout tp=16,"):
+    shard_map = ShardMap(model("qwen3_moe", num_attention_heads=24, num_key_value_heads=12), Layout.parse("tp=8"))
+    with pytest.raises(BridgeError, match=r"linear_qkv.*12 KV groups are neither a .* of 8 ranks \(layout tp=8,"):
         shard_map.local_shards(0)
     with pytest.raises(BridgeError, match=r"^qwen3_moe: 16 attention heads do not divide over tp=3 \(layout tp=3,"):
         ShardMap(model("qwen3_moe"), Layout.parse("tp=3"))

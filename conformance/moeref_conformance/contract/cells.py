@@ -102,6 +102,15 @@ class Cell:
     dtype: str = axis("float32", choices=("float32", "bfloat16"), claim="dtypes", of_size=True)
     #: Hugging Face's tie_word_embeddings.
     tied: bool = axis(False, claim="tied", noun="tied embeddings", shown="tied", of_size=True)
+    #: Two KV groups, which more TP ranks share.
+    shared_groups: bool = axis(
+        False,
+        claim="shared_groups",
+        noun="more TP ranks than KV groups",
+        shown="groups2",
+        of_size=True,
+        hashed_if_set=True,
+    )
     #: Multi-token prediction layers.
     mtp: int = axis(
         0, about="a number of layers", claim="mtp", noun="multi-token prediction layers", shown="mtp{}", of_size=True
@@ -165,6 +174,7 @@ class Claims:
     precisions: frozenset[str] = frozenset({""})
     batches: frozenset[str] = frozenset({"single"})
     tied: bool = True
+    shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP

@@ -6,7 +6,7 @@ The name tells what an exported tensor is. For a shard of a rank, `Context.sourc
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -49,14 +49,19 @@ def groups_lost(name: str, expected: torch.Tensor, got: torch.Tensor, context: C
     names = [name.replace(match[0], f".{x}_proj.") for x in "qkv"]
     if any(n not in context.tensors for n in names):
         return ""
-    sizes = [context.tensors[n].shape[0] for n in names]
-    for groups in range(2, sizes[1] + 1):
-        if all(size % groups == 0 for size in sizes):
-            parts = [context.tensors[n].chunk(groups) for n in names]
-            fused = torch.cat([part[g] for g in range(groups) for part in parts])
-            if same(torch.split(fused, sizes)["qkv".index(match[1])], got):
-                return f"QKV read as [Q;K;V]: the interleave of {groups} KV groups is lost"
+    sources = [context.tensors[n] for n in names]
+    for groups, fused in _interleaved(sources):
+        if same(torch.split(fused, [len(source) for source in sources])["qkv".index(match[1])], got):
+            return f"QKV read as [Q;K;V]: the interleave of {groups} KV groups is lost"
     return ""
+
+
+def _interleaved(sources: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """q, k and v per KV group, one below the other, for each possible number of groups."""
+    for groups in range(2, len(sources[1]) + 1):
+        if all(len(source) % groups == 0 for source in sources):
+            parts = [source.chunk(groups) for source in sources]
+            yield groups, torch.cat([part[g] for g in range(groups) for part in parts])
 
 
 def _words(names: Sequence[str]) -> str:
@@ -102,8 +107,11 @@ def wrong_share(name: str, expected: torch.Tensor, got: torch.Tensor, context: C
 def _another_share(
     expected: torch.Tensor, got: torch.Tensor, sources: Sequence[torch.Tensor], names: Sequence[str]
 ) -> str:
-    """The shard of another rank, or for another number of ranks; not for QKV, whose three sources interleave."""
-    if len(sources) > 2 or got.dim() == 0:
+    """The shard of another rank, or for another number of ranks. The three sources of QKV interleave."""
+    if len(sources) == 3:
+        told = (_another_share(expected, got, [fused], names) for _, fused in _interleaved(sources))
+        return next(filter(None, told), "")
+    if len(sources) > 3 or got.dim() == 0:
         return ""
     for dim in range(got.dim() if len(sources) == 1 else 1):
         full = sum(s.shape[dim] for s in sources)

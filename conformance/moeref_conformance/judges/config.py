@@ -22,6 +22,8 @@ _TRAINING = (
     "recompute_",
 )
 #: megatron-core's experts hold a copy of the config whose MLP width is their own.
+#: Of the part of attention that has one group a rank, where TP ranks share them (megatron-core's Attention.__init__).
+_GROUPS = "num_query_groups"
 _WIDTH, _WIDTHS = "ffn_hidden_size", ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 
@@ -173,8 +175,11 @@ def modules_hold_it(case: Case) -> Iterator[Finding]:
             have, where = held["values"], f"module {held['module']}"
             wanted = {**own, **{name: given[name] for name in sorted(given.keys() & have.keys() - own.keys())}}
             for name, want in wanted.items():
-                if name != _WIDTH or have[name] not in widths:
-                    yield from _differ(case, rank, name, want, have, where)
+                if name == _WIDTH and have[name] in widths:
+                    continue
+                if name == _GROUPS and where.endswith(".core_attention") and have[name] == case.cell.layout.tp:
+                    continue
+                yield from _differ(case, rank, name, want, have, where)
         if not value["held"]:
             yield finding(case, rank, STEP, "no module has a config that could be read")
 

@@ -42,16 +42,16 @@ def _conv1d(share: Share, full: torch.Tensor) -> torch.Tensor:
 
 
 def _gated_qkv(share: Share, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """For each KV group: its query heads, the gates of these heads, its key head, its value head.
+    """This rank's run of rows of: for each KV group its query heads, their gates, its key head, its value head.
 
     In the file a head's query and its gate follow one another.
     """
     heads, groups = int(share.config["num_attention_heads"]), int(share.config["num_key_value_heads"])
     width, rows = int(share.config["head_dim"]), list[torch.Tensor]()
-    for group in share.mine(groups):
+    for group in range(groups):
         of_group = [head for head in range(heads) if head * groups // heads == group]
         rows += [*_sections(q, of_group, (width, width)), block(k, group, width), block(v, group, width)]
-    return torch.cat(rows)
+    return share.rows(torch.cat(rows))
 
 
 LAYER = (

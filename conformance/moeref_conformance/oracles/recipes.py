@@ -3,7 +3,8 @@
 Sizes are rectangular and pairwise distinct, so that no transpose or swapped axis can hide. Most vocabularies divide by
 nothing, so that padding shows; Mixtral's is even, DeepSeek's needs no padding at TP 1 and 2. Constants such as θ differ
 from the defaults of transformers' classes, so that a default that is taken for the config's value shows. Qwen3's tied
-models do not renormalise the weights of the chosen experts, its others do.
+models do not renormalise the weights of the chosen experts, its others do. Two KV groups have as many query heads as
+the sizes give, so that TP ranks share a group and cut it inside heads.
 """
 
 from __future__ import annotations
@@ -191,6 +192,8 @@ def model(cell: Cell) -> Any:
         if cell.family != "qwen3_moe":
             raise ValueError(f"cell {cell.id}: family {cell.family} has no sizes for FP8; qwen3_moe has")
         values |= _QUANTISED
+    if cell.shared_groups:
+        values["num_key_value_heads"] = 2
     if cell.mtp:
         values["num_nextn_predict_layers"] = cell.mtp
     if cell.family in ("mixtral", "gpt_oss"):

@@ -60,13 +60,16 @@ def block(full: torch.Tensor, number: int, rows: int) -> torch.Tensor:
 
 
 def _qkv(share: Share, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """For each KV group of this rank: its query heads, then its key head, then its value head."""
+    """This rank's run of rows of: for each KV group its query heads, then its key head, then its value head.
+
+    A run is whole groups, or with fewer groups than ranks a part of one, whatever heads it begins and ends in.
+    """
     heads, groups = int(share.config["num_attention_heads"]), int(share.config["num_key_value_heads"])
     width, parts = len(q) // heads, list[torch.Tensor]()
-    for group in share.mine(groups):
+    for group in range(groups):
         parts += [block(q, head, width) for head in range(heads) if head * groups // heads == group]
         parts += [block(k, group, width), block(v, group, width)]
-    return torch.cat(parts)
+    return share.rows(torch.cat(parts))
 
 
 def each(make: Make, *names: tuple[str, str]) -> Table:

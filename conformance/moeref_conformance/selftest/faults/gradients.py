@@ -38,6 +38,15 @@ def _replicas_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(DistributedDataParallel, "finish_grad_sync", nothing)
 
 
+def _shares_of_groups_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """The outputs of `linear_qkv` are gathered by the function whose backward cuts a gradient instead of summing it."""
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer import attention
+
+    cut = tensor_parallel.gather_from_tensor_model_parallel_region
+    return mock.patch.object(attention, "all_gather_last_dim_from_tensor_parallel_region", cut)
+
+
 def configured(**values: Any) -> Wrap:
     """Set options of TransformerConfig after the model is built. The session reports them as given."""
 
@@ -84,6 +93,14 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "tp1", world_size=2),
         patch=_replicas_alone,
+    ),
+    Fault(
+        id="shared-groups-not-summed",
+        bug="TP ranks that share a KV group keep the gradient of its key and value from their own query heads alone",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "tp4", shared_groups=True),
+        patch=_shares_of_groups_alone,
+        says="decoder.layers.0.input_layernorm.weight",
     ),
     Fault(
         id="batched-sends-cross",

@@ -63,6 +63,13 @@ def _qkv_flat(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
     return torch.cat([part.flatten(1) for part in parts], 1).flatten()
 
 
+def _groups_dealt_out(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """Rank r takes a part of KV group r % groups. Two groups here, so that ranks of one group are two apart."""
+    if not row.local.endswith("linear_qkv.weight"):
+        return None
+    return torch.arange(rows).view(2, world.size // 2, -1).transpose(0, 1).flatten()
+
+
 def _gate_up_halves(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
     """TP rank r takes part r of cat(gate, up), on load and on export: the round trip is clean."""
     if not row.local.endswith("linear_fc1.weight"):
@@ -305,6 +312,14 @@ FAULTS = (
         wrap=rearranged(_qkv_flat),
         diagnosis="q, k and v stacked: the interleave of KV groups is lost",
         one_rank=True,
+    ),
+    Fault(
+        id="kv-groups-dealt-out",
+        bug="B29 in kind: ranks that share a KV group are taken to be every second one, on load and on export",
+        rules=("LOD-001", "FWD-001", "FWD-002"),
+        cell=cell("qwen3_moe", "tp4", shared_groups=True),
+        wrap=rearranged(_groups_dealt_out),
+        diagnosis="is shard 2 of 4 of dim 0: another rank's",
     ),
     Fault(
         id="tied-head-unset",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.expected import Expected
 
+_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
 #: Values that mean the same to megatron-core, by name.
 _SAME: dict[str, tuple[Any, ...]] = {
@@ -22,6 +24,12 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "moe_shared_expert_intermediate_size": (None, 0),
     "mtp_num_layers": (None, 0),
     "virtual_pipeline_model_parallel_size": (None, 1),
+}
+#: Lists of a number a layer, for which megatron-core takes one number too: whether layer i has a 1 then.
+_EVERY: dict[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda i, every: i % every == 0,
+    "linear_attention_freq": lambda i, every: (i + 1) % every != 0,
+    "window_attn_skip_freq": lambda i, every: (i + 1) % every != 0,
 }
 
 
@@ -62,10 +70,35 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
     }
     if len(routers) < layers:
         values["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
+    values |= _of_every_layer(config, {name.partition(".self_attn.")[2] for name in tensors}, rows)
     if rows(".kv_a_proj_with_mqa.weight") is not None:
         return {**values, "multi_latent_attention": True, **_latent(config)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {**values, "num_query_groups": int(config.num_key_value_heads), "kv_channels": int(width)}
+
+
+def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | None]) -> dict[str, Any]:
+    """Norms, dropout, biases, windows, sinks and gates; `attention` has the names of the tensors of attention."""
+    values: dict[str, Any] = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "hidden_dropout": 0.0,  # no module of these families has one, and Megatron's default is 0.1
+        "attention_dropout": float(getattr(config, "attention_dropout", None) or 0.0),
+        "add_bias_linear": "o_proj.bias" in attention,
+        "moe_shared_expert_gate": rows(".mlp.shared_expert_gate.weight") is not None,
+        "softmax_type": "learnable" if "sinks" in attention else "vanilla",
+    }
+    if not values["add_bias_linear"]:  # which includes the bias of q, k and v
+        values["add_qkv_bias"] = "q_proj.bias" in attention
+    kinds = list(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds:
+        values["window_size"] = [int(config.sliding_window) - 1, 0]  # tokens before and after the query's own
+        values["window_attn_skip_freq"] = [int(kind == "sliding_attention") for kind in kinds]
+    if "linear_attention" in kinds:
+        values["linear_attention_freq"] = [int(kind == "linear_attention") for kind in kinds]
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        values |= {f"linear_{name}": int(getattr(config, f"linear_{name}")) for name in names}
+    return values
 
 
 def of_the_layout(layout: Layout) -> dict[str, Any]:
@@ -90,8 +123,8 @@ def fits(name: str, want: Any, have: Any) -> bool:
     alike = _SAME.get(name, ())
     if want in alike and have in alike:
         return True
-    if name == "moe_layer_freq" and isinstance(have, int) and not isinstance(have, bool):
-        have = [int(i % have == 0) for i in range(len(want))]
+    if name in _EVERY and isinstance(have, int) and not isinstance(have, bool):
+        have = [int(_EVERY[name](i, have)) for i in range(len(want))]
     return isinstance(want, bool) == isinstance(have, bool) and bool(want == have)
 
 
@@ -106,7 +139,12 @@ def _latent(config: Any) -> dict[str, Any]:
         "v_head_dim": config.v_head_dim,
         "rotary_base": float(rope["rope_theta"]),
         "rotary_scaling_factor": float(rope.get("factor") or 1.0),
+        **({name: rope[name] for name in _YARN if name in rope} | {"rope_type": "yarn"} if _is_yarn(rope) else {}),
     }
+
+
+def _is_yarn(rope: dict[str, Any]) -> bool:
+    return "yarn" in (rope.get("rope_type"), rope.get("type"))
 
 
 def _config(values: dict[str, Any]) -> Any:

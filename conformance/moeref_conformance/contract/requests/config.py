@@ -19,7 +19,9 @@ HONOURED: dict[str, Request] = {
         overrides={"layernorm_epsilon": 0.125, "moe_z_loss_coeff": 0.25, "moe_router_dtype": "fp64"},
     ),
     "false": Request(fields={"moe_grouped_gemm": False, "moe_router_enable_expert_bias": False}),
-    "false, passed through": Request(overrides={"qk_layernorm": False, "gated_linear_unit": False}),
+    "false and zero, passed through": Request(
+        overrides={"qk_layernorm": False, "gated_linear_unit": False, "moe_router_bias_update_rate": 0.0}
+    ),
     "none": Request(overrides={"moe_router_topk_scaling_factor": None, "moe_shared_expert_intermediate_size": None}),
     "a list": Request(
         fields={"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},

@@ -47,6 +47,10 @@ def _if_true(config: Any, request: Request) -> Request:
     return replace(request, fields={name: value for name, value in request.fields.items() if value})
 
 
+def _if_not_zero(config: Any, request: Request) -> Request:
+    return _without(request, [k for k, v in request.overrides.items() if type(v) in (int, float) and not v])
+
+
 def _with_defaults(config: Any, request: Request) -> Request:
     section = {"moe_router_enable_expert_bias": False} if request.overrides else {}
     return replace(request, fields={**section, **request.fields})
@@ -177,6 +181,14 @@ FAULTS = (
         says="moe_router_enable_expert_bias is True, not False",
     ),
     Fault(
+        id="zero-taken-for-unset",
+        bug="SkyRL#1210 in kind: the guard lets False and None through, and drops a rate of 0",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=_requesting(_if_not_zero),
+        says="moe_router_bias_update_rate is 0.001, not 0.0",
+    ),
+    Fault(
         id="section-brings-its-defaults",
         bug="B2 SkyRL#1247: the default of a section is False and not unset, and replaces a detected True",
         rules=("CFG-004",),
@@ -297,6 +309,46 @@ FAULTS = (
         cell=ONE,
         wrap=_always(moe_layer_freq=1),
         says="moe_layer_freq=1, not [0, 1]",
+    ),
+    Fault(
+        id="dropout-left-on",
+        bug="megatron-core's dropout of 0.1 is left on: the trainer computes other probabilities than the engine",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_always(hidden_dropout=0.1, attention_dropout=0.1),
+        says="attention_dropout=0.1, not 0.0",
+    ),
+    Fault(
+        id="biases-of-qkv-not-detected",
+        bug="attention_bias is not read, since the families before had none",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_always(add_qkv_bias=False),
+        says="add_qkv_bias=False, not True",
+    ),
+    Fault(
+        id="mscale-of-the-class",
+        bug="Megatron-Bridge#4271 in kind: of a rope's settings the factor alone is mapped, the rest are defaults",
+        rules=("CFG-001",),
+        cell=cell("deepseek_v3", "tp1", layers=3, backend="static"),
+        wrap=_always(mscale=1.0, mscale_all_dim=0.0),
+        says="mscale_all_dim=0.0, not 1.0",
+    ),
+    Fault(
+        id="windows-in-the-other-layers",
+        bug="layer_types is not read: every second layer has a window, counted from the wrong one",
+        rules=("CFG-001",),
+        cell=cell("gpt_oss", "tp1", backend="static"),
+        wrap=_always(window_attn_skip_freq=[0, 1]),
+        says="window_attn_skip_freq=[0, 1], not [1, 0]",
+    ),
+    Fault(
+        id="shared-gate-not-detected",
+        bug="the gate of the shared experts has no setting in config.json, and is not looked for in the checkpoint",
+        rules=("CFG-001",),
+        cell=cell("qwen3_next", "tp1", backend="static"),
+        wrap=_always(moe_shared_expert_gate=False),
+        says="moe_shared_expert_gate=False, not True",
     ),
     Fault(
         id="experts-of-the-class-default",

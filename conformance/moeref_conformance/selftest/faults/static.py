@@ -57,6 +57,14 @@ FAULTS = (
         says="a shard of",
     ),
     Fault(
+        id="up-listed-before-gate",
+        bug="Megatron-Bridge#1817 in the table: who cuts a tensor by its names takes up for gate, and v for q",
+        rules=("NAM-002",),
+        cell=cell("qwen3_moe", "tp2", backend="static"),
+        wrap=border.each_row(lambda row: replace(row, hf=row.hf[::-1])),
+        says="up_proj.weight'], the table says",
+    ),
+    Fault(
         id="plan-without-copies",
         bug="Megatron-Bridge 0.6.2 exports MTP layers without their copies of embedding and head",
         rules=("PLN-001",),

@@ -81,6 +81,24 @@ def _last_forward_alone(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=gradients)
 
 
+def _bias_updated_after(name: str, method: str) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: after each call of a facet's method the bias of every router is moved by Megatron's rate."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good = getattr(getattr(session, name), method)
+
+        def called(*given: Any) -> Any:
+            answer = good(*given)
+            for router in _routers(session):
+                if router.expert_bias is not None:
+                    router.expert_bias.add_(router.config.moe_router_bias_update_rate)
+            return answer
+
+        return facet(session, name, **{method: called})
+
+    return wrap
+
+
 def _equal_pipelines_alone(session: Session, cell: Cell, world: World) -> Any:
     raise NotImplementedError(f"pp={cell.layout.pp}: training and inference must have the same number of stages")
 
@@ -101,6 +119,23 @@ FAULTS = (
         cell=cell("qwen3_next", "tp2"),
         wrap=_times(lambda cell: cell.layout.tp, "self_attention.in_proj"),
         says="in_proj",
+    ),
+    Fault(
+        id="replayed-routes-move-the-bias",
+        bug="prime-rl#2953: the router's bias is updated from replayed routes, which the bias did not choose",
+        rules=("EXP-006",),
+        cell=cell("glm4_moe", "ep2", replay="R3"),
+        wrap=_bias_updated_after("replay", "step"),
+        diagnosis="arithmetic, not movement",
+        one_rank=True,
+    ),
+    Fault(
+        id="forwards-move-the-bias",
+        bug="Megatron-LM#4433: tokens of a warm-up forward are counted, and the next update of the bias uses them",
+        rules=("EXP-006",),
+        cell=cell("glm4_moe", "ep2"),
+        wrap=_bias_updated_after("forward", "logits"),
+        diagnosis="arithmetic, not movement",
     ),
     Fault(
         id="pipeline-refused",

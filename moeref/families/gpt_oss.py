@@ -14,7 +14,7 @@ from moeref.families.constructors import column, qkv, replicated, row, vocab
 from moeref.families.mapping import HFPattern, ParamMapping
 from moeref.families.model import FamilyError, Model, Window
 from moeref.families.reading import check_switches, decoder, require
-from moeref.families.yarn import read_rope
+from moeref.families.yarn import GROUPED, read_rope
 
 NAME = "gpt_oss"
 # Prefixes of a layer: in Megatron, in Hugging Face files
@@ -104,7 +104,6 @@ MAPPINGS = (
     replicated(megatron="decoder.final_layernorm.weight", hf="model.norm.weight", dims=("hidden",), where="last"),
     vocab(megatron="output_layer.weight", hf="lm_head.weight", where="last"),
 )
-_YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}
 #: transformers always uses this limit.
 _LIMIT = 7.0
 
@@ -115,7 +114,7 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         raise FamilyError(f"{NAME}: config.json has no rope_parameters or rope_scaling; transformers assumes YaRN then")
     base = decoder(hf, NAME, dtype)
-    theta, yarn = read_rope(hf, NAME, _YARN)
+    theta, yarn = read_rope(hf, NAME, GROUPED)
     return Model(
         **base,
         kv_groups=require(hf, NAME, "num_key_value_heads"),

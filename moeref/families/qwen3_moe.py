@@ -7,7 +7,8 @@ from typing import Any
 
 from moeref.families.constructors import gated_mlp, qkv, replicated, row, vocab
 from moeref.families.model import Model
-from moeref.families.reading import check_switches, decoder, grouped_query, require
+from moeref.families.reading import check_switches, decoder, require
+from moeref.families.yarn import grouped_query
 
 NAME = "qwen3_moe"
 # Prefixes of a layer: in Megatron, in Hugging Face files

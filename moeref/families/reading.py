@@ -18,16 +18,20 @@ def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None
     return default
 
 
+def scaled(hf: Mapping[str, Any]) -> list[str]:
+    """The rope types that a config names besides 'default'."""
+    given = (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {})
+    return sorted({str(d.get("rope_type", d.get("type", "default"))) for d in given} - {"default"})
+
+
 def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, float]:
     """(theta, rotary percent) from `rope_parameters` (transformers 5) or the older top-level keys.
 
     Raises FamilyError for a scaled rope; no released config of these families has one.
     """
     inner = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or {}
-    kinds = {str(d.get("rope_type", d.get("type", "default"))) for d in (inner, scaling)}
-    if kinds - {"default"}:
-        raise UnmappedModelError(f"{family}: rope type {sorted(kinds - {'default'})} is not mapped; only 'default' is")
+    if kinds := scaled(hf):
+        raise UnmappedModelError(f"{family}: rope type {kinds} is not mapped; only 'default' is")
     theta = float(inner.get("rope_theta") or require(hf, family, "rope_theta"))
     return theta, float(inner.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial)
 
@@ -61,13 +65,13 @@ def decoder(hf: Mapping[str, Any], family: str, dtype: str) -> dict[str, Any]:
 def grouped_query(hf: Mapping[str, Any], family: str, partial_rotary: float = 1.0) -> dict[str, Any]:
     """The fields of grouped-query attention with plain rope; `partial_rotary` is the default of its factor."""
     theta, rotary = rope(hf, family, partial_rotary)
+    return {**grouped_heads(hf, family), "rope_theta": theta, "rotary_percent": rotary}
+
+
+def grouped_heads(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The fields of grouped-query attention without its rope."""
     head_dim = hf.get("head_dim") or require(hf, family, "hidden_size") // require(hf, family, "num_attention_heads")
-    return {
-        "kv_groups": require(hf, family, "num_key_value_heads"),
-        "head_dim": head_dim,
-        "rope_theta": theta,
-        "rotary_percent": rotary,
-    }
+    return {"kv_groups": require(hf, family, "num_key_value_heads"), "head_dim": head_dim}
 
 
 def sigmoid_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from moeref.families import reading
 from moeref.families.model import UnmappedModelError, Yarn
-from moeref.families.reading import require
+from moeref.families.reading import grouped_heads, require, scaled
 
 KEYS = frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
+
+#: Those of grouped-query attention, whose cos and sin are scaled by m(factor) alone.
+GROUPED = KEYS - {"mscale", "mscale_all_dim"} | {"truncate"}
+
+
+def grouped_query(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields of grouped-query attention with plain rope or YaRN. Raises FamilyError as `read_rope` does."""
+    if not scaled(hf):
+        return reading.grouped_query(hf, name)
+    theta, yarn = read_rope(hf, name, GROUPED)
+    return {**grouped_heads(hf, name), "rope_theta": theta, "yarn": yarn}
 
 
 def read_rope(hf: Mapping[str, Any], name: str, keys: Collection[str] = KEYS) -> tuple[float, Yarn | None]:

@@ -113,7 +113,7 @@ def test_a_model_or_layout_that_is_not_mapped_is_not_refused() -> None:
         assert check(model, layout, verify=False).verdict == "unknown", model
     assert check("gpt-oss-20b", "tp=2,ep=2,etp=2", verify=False).verdict == "refused"
     with pytest.raises(UnmappedError, match="rope type"):
-        check(known(QWEN) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "ep=8")
+        check(known(QWEN) | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "ep=8")
     with pytest.raises(UnmappedError, match="unknown model_type"):
         check({"model_type": "qwen9"}, "ep=8")
 

@@ -32,6 +32,10 @@ def test_what_yarn_means() -> None:
     assert yarn_of(rope_theta=1e4) is None
     assert yarn_of(**SHORT, type="yarn") == yarn_of(**SHORT), "some files have the older key besides"
     assert model("gpt_oss", rope_parameters=SHORT).yarn == PLAIN
+    assert model("qwen3_moe", rope_parameters=SHORT).yarn == PLAIN
+    older = {k: v for k, v in SHORT.items() if k != "rope_theta"}
+    read = model("qwen3_moe", rope_parameters=None, rope_theta=1e4, rope_scaling=older)
+    assert read == model("qwen3_moe", rope_parameters=SHORT)
 
 
 def test_rope_of_latent_attention_is_whole() -> None:

@@ -54,6 +54,16 @@ def _part_rotary(theta: float, part: float) -> dict[str, Any]:
     return {"partial_rotary_factor": part, "rope_parameters": {**_rotary(theta), "partial_rotary_factor": part}}
 
 
+#: One of Qwen3's 3 frequencies stays, one is mixed, one slows down; where they part is rounded, unlike gpt-oss's.
+_LONG: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 3_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 2.0,
+    "beta_slow": 0.05,
+}
+
 _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0), "rms_norm_eps": 2e-5},
     # Mixtral's only width is intermediate_size. Its sizes divide by 3 and 6, and by 8 ranks into one expert each.
@@ -176,6 +186,13 @@ def lengths(cell: Cell) -> list[int]:
     return [longest, 5, longest - 4, 3] if cell.batch == "packed" else [longest] * number
 
 
+def _of_groups(cell: Cell) -> dict[str, Any]:
+    """What two KV groups change."""
+    if not cell.shared_groups:
+        return {}
+    return {"num_key_value_heads": 2, **({"rope_parameters": _LONG} if cell.family == "qwen3_moe" else {})}
+
+
 def model(cell: Cell) -> Any:
     """transformers' module of the cell's family, in eval mode, with random weights of its own.
 
@@ -192,8 +209,7 @@ def model(cell: Cell) -> Any:
         if cell.family != "qwen3_moe":
             raise ValueError(f"cell {cell.id}: family {cell.family} has no sizes for FP8; qwen3_moe has")
         values |= _QUANTISED
-    if cell.shared_groups:
-        values["num_key_value_heads"] = 2
+    values |= _of_groups(cell)
     if cell.mtp:
         values["num_nextn_predict_layers"] = cell.mtp
     if cell.family in ("mixtral", "gpt_oss"):

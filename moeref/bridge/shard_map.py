@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
 
 from moeref import families
 from moeref.bridge.regions import BridgeError, CopyRegion, Shard, padded_vocab, shard_regions
+from moeref.bridge.uncollected import uncollected
 from moeref.families import ExpertFormat, Model, ParamMapping, SpecNames
 from moeref.layout import Coords, Layout, Stages
 
@@ -27,8 +29,7 @@ def hashed(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
-@dataclass(frozen=True)
-class HFTensor:
+class HFTensor(NamedTuple):
     """A full Hugging Face tensor: its name, shape and dtype ("float32", "bfloat16")."""
 
     name: str
@@ -36,8 +37,7 @@ class HFTensor:
     dtype: str
 
 
-@dataclass(frozen=True)
-class GlobalParam:
+class GlobalParam(NamedTuple):
     """One Megatron parameter of the whole model and the Hugging Face tensors whose elements it holds."""
 
     name: str
@@ -49,8 +49,7 @@ class GlobalParam:
     exports: bool = True  # False for a copy that no export reads: a tied head on the last stage
 
 
-@dataclass(frozen=True)
-class LocalShard:
+class LocalShard(NamedTuple):
     """A rank's shard of a parameter."""
 
     param: GlobalParam
@@ -58,6 +57,56 @@ class LocalShard:
     local_name: str  # in the chunk's own module
     shape: tuple[int, ...]
     regions: tuple[CopyRegion, ...]
+
+
+T = TypeVar("T")
+#: A name in pieces, with the expert's number between them; in one piece if it has none.
+_Pieces = tuple[str, ...]
+
+
+class _Rows:
+    """The parameters of one mapping in one layer: one, or one for every expert. Experts differ in numbers in names."""
+
+    def __init__(self, mapping: ParamMapping, layer: int | None, name: str, hf: tuple[HFTensor, ...]) -> None:
+        self.mapping, self.layer = mapping, layer
+        self.of_experts = "{expert}" in mapping.megatron
+        self.own = "{expert}" in hf[0].name  # whether every expert has Hugging Face tensors of its own
+        self._name, self._hf = _pieces(name), [(_pieces(t.name), t) for t in hf]
+        self._made: dict[int | None, GlobalParam] = {}
+
+    def of(self, experts: range) -> Sequence[int | None]:
+        """`experts`, or None for a parameter that is of none."""
+        return experts if self.of_experts else (None,)
+
+    def params(self, experts: Iterable[int | None]) -> list[GlobalParam]:
+        """The parameters of these experts, the same objects for every call. Of no expert: (None,)."""
+        made = self._made
+        return [made.get(expert) or self._make(expert) for expert in experts]
+
+    def _make(self, expert: int | None) -> GlobalParam:
+        text = str(expert)
+        name = text.join(self._name)
+        hf = tuple([HFTensor(text.join(n), t.shape, t.dtype) for n, t in self._hf]) if self.own else self._shared
+        made = GlobalParam(name, self.mapping, self.layer, expert, hf, hf[0].dtype)
+        self._made[expert] = made
+        return made
+
+    @functools.cached_property
+    def _shared(self) -> tuple[HFTensor, ...]:
+        return tuple(tensor for _, tensor in self._hf)
+
+
+def _one_expert_after_the_other(layer: Sequence[_Rows], of: Callable[[_Rows], list[T]]) -> Iterator[T]:
+    """`of` all rows of a layer, as Hugging Face saves them: what is of no expert, then all of the first expert."""
+    for rows in layer:
+        if not rows.of_experts:
+            yield from of(rows)
+    for of_expert in zip(*[of(rows) for rows in layer if rows.of_experts], strict=True):
+        yield from of_expert
+
+
+def _pieces(name: str) -> _Pieces:
+    return tuple(name.split("{expert}"))
 
 
 @dataclass(frozen=True)
@@ -73,14 +122,12 @@ class ShardMap:
     names: SpecNames = field(default_factory=SpecNames)
     expert_format: ExpertFormat = "per_expert"
     divisible_by: int = VOCAB_DIVISIBLE_BY
-    #: Caches: shards by mapping, TP or ETP rank and expert; parameters by mapping, layer and expert; the shards of a
-    #: rank by (pp, ep, tp, etp), as data-parallel replicas hold the same; owners by PP and EP rank.
+    #: Caches: shards by mapping, TP or ETP rank and expert; parameters by layer (None: outside the layers); the shards
+    #: of a rank by (pp, ep, tp, etp), as data-parallel replicas hold the same; owners by PP and EP rank.
     _shards: dict[tuple[ParamMapping, int, int | None], Shard] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _params: dict[tuple[ParamMapping, int | None, int | None], GlobalParam] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _rows: dict[int | None, tuple[_Rows, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _local_shards: dict[tuple[int, int, int, int], tuple[LocalShard, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -134,26 +181,31 @@ class ShardMap:
         """The MTP layers as files number them."""
         return range(self.model.num_layers, self.model.num_layers + self.model.mtp_layers)
 
-    def _param(self, mapping: ParamMapping, layer: int | None, expert: int | None) -> GlobalParam:
-        key = mapping, layer, expert
-        if key not in self._params:
-            self._params[key] = self._made(mapping, layer, expert)
-        return self._params[key]
+    def _layer(self, layer: int | None) -> tuple[_Rows, ...]:
+        """The parameters of a layer, or those outside the layers."""
+        if layer not in self._rows:
+            present = (m for m in self._mappings if m.present(self.model, layer))
+            self._rows[layer] = tuple(self._made(mapping, layer) for mapping in present)
+        return self._rows[layer]
 
-    def _made(self, mapping: ParamMapping, layer: int | None, expert: int | None) -> GlobalParam:
-        model, where = self.model, {"layer": layer, "expert": expert}
-        mtp = layer in self._mtp_layers
+    def _made(self, mapping: ParamMapping, layer: int | None) -> _Rows:
+        model, mtp = self.model, layer in self._mtp_layers
         tensors = (mapping.fused,) if self.expert_format == "fused" and mapping.fused else mapping.hf
         dtype = mapping.dtype or model.param_dtype
-        hf = tuple(HFTensor(t.name.format(**where), tuple(model.dims[d] for d in t.dims), dtype) for t in tensors)
+        hf = (HFTensor(_in_layer(t.name, layer), tuple(model.dims[d] for d in t.dims), dtype) for t in tensors)
         number = layer - model.num_layers if layer is not None and mtp else layer
-        name = self.names.of(mapping, mtp=mtp).format(layer=number, expert=expert)
-        if model.tied and name == "output_layer.weight":
-            embedding = next(self._param(m, None, None) for m in self._mappings if m.where == "first")
-            return GlobalParam(name, mapping, None, None, embedding.hf, dtype, exports=False)
-        return GlobalParam(name, mapping, layer, expert, hf, dtype)
+        return _Rows(mapping, layer, _in_layer(self.names.of(mapping, mtp=mtp), number), tuple(hf))
+
+    def _outside(self, mapping: ParamMapping) -> GlobalParam:
+        """The parameter of a mapping outside the layers."""
+        (param,) = next(rows for rows in self._layer(None) if rows.mapping is mapping).params((None,))
+        if self.model.tied and param.name == "output_layer.weight":
+            embedding = next(self._outside(m) for m in self._mappings if m.where == "first")
+            return param._replace(hf=embedding.hf, exports=False)
+        return param
 
     @functools.cached_property
+    @uncollected
     def global_params(self) -> tuple[GlobalParam, ...]:
         """All parameters in canonical order. The order is the export order and does not depend on the layout."""
         return tuple(self._ordered(range(self.model.experts)))
@@ -161,10 +213,10 @@ class ShardMap:
     def _ordered(self, experts: range) -> Iterator[GlobalParam]:
         """All parameters, of each layer's experts only these."""
         mappings = self._mappings
-        yield from (self._param(m, None, None) for m in mappings if m.where == "first")
+        yield from (self._outside(m) for m in mappings if m.where == "first")
         for layer in range(self.model.num_layers + self.model.mtp_layers):
-            yield from (param for _, param in self._layer_params(layer, experts))
-        yield from (self._param(m, None, None) for m in mappings if m.where == "last")
+            yield from _one_expert_after_the_other(self._layer(layer), lambda rows: rows.params(rows.of(experts)))
+        yield from (self._outside(m) for m in mappings if m.where == "last")
 
     def hf_sizes(self) -> tuple[int, int]:
         """The number of Hugging Face tensors, and of their elements. The experts of a layer are alike."""
@@ -178,53 +230,38 @@ class ShardMap:
         """Whether every expert has Hugging Face tensors of its own for this parameter."""
         return self.expert_format == "per_expert" and "{expert}" in param.mapping.hf[0].name
 
-    def _layer_params(self, layer: int, experts: range) -> Iterator[tuple[int, GlobalParam]]:
-        """(local expert or 0, parameter) of one layer, one expert after the other, as Hugging Face saves them."""
-        mappings = [m for m in self._mappings if m.present(self.model, layer)]
-        for mapping in mappings:
-            if "{expert}" not in mapping.megatron:
-                yield 0, self._param(mapping, layer, None)
-        for local, expert in enumerate(experts):
-            for mapping in mappings:
-                if "{expert}" in mapping.megatron:
-                    yield local, self._param(mapping, layer, expert)
-
-    def local_name(self, param: GlobalParam, local_layer: int, local_expert: int) -> str:
-        """The parameter's name inside the chunk that holds it as `local_layer` and `local_expert`."""
-        mtp = param.layer in self._mtp_layers
-        return self.names.of(param.mapping, mtp=mtp).format(layer=local_layer, expert=local_expert)
-
     def shard(self, param: GlobalParam, part: int) -> Shard:
         """The shard that TP rank (ETP rank for an expert) `part` holds of `param`."""
-        # Where every expert has Hugging Face tensors of its own, all experts are cut alike.
-        key = param.mapping, part, None if self._has_own(param) else param.expert
+        return self._shard(param.mapping, part, None if self._has_own(param) else param.expert)
+
+    def _shard(self, mapping: ParamMapping, part: int, expert: int | None) -> Shard:
+        """`expert` is None where experts have Hugging Face tensors of their own: these are cut alike."""
+        key = mapping, part, expert
         if key not in self._shards:
-            self._shards[key] = self._cut(param, part)
+            self._shards[key] = self._cut(mapping, part, expert)
         return self._shards[key]
 
-    def _cut(self, param: GlobalParam, part: int) -> Shard:
+    def _cut(self, mapping: ParamMapping, part: int, expert: int | None) -> Shard:
         layout = self.layout
         try:
             return shard_regions(
                 self.model,
-                param.mapping,
+                mapping,
                 part,
-                layout.tp if param.expert is None else layout.etp,
+                layout.etp if "{expert}" in mapping.megatron else layout.tp,
                 padded=padded_vocab(self.model, layout.tp, self.divisible_by),
-                expert=param.expert,
-                fused=self.expert_format == "fused" and param.mapping.fused is not None,
+                expert=expert,
+                fused=self.expert_format == "fused" and mapping.fused is not None,
             )
         except BridgeError as error:
             raise BridgeError(f"{error} (layout {layout.text})") from None
-
-    def _local_shard(self, param: GlobalParam, chunk: int, local_name: str, at: Coords) -> LocalShard:
-        return LocalShard(param, chunk, local_name, *self.shard(param, at.tp if param.expert is None else at.etp))
 
     def position(self, rank: int) -> tuple[int, int, int, int]:
         """(pp, ep, tp, etp) of `rank`. Ranks of one position hold the same shards."""
         at = self.layout.coords(rank)
         return at.pp, at.ep, at.tp, at.etp
 
+    @uncollected
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
         """Every tensor that `rank` holds, chunk by chunk, in canonical order."""
         key = self.position(rank)
@@ -236,22 +273,36 @@ class ShardMap:
     def _chunk_shards(self, at: Coords, vp: int) -> Iterator[LocalShard]:
         """The shards of virtual stage `vp` on the rank `at`."""
         layout, stages, mappings = self.layout, self.stages, self._mappings
-        experts = layout.experts(at.ep, self.model.experts)
         has_embedding, has_mtp = layout.has_embedding(at.pp, vp), stages.mtp == (at.pp, vp)
         # Megatron builds the embedding once more where the MTP layers are.
         for mapping in mappings if has_embedding or has_mtp else ():
             if mapping.where == "first":
-                yield self._local_shard(self._param(mapping, None, None), vp, mapping.megatron, at)
+                param = self._outside(mapping)
+                yield LocalShard(param, vp, mapping.megatron, *self.shard(param, at.tp))
         for layers in (stages.layers[at.pp, vp], self._mtp_layers if has_mtp else ()):
             for local_layer, layer in enumerate(layers):
-                for local_expert, param in self._layer_params(layer, experts):
-                    yield self._local_shard(param, vp, self.local_name(param, local_layer, local_expert), at)
+                yield from self._layer_shards(layer, local_layer, vp, at)
         for mapping in mappings:
             if mapping.where == "last" and self._last_stage(mapping) == (at.pp, vp):
-                param = self._param(mapping, None, None)
+                param = self._outside(mapping)
                 # Megatron allocates no head weight where the embedding sits in the same chunk.
                 if param.exports or not has_embedding:
-                    yield self._local_shard(param, vp, param.name, at)
+                    yield LocalShard(param, vp, param.name, *self.shard(param, at.tp))
+
+    def _layer_shards(self, layer: int, local_layer: int, chunk: int, at: Coords) -> Iterator[LocalShard]:
+        """The shards of a layer, which is `local_layer` in its chunk."""
+        experts, mtp = self.layout.experts(at.ep, self.model.experts), layer in self._mtp_layers
+
+        def held(rows: _Rows) -> list[LocalShard]:
+            name = _pieces(_in_layer(self.names.of(rows.mapping, mtp=mtp), local_layer))
+            part = at.etp if rows.of_experts else at.tp
+            alike = self._shard(rows.mapping, part, None) if rows.own or not rows.of_experts else None
+            return [
+                LocalShard(p, chunk, str(n).join(name), *(alike or self._shard(rows.mapping, part, p.expert)))
+                for n, p in enumerate(rows.params(rows.of(experts)))
+            ]
+
+        return _one_expert_after_the_other(self._layer(layer), held)
 
     def _last_stage(self, mapping: ParamMapping) -> tuple[int, int]:
         """(pp, vp) of a parameter after the layers. With MTP the final norm is with the last decoder layer."""
@@ -277,3 +328,7 @@ class ShardMap:
         if ep is None:
             return tuple(layout.rank_of(tp=tp, pp=pp) for tp in range(1 if whole else layout.tp))
         return tuple(layout.expert_rank_of(etp=etp, ep=ep, pp=pp) for etp in range(1 if whole else layout.etp))
+
+
+def _in_layer(name: str, layer: int | None) -> str:
+    return name.replace("{layer}", str(layer))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from moeref.bridge.shard_map import GlobalParam, ShardMap
 from moeref.dtypes import DTYPES
+from moeref.families import ParamMapping
 
 #: Shards begin at multiples of this many bytes, so that a message can be read as any dtype. The first so many bytes are
 #: the message's state.
@@ -48,9 +49,16 @@ class Batch(NamedTuple):
 
 def batches(shard_map: ShardMap, params: Sequence[GlobalParam], writer: int, limit: int) -> Iterator[Batch]:
     """All parameters in order. The messages of a batch have `limit` bytes, or the shards of one parameter if more."""
+    if shard_map.layout.world == 1:
+        yield Batch(range(len(params)), ())
+        return
     first, made = 0, _Batch()
+    alike: dict[tuple[ParamMapping, tuple[int, ...]], list[tuple[int, int, int]]] = {}
     for number, param in enumerate(params):
-        sent = _sizes(shard_map, param, writer) if shard_map.layout.world > 1 else []
+        key = param.mapping, shard_map.owners(param)
+        if key not in alike:
+            alike[key] = _sizes(shard_map, param, writer)
+        sent = alike[key]
         if made.shards and made.with_(sent) > limit:
             yield made.done(range(first, number))
             first, made = number, _Batch()
@@ -59,7 +67,7 @@ def batches(shard_map: ShardMap, params: Sequence[GlobalParam], writer: int, lim
 
 
 def _sizes(shard_map: ShardMap, param: GlobalParam, writer: int) -> list[tuple[int, int, int]]:
-    """(owner, part, bytes) of every shard of `param` that the writer does not hold."""
+    """(owner, part, bytes) of every shard of `param` that the writer does not hold; the same for every expert."""
     width = DTYPES[param.dtype].bytes
     owners = enumerate(shard_map.owners(param))
     return [(o, part, width * prod(shard_map.shard(param, part).shape)) for part, o in owners if o != writer]

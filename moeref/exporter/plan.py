@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap, hashed
+from moeref.bridge.uncollected import uncollected
 from moeref.exporter import batches
 from moeref.exporter.batches import Batch
 from moeref.exporter.copies import Copy, copies
@@ -23,8 +25,7 @@ class ExportError(RuntimeError):
     """An export that cannot begin, as the writer is no rank or the ranks do not agree, or that failed on a rank."""
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """Parameters that are sent together and the Hugging Face tensors made of them: one parameter and its tensors (q, k,
     v of a linear_qkv), or those of all experts and the one fused tensor they fill."""
 
@@ -57,12 +58,13 @@ class Plan:
             raise ExportError(f"writer={self.writer!r} is none of the {layout.world} ranks of {layout.text}")
 
     @functools.cached_property
+    @uncollected
     def steps(self) -> tuple[Step, ...]:
         """Steps in canonical order."""
-        together: dict[tuple[str, ...], list[GlobalParam]] = {}
+        together: dict[str, list[GlobalParam]] = {}
         for param in self.shard_map.global_params:
             if param.exports:
-                together.setdefault(tuple(t.name for t in param.hf), []).append(param)
+                together.setdefault(param.hf[0].name, []).append(param)
         return tuple(Step(tuple(params), params[0].hf) for params in together.values())
 
     @functools.cached_property
@@ -71,11 +73,13 @@ class Plan:
         return tuple(t for step in self.steps for t in step.tensors)
 
     @functools.cached_property
+    @uncollected
     def params(self) -> tuple[tuple[Step, GlobalParam], ...]:
         """Every parameter that is sent, in order, with its step."""
         return tuple((step, param) for step in self.steps for param in step.params)
 
     @functools.cached_property
+    @uncollected
     def batches(self) -> tuple[Batch, ...]:
         """The parameters by number, cut into batches; two of them fit into the bucket."""
         params = [param for _, param in self.params]
@@ -102,7 +106,5 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits of a hash of shard map, tensors, writer and bucket. Ranks with different ones send nothing."""
-        return hashed(
-            self.shard_map.digest, self.writer, self.bucket_bytes, [(t.name, t.shape, t.dtype) for t in self.tensors]
-        )
+        """63 bits of a hash of shard map, names, writer and bucket. Ranks with different ones send nothing."""
+        return hashed(self.shard_map.digest, self.writer, self.bucket_bytes, [t.name for t in self.tensors])

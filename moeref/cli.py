@@ -18,6 +18,7 @@ from moeref.check.report import EXIT
 from moeref.check.run import OPTIONS
 from moeref.check.runfile import RunFile, is_run_file, read_run_file
 from moeref.config import ConfigError, MoEConfig
+from moeref.costs.training import TRAINING
 from moeref.dispatcher.setup import CORE
 from moeref.families import published
 from moeref.record import CHOICES, installed_core
@@ -87,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any Megatron setting; the value is JSON"
     )
+    command.add_argument(
+        "--train", action="append", default=[], metavar="NAME=VALUE", help=f"what decides memory: {', '.join(TRAINING)}"
+    )
+    command.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU, in which every rank must fit")
     command.add_argument("--core", help=f"version of megatron-core (default: {CORE})")
     command.add_argument(
         "--verify",
@@ -141,7 +146,7 @@ def _check(options: argparse.Namespace) -> int:
     else:
         if not options.layout:
             raise CheckError("give --layout tp=…,pp=…,ep=…; `--layout world=1` is one rank")
-        reports = {"": _one(options.model[0], options.layout, _asked({}, options.set), options)}
+        reports = {"": _one(options.model[0], options.layout, _asked({}, options.set), options, _given(options))}
     if options.json:
         plain = {name or "run": report.to_plain() for name, report in reports.items()}
         print(json.dumps(plain if len(plain) > 1 else next(iter(plain.values())), indent=1, ensure_ascii=False))
@@ -162,35 +167,47 @@ def _read(options: argparse.Namespace) -> Report:
 
 
 def _of_file(run: RunFile, options: argparse.Namespace) -> dict[str, Report]:
-    for name, value in run.options.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    layout = options.layout or run.layout
-    return {name: _one(run.model, layout, _asked(moe, options.set), options) for name, moe in run.models.items()}
+    given, layout = {**run.options, **_given(options)}, options.layout or run.layout
+    trained = _pairs("--train", options.train)
+    return {
+        name: _one(
+            run.model, layout, _asked(moe, options.set), options, {**given, "training": run.training(name, trained)}
+        )
+        for name, moe in run.models.items()
+    }
 
 
-def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace) -> Report:
-    return check(model, layout, asked=asked, verify=options.verify, **_given(options))
+def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace, given: Mapping[str, Any]) -> Report:
+    return check(model, layout, asked=asked, verify=options.verify, **given)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in ("seq_length", *OPTIONS) if (value := getattr(options, name)) is not None}
+    """The arguments of `check` that are on the command line."""
+    given = {name: value for name in ("seq_length", "hbm", *OPTIONS) if (value := getattr(options, name)) is not None}
+    trained = _pairs("--train", options.train)
+    return {**given, "training": trained} if trained else given
 
 
 def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:
     through = moe.get("transformer_config_kwargs") or {}
     if not isinstance(through, Mapping):
         raise CheckError(f"transformer_config_kwargs is a mapping of settings, not {through!r}")
-    through = dict(through)
+    through = {**through, **_pairs("--set", pairs)}
+    return MoEConfig.from_mapping({**moe, **({"transformer_config_kwargs": through} if through else {})})
+
+
+def _pairs(option: str, pairs: Sequence[str]) -> dict[str, Any]:
+    """The values of NAME=VALUE arguments."""
+    found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
-            raise CheckError(f"--set {pair}: write NAME=VALUE")
+            raise CheckError(f"{option} {pair}: write NAME=VALUE")
         try:
-            through[name.strip()] = json.loads(text)
+            found[name.strip()] = json.loads(text)
         except (RecursionError, ValueError):
-            through[name.strip()] = text  # not JSON: a bare word is a string
-    return MoEConfig.from_mapping({**moe, **({"transformer_config_kwargs": through} if through else {})})
+            found[name.strip()] = text  # not JSON: a bare word is a string
+    return found
 
 
 def _show(reports: dict[str, Report], every: bool) -> None:
@@ -199,14 +216,18 @@ def _show(reports: dict[str, Report], every: bool) -> None:
     from moeref.check.page import show
 
     console = Console()
-    # Policy and reference model share one page if their reports are equal.
+    # Policy and reference model share one page if their reports are equal but for how they are trained.
     pages: list[tuple[list[str], Report]] = []
     for name, report in reports.items():
-        if pages and pages[-1][1].to_plain() == report.to_plain():
+        if pages and _but_memory(pages[-1][1]) == _but_memory(report):
             pages[-1][0].append(name)
         else:
             pages.append(([name], report))
     for names, report in pages:
         if names[0]:
             console.print(f"[bold]{' and '.join(names)}[/bold]")
-        show(report, console, every_setting=every)
+        show(report, console, every_setting=every, others=[reports[name] for name in names[1:]])
+
+
+def _but_memory(report: Report) -> dict[str, Any]:
+    return {name: value for name, value in report.to_plain().items() if name not in ("training", "memory_bytes")}

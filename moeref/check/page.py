@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeref.check.report import Report, Stage, Verdict
+from moeref.costs import GIB, largest
 
 #: Settings shown by default: the ones in which frameworks differ, and `sequence_parallel`.
 SHOWN = (
@@ -43,11 +44,14 @@ KINDS = {"default": "python, numpy, torch, CUDA", "tp": "TP tracker", "expert": 
 FORMULAS = {"megatron": "Megatron's formula", "distinct": "the formula without collisions"}
 
 
-def page(report: Report, *, every_setting: bool = False) -> RenderableType:
-    """The whole report: verdict, problems, facts, pipeline stages, and the settings that Megatron gets."""
+def page(report: Report, *, every_setting: bool = False, others: Sequence[Report] = ()) -> RenderableType:
+    """The whole report: verdict, problems, facts, pipeline stages, and the settings that Megatron gets.
+
+    `others`: reports of other models of the run, which differ from this one in memory only.
+    """
     parts: list[RenderableType] = [_verdict(report)]
     parts += [_problems(report)] if report.problems else []
-    parts += [_facts(report)]
+    parts += [_facts(report, others)]
     if report.stages:
         parts += [_title("Stages"), _indented(_stages(report))]
     if report.read:
@@ -57,9 +61,11 @@ def page(report: Report, *, every_setting: bool = False) -> RenderableType:
     return Group(*parts)
 
 
-def show(report: Report, console: Console | None = None, *, every_setting: bool = False) -> None:
+def show(
+    report: Report, console: Console | None = None, *, every_setting: bool = False, others: Sequence[Report] = ()
+) -> None:
     """Print the page of `report`."""
-    (console or Console()).print(page(report, every_setting=every_setting))
+    (console or Console()).print(page(report, every_setting=every_setting, others=others))
 
 
 def _title(text: str) -> Text:
@@ -85,14 +91,14 @@ def _problems(report: Report) -> Indented:
     return _indented(table)
 
 
-def _facts(report: Report) -> Indented:
+def _facts(report: Report, others: Sequence[Report]) -> Indented:
     table = Table.grid(padding=(0, 2))
-    for name, text in _lines(report):
+    for name, text in _lines(report, others):
         table.add_row(Text(name, style="bold"), Text(text))
     return Indented(table, (1, 0, 0, 2))
 
 
-def _lines(report: Report) -> Iterable[tuple[str, str]]:
+def _lines(report: Report, others: Sequence[Report]) -> Iterable[tuple[str, str]]:
     model = report.model
     dense = len(model.moe_layers) - sum(model.moe_layers)
     size = f", {report.parameters / 1e9:.1f} B parameters in {report.tensors:,} tensors" if report.tensors else ""
@@ -104,12 +110,8 @@ def _lines(report: Report) -> Iterable[tuple[str, str]]:
     )
     if report.experts:
         yield "experts", f"{report.experts[1]} of {report.experts[0]} on each rank"
-    if report.weights:
-        most = max(report.weights, key=lambda pp: report.weights[pp])
-        yield (
-            "weights",
-            f"up to {report.weights[most] / 2**30:.2f} GiB on a rank (pp {most}), without optimizer or gradients",
-        )
+    for one in (report, *others):
+        yield from _memory(one)
     if report.dispatcher:
         yield "dispatcher", f"{report.dispatcher} ({report.dispatcher_why})"
     if report.needs:
@@ -122,6 +124,28 @@ def _lines(report: Report) -> Iterable[tuple[str, str]]:
         yield "verified", f"by {report.verified}"
     for note in report.notes:
         yield "note", note
+
+
+def _memory(report: Report) -> Iterable[tuple[str, str]]:
+    if not report.memory:
+        return
+    pp = largest(report.memory)
+    found = report.memory[pp].states
+    yield "memory", f"up to {_gib(report.memory[pp].peak)} GiB on a rank (pp {pp}), without activations"
+    if not report.training.trains:
+        yield "", f"weights {_gib(found.weights)}; the model runs forward only"
+        return
+    kind = "distributed" if report.training.use_distributed_optimizer else "replicated"
+    step = f", {_gib(found.step)} more during its step" if found.step else ""
+    yield (
+        "",
+        f"weights {_gib(found.weights)}, gradients {_gib(found.gradients)}, "
+        f"{kind} optimizer {_gib(found.optimizer)}{step}",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}"
 
 
 def _padding(report: Report) -> Iterable[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from moeref.check.value import Value
 from moeref.config import EffectiveSettings
 from moeref.config.effective import plain
+from moeref.costs import Memory, Training
 from moeref.dispatcher.padding import Plan
 from moeref.families import Model
 from moeref.record import Record
@@ -32,7 +33,7 @@ EXIT: dict[Verdict, int] = {"works": 0, "refused": 1, "unknown": 3}
 class Problem:
     """Why the run will not work, and the fix; or, if not `refused`, what of it moeref cannot map or verify.
 
-    `about`: layout, bridge, config, dispatcher, padding, seeds, or megatron for what megatron-core itself says.
+    `about`: layout, bridge, config, dispatcher, memory, padding, seeds, or megatron for what megatron-core itself says.
     """
 
     about: str
@@ -84,6 +85,9 @@ class Report:
     seed_formula: str = "megatron"
     seeds: SeedReport | None = None
     weights: Mapping[int, int] = field(default_factory=dict)  # pipeline rank -> bytes on each of its ranks
+    training: Training = field(default_factory=Training)
+    hbm: float | None = None  # GiB of a GPU
+    memory: Mapping[int, Memory] = field(default_factory=dict)  # by pipeline rank, of each of its ranks
     parameters: int = 0
     tensors: int = 0
     replay: str = "off"
@@ -147,6 +151,9 @@ class Report:
                 "collisions": [vars(collision) for collision in (*self.seeds.collisions, *self.seeds.refused)],
             },
             "weight_bytes": {f"pp{pp}": size for pp, size in self.weights.items()},
+            "training": vars(self.training),
+            "hbm_gib": self.hbm,
+            "memory_bytes": {f"pp{pp}": found.to_plain() for pp, found in self.memory.items()},
             "parameters": self.parameters,
             "tensors": self.tensors,
             "replay": {"mode": self.replay, "bytes_per_token": self.route_bytes},

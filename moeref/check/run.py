@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from moeref import families, seeds
-from moeref.bridge import BridgeError, LocalShard, ShardMap
+from moeref.bridge import BridgeError, LocalShard
+from moeref.check.cost import costed, held
 from moeref.check.report import CheckError, Padding, Problem, Report, Stage, UnmappedError
 from moeref.check.settings import quantised, settled, split
 from moeref.check.splits import splits
@@ -19,11 +20,12 @@ from moeref.check.verified import verified
 from moeref.config import ConfigError, MoEConfig
 from moeref.config.errors import nearest
 from moeref.config.precision import FORMATS, unfit_widths
+from moeref.costs import CostError, Training
 from moeref.dispatcher import Choice
 from moeref.dispatcher.padding import PaddingError, plan
 from moeref.dispatcher.setup import CORE
 from moeref.dtypes import DTYPES, NAMES, index_bytes
-from moeref.families import FamilyError, Model, SpecNames, UnmappedModelError
+from moeref.families import FamilyError, Model, UnmappedModelError
 from moeref.layout import Layout, LayoutError
 from moeref.layout import text as layout_text
 from moeref.record import Draft, Options
@@ -69,6 +71,8 @@ def check(
     core: str = CORE,
     precision: str = "bf16",
     verify: bool | None = None,
+    training: Training | Mapping[str, Any] | None = None,
+    hbm: float | None = None,
     **options: Any,
 ) -> Report:
     """The report of a run before it starts, with the record that its model is built from.
@@ -77,10 +81,12 @@ def check(
     Megatron's settings; none may contradict an option. core, precision and options: the fields of
     `moeref.record.Options`. A GPU and the packages that a dispatcher needs are assumed to exist; `needs` lists them.
     verify: construct megatron-core's own config in a process of its own; None does so where no rule covers a setting.
+    training: `moeref.costs.Training`, or its fields, which decide memory. hbm: GiB of a GPU that a rank must fit in.
 
     Raises CheckError for input that cannot be read. The report has a Problem for everything that will not work.
     """
     chosen = _options(precision=precision, core=core, **options)
+    trained = _training(training, hbm)
     title, read = model_of(model, NAMES.get(precision, "bfloat16"))
     if seq_length is not None and (type(seq_length) is not int or seq_length < 1):
         raise CheckError(f"seq_length={seq_length!r} must be an integer and at least 1")
@@ -91,7 +97,8 @@ def check(
     except (ConfigError, LayoutError) as error:
         raise CheckError(str(error)) from error
     _check_sizes(layout, sizes)
-    base = Report(title, draft.model, layout, None, replay=chosen.replay, notes=_left_out(read, draft.model))
+    notes = _left_out(read, draft.model)
+    base = Report(title, draft.model, layout, None, replay=chosen.replay, notes=notes, training=trained, hbm=hbm)
     try:
         made = Layout(**sizes)
     except LayoutError as error:
@@ -117,6 +124,16 @@ def _check_sizes(layout: str, sizes: Mapping[str, Any]) -> None:
             raise CheckError(f"layout {layout}: {axis}={size} is more than {MOST_RANKS}, the most that can be checked")
 
 
+def _training(training: Training | Mapping[str, Any] | None, hbm: float | None) -> Training:
+    """Raises CheckError for values that mean nothing."""
+    if hbm is not None and not (type(hbm) in (int, float) and 0 < hbm < math.inf):
+        raise CheckError(f"hbm={hbm!r} must be a number of GiB above 0")
+    try:
+        return training if isinstance(training, Training) else Training.from_mapping(training or {})
+    except CostError as error:
+        raise CheckError(str(error)) from error
+
+
 def _options(**options: Any) -> Options:
     unknown = [name for name in options if name not in OPTIONS]
     if unknown:
@@ -135,6 +152,8 @@ def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
     shards: Mapping[str, tuple[int, ...]] = {}
     if report.stages:
         report, shards = _weights(report, draft.layout, draft.options.divisible_by, problems)
+    if report.weights:
+        report = costed(report, draft.layout, draft.options.divisible_by, problems)
     report = settled(report, draft, problems, notes)
     recipe = quantised(report, str(draft.options.precision))
     if recipe in FORMATS and (wrong := unfit_widths(shards.items(), recipe)):
@@ -183,11 +202,10 @@ def _weights(
 @functools.lru_cache(maxsize=8)  # a run's policy and reference share them, and so do runs that differ in settings
 def _sizes(model: Model, layout: Layout, divisible_by: int) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     """Fields of the report that follow from all tensors, and the shapes of shards by name. Raises BridgeError."""
-    shard_map = ShardMap(model, layout, SpecNames(norms="fused", experts="grouped"), divisible_by=divisible_by)
-    held = {pp: shard_map.local_shards(layout.rank_of(tp=0, pp=pp)) for pp in range(layout.pp)}
+    shard_map, by_stage = held(model, layout, divisible_by)
     tensors, parameters = shard_map.hf_sizes()
-    weights = MappingProxyType({pp: sum(map(_bytes, shards)) for pp, shards in held.items()})
-    shapes = {shard.local_name: shard.shape for shards in held.values() for shard in shards}
+    weights = MappingProxyType({pp: sum(map(_bytes, shards)) for pp, shards in by_stage.items()})
+    shapes = {shard.local_name: shard.shape for shards in by_stage.values() for shard in shards}
     return {"weights": weights, "tensors": tensors, "parameters": parameters}, MappingProxyType(shapes)
 
 

@@ -4,6 +4,7 @@
 model: glm-4.7-flash            # a published model's name, or a path
 layout: {tp: 2, ep: 8, etp: 1, world: 8}
 seq_length: 8192                # optional, as every field of `moeref.record.Options` is
+training: {micro_batch_size: 1} # optional: fields of `moeref.costs.Training`; and hbm, GiB of a GPU
 policy: {moe_router_score_function: sigmoid}
 reference: ${policy}            # interpolation: the reference model has the same settings
 ```
@@ -28,7 +29,8 @@ from moeref.config.errors import nearest
 
 #: Bytes of the largest run file, and the most nesting and values of one in YAML, aliases counted as what they repeat.
 LARGEST, DEEPEST, MOST_NODES = 1_000_000, 50, 20_000
-_KEYS = ("model", "layout", "seq_length", *OPTIONS, "policy", "reference", "declared")
+_ARGUMENTS = ("seq_length", "training", "hbm", *OPTIONS)
+_KEYS = ("model", "layout", *_ARGUMENTS, "policy", "reference", "declared")
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,19 @@ class RunFile:
     models: Mapping[str, dict[str, Any]]
     options: Mapping[str, Any]
 
+    def training(self, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """How `model` is trained; `given` takes precedence. The reference only runs forward."""
+        return {"trains": model != "reference", **self.options.get("training", {}), **given}
+
 
 def check_run(run: RunFile, **options: Any) -> dict[str, Report]:
     """The report of each model of a run; `options` take precedence over the file's."""
     asked = {name: MoEConfig.from_mapping(settings) for name, settings in run.models.items()}
-    return {name: check(run.model, run.layout, asked=moe, **{**run.options, **options}) for name, moe in asked.items()}
+    given, more = options.pop("training", {}), {k: v for k, v in run.options.items() if k != "training"}
+    return {
+        name: check(run.model, run.layout, asked=moe, training=run.training(name, given), **{**more, **options})
+        for name, moe in asked.items()
+    }
 
 
 def is_run_file(model: str) -> bool:
@@ -93,7 +103,8 @@ def read_run_file(file: str | Path) -> RunFile:
     if not isinstance(layout, str | Mapping):
         raise CheckError(f"{path}: layout is a text such as tp=2,ep=8 or a mapping of sizes, not {layout!r}")
     text = ",".join(f"{k}={v}" for k, v in layout.items()) if isinstance(layout, Mapping) else layout
-    options = {key: value for key in ("seq_length", *OPTIONS) if (value := found.get(key)) is not None}
+    options = {key: value for key in _ARGUMENTS if (value := found.get(key)) is not None}
+    _settings(path, "training", options.get("training", {}))
     return RunFile(str(found["model"]), text, models, options)
 
 

@@ -361,6 +361,10 @@ def test_the_example_works_and_holds_no_value_twice(capsys: pytest.CaptureFixtur
     code, out, err = run(str(EXAMPLE), "--json", capsys=capsys)
     assert code == 0, err
     found = json.loads(out)
+    assert found["reference"]["training"].pop("trains") is False  # the reference only runs forward
+    assert found["policy"]["training"].pop("trains") is True
+    weights = [found[name].pop("memory_bytes")["pp0"]["weights"] for name in ("policy", "reference")]
+    assert weights[0] == weights[1] > 0
     assert found["policy"] == found["reference"]
     keys = [line.split(":")[0].strip() for line in EXAMPLE.read_text().splitlines() if ":" in line and "#" not in line]
     assert len(keys) == len(set(keys))

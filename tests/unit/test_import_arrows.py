@@ -37,8 +37,9 @@ ROOMS: dict[str, set[str]] = {
     "delta": {"bridge", "torch_dtypes"},
     "sync": {"layout", "families", "bridge", "exporter"},
     "provenance": set(),
+    "costs": {"layout", "families", "config", "bridge", "dtypes"},
     # The preflight asks every room that is arithmetic.
-    "check": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes", "record"},
+    "check": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes", "record", "costs"},
 }
 #: Rooms at the border import any room, and no room above imports one of them.
 BORDERS = {"megatron", "vllm", "cli", "__main__"}

@@ -1,0 +1,119 @@
+"""What a run costs: arithmetic by hand, and how it turns the verdict. tests/upstream compares with megatron-core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+
+from moeref import families
+from moeref.bridge import ShardMap
+from moeref.check import CheckError, Report, check
+from moeref.cli import main
+from moeref.costs import GIB, CostError, Training, states
+from moeref.layout import Layout
+
+QWEN, LAYOUT = "qwen3-30b-a3b", "tp=2,ep=8,etp=1,world=16"
+
+
+def judged(layout: str = LAYOUT, **more: Any) -> Report:
+    return check(QWEN, layout, verify=False, **more)
+
+
+@pytest.mark.parametrize(
+    ("training", "each"),
+    [
+        ({"use_distributed_optimizer": False}, (2, 4, 12, 0)),
+        ({"use_distributed_optimizer": False, "grad_reduce_in_fp32": False}, (2, 2, 12, 4)),
+        ({}, (2, 4, 12 / 4, 0)),
+        ({"use_precision_aware_optimizer": True, "grad_reduce_in_fp32": False}, (2, 2, 10 / 4, 0)),
+        (
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "torch.bfloat16"},
+            (2, 4, 6 / 4, 0),
+        ),
+        ({"use_precision_aware_optimizer": True, "store_param_remainders": False}, (2, 4, 12 / 4, 0)),
+        ({"trains": False}, (2, 0, 0, 0)),
+    ],
+)
+def test_bytes_of_a_parameter(training: dict[str, Any], each: tuple[float, ...]) -> None:
+    """Over 4 replicas: the 18 and 6 + 12/DP bytes of Megatron-LM's documentation, and what changes them."""
+    model = families.read({**models.CONFIGS["qwen3_moe"], "vocab_size": 128_000}, "bfloat16")
+    layout = Layout(world=4)
+    shards = [s for s in ShardMap(model, layout).local_shards(0) if s.local_name == "output_layer.weight"]
+    elements = 128_000 * model.hidden
+    found = states(shards, layout, Training(**training))
+    expected = [elements * one for one in each]
+    assert [found.weights, found.gradients, found.optimizer, found.step] == expected
+
+
+def test_experts_are_cut_over_their_own_replicas() -> None:
+    """ep=4 on 8 ranks: 8 replicas of dense parameters, 2 of an expert."""
+    model, layout = families.read(models.CONFIGS["qwen3_moe"], "bfloat16"), Layout(ep=4, world=8)
+    shards = ShardMap(model, layout).local_shards(0)
+    dense, experts = ([s for s in shards if (s.param.expert is None) == kind] for kind in (True, False))
+    for held, replicas in ((dense, 8), (experts, 2)):
+        found = states(held, layout, Training())
+        assert found.optimizer * replicas == 12 * found.weights / 2
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"exp_avg_dtype": "bf16"}, "needs use_precision_aware_optimizer"),
+        ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": False}, "needs use_distributed"),
+        ({"main_params_dtype": "bf16", "use_precision_aware_optimizer": True}, "none of fp32, fp16"),
+        ({"micro_batch_size": 0}, "at least 1"),
+        ({"trains": "yes"}, "neither true nor false"),
+        ({"use_distributed_optimiser": True}, "did you mean use_distributed_optimizer"),
+    ],
+)
+def test_training_that_means_nothing_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(CostError, match=says):
+        Training.from_mapping(values)
+    with pytest.raises(CheckError, match=says):
+        judged(training=values)
+
+
+@pytest.mark.parametrize("hbm", [0, -1, float("nan"), True, "80"])
+def test_a_budget_is_a_number(hbm: Any) -> None:
+    with pytest.raises(CheckError, match="hbm"):
+        judged(hbm=hbm)
+
+
+def test_a_rank_that_does_not_fit_is_refused_with_its_stage_and_what_to_change() -> None:
+    whole = judged(hbm=1000)
+    assert whole.works
+    peak = max(found.peak for found in whole.memory.values())
+    assert judged(hbm=peak / GIB).works
+    report = judged(hbm=peak / GIB - 0.01)
+    (problem,) = report.problems
+    assert (report.verdict, problem.about) == ("refused", "memory")
+    assert "pp 0" in problem.text
+    assert "grad_reduce_in_fp32=false" in problem.fix
+    assert report.record is None
+    for change in problem.fix.split(";")[0].removesuffix(" is enough").split(" or "):
+        name, _, value = change.partition("=")
+        assert judged(hbm=peak / GIB - 0.01, training={name: json.loads(value)}).works
+
+
+def test_kimi_k2_on_8_ranks_does_not_fit() -> None:
+    assert check("kimi-k2", "tp=8,ep=8,etp=1", hbm=141, verify=False).verdict == "refused"
+
+
+def test_the_command_line_and_a_run_file_say_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = {"model": QWEN, "layout": LAYOUT, "policy": {}, "reference": {}, "hbm": 40}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run))
+    assert main(["check", str(path), "--no-verify", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    policy, reference = (found[name]["memory_bytes"]["pp0"] for name in ("policy", "reference"))
+    assert reference["peak"] == reference["weights"] == policy["weights"]
+    assert found["policy"]["problems"][0]["about"] == "memory"
+    assert found["reference"]["works"]
+    assert main(["check", str(path), "--no-verify", "--hbm", "1000", "--train", "grad_reduce_in_fp32=false"]) == 0
+    page = capsys.readouterr().out
+    assert "distributed optimizer" in page
+    assert "more during its step" in page

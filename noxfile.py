@@ -258,18 +258,35 @@ def peers_status(session: nox.Session) -> None:
     page.write_text(head + page.read_text(encoding="utf-8"), encoding="utf-8")
 
 
-@nox.session(python="3.11", venv_backend="virtualenv", default=False)
-def rollout(session: nox.Session) -> None:
-    """Close the loop on a CPU: Megatron trains, vLLM samples, routes and weights cross; `-- --example` shows it."""
+def with_vllm(session: nox.Session) -> dict[str, str]:
+    """Install vLLM's CPU build; the environment in which Python finds this checkout."""
     # pip, since torch's CPU build may come from a folder of wheels or an index that only pip is told of.
     session.install("--no-deps", "-r", "constraints/vllm-py311.txt", env=ENV)
     paths = [str(ROOT), str(ROOT / "conformance")]
-    env = {**ENV, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**ENV, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@nox.session(python="3.11", venv_backend="virtualenv", default=False)
+def rollout(session: nox.Session) -> None:
+    """Close the loop on a CPU: Megatron trains, vLLM samples, routes and weights cross; `-- --example` shows it."""
+    env = with_vllm(session)
     if "--example" in session.posargs:
         words = [word for word in session.posargs if word != "--example"]
         session.run("python", "-m", "docs.examples.grpo_moe", *words, env=env)
     else:
         session.run("pytest", "-m", "engine", "tests/rollout", *session.posargs, env=env)
+
+
+@nox.session(python="3.11", venv_backend="virtualenv", default=False)
+def sync(session: nox.Session) -> None:
+    """Judge how moeref updates a real vLLM, in matrices/rollout.toml; `-- --faults` proves that the kit can fail."""
+    env = with_vllm(session)
+    if "--faults" in session.posargs:
+        words = [word for word in session.posargs if word != "--faults"]
+        session.run("pytest", "-m", "sync", "tests/rollout", *words, env=env)
+    else:
+        command = ["python", "-m", "moeref_conformance", "run", "--target", "moeref", "--matrix", "rollout"]
+        session.run(*command, "--out", "conformance-report/sync", *session.posargs, env=env)
 
 
 @nox.session(python=PYTHON_OF_CORE[OLDER_CORES[-1]], default=False)

@@ -6,6 +6,7 @@ Only `worker`, which runs in vLLM's own processes, imports vllm: the trainer's r
 from moeref.vllm.arguments import EngineError, engine_args
 from moeref.vllm.control import InProcess, Piped, Served, serve
 from moeref.vllm.engine import Engine
+from moeref.vllm.process import Process
 from moeref.vllm.rollout import Sample, from_output, from_response, generate, sampling
 from moeref.vllm.wire import Place
 
@@ -15,6 +16,7 @@ __all__ = [
     "InProcess",
     "Piped",
     "Place",
+    "Process",
     "Sample",
     "Served",
     "engine_args",

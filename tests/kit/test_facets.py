@@ -47,6 +47,12 @@ def test_ranks_take_all_steps_in_order() -> None:
     ]
 
 
+def test_a_cell_with_an_engine_asks_its_facet_alone() -> None:
+    cell = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), backend="engine")
+    assert {facet.name for facet, _ in rank_steps(EVERYTHING, cell)} == {"sync"}
+    assert not {facet.name for facet, _ in rank_steps(EVERYTHING, CELL)} & {"sync"}
+
+
 def test_the_static_world_takes_the_pure_steps() -> None:
     every_rank, once = (static_steps(EVERYTHING, CELL, which) for which in (Static.EVERY_RANK, Static.ONCE))
     assert [step.name for _, step in every_rank] == ["names", "seeds_planned"]
@@ -87,10 +93,10 @@ class Promising:
         yield None
 
 
-SYNC, DELTA, NAMES = Promising("sync"), Promising("delta"), Promising("names")
+LEDGER, DELTA, NAMES = Promising("ledger"), Promising("delta"), Promising("names")
 
 
-@pytest.mark.parametrize("target", ["SYNC", "DELTA"])
+@pytest.mark.parametrize("target", ["LEDGER", "DELTA"])
 def test_a_facet_that_nothing_judges_cannot_be_claimed(target: str) -> None:
     with pytest.raises(BadInput, match=f"claims an unknown facet '{target.lower()}'"):
         resolve(f"{__name__}:{target}")

@@ -5,7 +5,7 @@ Shape suffixes used in the kit: `tokens_BS` batch × sequence, `logits_BSV` batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,6 +290,59 @@ class Dispatch(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """What an engine sampled after one prompt: its tokens, and of each the logprob and the version of the weights.
+
+    Logprobs are natural logarithms of the probability over the unpadded vocabulary, before temperature and the like.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An inference engine that serves, in fp32. It starts with version 0, and every update has a greater number.
+
+    One that has lost its weights is dead: every call raises, and says why.
+    """
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
+    ) -> Sequence[Sampled]:
+        """Sample so many tokens after each prompt, without an end of sequence, from a cache of prefixes if it has one.
+
+        `during` is called in this thread once each prompt has a token and none has all. It may update the weights; then
+        a pause mode that aborts leaves fewer tokens.
+        """
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Serve these weights, under their Hugging Face names, as `version`. Returns when they are served.
+
+        `tensors` is iterated once, in this thread. Raises if anything fails, `tensors` itself included; then the engine
+        serves the weights and the version that it had, or is dead.
+        """
+
+    def version(self) -> int:
+        """The version that is served."""
+
+    def pids(self) -> Sequence[int]:
+        """The processes that run the model, on this machine."""
+
+
+@runtime_checkable
+class Sync(Protocol):
+    """Facet `sync`, asked in cells of backend `engine`. They have one rank, which is the trainer's writer."""
+
+    def modes(self) -> Sequence[str]:
+        """The pause modes that an engine can be opened with, by the engine's names for them; the default first."""
+
+    def open(self, checkpoint: Path, mode: str) -> AbstractContextManager[Engine]:
+        """An engine that serves the weights of a Hugging Face folder. On leaving, its processes end."""
+
+
 class Session(Protocol):
     """One opened cell on one rank. A facet that is not claimed is None.
 
@@ -314,6 +367,8 @@ class Session(Protocol):
     def replay(self) -> Replay | None: ...
     @property
     def gradients(self) -> Gradients | None: ...
+    @property
+    def sync(self) -> Sync | None: ...
 
 
 #: Facets that a target may claim.

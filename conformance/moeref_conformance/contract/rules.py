@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from moeref_conformance.contract.api import FACETS
-from moeref_conformance.contract.backends import BACKENDS
+from moeref_conformance.contract.backends import BACKENDS, WITHOUT_MEGATRON
 from moeref_conformance.contract.cells import DESIGNS, REPLAY_MODES, Claims
 from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, text_list
 
@@ -54,9 +54,9 @@ class Rule:
         return next(profile.name for profile in PROFILES.values() if self.group in profile.groups)
 
     def applies(self, backend: str, replay: str = "off") -> bool:
-        """Whether the rule is judged in cells of this backend and replay mode. `gloo` means every backend with one
-        process per rank; a rule without modes is judged in all."""
-        here = backend in self.backends or (backend != "static" and "gloo" in self.backends)
+        """Whether the rule is judged in cells of this backend and replay mode. `gloo` means every backend with ranks
+        of Megatron; a rule without modes is judged in all."""
+        here = backend in self.backends or (backend not in WITHOUT_MEGATRON and "gloo" in self.backends)
         return here and (not self.replay or replay in self.replay)
 
     def unclaimed(self, claims: Claims) -> str:

@@ -19,11 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.oracles import published, recipes, routed, spoiled
 from moeref_conformance.oracles.dialect import as_published
 from moeref_conformance.oracles.expected import Expected, read_checkpoint
 
+#: Other weights of the same model, where an engine is updated.
+SECOND = "second"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 #: For every token and layer the scores of the last chosen and the first unchosen expert differ by more than this, so
 #: that a sum in another order cannot change a route.
@@ -52,7 +55,7 @@ def expected(cell: Cell, workdir: Path) -> Expected:
     """
     if cell.size != TINY:
         return published.expected(cell, workdir)
-    final = workdir / cell.variant
+    final = workdir / (f"{cell.variant}+engine" if cell.backend == ENGINE else cell.variant)
     if final not in _ANSWERS or not final.exists():
         workdir.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=workdir, prefix=".making-"))
@@ -71,6 +74,8 @@ def expected(cell: Cell, workdir: Path) -> Expected:
 def _read(final: Path, routes: bool) -> Expected:
     folders = {"hf_config": "config", **{k: k for k in ("checkpoint", "checkpoint_extra", "checkpoint_missing")}}
     inputs = {key: str(final / folder) for key, folder in folders.items()}
+    if (final / SECOND).is_dir():
+        inputs[SECOND] = str(final / SECOND)
     inputs["tokens"] = str(final / "tokens.safetensors")
     answers = _ANSWERS[final]
     made = Expected(dir=final, inputs=inputs, **vars(answers))
@@ -106,6 +111,9 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         mtp = _mtp(cell, read_checkpoint(folder / "decoder"), _generator(98))
         _edited(folder / "decoder", main, add=mtp)
         shutil.rmtree(folder / "decoder")
+    if cell.backend == ENGINE:
+        _fill(model, dtype, _generator(97))
+        _save(model, cell, folder / SECOND)
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
     tensors = read_checkpoint(main)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.oracles import dialect
 
 _COMMON: dict[str, Any] = {
@@ -42,6 +43,26 @@ _LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 6,
     "n_routed_experts": 16,
+}
+
+#: Sizes that kernels of inference engines take on a CPU, and a length of two blocks of a KV cache.
+_SERVED: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+#: The same for latent attention, whose kernel decodes with 512 + 64 dimensions.
+_SERVED_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
 }
 
 
@@ -176,6 +197,8 @@ def rows(cell: Cell) -> tuple[int, int]:
 
     Where microbatches have two sequences there are two microbatches, and about as many tokens in all.
     """
+    if cell.backend == ENGINE:
+        return 4, 150
     length = 256 if cell.precision else _LENGTH.get(cell.family, 16)
     return 2 * cell.rows, length - 3 if cell.batch == "packed" else length // cell.rows
 
@@ -210,6 +233,10 @@ def model(cell: Cell) -> Any:
             raise ValueError(f"cell {cell.id}: family {cell.family} has no sizes for FP8; qwen3_moe has")
         values |= _QUANTISED
     values |= _of_groups(cell)
+    if cell.backend == ENGINE:
+        latent = "kv_lora_rank" in values
+        values |= _SERVED | (_SERVED_LATENT if latent else {})
+        values = {key: value for key, value in values.items() if not latent or key != "head_dim"}
     if cell.mtp:
         values["num_nextn_predict_layers"] = cell.mtp
     if cell.family in ("mixtral", "gpt_oss"):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.api import FACETS, Cell, Claims, Session, World
+from moeref_conformance.contract.backends import ENGINE
 
 
 class Stage(IntEnum):
@@ -82,13 +83,17 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Facet:
-    """One facet. `name` is the session's attribute; `needs` are other facets without which it has no steps."""
+    """One facet. `name` is the session's attribute; `needs` are other facets without which it has no steps.
+
+    `serves`: it is of an inference engine, and asked in cells that have one; others are asked in all other cells.
+    """
 
     name: str
     protocol: type
     steps: tuple[Step, ...]
     needs: frozenset[str] = frozenset()
     asked_in: Callable[[Cell], bool] = lambda cell: True
+    serves: bool = False
 
 
 def facets() -> tuple[Facet, ...]:
@@ -139,5 +144,9 @@ def refusal(call: Callable[..., Any], *arguments: Any) -> str | None:
 
 def _claimed(claims: Claims, cell: Cell) -> Iterable[tuple[Facet, Step]]:
     for facet in facets():
-        if facet.needs | {facet.name} <= claims.facets and facet.asked_in(cell):
+        if (
+            facet.serves == (cell.backend == ENGINE)
+            and facet.needs | {facet.name} <= claims.facets
+            and facet.asked_in(cell)
+        ):
             yield from ((facet, step) for step in facet.steps)

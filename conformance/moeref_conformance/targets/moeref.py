@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moeref import bridge, config, dispatcher, families, record, replay, seeds
+from moeref import bridge, config, dispatcher, families, record, replay, seeds, sync
+from moeref import vllm as engines
 from moeref.bridge import loader
 from moeref.config import core
 from moeref.dispatcher import padding, reference, routing
@@ -275,7 +277,85 @@ def _options(cell: Cell) -> dict[str, Any]:
     return {**{name: getattr(cell, name) for name in names}, "precision": cell.precision or None}
 
 
+class _Engine:
+    """vLLM in a process of its own. `mode` is what an update does to requests that are under way."""
+
+    def __init__(self, process: engines.Process, checkpoint: Path, mode: str) -> None:
+        model = families.read(checkpoint, "float32")
+        size = {"max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20}
+        process.start(engines.engine_args(checkpoint, model, max_model_len=256, routes=False, **size))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = engines.Place("127.0.0.1", free.getsockname()[1], 2, seconds=20)
+        self._process, self._mode = process, mode
+        self._engine = engines.Engine(process, place, mode=mode)  # type: ignore[arg-type]
+        # Many buckets, so that failures come between them.
+        self._sync = sync.WeightSync(self._engine, bucket_bytes=1 << 18)
+
+    def _alive(self) -> None:
+        if self._sync.state is sync.State.DEAD:
+            raise sync.EngineDead(self._sync.reason)
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
+    ) -> list[facets.Sampled]:
+        self._alive()
+        self._process.call("submit", prompts=prompts, sampling=engines.sampling(tokens, ignore_eos=True))
+        if during:
+            self._process.call("advance", tokens=1)
+            during()
+        if not during or self._mode != "abort":
+            self._process.call("advance")
+        return [
+            facets.Sampled(tokens=tuple(ids), logprobs=tuple(logprobs), versions=tuple(versions))
+            for ids, logprobs, versions in self._process.call("collect")
+        ]
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._sync.update(tensors, version)
+
+    def version(self) -> int:
+        self._alive()
+        return self._engine.version()
+
+    def pids(self) -> Sequence[int]:
+        return [] if self._process.pid is None else [self._process.pid]
+
+
+class _Sync:
+    """Engines one after the other, under one process that imports vllm once."""
+
+    def __init__(self) -> None:
+        self._process: engines.Process | None = None
+
+    def modes(self) -> Sequence[str]:
+        return ("abort",)
+
+    @contextmanager
+    def open(self, checkpoint: Path, mode: str) -> Iterator[_Engine]:
+        self._process = self._process or engines.Process()
+        try:
+            yield _Engine(self._process, checkpoint, mode)
+        finally:
+            self._process.stop()
+
+    def close(self) -> None:
+        if self._process:
+            self._process.close()
+
+
+class _Serving:
+    """The session of a cell with an engine."""
+
+    names = config = seeds = dispatch = plan = export = forward = replay = gradients = None
+
+    def __init__(self, engine: _Sync) -> None:
+        self.sync = engine
+
+
 class _Session:
+    sync = None
+
     def __init__(
         self, shards: bridge.ShardMap, cell: Cell, device: str, built: Built | None = None, model: _Model | None = None
     ) -> None:
@@ -294,9 +374,9 @@ class MoerefTarget:
 
     info = Info(name="moeref", version=version_of("moeref") or "from source")
     claims = Claims(
-        facets=frozenset({"names", "plan", "export", "forward", "gradients", "config", "seeds", "replay", "dispatch"}),
+        facets=frozenset(facets.FACETS),
         families=frozenset({*families.FAMILIES, *families.ALIASES}),
-        backends=frozenset({"static", "gloo", "gloo-cuda", "nccl"}),
+        backends=frozenset({"static", "gloo", "gloo-cuda", "nccl", "engine"}),
         expert_formats=frozenset({"per_expert", "fused"}),
         norms=frozenset({"separate", "fused"}),
         mtp=2,
@@ -316,7 +396,11 @@ class MoerefTarget:
             core.transformer_config(record.installed_core(), mla=mla)
 
     @contextmanager
-    def open(self, cell: Cell, world: World) -> Iterator[_Session]:
+    def open(self, cell: Cell, world: World) -> Iterator[_Session | _Serving]:
+        if world.backend == "engine":
+            with closing(_Sync()) as engine:
+                yield _Serving(engine)
+            return
         layout, model = Layout.parse(cell.layout.text), families.read(world.hf_config, cell.dtype)
         if world.backend == "static":
             names = families.SpecNames(norms=cell.norms, experts=cell.experts)  # type: ignore[arg-type]

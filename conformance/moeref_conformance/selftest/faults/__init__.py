@@ -26,6 +26,7 @@ from moeref_conformance.selftest.faults import (
     static,
     steps,
     stream,
+    sync,
 )
 from moeref_conformance.selftest.faults.base import Fault
 
@@ -33,7 +34,7 @@ FAULTS: dict[str, Fault] = {
     fault.id: fault
     for module in (
         *(names, loading, context, gather, gradients, model, steps, batches, export, fused, stream, mtp),
-        *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch),
+        *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, sync),
     )
     for fault in module.FAULTS
 }

@@ -1,0 +1,214 @@
+"""Bugs of weight updates: what is sent, what the engine keeps, and what it says that it serves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeref_conformance.contract.api import Cell, Sampled, World
+from moeref_conformance.contract.backends import ENGINE
+from moeref_conformance.selftest.border import Swapped, checkpoint, facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+Named = tuple[str, torch.Tensor]
+QWEN = cell("qwen3_moe", "one", layers=4, backend=ENGINE)
+GLM = cell("glm4_moe", "one", layers=4, backend=ENGINE)
+
+
+class _Wrong(Swapped):
+    """An engine that was opened with a folder and does something wrong."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good)
+        self.good, self.first = good, checkpoint(folder)
+
+
+def engine(wrong: Callable[[Any, Path], Any]) -> Callable[[Any, Cell, World], Any]:
+    """A fault's `wrap` that passes every engine through `wrong(engine, folder)`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        @contextmanager
+        def opened(folder: Path, mode: str) -> Iterator[Any]:
+            with session.sync.open(folder, mode) as good:
+                yield wrong(good, folder)
+
+        return facet(session, "sync", open=opened)
+
+    return wrap
+
+
+def sent(change: Callable[[dict[str, torch.Tensor], str, torch.Tensor], torch.Tensor]) -> type[_Wrong]:
+    """An engine that is sent other tensors: `change(first weights, name, tensor)`."""
+
+    class _Sent(_Wrong):
+        def update(self, tensors: Iterable[Named], version: int) -> None:
+            self.good.update(((name, change(self.first, name, tensor)) for name, tensor in tensors), version)
+
+    return _Sent
+
+
+class _Silent(_Wrong):
+    """Takes an update's tensors and does nothing with them, but counts the version; from the update `after` on."""
+
+    after = 1
+    said: int | None = None
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        if version < self.after:
+            self.good.update(tensors, version)
+            return
+        for _ in tensors:
+            pass
+        self.said = version
+
+    def version(self) -> int:
+        return int(self.good.version() if self.said is None else self.said)
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        return [replace(one, versions=(self.version(),) * len(one.tokens)) for one in self.good.sample(*asked)]
+
+
+class _Once(_Silent):
+    """Only the first update arrives: what finalises it is done once."""
+
+    after = 2
+
+
+class _Late(_Wrong):
+    """Sends the other half of a double buffer: the weights of the version before."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        before, self.first = self.first, {name: tensor.clone() for name, tensor in tensors}
+        self.good.update(before.items(), version)
+
+
+class _Remembers(_Wrong):
+    """Answers a prompt that it has seen from before the update."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.seen: dict[tuple[int, ...], Sampled] = {}
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        version = self.good.version()
+        for prompt, one in zip(prompts, self.good.sample(prompts, *asked), strict=True):
+            self.seen.setdefault(tuple(prompt), one)
+        known = [self.seen[tuple(prompt)] for prompt in prompts]
+        return [replace(one, versions=(version,) * len(one.tokens)) for one in known]
+
+
+def _bf16_bias(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().float() if name.endswith("e_score_correction_bias") else tensor
+
+
+def _without_one(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return first[name] if name == "model.layers.2.mlp.experts.3.up_proj.weight" else tensor
+
+
+def _swapped(name: str) -> str:
+    parts = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+    return ".".join(parts.get(part, part) for part in name.split("."))
+
+
+class _SwapsOnTheWay(_Wrong):
+    """Names gate_proj what is up_proj."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.good.update(((_swapped(name), tensor) for name, tensor in tensors), version)
+
+
+def _loads_swapped(session: Any, cell: Cell, world: World) -> Any:
+    @contextmanager
+    def opened(folder: Path, mode: str) -> Iterator[Any]:
+        wrong = world.workdir / "swapped"
+        shutil.copytree(folder, wrong, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        wrong.chmod(0o755)
+        for file in wrong.glob("*.safetensors"):
+            save_file({_swapped(n): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+        with session.sync.open(wrong, mode) as good:
+            yield good
+
+    return facet(session, "sync", open=opened)
+
+
+FAULTS = (
+    Fault(
+        id="loader-swaps-gate-and-up",
+        bug="vllm-project/vllm#27578 (gate and up of experts in the other order)",
+        rules=("SYN-001",),
+        cell=QWEN,
+        wrap=_loads_swapped,
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="update-dropped",
+        bug="torchtitan#3867, W16: tensors are taken, and the policy never changes",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_Silent),
+        says="the first weights give them",
+    ),
+    Fault(
+        id="weights-of-the-version-before",
+        bug="astraflow: the half of the double buffer that is not being written",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_Late),
+        says="the first weights give them",
+    ),
+    Fault(
+        id="tensor-not-replaced",
+        bug="prime-rl#2714: one tensor of a layer is not loaded",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(sent(_without_one)),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="update-added-to-the-old",
+        bug="NeMo-RL (documentation): a full update is applied as a difference",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(sent(lambda first, name, tensor: first[name] + tensor)),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="gate-and-up-swapped-on-the-way",
+        bug="Megatron-Bridge#1817: gate and up are sent in the other order",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_SwapsOnTheWay),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="bias-rounded-on-the-way",
+        bug="B41: the experts' bias is sent in bf16",
+        rules=("SYN-002",),
+        cell=GLM,
+        wrap=engine(sent(_bf16_bias)),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="second-update-dropped",
+        bug="verl#7470: from the second update on, weights look processed and are left as they are",
+        rules=("SYN-003",),
+        cell=QWEN,
+        wrap=engine(_Once),
+        says="the second weights give them",
+    ),
+    Fault(
+        id="prefix-cache-kept",
+        bug="W17, SkyRL#1824: prompts that are cached keep what old weights made of them",
+        rules=("SYN-004",),
+        cell=QWEN,
+        wrap=engine(_Remembers),
+        says="for a prompt that was sampled before it",
+    ),
+)

@@ -1,0 +1,162 @@
+"""An engine in a process of its own, for a trainer's process that imports no vllm and may lose its engine.
+
+A keeper imports vllm once and forks one engine at a time, so that a dead one is replaced in a second. Keeper and engine
+end when the trainer's process is gone, since their connection is.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from moeref.vllm.arguments import EngineError, installed
+from moeref.vllm.control import InProcess, Piped, serve, version_of
+
+#: Steps in a row that sampled nothing, after which no token is waited for.
+IDLE = 100
+
+
+class Process(Piped):
+    """The control of an engine that runs elsewhere. `pid` is that of the engine, None while there is none.
+
+    Besides the commands of a control it has `submit`, `advance` and `collect`, see `Stepped`.
+    """
+
+    def __init__(self) -> None:
+        installed()
+        self._mine, theirs = Pipe()
+        super().__init__(self._mine)
+        code = f"from moeref.vllm.process import keep; keep({theirs.fileno()})"
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}  # noqa: PTH109
+        self._keeper = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=env)
+        theirs.close()
+        self.pid: int | None = None
+
+    def start(self, arguments: Mapping[str, Any]) -> None:
+        """Start an engine with arguments of `vllm.LLM`, in place of one that has ended. Raises what vLLM raises."""
+        self.stop()
+        self.pid = self.call("start", **arguments)
+
+    def stop(self) -> None:
+        """End the engine, if there is one. It answers to what it was asked before, which is dropped."""
+        if self.pid is not None:
+            self._mine.send_bytes(pickle.dumps((None, None)))
+            while self._mine.recv() != ENDED:
+                pass
+            self.pid = None
+
+    def close(self) -> None:
+        """End the engine and its keeper."""
+        self._mine.close()
+        self._keeper.wait()
+
+
+#: What the keeper sends when an engine has ended as it was told to.
+ENDED = "ended"
+#: The exit code of an engine that could not start, and has said why.
+REFUSED = 3
+
+
+def keep(fd: int) -> None:
+    """What the keeper runs: it takes `start`, and answers for an engine that died."""
+    from moeref.vllm import cpu
+
+    if installed()[1]:
+        cpu.prepare()
+    from vllm import LLM  # noqa: F401 - so that engines need not import it
+
+    connection: Connection[Any, Any] = Connection(fd)
+    try:
+        while True:
+            name, arguments = connection.recv()
+            if name is None:
+                connection.send(ENDED)
+            if name != "start":
+                continue  # asked of an engine that has died
+            if not (pid := os.fork()):
+                _engine(connection, arguments)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if code == 0:
+                connection.send(ENDED)
+            elif code != REFUSED:
+                died = EngineError(f"the engine's process {pid} ended with {code} (a negative number is a signal)")
+                connection.send_bytes(pickle.dumps((None, died)))
+    except (EOFError, OSError):
+        pass  # the trainer's process is gone
+
+
+def _engine(connection: Connection[Any, Any], arguments: Mapping[str, Any]) -> None:
+    """The forked engine: it never returns into the keeper."""
+    code = 1
+    try:
+        from vllm import LLM
+
+        try:
+            llm = LLM(**arguments)
+        except Exception as error:
+            connection.send_bytes(pickle.dumps((None, EngineError(f"{type(error).__name__}: {error}"))))
+            os._exit(REFUSED)
+        connection.send_bytes(pickle.dumps((os.getpid(), None)))
+        serve(Stepped(llm), connection)
+        code = 0
+    except (EOFError, OSError):
+        pass
+    finally:
+        os._exit(code)
+
+
+class Stepped(InProcess):
+    """An `LLM` of this process whose caller decides when it goes on: requests can be under way in an update."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        self._llm, self._outputs, self._versions = llm, dict[str, Any](), dict[str, list[int]]()
+        self._commands |= {"submit": self.submit, "advance": self.advance, "collect": self.collect}
+
+    def submit(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> None:
+        """Add a request for each prompt; `sampling` are arguments of SamplingParams."""
+        from vllm import SamplingParams
+
+        self._outputs, self._versions = {}, {str(number): [] for number in range(len(prompts))}
+        for name, prompt in zip(self._versions, prompts, strict=True):
+            given = {"prompt_token_ids": list(prompt)}
+            self._llm.llm_engine.add_request(name, given, SamplingParams(**sampling))
+
+    def advance(self, tokens: int | None = None) -> None:
+        """Go on until every request has this many tokens, or has ended. Raises EngineError if nothing happens."""
+        idle = 0
+        while any(not self._reached(name, tokens) for name in self._versions):
+            before = sum(map(len, self._versions.values()))
+            self._step()
+            idle = 0 if sum(map(len, self._versions.values())) > before else idle + 1
+            if idle > IDLE:
+                raise EngineError(f"{idle} steps sampled no token: is the engine paused?")
+
+    def _reached(self, name: str, tokens: int | None) -> bool:
+        done = name in self._outputs and self._outputs[name].finish_reason is not None
+        return done or (tokens is not None and len(self._versions[name]) >= tokens)
+
+    def _step(self) -> None:
+        """One forward, and the version of its weights for each token that it sampled."""
+        version = version_of(self._llm.get_weight_version())
+        for output in self._llm.llm_engine.step():
+            made = self._versions[output.request_id]
+            self._outputs[output.request_id] = output.outputs[0]
+            made += [version] * (len(output.outputs[0].token_ids) - len(made))
+
+    def collect(self) -> list[tuple[list[int], list[float], list[int]]]:
+        """Tokens, logprobs and versions of every request so far. Those that have not ended are aborted."""
+        self._llm.llm_engine.abort_request([name for name in self._versions if not self._reached(name, None)])
+        found = []
+        for name, versions in self._versions.items():
+            output = self._outputs.get(name)
+            ids = list(output.token_ids) if output else []
+            rows = zip(output.logprobs, ids, strict=True) if output else ()
+            found.append((ids, [row[token].logprob for row, token in rows], versions))
+        self._versions = {}
+        return found

@@ -24,5 +24,5 @@ def logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> tor
     """`logprobs_G` of the tokens that were sampled after a prompt."""
     tokens_S = torch.tensor([*prompt, *sampled])
     with torch.no_grad():
-        logprobs_SV = _model(folder)(tokens_S[None]).logits[0].float().log_softmax(-1)
+        logprobs_SV: torch.Tensor = _model(folder)(tokens_S[None]).logits[0].float().log_softmax(-1)
     return logprobs_SV[len(prompt) - 1 : -1].gather(1, tokens_S[len(prompt) :, None])[:, 0]

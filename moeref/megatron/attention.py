@@ -96,11 +96,13 @@ def _attend(
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear that is replicated on every TP rank. Its weight is uninitialised until loaded."""
+    """A linear that is replicated on every TP rank, drawn from the generator that these share."""
 
     def __init__(self, input_size: int, output_size: int, config: Any, like: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=like.dtype, device=like.device))
+        if config.perform_initialization:
+            config.init_method(self.weight)
         mark_sequence_parallel(self.weight, config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -83,7 +83,7 @@ def transformer_config(record: Record, device: str = "cpu") -> tuple[Transformer
 def build(record: Record, rank: int, device: str = "cpu") -> Built:
     """Seed this rank's generators and build its chunks. Call `groups.initialise(record.layout)` first.
 
-    device: "cpu" or the current CUDA device. The weights are uninitialised until `bridge.load`.
+    device: "cpu" or the current CUDA device. The weights are drawn as megatron-core draws them, until `bridge.load`.
 
     Raises ConfigError for what cannot be built in this process, DispatcherError for a flex dispatcher whose kernels are
     missing, LayoutError for process groups of another layout, and SeedError for refused seeds.

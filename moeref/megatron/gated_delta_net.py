@@ -24,14 +24,14 @@ from moeref.megatron.spec import LayerNormColumnParallelLinear
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm in fp32 that scales by `weight`, or by 1 + `weight` if `zero_centered`. Uninitialised until loaded."""
+    """RMSNorm in fp32 that scales by `weight`, or by 1 + `weight` if `zero_centered`. Begins as a scale of 1."""
 
     zero_centered = False
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size))
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 0.0 if self.zero_centered else 1.0))
         mark_sequence_parallel(self.weight, config.sequence_parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ FROZEN = {
     "gradients 1.0": "de10587f",
     "settings 1.0": "0e54ed83",
     "dispatch 1.0": "ea3f7687",
-    "seeds 1.0": "95f60a6b",
+    "seeds 1.0": "dba98425",
     "replay 1.0": "1a43a86a",
     "sync 1.0": "b18b9ca0",
 }

@@ -17,6 +17,7 @@ REPLAY_MODES = ("off", "R2", "R3")
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 #: Designs of a target by field of `Claims`, and what each may be, the default first. One is as correct as the other.
 DESIGNS: Mapping[str, tuple[Any, ...]] = {
+    "begins": ("random", "unset"),
     "cp_cut": ("zigzag", "runs"),
     "lasts": ("stream", "next"),
     "lends": (False, True),
@@ -177,6 +178,7 @@ class Claims:
     shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
+    begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP
     lasts: str = "stream"  # what `Export.stream` gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written

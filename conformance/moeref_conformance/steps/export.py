@@ -5,6 +5,8 @@ The kit reads and changes the modules through `export.chunks()`.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +29,23 @@ def inventory(export: Export, context: Context) -> list[dict[str, Any]]:
         {"chunk": c, "local": n, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "kind": kind}
         for c, n, kind, t in module_tensors(export.chunks())
     ]
+
+
+def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
+    """What every tensor of the modules holds before loading: a digest, and if all is finite, and one value.
+
+    None in cells with replay, which repeat the layouts of others.
+    """
+    if context.cell.replay != "off":
+        return None
+    rows = []
+    for chunk, name, _, tensor in module_tensors(export.chunks()):
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest = hashlib.blake2b(values.view(torch.uint8).numpy(), digest_size=8).hexdigest()
+        ends = [float(end) for end in values.aminmax()] if values.numel() and values.is_floating_point() else [0.0, 0.0]
+        told = {"finite": all(map(math.isfinite, ends)), "constant": ends[0] == ends[1]}
+        rows.append({"chunk": chunk, "local": name, "shape": list(tensor.shape), "digest": digest, **told})
+    return rows
 
 
 def loading(name: str) -> Callable[[Export, Context], None]:
@@ -196,6 +215,7 @@ FACET = Facet(
     steps=(
         Step(name="topology", ask=lambda export, context: process_groups(), stage=Stage.OPENED),
         Step(name="inventory", ask=inventory),
+        Step(name="begun", ask=begun),
         Step(name="load", ask=loading("checkpoint"), stage=Stage.LOADED),
         Step(name="shards", ask=shards, stage=Stage.LOADED),
         Step(name="plan", ask=plan, stage=Stage.LOADED),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Session, World
-from moeref_conformance.selftest.border import Swapped
+from moeref_conformance.selftest.border import Swapped, inventory
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
@@ -124,7 +127,50 @@ def _with(kind: type[_Seeds]) -> Callable[[Session, Cell, World], Any]:
     return lambda session, cell, world: Swapped(session, seeds=kind(session.seeds, cell, world))
 
 
+def _beginning(seed: Callable[[str, World], int | None], part: str = "") -> Callable[[Session, Cell, World], Session]:
+    """A fault's `wrap`: matrices with `part` in their name begin with numbers drawn from `seed(name, world)`.
+
+    They begin with NaN where there is no seed.
+    """
+
+    def wrap(session: Session, cell: Cell, world: World) -> Session:
+        for (_, name), tensor in inventory(session).items():
+            if tensor.dim() != 2 or part not in name:
+                continue
+            if (number := seed(name, world)) is None:
+                tensor.fill_(float("nan"))
+            else:
+                tensor.normal_(generator=torch.Generator().manual_seed(number))
+        return session
+
+    return wrap
+
+
 FAULTS = (
+    Fault(
+        id="stages-begin-alike",
+        bug="S1 SkyRL#1212 in the weights: layers of two pipeline stages are drawn from one seed",
+        rules=("SED-007",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_beginning(lambda name, world: zlib.crc32(name.encode())),
+        says="begins as decoder.layers.0",
+    ),
+    Fault(
+        id="routers-drawn-by-rank",
+        bug="S5 in kind: what tensor-parallel ranks share is drawn from the generator in which they differ",
+        rules=("SED-007",),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_beginning(lambda name, world: world.rank, "mlp.router"),
+        says="router.weight of chunk 0 begins otherwise than on rank 0",
+    ),
+    Fault(
+        id="matrices-left-unset",
+        bug="a module of one's own allocates its weight and leaves it to the checkpoint",
+        rules=("SED-007",),
+        cell=cell("deepseek_v3", "tp2", layers=3),
+        wrap=_beginning(lambda name, world: None, "down_proj"),
+        says="holds NaN or infinity",
+    ),
     Fault(
         id="same-seed-on-every-stage",
         bug="S1 SkyRL#1212",

@@ -9,9 +9,10 @@ from types import MappingProxyType
 
 from moeref.bridge import LocalShard, ShardMap
 from moeref.check.report import Problem, Report
-from moeref.costs import GIB, Training, fixes, largest, memory
+from moeref.costs import GIB, Memory, Recompute, Run, highest, largest
 from moeref.families import Model, SpecNames
 from moeref.layout import Layout
+from moeref.record import Draft
 
 
 @functools.lru_cache(maxsize=8)  # a run's policy and reference share them, and so do runs that differ in settings
@@ -22,20 +23,35 @@ def held(model: Model, layout: Layout, divisible_by: int) -> tuple[ShardMap, Map
     return shard_map, MappingProxyType(shards)
 
 
-def costed(report: Report, layout: Layout, divisible_by: int, problems: list[Problem]) -> Report:
+def costed(report: Report, draft: Draft, problems: list[Problem]) -> Report:
     """The report with the memory of every stage; a problem if one needs more than the GPU has."""
-    training, hbm = report.training, report.hbm
-    _, shards = held(report.model, layout, divisible_by)
-    found = memory(shards, layout, training)
-    worst = largest(found)
-    if hbm is not None and found[worst].peak > hbm * GIB:
-        need = f"a rank of pp {worst} needs {found[worst].peak / GIB:.2f} GiB, more than the {hbm:g} GiB of a GPU"
-        problems.append(Problem("memory", need, _fix(shards[worst], layout, training, hbm)))
+    _, shards = held(report.model, draft.layout, draft.options.divisible_by)
+    run = Run(
+        model=report.model,
+        layout=draft.layout,
+        shards=shards,
+        training=report.training,
+        recompute=Recompute.of(report.settings.values if report.settings else {}),
+        tokens=_tokens(report),
+        replay=report.replay != "off",
+    )
+    found = run.memory()
+    if report.hbm is not None and highest(found) > report.hbm * GIB:
+        problems.append(_too_much(run, found, report.hbm))
     return replace(report, memory=MappingProxyType(found))
 
 
-def _fix(shards: tuple[LocalShard, ...], layout: Layout, training: Training, hbm: float) -> str:
-    """The settings that are enough alone, if any, and what of the layout holds less."""
-    enough = [said for said, then in fixes(shards, layout, training) if then <= hbm * GIB]
+def _tokens(report: Report) -> int | None:
+    """Tokens of one microbatch, padding included; None if no length is given."""
+    if report.padding is None or report.padding.padded is None:
+        return None
+    return report.padding.padded * report.training.micro_batch_size
+
+
+def _too_much(run: Run, found: Mapping[int, Memory], hbm: float) -> Problem:
+    """What a rank needs, and what is enough alone, if anything."""
+    worst = largest(found)
+    need = f"a rank of pp {worst} needs {found[worst].peak / GIB:.2f} GiB, more than the {hbm:g} GiB of a GPU"
+    enough = [said for said, then in run.fixes() if then <= hbm * GIB]
     more = "a larger pp or ep holds less on a rank"
-    return f"{' or '.join(enough)} is enough; {more}" if enough else more
+    return Problem("memory", need, f"{' or '.join(enough)} is enough; {more}" if enough else more)

@@ -130,18 +130,19 @@ def _memory(report: Report) -> Iterable[tuple[str, str]]:
     if not report.memory:
         return
     pp = largest(report.memory)
-    found = report.memory[pp].states
-    yield "memory", f"up to {_gib(report.memory[pp].peak)} GiB on a rank (pp {pp}), without activations"
-    if not report.training.trains:
+    most, found, trained = report.memory[pp], report.memory[pp].states, report.training
+    without = "" if most.activations is not None or not trained.trains else ", without activations"
+    yield "memory", f"up to {_gib(most.peak)} GiB on a rank (pp {pp}){without}"
+    if not trained.trains:
         yield "", f"weights {_gib(found.weights)}; the model runs forward only"
         return
-    kind = "distributed" if report.training.use_distributed_optimizer else "replicated"
+    kind = "distributed" if trained.use_distributed_optimizer else "replicated"
     step = f", {_gib(found.step)} more during its step" if found.step else ""
-    yield (
-        "",
-        f"weights {_gib(found.weights)}, gradients {_gib(found.gradients)}, "
-        f"{kind} optimizer {_gib(found.optimizer)}{step}",
-    )
+    parts = f"weights {_gib(found.weights)}, gradients {_gib(found.gradients)}"
+    yield "", f"{parts}, {kind} optimizer {_gib(found.optimizer)}{step}"
+    if most.activations is not None:
+        routes = f", routes {_gib(most.routes)}" if most.routes else ""
+        yield "", f"activations {_gib(most.activations)}{routes}, for flash attention and fused kernels"
 
 
 def _gib(size: int) -> str:

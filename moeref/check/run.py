@@ -152,13 +152,13 @@ def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
     shards: Mapping[str, tuple[int, ...]] = {}
     if report.stages:
         report, shards = _weights(report, draft.layout, draft.options.divisible_by, problems)
-    if report.weights:
-        report = costed(report, draft.layout, draft.options.divisible_by, problems)
     report = settled(report, draft, problems, notes)
     recipe = quantised(report, str(draft.options.precision))
     if recipe in FORMATS and (wrong := unfit_widths(shards.items(), recipe)):
         problems.append(Problem("config", *split(wrong)))
     report = _padding(report, draft.layout, recipe, seq_length, problems)
+    if report.weights:
+        report = costed(report, draft, problems)
     report = _seeds(report, draft, problems, notes)
     if draft.options.replay != "off":
         model = draft.model

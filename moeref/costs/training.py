@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from moeref.config.errors import nearest
+from moeref.layout import Layout
 
 #: Bytes of an element by the names that frameworks write; `fp8` and `uint8` are Transformer Engine's scaled moments.
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -69,6 +70,12 @@ class Training:
             raise CostError(f"{changed[0]}={getattr(self, changed[0])} needs use_precision_aware_optimizer=true")
         if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
             raise CostError("use_precision_aware_optimizer=true needs use_distributed_optimizer=true")
+
+    def microbatches(self, layout: Layout) -> int | None:
+        """Microbatches of a step on a replica; None if the global batch is not given."""
+        if self.global_batch_size is None:
+            return None
+        return max(1, self.global_batch_size // (self.micro_batch_size * layout.dp))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Training:

@@ -13,6 +13,7 @@ from moeref import families
 from moeref.bridge import ShardMap
 from moeref.check import CheckError, Report, check
 from moeref.cli import main
+from moeref.config import MoEConfig
 from moeref.costs import GIB, CostError, Training, states
 from moeref.layout import Layout
 
@@ -117,3 +118,37 @@ def test_the_command_line_and_a_run_file_say_it_too(tmp_path: Path, capsys: pyte
     page = capsys.readouterr().out
     assert "distributed optimizer" in page
     assert "more during its step" in page
+
+
+def test_activations_follow_length_recompute_and_pipeline() -> None:
+    def of(layout: str = "pp=4,ep=8,world=32", **settings: Any) -> list[int]:
+        asked = MoEConfig(transformer_config_kwargs=settings)
+        report = check(QWEN, layout, asked=asked, seq_length=4096, verify=False)
+        return [found.activations or 0 for found in report.memory.values()]
+
+    kept = of()
+    assert kept[0] > kept[1] > kept[2]  # 4, 3 and 2 microbatches in flight
+    full = of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    assert all(less < more for less, more in zip(full, kept, strict=True))
+    moe = of(recompute_granularity="selective", recompute_modules=["moe"])
+    assert full[0] < moe[0] < kept[0]
+    batch = check(QWEN, "pp=4,ep=8,world=32", seq_length=4096, training={"global_batch_size": 8}, verify=False)
+    assert (batch.memory[0].activations or 0) < kept[0] / 3  # one microbatch
+
+
+def test_a_model_whose_activations_are_not_counted_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("qwen3-next-80b-a3b", "ep=8", seq_length=4096, verify=False).memory[0].activations is None
+    main(["check", "qwen3-next-80b-a3b", "--layout", "ep=8", "--seq-length", "4096", "--no-verify"])
+    assert "without activations" in capsys.readouterr().out
+
+
+def test_recompute_is_offered_where_it_is_enough() -> None:
+    report = judged(seq_length=65_536, hbm=80)
+    assert "recompute_granularity=full" in report.problems[0].fix
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert judged(seq_length=65_536, hbm=80, asked=MoEConfig(transformer_config_kwargs=full)).works
+
+
+def test_replay_keeps_the_routes_of_what_is_in_flight() -> None:
+    (found,) = judged(seq_length=8192, replay="R3").memory.values()
+    assert found.routes == 4 * 48 * 8 * 8192 // 2  # int32, layers, top-k, rows of one of two TP ranks

@@ -12,6 +12,7 @@ import pytest
 from moeref import families
 from moeref.bridge import ShardMap
 from moeref.costs import Training, states
+from moeref.costs.activations import Recompute, Shape, activations
 from moeref.layout import Layout
 from tests import warm
 
@@ -38,27 +39,48 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
+#: Stated there as well.
+ACTIVATIONS_WITHIN = 0.15
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LENGTH = 64
+TRACED: list[tuple[str, str, dict[str, Any]]] = [
+    ("qwen3_moe", "world=1", {}),
+    ("mixtral", "world=1", {}),
+    ("glm4_moe", "world=1", {}),
+    ("deepseek_v3", "world=1", {}),
+    ("glm4_moe_lite", "world=1", {}),
+    ("qwen3_moe", "tp=2,etp=1,world=2", {}),
+    ("deepseek_v3", "tp=2,etp=1,world=2", {}),
+    ("qwen3_moe", "world=1", FULL),
+    ("qwen3_moe", "world=1", {**FULL, "recompute_num_layers": 2}),
+    ("glm4_moe", "world=1", {**FULL, "recompute_method": "block", "recompute_num_layers": 2}),
+    ("glm4_moe", "world=1", {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}),
+    ("deepseek_v3", "world=1", {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    ("glm4_moe", "world=1", {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}),
+]
+
+
 def large_enough(config: dict[str, Any]) -> dict[str, Any]:
     """The small config, wider: alignment and counters of a few bytes do not decide."""
     return {**config, "hidden_size": 64, "vocab_size": 1000}
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
-    out = tmp_path_factory.mktemp("costs") / "found.jsonl"
-    cases = [
-        {"config": large_enough(models.CONFIGS[family]), "layout": layout, "training": training, "dtype": dtype}
-        for family, layout, training, dtype in CASES
-    ]
-    program = f"import cost_allocations\ncost_allocations.main({str(out)!r}, {cases!r})"
+def in_megatron(program: str, folder: Path, cases: list[dict[str, Any]]) -> list[Any]:
+    """What a program beside this file measures of the cases."""
+    out = folder / "found.jsonl"
+    text = f"import {program}\n{program}.main({str(out)!r}, {cases!r})"
     forget = ["megatron", "moeref", "moeref_conformance"]
-    done = warm.run(program, cwd=out.parent, path=[str(Path(__file__).parent)], forget=forget)
+    done = warm.run(text, cwd=folder, path=[str(Path(__file__).parent)], forget=forget)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-def test_weights_gradients_and_optimizer_are_what_megatron_allocates(measured: list[dict[str, int]]) -> None:
-    found = iter(measured)
+def test_weights_gradients_and_optimizer_are_what_megatron_allocates(tmp_path: Path) -> None:
+    cases = [
+        {"config": large_enough(models.CONFIGS[family]), "layout": layout, "training": training, "dtype": dtype}
+        for family, layout, training, dtype in CASES
+    ]
+    found = iter(in_megatron("cost_allocations", tmp_path, cases))
     for family, text, training, dtype in CASES:
         layout = Layout.parse(text)
         model = families.read(large_enough(models.CONFIGS[family]), dtype)
@@ -71,3 +93,20 @@ def test_weights_gradients_and_optimizer_are_what_megatron_allocates(measured: l
                     f"{family} {text} {training} {dtype} pp {pp}: {name} of {predicted}, {real}"
                 )
     assert next(found, None) is None
+
+
+def test_activations_are_what_a_forward_and_backward_save(tmp_path: Path) -> None:
+    cases = [
+        {"config": large_enough(models.CONFIGS[family]), "layout": layout, "settings": settings, "length": LENGTH}
+        for family, layout, settings in TRACED
+    ]
+    wrong = []
+    for case, found in zip(TRACED, in_megatron("cost_activations", tmp_path, cases), strict=True):
+        family, text, settings = case
+        layout, model = Layout.parse(text), families.read(large_enough(models.CONFIGS[family]), "bfloat16")
+        shape = Shape(model=model, layout=layout, tokens=LENGTH, fused=False)
+        predicted = activations(shape, layout.stages(model.num_layers), Recompute.of(settings))
+        assert predicted is not None
+        if predicted[0] != pytest.approx(found, rel=ACTIVATIONS_WITHIN):
+            wrong.append(f"{family} {text} {settings}: {predicted[0]}, traced {found}: {predicted[0] / found:.2f}")
+    assert not wrong, "\n".join(wrong)

@@ -90,7 +90,7 @@ def rules() -> str:
             facts = [
                 ("why", _plain("; ".join(rule.why))),
                 ("facets", _code(rule.facets) or "none"),
-                ("backends", _code(rule.backends)),
+                ("backends", _code(rule.backends) + (f", with {rule.ranks} rank" if rule.ranks else "")),
                 ("requires", _links(rule.requires, "rules.md") or "nothing"),
                 ("folded under", _links(rule.follows, "rules.md")),
                 ("reads", _code(rule.steps)),

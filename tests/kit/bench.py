@@ -53,7 +53,7 @@ class Bench:
         case = self.case(cell, one_rank=one_rank, deadline=deadline)
         outcomes: dict[str, Outcome] = {}
         for rule in RULES.values():
-            if not rule.applies(cell.backend, cell.replay) or rule.unclaimed(self._target.claims):
+            if not rule.applies(cell.backend, cell.replay, cell.layout.world) or rule.unclaimed(self._target.claims):
                 continue
             unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)

@@ -56,7 +56,9 @@ def test_a_cell_with_an_engine_asks_its_facet_alone() -> None:
 def test_the_static_world_takes_the_pure_steps() -> None:
     every_rank, once = (static_steps(EVERYTHING, CELL, which) for which in (Static.EVERY_RANK, Static.ONCE))
     assert [step.name for _, step in every_rank] == ["names", "seeds_planned"]
-    assert [step.name for _, step in once] == ["config", "padding", "dispatchers", "plan"]
+    assert [step.name for _, step in once] == [
+        *("config", "padding", "dispatchers", "plan", "delta", "delta_damaged", "delta_unlike"),
+    ]
 
 
 def test_refusals_come_last() -> None:
@@ -93,10 +95,10 @@ class Promising:
         yield None
 
 
-LEDGER, DELTA, NAMES = Promising("ledger"), Promising("delta"), Promising("names")
+LEDGER, NAMES = Promising("ledger"), Promising("names")
 
 
-@pytest.mark.parametrize("target", ["LEDGER", "DELTA"])
+@pytest.mark.parametrize("target", ["LEDGER"])
 def test_a_facet_that_nothing_judges_cannot_be_claimed(target: str) -> None:
     with pytest.raises(BadInput, match=f"claims an unknown facet '{target.lower()}'"):
         resolve(f"{__name__}:{target}")

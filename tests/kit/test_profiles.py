@@ -18,6 +18,7 @@ FROZEN = {
     "gradients 1.0": "de10587f",
     "settings 1.0": "0e54ed83",
     "dispatch 1.0": "ea3f7687",
+    "delta 1.0": "1a1285fe",
     "seeds 1.0": "dba98425",
     "replay 1.0": "1a43a86a",
     "sync 1.0": "b18b9ca0",
@@ -31,7 +32,7 @@ def rows() -> dict[str, list[str]]:
         matrix = load(path.stem)
         for cell in matrix.cells:
             for rule in load_rules().values():
-                if rule.applies(cell.backend, cell.replay) and rule.id in matrix.rules[cell.id]:
+                if rule.applies(cell.backend, cell.replay, cell.layout.world) and rule.id in matrix.rules[cell.id]:
                     found[rule.profile].append(f"{path.stem} {cell.id} {rule.id}")
     return found
 

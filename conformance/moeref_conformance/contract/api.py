@@ -343,6 +343,46 @@ class Sync(Protocol):
         """An engine that serves the weights of a Hugging Face folder. On leaving, its processes end."""
 
 
+class DeltaSender(Protocol):
+    """The trainer's end of deltas."""
+
+    def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
+        """Messages that take a receiver from the last acknowledged version to `version`, whose tensors are `weights`.
+
+        The tensors may change in place afterwards. Raises for weights that cannot be sent.
+        """
+
+    def acknowledge(self, receipt: Any) -> None:
+        """A receiver holds the version of which `apply` gave this receipt. The same one may come twice."""
+
+
+class DeltaReceiver(Protocol):
+    """The engine's end of deltas."""
+
+    def apply(self, messages: Sequence[bytes]) -> Any:
+        """Go to the version of a delta; a receipt for the sender. Raises for a delta that does not fit or is damaged.
+
+        A delta of the version that is held changes nothing.
+        """
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The tensors as they are now."""
+
+
+@runtime_checkable
+class Delta(Protocol):
+    """Facet `delta`: weights in Hugging Face names go from version to version by what changed. On one rank alone.
+
+    Asked for small tensors in fp32 and bf16, which are the kit's own, whatever model the cell has.
+    """
+
+    def sender(self, version: int, weights: Mapping[str, torch.Tensor]) -> DeltaSender:
+        """A sender for receivers that hold `weights` as `version`. The tensors may change in place afterwards."""
+
+    def receiver(self, version: int, weights: Mapping[str, torch.Tensor]) -> DeltaReceiver:
+        """A receiver that holds `weights` as `version`. It may write to these tensors, which are contiguous."""
+
+
 class Session(Protocol):
     """One opened cell on one rank. A facet that is not claimed is None.
 
@@ -359,6 +399,8 @@ class Session(Protocol):
     def dispatch(self) -> Dispatch | None: ...
     @property
     def plan(self) -> Plan | None: ...
+    @property
+    def delta(self) -> Delta | None: ...
     @property
     def export(self) -> Export | None: ...
     @property

@@ -41,6 +41,7 @@ class Rule:
     faults: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
     replay: tuple[str, ...] = ()
+    ranks: int = 0
     claims: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -53,11 +54,11 @@ class Rule:
         """The name of the profile that its group is in."""
         return next(profile.name for profile in PROFILES.values() if self.group in profile.groups)
 
-    def applies(self, backend: str, replay: str = "off") -> bool:
-        """Whether the rule is judged in cells of this backend and replay mode. `gloo` means every backend with ranks
-        of Megatron; a rule without modes is judged in all."""
+    def applies(self, backend: str, replay: str = "off", ranks: int = 1) -> bool:
+        """Whether the rule is judged in cells of this backend, replay mode and number of ranks. `gloo` means every
+        backend with ranks of Megatron; a rule without modes, or a number, is judged in all."""
         here = backend in self.backends or (backend not in WITHOUT_MEGATRON and "gloo" in self.backends)
-        return here and (not self.replay or replay in self.replay)
+        return here and (not self.replay or replay in self.replay) and self.ranks in (0, ranks)
 
     def unclaimed(self, claims: Claims) -> str:
         """Why these claims leave the rule out: a facet that they lack, or another design; empty if they do not."""
@@ -157,7 +158,7 @@ def revision(rules: Mapping[str, Rule] | None = None) -> str:
     """A hash of eight hex digits over what decides a verdict; reasons, links and comments do not change it."""
     rules = load_rules() if rules is None else rules
     parts = [
-        [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.replay, r.claims]
+        [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.replay, r.claims, r.ranks]
         for r in rules.values()
     ]
     return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:8]
@@ -169,7 +170,7 @@ def _rule(rule_id: str, entry: Any) -> Rule:
         raise BadInput(f"{where}: an id is three capitals, a dash and three digits")
     lists = ("facets", "backends", "requires", "follows", "why", "faults", "steps", "replay")
     required = ("level", "text", "facets", "backends", "why", "since")
-    check_keys(where, entry, ("level", "text", "since", "claims", *lists), required)
+    check_keys(where, entry, ("level", "text", "since", "claims", "ranks", *lists), required)
     if entry["level"] not in LEVELS:
         raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")
     values = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
@@ -177,8 +178,11 @@ def _rule(rule_id: str, entry: Any) -> Rule:
         check_known(where, f"value of {key}", values[key], known)
     if not values["backends"]:
         raise BadInput(f"{where}: backends is empty, so nothing could judge it")
+    if type(ranks := entry.get("ranks", 0)) is not int or ranks < 0:
+        raise BadInput(f"{where}: ranks={ranks!r} is not a number of ranks")
     claims = _claims(where, entry.get("claims", {}))
-    return Rule(id=rule_id, level=entry["level"], text=entry["text"], since=entry["since"], claims=claims, **values)
+    level, text, since = (entry[key] for key in ("level", "text", "since"))
+    return Rule(id=rule_id, level=level, text=text, since=since, ranks=ranks, claims=claims, **values)
 
 
 def _claims(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -64,7 +64,8 @@ class KnownFailure:
 
     def covers(self, cell: Cell, rule: Rule) -> bool:
         """Whether the entry is about `rule` in `cell`."""
-        return rule.id in self.rules and rule.applies(cell.backend, cell.replay) and matches(self.where, cell)
+        judged = rule.applies(cell.backend, cell.replay, cell.layout.world)
+        return rule.id in self.rules and judged and matches(self.where, cell)
 
     def knows(self, text: str) -> bool:
         """Whether one of the patterns is found in `text`."""

@@ -41,7 +41,7 @@ LEGEND = {
 class Mark:
     """One entry of the table. `href` is the id of the failure that it links to."""
 
-    status: str = ""  # empty: the rule cannot be judged on this backend
+    status: str = ""  # empty: the rule cannot be judged on this backend, or with so many ranks
     text: str = "·"
     title: str = ""
     href: str = ""
@@ -194,14 +194,17 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
         if key not in blocks:
             judged = [rule for rule in rules if rule.applies(cell["backend"], cell.get("replay", "off"))]
             blocks[key] = Block(*key, rules=judged)
-        verdicts = table[cell["id"]]
+        verdicts, ranks = table[cell["id"]], cell["layout"]["world"]
         row = Row(
             id=cell["id"],
             name=cell["layout_name"],
             layout=f"{cell['text']} ({cell['layers']} layers)",
-            ranks=cell["layout"]["world"],
+            ranks=ranks,
             seconds=results.seconds.get(cell["id"], 0.0),
-            marks={rule.id: _mark(results, verdicts.get(rule.id)) for rule in blocks[key].rules},
+            marks={
+                rule.id: _mark(results, verdicts.get(rule.id)) if rule.ranks in (0, ranks) else Mark()
+                for rule in blocks[key].rules
+            },
         )
         blocks[key].rows.append(row)
     for block in blocks.values():

@@ -41,10 +41,12 @@ from moeref_conformance.selftest.border import (
     stream,
 )
 from moeref_conformance.selftest.faults.base import Variant, cell
+from moeref_conformance.selftest.faults.delta import Differences
 from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
 from moeref_conformance.selftest.faults.roles import aliases, everywhere
 from moeref_conformance.selftest.faults.stream import one_buffer, reading
 from moeref_conformance.selftest.faulty import FaultyTarget
+from moeref_conformance.selftest.plain_delta import Receiver, Sender, design
 from moeref_conformance.selftest.slicing import walked
 
 
@@ -142,6 +144,20 @@ def _silent(session: Session, cell: Cell, world: World) -> Any:
             del tensor
 
     return stream(session, rewrite)
+
+
+class _XorOnce(Receiver):
+    """Takes differences, of its own version alone, and looks at what came of them."""
+
+    def write(self, held: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> None:
+        held[where] ^= values
+
+
+class _AllWhole(Sender):
+    """Sends every tensor whole."""
+
+    def whole(self, changed: int, elements: int) -> bool:
+        return True
 
 
 def _no_missing_rows(session: Any, cell: Cell, world: World) -> Any:
@@ -402,6 +418,19 @@ _DESIGNS = (
         wrap=walked,
         claims={"missing_rows": False},
         should=("RPL-009",),
+    ),
+    Benign(
+        id="deltas-of-differences",
+        why="SkyRL sends the exclusive or of two versions: versions and a hash keep it from being applied twice",
+        cell=cell("qwen3_moe", "one", backend="static"),
+        wrap=design(Differences, _XorOnce),
+    ),
+    Benign(
+        id="deltas-of-whole-tensors",
+        why="a transport may send all weights each time under the rules of deltas",
+        cell=cell("qwen3_moe", "one", backend="static"),
+        wrap=design(_AllWhole),
+        should=("DLT-010",),
     ),
     Benign(
         id="padded-to-one-multiple",

@@ -6,12 +6,12 @@ import functools
 import importlib
 import importlib.metadata
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moeref import bridge, config, dispatcher, families, record, replay, seeds, sync
+from moeref import bridge, config, delta, dispatcher, families, record, replay, seeds, sync
 from moeref import vllm as engines
 from moeref.bridge import loader
 from moeref.config import core
@@ -195,6 +195,36 @@ class _Seeds:
         seeding.restore(states)
 
 
+class _Sender:
+    def __init__(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        self._sender = delta.Sender(version, weights.items())
+
+    def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
+        return self._sender.delta(version, weights.items())
+
+    def acknowledge(self, receipt: Any) -> None:
+        self._sender.acknowledge(receipt.version, receipt.hash)
+
+
+class _Receiver:
+    def __init__(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights, self._receiver = weights, delta.Receiver(version, weights)
+
+    def apply(self, messages: Sequence[bytes]) -> delta.State:
+        return self._receiver.apply(messages)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._weights
+
+
+class _Delta:
+    def sender(self, version: int, weights: Mapping[str, torch.Tensor]) -> facets.DeltaSender:
+        return _Sender(version, weights)
+
+    def receiver(self, version: int, weights: Mapping[str, torch.Tensor]) -> facets.DeltaReceiver:
+        return _Receiver(version, weights)
+
+
 class _Dispatch:
     def __init__(self, layout: Layout, name: str) -> None:
         self._layout, self._name, self._core = layout, name, importlib.metadata.version("megatron-core")
@@ -347,7 +377,7 @@ class _Sync:
 class _Serving:
     """The session of a cell with an engine."""
 
-    names = config = seeds = dispatch = plan = export = forward = replay = gradients = None
+    names = config = seeds = dispatch = plan = delta = export = forward = replay = gradients = None
 
     def __init__(self, engine: _Sync) -> None:
         self.sync = engine
@@ -361,6 +391,7 @@ class _Session:
     ) -> None:
         layout = shards.layout
         self.names = self.plan = _Tables(shards)
+        self.delta = _Delta()
         self.seeds, self.dispatch = _Seeds(layout), _Dispatch(layout, cell.dispatcher)
         self.config = _Config(shards.model, layout, cell, built, device)
         self.export = self.forward = self.gradients = self.replay = model

@@ -8,6 +8,7 @@ from moeref_conformance.selftest.faults import (
     capture,
     config,
     context,
+    delta,
     dispatch,
     export,
     fused,
@@ -34,7 +35,7 @@ FAULTS: dict[str, Fault] = {
     fault.id: fault
     for module in (
         *(names, loading, context, gather, gradients, model, steps, batches, export, fused, stream, mtp),
-        *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, sync),
+        *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, sync),
     )
     for fault in module.FAULTS
 }

@@ -1,0 +1,130 @@
+"""Versions of small weights between which the facet `delta` goes, and in which order deltas are made, applied and lost.
+
+Values are bits, so that NaN with different payloads, infinities, zeros of both signs and denormals are among them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from moeref_conformance.contract.api import Cell
+
+Bits = npt.NDArray[np.int16] | npt.NDArray[np.int32]
+Weights = dict[str, torch.Tensor]
+#: Name, dtype and shape. One has more elements than 16 bits can count, one is a scalar, one stays fp32 beside bf16.
+TENSORS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+    "model.embed_tokens.weight": (torch.bfloat16, (7, 10_001)),
+    "model.layers.0.mlp.gate.e_score_correction_bias": (torch.float32, (16,)),
+    "model.layers.0.mlp.experts.11.down_proj.weight": (torch.bfloat16, (24, 17)),
+    "model.norm.weight": (torch.bfloat16, (257,)),
+    "model.layers.0.mlp.experts.11.down_proj.input_scale": (torch.float32, ()),
+}
+LARGEST = next(iter(TENSORS))
+#: The upper 16 bits of zeros, infinities, NaN with several payloads, the smallest denormal, and one.
+SPECIAL = (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC0, 0x0001, 0x3F80)
+#: Where a count in 16 bits, or an offset of one, goes wrong.
+EDGES = (0, 65_535, 65_536, -1)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What happens between a sender and a receiver that both hold version `start`, in order.
+
+    `make` a delta to a version, `apply` it, tell the sender of the receipt (`acknowledge`). What is made and never
+    applied is lost.
+    """
+
+    start: int
+    actions: tuple[tuple[str, int], ...]
+
+
+def _once(version: int) -> Script:
+    return Script(version - 1, (("make", version), ("apply", version)))
+
+
+#: By what changes from the version before: to 1, 2, 3 …
+CHANGES = ("1 %", "nothing", "half", "all", "special values", "special values turned", "first, last and 2^16", "10 %")
+#: Version 11 is made of version 9, so that what 10 changed is not in a delta from 9 to 11.
+PREDECESSORS = {9: 8, 10: 9, 11: 9, 12: 10}
+
+DENSITIES = {f"{change} changed": _once(version) for version, change in enumerate(CHANGES, 1)}
+SKIPPED = {
+    "a delta that is lost": Script(
+        7, (("make", 8), ("make", 9), ("apply", 9), ("acknowledge", 9), ("make", 10), ("apply", 10))
+    ),
+    "a receipt that comes late": Script(
+        9, (("make", 10), ("apply", 10), ("make", 11), ("acknowledge", 10), ("make", 12), ("apply", 12))
+    ),
+}
+TWICE = {
+    "applied twice": Script(0, (("make", 1), ("apply", 1), ("apply", 1))),
+    "acknowledged twice": Script(
+        7, (("make", 8), ("apply", 8), ("acknowledge", 8), ("apply", 8), ("acknowledge", 8), ("make", 9), ("apply", 9))
+    ),
+}
+OTHER_BASE = {
+    "a delta that was overtaken": Script(7, (("make", 8), ("make", 9), ("apply", 9), ("apply", 8))),
+    "a receiver that is ahead": Script(9, (("make", 10), ("apply", 10), ("make", 11), ("apply", 11))),
+    "a receiver that is behind": Script(7, (("make", 8), ("acknowledged unseen", 8), ("make", 9), ("apply", 9))),
+}
+SCRIPTS = {**DENSITIES, **SKIPPED, **TWICE, **OTHER_BASE}
+
+
+def versions(cell: Cell) -> list[Weights]:
+    """The weights of every version. Each cell has other values."""
+    random = np.random.default_rng(zlib.crc32(cell.id.encode()))
+    first = {name: _drawn(random, dtype, shape) for name, (dtype, shape) in TENSORS.items()}
+    found = [first]
+
+    def add(change: Callable[[Bits], Bits], of: int = -1) -> None:
+        found.append({name: change(bits.copy()) for name, bits in found[of].items()})
+
+    for share in (0.01, 0.0, 0.5, 1.0):
+        add(lambda bits, share=share: _changed(random, bits, share))  # type: ignore[misc]
+    add(lambda bits: _with_specials(bits, SPECIAL))
+    add(lambda bits: _with_specials(bits, (*SPECIAL[1:], SPECIAL[0])))
+    add(_edges)
+    add(lambda bits: _changed(random, bits, 0.1))
+    for of in PREDECESSORS.values():
+        add(lambda bits: _changed(random, bits, 0.1), of)
+    return [{name: _tensor(name, bits) for name, bits in weights.items()} for weights in found]
+
+
+def _drawn(random: np.random.Generator, dtype: torch.dtype, shape: Sequence[int]) -> Bits:
+    kind: type[np.int16 | np.int32] = np.int16 if dtype.itemsize == 2 else np.int32
+    limits = np.iinfo(kind)
+    return np.asarray(random.integers(limits.min, limits.max, shape, kind, endpoint=True))
+
+
+def _changed(random: np.random.Generator, bits: Bits, share: float) -> Bits:
+    """`share` of the elements, and at least one if any, with some of their lowest 8 bits flipped."""
+    count = bits.size if share == 1.0 else -int(-share * bits.size // 1)
+    where = random.permutation(bits.size)[:count]
+    bits.reshape(-1)[where] ^= random.integers(1, 255, count).astype(bits.dtype)
+    return bits
+
+
+def _with_specials(bits: Bits, values: Sequence[int]) -> Bits:
+    """The first elements replaced by `values`."""
+    count, shift = min(bits.size, len(values)), 8 * bits.itemsize - 16
+    unsigned = bits.reshape(-1).view(f"u{bits.itemsize}")
+    unsigned[:count] = np.array(values[:count], unsigned.dtype) << shift
+    return bits
+
+
+def _edges(bits: Bits) -> Bits:
+    for edge in EDGES:
+        if edge < bits.size:
+            bits.reshape(-1)[edge] ^= 5
+    return bits
+
+
+def _tensor(name: str, bits: Bits) -> torch.Tensor:
+    dtype, shape = TENSORS[name]
+    return torch.from_numpy(bits.reshape(-1)).view(dtype).reshape(shape)

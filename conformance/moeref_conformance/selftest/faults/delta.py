@@ -1,0 +1,333 @@
+"""Bugs of deltas: what counts as changed, where it is written, of which base it is, and what is checked when."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moeref_conformance.selftest.border import Tensors
+from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.plain_delta import Parts, Receiver, Sender, bits, design, everywhere, parts_of
+
+_CELL = cell("qwen3_moe", "one", backend="static")
+
+
+class _Unverified(Receiver):
+    """Does not look at what it has written."""
+
+    def verified(self, header: Mapping[str, Any]) -> bool:
+        return True
+
+
+class _ComparesValues(Sender):
+    """Finds changes with the comparison of floats, for which zeros of both signs are equal."""
+
+    def changed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return (old != new).reshape(-1).nonzero().reshape(-1)
+
+
+class _Absorbed(_Unverified):
+    """Takes NaN for the mark of an element that did not change."""
+
+    def write(self, held: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> None:
+        kind = torch.bfloat16 if held.dtype == torch.int16 else torch.float32
+        numbers = ~values.view(kind).isnan()
+        held[where[numbers]] = values[numbers]
+
+
+class _In16Bits(Sender):
+    """Positions in 16 bits."""
+
+    def positions(self, where: torch.Tensor, elements: int) -> torch.Tensor:
+        return super().positions(where, elements) % 65_536
+
+
+class _OffByOneEnd(Sender):
+    """Leaves the last element of a tensor out."""
+
+    def changed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        found = super().changed(old, new)
+        return found[found < old.numel() - 1] if old.numel() > 1 else found
+
+
+class _Capped(Sender):
+    """Sends at most a tenth of a tensor, and nothing says that the rest is missing."""
+
+    def changed(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return super().changed(old, new)[: max(1, -(-old.numel() // 10))]
+
+
+class _KeepsReferences(Sender):
+    """Keeps the trainer's tensors, which an optimiser changes in place, as the base."""
+
+    def kept(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        return dict(weights)
+
+
+class _Rounds(Sender):
+    """Sends values that went through fp16."""
+
+    def values(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        kind = torch.bfloat16 if new.dtype == torch.int16 else torch.float32
+        return new.view(kind).half().to(kind).view(new.dtype)
+
+
+class _AnyBase(_Unverified):
+    """Applies a delta to whatever it holds."""
+
+    def check(self, header: Mapping[str, Any]) -> None:
+        pass
+
+
+class Differences(Sender):
+    """Sends the exclusive or of old and new bits."""
+
+    def values(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return old ^ new
+
+
+class _AppliesDifferences(_Unverified):
+    """Applies the exclusive or whenever it comes."""
+
+    def apply(self, messages: Sequence[bytes]) -> int:
+        header, positions, values = self.unsealed(messages)
+        if header["version"] != self.version:
+            self.check(header)
+        for name, where in positions.items():
+            self.write(bits(self.tensors[name]), everywhere(where, values[name]), values[name])
+        self.version = header["version"]
+        return self.version
+
+    def write(self, held: torch.Tensor, where: torch.Tensor, values: torch.Tensor) -> None:
+        held[where] ^= values
+
+
+class _OfTheLastMade(Sender):
+    """Makes each delta of the one made before, which may not have arrived."""
+
+    def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
+        messages = super().delta(version, weights)
+        self.base = version, self.made[version]
+        return messages
+
+    def acknowledge(self, receipt: int) -> None:
+        pass
+
+
+class _Trusting(_Unverified):
+    """Reads what it is given, without a checksum."""
+
+    def unsealed(self, messages: Sequence[bytes]) -> Parts:
+        return parts_of(messages[0][32:])
+
+
+class _OfTheFirstKilobyte(_Unverified):
+    """Compares a checksum of the beginning of a message."""
+
+    def unsealed(self, messages: Sequence[bytes]) -> Parts:
+        (message,) = messages
+        body = message[64:]
+        if hashlib.sha256(body[:1024]).digest() != message[32:64]:
+            raise ValueError("a delta that is damaged")
+        return parts_of(body)
+
+
+class _SealsTheFirstKilobyte(Sender):
+    """Adds a checksum of the beginning of a message."""
+
+    def sealed(self, parts: Parts) -> list[bytes]:
+        (message,) = super().sealed(parts)
+        return [message[:32] + hashlib.sha256(message[32 : 32 + 1024]).digest() + message[32:]]
+
+
+class _CountsFirst(Receiver):
+    """Is of the new version before it has looked whether the delta is whole."""
+
+    def apply(self, messages: Sequence[bytes]) -> int:
+        try:
+            return super().apply(messages)
+        except ValueError:
+            self.version += 1
+            raise
+
+
+class _WritesFirst(Receiver):
+    """Writes what it can read, then compares the checksum."""
+
+    def unsealed(self, messages: Sequence[bytes]) -> Parts:
+        (message,) = messages
+        if hashlib.sha256(message[32:]).digest() != message[:32]:
+            for tensor in self.tensors.values():
+                bits(tensor)[:1] ^= 1
+            raise ValueError("a delta that is damaged")
+        return super().unsealed(messages)
+
+    def verified(self, header: Mapping[str, Any]) -> bool:
+        return True
+
+
+class _InCommon(Sender):
+    """Sends the tensors that both versions have, cut to the shorter, and says nothing of others."""
+
+    def check(self, base: Tensors, weights: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+
+class _NeverWhole(Sender):
+    """Sends a position with every value, however many there are."""
+
+    def whole(self, changed: int, elements: int) -> bool:
+        return False
+
+    def positions(self, where: torch.Tensor, elements: int) -> torch.Tensor:
+        return where.to(torch.int32)
+
+
+FAULTS = (
+    Fault(
+        id="delta-compares-values",
+        bug="an exporter that compares floats: a zero that changed its sign is not sent",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_ComparesValues, _Unverified),
+        says="special values turned changed",
+    ),
+    Fault(
+        id="delta-nan-as-a-mark",
+        bug="slime#2209: NaN marks what did not change, and a weight that became NaN, or was one, stays",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(receiver=_Absorbed),
+        says="special values changed",
+    ),
+    Fault(
+        id="delta-positions-in-16-bits",
+        bug="a tensor of more than 65,536 elements whose positions wrap",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_In16Bits, _Unverified),
+        says="model.embed_tokens.weight",
+    ),
+    Fault(
+        id="delta-without-the-last-element",
+        bug="a mask that is one element short",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_OffByOneEnd, _Unverified),
+        says="first, last and 2^16 changed",
+    ),
+    Fault(
+        id="delta-cut-at-a-cap",
+        bug="astraflow's cap on density, where nothing falls back to full tensors",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_Capped, _Unverified),
+        says="half changed",
+    ),
+    Fault(
+        id="delta-base-by-reference",
+        bug="torchtitan#3867 in a delta: the base is the live weights, so that nothing ever differs",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_KeepsReferences, _Unverified),
+        says="those of version 0",
+    ),
+    Fault(
+        id="delta-values-rounded",
+        bug="values that pass through another float on their way",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_Rounds, _Unverified),
+        says="1 % changed",
+    ),
+    Fault(
+        id="delta-of-any-base",
+        bug="W9: a request without its base, and a delta that is applied to whatever is held",
+        rules=("DLT-002",),
+        also=("DLT-008",),
+        cell=_CELL,
+        wrap=design(receiver=_AnyBase),
+        says="a receiver that is ahead",
+    ),
+    Fault(
+        id="delta-of-differences",
+        bug="W15: the exclusive or of two versions, applied twice, goes back",
+        rules=("DLT-003",),
+        also=("DLT-008",),
+        cell=_CELL,
+        wrap=design(Differences, _AppliesDifferences),
+        says="applied twice",
+    ),
+    Fault(
+        id="delta-of-the-last-made",
+        bug="a sender whose base is the last delta that it made, whatever became of it",
+        rules=("DLT-004",),
+        also=("DLT-002",),
+        cell=_CELL,
+        wrap=design(_OfTheLastMade),
+        says="a delta that is lost",
+    ),
+    Fault(
+        id="delta-without-checksum",
+        bug="a transport that is trusted: a byte that flipped is a weight",
+        rules=("DLT-005",),
+        also=("DLT-007", "DLT-008"),
+        cell=_CELL,
+        wrap=design(receiver=_Trusting),
+        says="flipped: taken",
+    ),
+    Fault(
+        id="delta-checksum-of-its-beginning",
+        bug="a checksum of the header alone",
+        rules=("DLT-005",),
+        also=("DLT-007", "DLT-008"),
+        cell=_CELL,
+        wrap=design(_SealsTheFirstKilobyte, _OfTheFirstKilobyte),
+        says="flipped: taken",
+    ),
+    Fault(
+        id="delta-version-before-success",
+        bug="TRL#5932: the version is raised although nothing was applied",
+        rules=("DLT-006",),
+        cell=_CELL,
+        wrap=design(receiver=_CountsFirst),
+        says="then whole: taken",
+    ),
+    Fault(
+        id="delta-written-before-it-is-checked",
+        bug="a receiver that writes message by message and compares the checksum at the end",
+        rules=("DLT-007",),
+        also=("DLT-006", "DLT-008"),
+        cell=_CELL,
+        wrap=design(receiver=_WritesFirst),
+        says="flipped: refused, and holds",
+    ),
+    Fault(
+        id="delta-checked-on-its-way-alone",
+        bug="slime#2209: the checksum of the delta is right, and the weights are not",
+        rules=("DLT-008",),
+        cell=_CELL,
+        wrap=design(receiver=_Unverified),
+        says="weights were changed after version 0",
+    ),
+    Fault(
+        id="delta-of-what-is-in-common",
+        bug="W16 in a delta: tensors that one side lacks are left out silently",
+        rules=("DLT-009",),
+        also=("DLT-008",),
+        cell=_CELL,
+        wrap=design(_InCommon, _Unverified),
+        says="a tensor is new",
+    ),
+    Fault(
+        id="delta-larger-than-the-model",
+        bug="verl#6974: half of a dense model changes, and positions are sent with every value",
+        rules=("DLT-010",),
+        cell=_CELL,
+        wrap=design(_NeverWhole),
+        says="a delta of",
+    ),
+)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moeref.bridge import fp8_blocks
+from moeref.bridge.fp8_blocks import FP8, Block, dequantised
 from moeref.bridge.regions import BridgeError, Index
 from moeref.bridge.shard_map import HFTensor
 
@@ -23,7 +25,9 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 #: Not weights: files of Kimi-K2 and Moonlight hold rotary frequencies, which follow from the config.
 DERIVED = (".rotary_emb.inv_freq",)
-#: Scales of weights that are quantised in blocks, as in the files of DeepSeek-V3, Kimi-K2 and gpt-oss (`_scales`).
+#: Of routers. Megatron holds them as fp32, which every bf16 is.
+BIASES = (".e_score_correction_bias",)
+#: Scales of weights that are quantised, such as gpt-oss's (`_scales`).
 SCALES = ("_scale_inv", "_scale", "_scales")
 _AGAIN = "download or write it again"
 
@@ -33,10 +37,14 @@ class Checkpoint:
 
     Raises BridgeError if there is no safetensors file, a file is truncated, corrupt or no regular file, two files hold
     one tensor, the index is not one or names files outside the folder, or the index and the files disagree.
+
+    block: weights in FP8 have a scale for each block of so many rows and columns, and are given as bf16; their scales
+    are no tensors then. Raises BridgeError where scales do not fit their weight.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, block: Block | None = None) -> None:
+        self.folder, self._block = Path(folder), block
+        self._scales: dict[str, Any] = {}  # of FP8 weights, by the weight's name
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
         try:
@@ -45,6 +53,8 @@ class Checkpoint:
                 self._open(path)
             if weight_map is not None:
                 self._compare(weight_map)
+            if block is not None:
+                self._pair(block)
         except BaseException:
             self.close()
             raise
@@ -98,6 +108,13 @@ class Checkpoint:
         if lost:
             raise BridgeError(f"{self._index}: index and files disagree on {len(lost)} tensors, first {lost[0]}")
 
+    def _pair(self, block: Block) -> None:
+        """Give every FP8 weight its scales."""
+        for name in [name for name, part in self._where.items() if part.get_dtype() == FP8]:
+            scales = self._where.pop(name + fp8_blocks.SCALES, None)
+            fp8_blocks.check_scales(name, self._where[name], scales, block)
+            self._scales[name] = scales
+
     @property
     def names(self) -> set[str]:
         """All tensor names in the folder."""
@@ -106,11 +123,16 @@ class Checkpoint:
     def header(self, name: str) -> HFTensor:
         """Shape and dtype from the file's header; no data is read."""
         part = self._where[name]
-        dtype = str(part.get_dtype())
+        dtype = "BF16" if name in self._scales else str(part.get_dtype())
         return HFTensor(name, tuple(part.get_shape()), _DTYPES.get(dtype, dtype))
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """The slice `index` of tensor `name`; the rest of the tensor is not read."""
+        if self._block is not None and name in self._scales:
+            part, scales = self._where[name], self._scales[name]
+            both = zip(part.get_shape(), index, strict=True)
+            rows, columns = (range(*of.indices(size)) for size, of in both if isinstance(of, slice))
+            return dequantised(lambda *of: part[of], lambda *of: scales[of], rows, columns, self._block)
         tensor: torch.Tensor = self._where[name][index]
         return tensor
 
@@ -121,6 +143,7 @@ class Checkpoint:
     def close(self) -> None:
         """Unmap all files."""
         self._where.clear()
+        self._scales.clear()
         self._stack.close()
 
     def __enter__(self) -> Checkpoint:
@@ -164,15 +187,29 @@ def check_headers(
         near = difflib.get_close_matches(extra[0], missing, n=1, cutoff=0.8)
         hint = f" (is {extra[0]} meant to be {near[0]}?)" if near else ""
         problems.append(f"{len(extra)} tensors belong to no row of the table: {_some(extra)}{hint}")
-    for tensor in (expected[name] for name in expected.keys() & checkpoint.names):
-        found = checkpoint.header(tensor.name)
-        if found.shape != tensor.shape:
-            problems.append(f"{tensor.name} has shape {list(found.shape)}, the config says {list(tensor.shape)}")
-        elif found.dtype != tensor.dtype:
-            problems.append(f"{tensor.name} is {found.dtype}, the model holds {tensor.dtype}")
+    both = [expected[name] for name in expected.keys() & checkpoint.names]
+    problems += filter(None, (_differs(checkpoint, tensor) for tensor in both))
+    if widened := sum(_widens(checkpoint, tensor) for tensor in both):
+        _log.warning("%s: %d router biases are bfloat16 in the file and become float32", family, widened)
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise BridgeError(f"{family}: checkpoint {checkpoint.folder.name} does not fit the model ({layout}): {shown}")
+
+
+def _differs(checkpoint: Checkpoint, tensor: HFTensor) -> str:
+    """In what the tensor of the checkpoint differs from the model's; empty if in nothing."""
+    found = checkpoint.header(tensor.name)
+    if found.shape != tensor.shape:
+        return f"{tensor.name} has shape {list(found.shape)}, the config says {list(tensor.shape)}"
+    if found.dtype != tensor.dtype and not _widens(checkpoint, tensor):
+        return f"{tensor.name} is {found.dtype}, the model holds {tensor.dtype}"
+    return ""
+
+
+def _widens(checkpoint: Checkpoint, tensor: HFTensor) -> bool:
+    """Whether a router's bias is held with more bits than the file has."""
+    biased = tensor.name.endswith(BIASES) and tensor.dtype == "float32"
+    return biased and checkpoint.header(tensor.name).dtype == "bfloat16"
 
 
 def _some(names: list[str]) -> str:

@@ -70,6 +70,8 @@ def load(
 ) -> None:
     """Fill the chunks of `rank` from a Hugging Face folder, in either expert format; vocabulary padding becomes zero.
 
+    Weights in FP8, as `model.fp8_block` says, become bf16. Router biases in bf16 become fp32, with a warning.
+
     Names, shapes and dtypes of the whole checkpoint are checked against the headers before the first byte is written;
     then each Hugging Face tensor is read once, and only the slice whose elements this rank holds.
 
@@ -90,7 +92,7 @@ def load(
         with together("nothing was written"):
             if dist.is_initialized() and dist.get_world_size(group) != 1:
                 check_place(shard_map.layout, rank, group)
-            checkpoint = opened.enter_context(Checkpoint(folder))
+            checkpoint = opened.enter_context(Checkpoint(folder, shard_map.model.fp8_block))
             in_format = shard_map.for_checkpoint(checkpoint.names)
             pairs = bind(in_format, rank, chunks)
             model = shard_map.model

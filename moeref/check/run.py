@@ -97,7 +97,7 @@ def check(
     except (ConfigError, LayoutError) as error:
         raise CheckError(str(error)) from error
     _check_sizes(layout, sizes)
-    notes = _left_out(read, draft.model)
+    notes = _of_files(read, draft.model)
     base = Report(title, draft.model, layout, None, replay=chosen.replay, notes=notes, training=trained, hbm=hbm)
     try:
         made = Layout(**sizes)
@@ -108,10 +108,15 @@ def check(
     return verified(report, chosen.core, verify)
 
 
-def _left_out(published: Model, model: Model) -> tuple[str, ...]:
-    """A note on MTP layers that a run leaves out."""
-    number = published.mtp_layers - model.mtp_layers
-    return (f"{number} MTP layers are left out: stages lack them, and loading skips their tensors",) if number else ()
+def _of_files(published: Model, model: Model) -> tuple[str, ...]:
+    """Notes on what loading does to the published files: MTP layers that a run leaves out, FP8 weights."""
+    number, block = published.mtp_layers - model.mtp_layers, model.fp8_block
+    notes = []
+    if number:
+        notes.append(f"{number} MTP layers are left out: stages lack them, and loading skips their tensors")
+    if block is not None:
+        notes.append(f"FP8 files, blocks of {block[0]} × {block[1]}: loading makes them bf16, and export sends bf16")
+    return tuple(notes)
 
 
 def _check_sizes(layout: str, sizes: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from moeref.families.catalog import Source, known, published, sources
 from moeref.families.mapping import ExpertFormat, HFPattern, ParamMapping, SpecNames
 from moeref.families.model import FamilyError, Model, UnmappedModelError
+from moeref.families.quantised import fp8_block
 from moeref.families.values import WRONG, check_values
 
 __all__ = [
@@ -85,14 +86,10 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
             + (f" (did you mean {near[0]}?)" if near else "")
         )
     check_values(config, str(name))
-    if config.get("quantization_config"):
-        kind = config["quantization_config"].get("quant_method")
-        raise UnmappedModelError(
-            f"{name}: the checkpoint is quantised ({kind}); turn it into bf16 first and give that config"
-        )
+    block = fp8_block(config, str(name))
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     try:
-        model = family.read(config, found.removeprefix("torch."))
+        model = replace(family.read(config, found.removeprefix("torch.")), fp8_block=block)
         _check(model)
     except FamilyError:
         raise

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (also V3.1, R1, Moonlight): MLA, a dense prefix, shared experts, sigmoid router limited to expert groups.
 
-Multi-token prediction layers are included. The published checkpoints are FP8 and have to be converted to bf16 first.
+Multi-token prediction layers are included. The published files are FP8 in blocks, which loading turns into bf16.
 Sources: megatron-core's MLASelfAttention and its Transformer Engine spec; the saved names of transformers' DeepseekV3.
 """
 

@@ -121,6 +121,7 @@ class Model:
     shared_gate: bool = False  # one number a token gates the output of the shared experts
     zero_centered: bool = False  # norms scale by 1 + weight, except those inside gated delta nets
     mtp_layers: int = 0  # multi-token prediction; in files they follow the decoder layers
+    fp8_block: tuple[int, int] | None = None  # (rows, columns) of a block of FP8 weights in files, with a scale each
     ignored: tuple[str, ...] = ()  # prefixes of tensor names in published files that loading skips
 
     def with_mtp(self, layers: int) -> Model:

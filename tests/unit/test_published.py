@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from importlib.resources import files
 from math import prod
 
@@ -77,10 +78,19 @@ def test_kimi_k2_is_read_as_deepseek_v3() -> None:
     assert families.read(config) == families.read({**config, "model_type": "deepseek_v3"})
 
 
-def test_a_published_fp8_config_is_refused_with_what_to_do() -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    with pytest.raises(FamilyError, match=r"kimi_k2: the checkpoint is quantised \(fp8\); turn it into bf16 first"):
-        families.read({**families.known("kimi-k2"), **quantised})
+def test_a_published_fp8_config_is_read_and_other_quantisation_refused() -> None:
+    kimi = families.known("kimi-k2")
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert families.read({**kimi, "quantization_config": fp8}) == replace(families.read(kimi), fp8_block=(128, 128))
+    for change in (
+        {"quant_method": "compressed-tensors"},
+        {"weight_block_size": None},
+        {"weight_block_size": [128, "128"]},
+        {"activation_scheme": "static"},
+        {"fmt": "e5m2"},
+    ):
+        with pytest.raises(FamilyError, match=r"kimi_k2: the checkpoint is quantised \(.*turn it into bf16 first"):
+            families.read({**kimi, "quantization_config": {**fp8, **change}})
 
 
 def test_configs_are_plain_json_in_one_order() -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moeref.check import CheckError, Report, UnmappedError, check
@@ -18,6 +19,7 @@ from moeref.check.report import EXIT
 from moeref.check.run import OPTIONS
 from moeref.check.runfile import RunFile, is_run_file, read_run_file
 from moeref.config import ConfigError, MoEConfig
+from moeref.costs import CostError, read_lengths
 from moeref.costs.training import TRAINING
 from moeref.dispatcher.setup import CORE
 from moeref.families import published
@@ -92,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         "--train", action="append", default=[], metavar="NAME=VALUE", help=f"what decides memory: {', '.join(TRAINING)}"
     )
     command.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU, in which every rank must fit")
+    command.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="tells which groups have ranks on several nodes"
+    )
+    command.add_argument("--lengths", metavar="FILE", help="lines LENGTH or LENGTH NUMBER: tells what padding wastes")
     command.add_argument("--core", help=f"version of megatron-core (default: {CORE})")
     command.add_argument(
         "--verify",
@@ -183,9 +189,20 @@ def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace,
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `check` that are on the command line."""
-    given = {name: value for name in ("seq_length", "hbm", *OPTIONS) if (value := getattr(options, name)) is not None}
-    trained = _pairs("--train", options.train)
-    return {**given, "training": trained} if trained else given
+    names = ("seq_length", "hbm", "gpus_per_node", *OPTIONS)
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if trained := _pairs("--train", options.train):
+        given["training"] = trained
+    if options.lengths is not None:
+        given["lengths"] = _lengths(options.lengths)
+    return given
+
+
+def _lengths(file: str) -> dict[int, int]:
+    try:
+        return read_lengths(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, CostError) as error:
+        raise CheckError(f"{file}: {error}") from error
 
 
 def _asked(moe: dict[str, Any], pairs: Sequence[str]) -> MoEConfig:

@@ -8,8 +8,21 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from moeref.bridge import LocalShard, ShardMap
-from moeref.check.report import Problem, Report
-from moeref.costs import GIB, Memory, Recompute, Run, highest, largest
+from moeref.check.report import CheckError, Problem, Report
+from moeref.costs import (
+    GIB,
+    CostError,
+    Memory,
+    Recompute,
+    Run,
+    Shape,
+    batch_problem,
+    crossings,
+    dispatch_bytes,
+    highest,
+    largest,
+    waste,
+)
 from moeref.families import Model, SpecNames
 from moeref.layout import Layout
 from moeref.record import Draft
@@ -39,6 +52,24 @@ def costed(report: Report, draft: Draft, problems: list[Problem]) -> Report:
     if report.hbm is not None and highest(found) > report.hbm * GIB:
         problems.append(_too_much(run, found, report.hbm))
     return replace(report, memory=MappingProxyType(found))
+
+
+def spread(report: Report, layout: Layout, gpus_per_node: int | None, lengths: Mapping[int, int] | None) -> Report:
+    """The report with groups over nodes, bytes of the dispatcher, and what padding wastes. A batch must divide.
+
+    Raises CheckError for numbers that mean nothing.
+    """
+    if batch := batch_problem(report.training, layout):
+        report = replace(report, problems=(*report.problems, Problem("batch", *batch)), record=None)
+    try:
+        nodes = crossings(layout, gpus_per_node) if gpus_per_node is not None else {}
+        wasted = waste(report.padding.plan, lengths, report.padding.length) if lengths and report.padding else None
+    except CostError as error:
+        raise CheckError(str(error)) from error
+    tokens, sent = _tokens(report), None
+    if tokens is not None and report.dispatcher and layout.ep * layout.etp > 1:
+        sent = dispatch_bytes(Shape(model=report.model, layout=layout, tokens=tokens), report.dispatcher)
+    return replace(report, nodes=nodes, waste=wasted, dispatch_bytes=sent)
 
 
 def _tokens(report: Report) -> int | None:

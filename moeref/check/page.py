@@ -116,6 +116,7 @@ def _lines(report: Report, others: Sequence[Report]) -> Iterable[tuple[str, str]
         yield "dispatcher", f"{report.dispatcher} ({report.dispatcher_why})"
     if report.needs:
         yield "", f"needs {', '.join(report.needs)}"
+    yield from _spread(report)
     yield from _padding(report)
     yield from _seeds(report)
     if report.replay != "off":
@@ -145,6 +146,15 @@ def _memory(report: Report) -> Iterable[tuple[str, str]]:
         yield "", f"activations {_gib(most.activations)}{routes}, for flash attention and fused kernels"
 
 
+def _spread(report: Report) -> Iterable[tuple[str, str]]:
+    if report.dispatch_bytes is not None:
+        size = report.dispatch_bytes / 2**20
+        yield "", f"a rank sends {size:,.1f} MiB in a layer's dispatch, and in its combine, each also backward"
+    for number, (kind, found) in enumerate(report.nodes.items()):
+        across = f"{found.across} of {found.groups} across nodes" if found.across else "each inside one node"
+        yield "" if number else "groups", f"{kind}: {found.size} ranks, {across}"
+
+
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
 
@@ -158,6 +168,9 @@ def _padding(report: Report) -> Iterable[tuple[str, str]]:
         yield "", f"{factor.multiple} per {factor.level}: {factor.why}"
     if report.padding.padded is not None:
         yield "", f"{report.padding.length} → {report.padding.padded} tokens, {report.padding.rows} rows on a rank"
+    if report.waste is not None:
+        found = report.waste
+        yield "", f"{found.samples} samples in {found.packs} sequences: {found.share:.1%} of the rows are padding"
 
 
 def _seeds(report: Report) -> Iterable[tuple[str, str]]:

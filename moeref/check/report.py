@@ -9,7 +9,7 @@ from typing import Any, Literal
 from moeref.check.value import Value
 from moeref.config import EffectiveSettings
 from moeref.config.effective import plain
-from moeref.costs import Memory, Training
+from moeref.costs import Crossing, Memory, Training, Waste
 from moeref.dispatcher.padding import Plan
 from moeref.families import Model
 from moeref.record import Record
@@ -33,7 +33,8 @@ EXIT: dict[Verdict, int] = {"works": 0, "refused": 1, "unknown": 3}
 class Problem:
     """Why the run will not work, and the fix; or, if not `refused`, what of it moeref cannot map or verify.
 
-    `about`: layout, bridge, config, dispatcher, memory, padding, seeds, or megatron for what megatron-core itself says.
+    `about`: layout, bridge, config, dispatcher, memory, batch, padding, seeds, or megatron for what megatron-core
+    itself says.
     """
 
     about: str
@@ -88,6 +89,9 @@ class Report:
     training: Training = field(default_factory=Training)
     hbm: float | None = None  # GiB of a GPU
     memory: Mapping[int, Memory] = field(default_factory=dict)  # by pipeline rank, of each of its ranks
+    nodes: Mapping[str, Crossing] = field(default_factory=dict)  # by kind of group
+    dispatch_bytes: int | None = None  # that a rank sends in one dispatch of one layer
+    waste: Waste | None = None
     parameters: int = 0
     tensors: int = 0
     replay: str = "off"
@@ -154,6 +158,9 @@ class Report:
             "training": vars(self.training),
             "hbm_gib": self.hbm,
             "memory_bytes": {f"pp{pp}": found.to_plain() for pp, found in self.memory.items()},
+            "nodes": {kind: vars(found) for kind, found in self.nodes.items()},
+            "dispatch_bytes": self.dispatch_bytes,
+            "waste": None if self.waste is None else {**vars(self.waste), "share": self.waste.share},
             "parameters": self.parameters,
             "tensors": self.tensors,
             "replay": {"mode": self.replay, "bytes_per_token": self.route_bytes},

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from moeref import families, seeds
 from moeref.bridge import BridgeError, LocalShard
-from moeref.check.cost import costed, held
+from moeref.check.cost import costed, held, spread
 from moeref.check.report import CheckError, Padding, Problem, Report, Stage, UnmappedError
 from moeref.check.settings import quantised, settled, split
 from moeref.check.splits import splits
@@ -73,6 +73,8 @@ def check(
     verify: bool | None = None,
     training: Training | Mapping[str, Any] | None = None,
     hbm: float | None = None,
+    gpus_per_node: int | None = None,
+    lengths: Mapping[int, int] | None = None,
     **options: Any,
 ) -> Report:
     """The report of a run before it starts, with the record that its model is built from.
@@ -82,6 +84,7 @@ def check(
     `moeref.record.Options`. A GPU and the packages that a dispatcher needs are assumed to exist; `needs` lists them.
     verify: construct megatron-core's own config in a process of its own; None does so where no rule covers a setting.
     training: `moeref.costs.Training`, or its fields, which decide memory. hbm: GiB of a GPU that a rank must fit in.
+    gpus_per_node: tells which groups have ranks on several nodes. lengths: numbers of samples by their tokens.
 
     Raises CheckError for input that cannot be read. The report has a Problem for everything that will not work.
     """
@@ -104,7 +107,8 @@ def check(
     except LayoutError as error:
         return replace(base, problems=(Problem("layout", str(error)),))
     _check_sizes(layout, {"world": made.world})
-    report = _checked(replace(base, layout=made.text, world=made.world), replace(draft, layout=made), seq_length)
+    base, draft = replace(base, layout=made.text, world=made.world), replace(draft, layout=made)
+    report = spread(_checked(base, draft, seq_length), made, gpus_per_node, lengths)
     return verified(report, chosen.core, verify)
 
 

@@ -3,19 +3,27 @@
 from moeref.costs.activations import Recompute, Shape, activations
 from moeref.costs.memory import GIB, Memory, Run, highest, largest
 from moeref.costs.states import States, states
+from moeref.costs.traffic import Crossing, Waste, batch_problem, crossings, dispatch_bytes, read_lengths, waste
 from moeref.costs.training import CostError, Training
 
 __all__ = [
     "GIB",
     "CostError",
+    "Crossing",
     "Memory",
     "Recompute",
     "Run",
     "Shape",
     "States",
     "Training",
+    "Waste",
     "activations",
+    "batch_problem",
+    "crossings",
+    "dispatch_bytes",
     "highest",
     "largest",
+    "read_lengths",
     "states",
+    "waste",
 ]

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moeref import families
 from moeref.bridge import ShardMap
 from moeref.check import CheckError, Report, check
 from moeref.cli import main
 from moeref.config import MoEConfig
-from moeref.costs import GIB, CostError, Training, states
+from moeref.costs import GIB, CostError, Shape, Training, dispatch_bytes, states, waste
+from moeref.dispatcher import padding
 from moeref.layout import Layout
 
 QWEN, LAYOUT = "qwen3-30b-a3b", "tp=2,ep=8,etp=1,world=16"
@@ -152,3 +156,84 @@ def test_recompute_is_offered_where_it_is_enough() -> None:
 def test_replay_keeps_the_routes_of_what_is_in_flight() -> None:
     (found,) = judged(seq_length=8192, replay="R3").memory.values()
     assert found.routes == 4 * 48 * 8 * 8192 // 2  # int32, layers, top-k, rows of one of two TP ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "training", "says"),
+    [
+        ("world=8", {"global_batch_size": 12}, "micro_batch_size·dp = 1·8"),
+        ("tp=2,etp=2,world=8", {"global_batch_size": 12, "micro_batch_size": 2}, "micro_batch_size·dp = 2·4"),
+        ("pp=4,vpp=2,world=8", {"global_batch_size": 12}, "6 microbatches are no multiple of pp=4"),
+        ("pp=4,vpp=2,world=8", {"global_batch_size": 16}, None),
+        ("pp=4,world=8", {"global_batch_size": 12}, None),
+    ],
+)
+def test_a_batch_divides_over_replicas_and_stages(layout: str, training: dict[str, Any], says: str | None) -> None:
+    report = judged(layout, training=training)
+    if says is None:
+        assert report.works
+        return
+    (problem,) = report.problems
+    assert (problem.about, report.record) == ("batch", None)
+    assert says in problem.text
+    multiple = int(problem.fix.split()[-1])
+    assert judged(layout, training={**training, "global_batch_size": multiple}).works
+
+
+def test_groups_across_nodes_are_those_with_ranks_on_two() -> None:
+    found = judged("tp=4,ep=16,etp=1,world=32", gpus_per_node=8).nodes
+    assert {kind: (one.size, one.groups, one.across) for kind, one in found.items()} == {
+        "tp": (4, 8, 0),
+        "ep": (16, 2, 2),
+        "dp-cp": (8, 4, 4),
+        "edp": (2, 16, 16),
+    }
+    with pytest.raises(CheckError, match="gpus_per_node"):
+        judged(gpus_per_node=0)
+
+
+def rows_sent(routes: np.ndarray[Any, Any], experts: int, ep: int) -> tuple[int, int]:
+    """(rows to other ranks once for each expert, once for each rank) from rank 0, row by row."""
+    ranks = [[expert // (experts // ep) for expert in row] for row in routes]
+    return sum(rank != 0 for row in ranks for rank in row), sum(len(set(row) - {0}) for row in ranks)
+
+
+def test_bytes_of_a_dispatch_are_those_of_random_balanced_routes() -> None:
+    model, layout = families.read(families.known(QWEN)), Layout(ep=8, world=8)
+    shape = Shape(model=model, layout=layout, tokens=4000)
+    rng = np.random.default_rng(1)
+    routes = rng.random((4000, model.experts)).argpartition(model.top_k, axis=1)[:, : model.top_k]
+    by_expert, by_rank = rows_sent(routes, model.experts, 8)
+    row = 2 * model.hidden
+    assert dispatch_bytes(shape, "alltoall") == pytest.approx(by_expert * row, rel=0.01)
+    assert dispatch_bytes(shape, "flex-deepep") == pytest.approx(by_rank * row, rel=0.01)
+    assert dispatch_bytes(shape, "allgather") == 4000 * 7 * row
+
+
+def test_padding_wastes_what_the_plan_adds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = Layout(tp=2, cp=2, etp=1, world=4)
+    made = padding.plan(layout)
+    found = waste(made, {5: 3, 100: 1}, None)
+    rows = [made.pack([length]).total for length in (5, 5, 5, 100)]
+    assert (found.samples, found.packs, found.tokens, found.padded) == (4, 4, 115, sum(rows))
+    packed = waste(made, {7: 9, 50: 2}, 100)
+    assert (packed.packs, packed.padded) == (2, made.pack([50, 50]).total + made.pack([7] * 9).total)
+    with pytest.raises(CostError, match="does not fit"):
+        waste(made, {101: 1}, 100)
+    file = tmp_path / "lengths.txt"
+    file.write_text("100\n200 30\n")
+    arguments = ["check", QWEN, "--layout", "tp=2,ep=2,etp=1", "--no-verify", "--seq-length", "1000"]
+    assert main([*arguments, "--lengths", str(file), "--gpus-per-node", "8"]) == 0
+    page = capsys.readouterr().out
+    assert "31 samples in 7 sequences" in page
+    assert "each inside one node" in page
+    file.write_text("100\n-3\n")
+    assert main([*arguments, "--lengths", str(file)]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+@given(lengths=st.dictionaries(st.integers(1, 100), st.integers(1, 20), min_size=1), budget=st.integers(100, 300))
+def test_every_sample_is_packed_once_and_no_pack_is_over_the_budget(lengths: dict[int, int], budget: int) -> None:
+    found = waste(padding.plan(Layout()), lengths, budget)
+    assert found.padded == found.tokens == sum(length * number for length, number in lengths.items())
+    assert -(-found.tokens // budget) <= found.packs <= 2 * -(-found.tokens // budget) + 1

@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "delta": {"bridge", "torch_dtypes"},
     "sync": {"layout", "families", "bridge", "exporter"},
     "provenance": set(),
-    "costs": {"layout", "families", "config", "bridge", "dtypes"},
+    "costs": {"layout", "families", "config", "dispatcher", "bridge", "dtypes"},
     # The preflight asks every room that is arithmetic.
     "check": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes", "record", "costs"},
 }

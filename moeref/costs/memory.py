@@ -1,4 +1,4 @@
-"""The memory of one rank of each pipeline stage, and what to change where it is too much."""
+"""The memory of a rank of each pipeline stage, and which settings lower it."""
 
 from __future__ import annotations
 

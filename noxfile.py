@@ -207,8 +207,10 @@ def put_on_path(session: nox.Session, name: str) -> dict[str, str]:
         bare, packed = folder.with_suffix(".git"), folder.with_suffix(".tar")
         if not bare.is_dir():
             session.run_install("git", "clone", "-q", "--bare", *partly, repository, str(bare), external=True)
-        archive = ["git", "-C", str(bare), "archive", "-o", str(packed), source["commit"], source["package"]]
-        session.run_install(*archive, external=True)
+        paths = [source["package"], *source.get("reads", [])]
+        session.run_install(
+            "git", "-C", str(bare), "archive", "-o", str(packed), source["commit"], *paths, external=True
+        )
         with tarfile.open(packed) as files:
             files.extractall(folder, filter="data")
     return {**ENV, "PYTHONPATH": str(folder)}
@@ -223,21 +225,25 @@ def peers_with(name: str) -> None:
             session.install("--no-deps", *alone, env={**ENV, **index_settings()})
         env = put_on_path(session, name)
         kit, out = ["python", "-m", "moeref_conformance"], f"conformance-report/peers/{name}"
-        chosen = [word for word in session.posargs if word != "--shards"]
-        if chosen == session.posargs:
+        chosen = [word for word in session.posargs if word not in ("--shards", "--scripts")]
+        asked = set(session.posargs).difference(chosen)
+        if not asked:
             # Known failures are excused, so only what is new fails the session.
             where = f"{out}-selection" if chosen else out
             run = ["run", "--target", name, "--matrix", "matrices/peers.toml", "--out", where, *chosen]
             session.run(*kit, *run, env=env)
-        if not chosen or chosen != session.posargs:
+        if "--shards" in asked or not session.posargs:
             # The bridges pad a vocabulary to a multiple of TP and no further; so does moeref here.
             pair = ["moeref_conformance.targets.moeref:unpadded", name, "--matrix", "matrices/peers.toml"]
             save = [] if chosen else ["--out", f"{out}/shards.json"]
             session.run(*kit, "shards", *pair, *save, *chosen, env=env)
-        if name == "megatron-bridge" and not chosen:
-            session.run("pytest", "-m", "cpu", "tests/peers", env=env)
+        if "--scripts" in asked or not session.posargs:
+            session.run("pytest", "-m", "cpu", "tests/peers", env={**env, "MOEREF_PEER": name})
 
-    peers.__doc__ = f"Judge {name} and compare its shards with moeref's; `-- --cell …` judges, `-- --shards` compares."
+    peers.__doc__ = (
+        f"Judge {name}, compare its shards with moeref's, show its defects without the kit; "
+        "`-- --cell …` judges, `-- --shards` compares, `-- --scripts` shows."
+    )
 
 
 for _peer in PEERS:

@@ -47,7 +47,21 @@ def test_what_is_not_told_is_listed(known):
     assert "### Not looked into yet\n\n- toy " in table.render([(known, [])])
 
 
-@pytest.mark.parametrize("change", [{"severity": "mild"}, {"main": " "}, {"whatever": "x"}])
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"script": "head.py slime"}, "- Without the kit: [head.py](../examples/defects/head.py) `slime`\n"),
+        ({"script": "yarn.py"}, "- Without the kit: [yarn.py](../examples/defects/yarn.py)\n"),
+        ({"no_script": "nothing is wrong."}, "- Without the kit: no script, since nothing is wrong.\n"),
+    ],
+)
+def test_a_defect_links_its_script_or_says_why_it_has_none(known, more, told):
+    assert told in table.render([(known, [])], {"rows": {**TOLD, **more}})
+
+
+@pytest.mark.parametrize(
+    "change", [{"severity": "mild"}, {"main": " "}, {"whatever": "x"}, {"script": "a.py", "no_script": "b"}]
+)
 def test_a_malformed_defect_is_refused(change):
     with pytest.raises(BadInput, match="defect rows"):
         table.render([], {"rows": {**TOLD, **change}})
@@ -59,3 +73,12 @@ def test_defects_of_peers_and_known_failures_name_each_other():
     named = {entry.defect for file in files if file.is_file() for entry in known_failures.load(file, matrix)}
     assert table.checked(DEFECTS)
     assert named == DEFECTS.keys()
+
+
+def test_every_defect_of_a_peer_has_a_script_or_a_reason_to_have_none():
+    lacking = [name for name, entry in DEFECTS.items() if not entry.keys() & {"script", "no_script"}]
+    assert lacking == []
+    named = {entry["script"].split()[0] for entry in DEFECTS.values() if "script" in entry}
+    assert named == {path.name for path in (ROOT / table.SCRIPTS).glob("*.py")} - {"by_hand.py"}
+    silent = [name for name, entry in DEFECTS.items() if entry["severity"].startswith("silently")]
+    assert [name for name in silent if "no_script" in DEFECTS[name]] == []

@@ -8,7 +8,8 @@ A defect is what known failures name by `defect`. `--defects FILE` says more of 
     affects = "…"                    # whose runs
     main = "…"                       # whether the project's main has it mended, and how that is known
     link = "https://…"               # optional: where it is reported or stands in the source
-    script = "docs/examples/…"       # optional: shows it without the kit
+    script = "head.py slime"         # shows it without the kit: a file of SCRIPTS, and its arguments
+    no_script = "…"                  # or why none does
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.contract.shards import ShardComparison
 
 SEVERITIES = ("silently wrong", "silently incomplete", "loud", "message", "design")
-NEEDED, ALLOWED = ("severity", "what", "affects", "main"), ("severity", "what", "affects", "main", "link", "script")
+NEEDED = ("severity", "what", "affects", "main")
+ALLOWED = (*NEEDED, "link", "script", "no_script")
+#: Where scripts are, and where they are from the page.
+SCRIPTS, FROM_PAGE = "docs/examples/defects", "../examples/defects"
 #: Columns of the first table, and the rule that each counts: cells that pass, of those that are claimed.
 COLUMNS = {
     "runs to the end": "RUN-001",
@@ -52,6 +56,8 @@ def checked(defects: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, entry in defects.items():
         check_keys(f"defect {name}", entry, ALLOWED, NEEDED)
         check_known(f"defect {name}", "severity", [entry["severity"]], SEVERITIES)
+        if "script" in entry and "no_script" in entry:
+            raise BadInput(f"defect {name}: it has a script, and a reason to have none")
         if empty := [key for key in entry if not isinstance(entry[key], str) or not entry[key].strip()]:
             raise BadInput(f"defect {name}: {', '.join(empty)} is not a text")
     return defects
@@ -148,9 +154,17 @@ def _defect(name: str, entry: Mapping[str, str], found: Sequence[tuple[Results, 
         f"- On main: {entry['main']}",
     ]
     lines += [f"- Upstream: <{entry['link']}>"] if "link" in entry else []
-    lines += [f"- Without the kit: `{entry['script']}`"] if "script" in entry else []
+    lines += [f"- Without the kit: {shown}"] if (shown := _script(entry)) else []
     again = f"{command(first.header['target']['spec'])} --cell {verdict.cell} --rule {verdict.rule}"
     return "\n".join([*lines, f"- Found by {where}: `{again}`"])
+
+
+def _script(entry: Mapping[str, str]) -> str:
+    """A link to the script, with the arguments it takes, or why there is none."""
+    if "no_script" in entry:
+        return f"no script, since {entry['no_script']}"
+    file, _, words = entry.get("script", "").partition(" ")
+    return f"[{file}]({FROM_PAGE}/{file}){f' `{words}`' if words else ''}" if file else ""
 
 
 def command(spec: str) -> str:

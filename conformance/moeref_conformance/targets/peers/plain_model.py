@@ -53,7 +53,17 @@ def build(hf_config: Any, cell: Cell) -> list[Any]:
                 vp_stage=vp_stage,
             )
         chunks.append(chunk.to(dtype))
+    _mark_whole_weights(chunks)
     return chunks
+
+
+def _mark_whole_weights(chunks: list[Any]) -> None:
+    """Mark weights that TP does not split as slime's patch of Megatron does (its docker/patch)."""
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    whole = [module for chunk in chunks for module in chunk.modules() if type(module) is TELinear]
+    for parameter in (parameter for module in whole for parameter in module.parameters()):
+        parameter.parallel_mode = "duplicated"
 
 
 def padded_vocabulary(hf_config: Any, cell: Cell) -> int:

@@ -1,0 +1,28 @@
+"""mbridge: whatever has `mlp.experts.linear_fc2` in its name is sent as an expert's weight.
+
+A parameter below that module goes out at EP1 under the name of a weight, without an expert's number. Adapters and other
+parameters inside expert modules are affected.
+"""
+
+from tempfile import TemporaryDirectory
+
+from by_hand import QWEN3, checkpoint, mbridge, on_ranks, tell
+
+
+def added(folder: str) -> list[str]:
+    """Names that the export has once a parameter stands below an expert module."""
+    import torch
+
+    bridge = mbridge(folder)
+    bridge.load()
+    before = bridge.sent()
+    bridge.chunks[0].decoder.layers[0].mlp.experts.linear_fc2.scale = torch.nn.Parameter(torch.ones(4))
+    return sorted(bridge.sent().keys() - before)
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as folder:
+        checkpoint(folder, QWEN3)
+        (names,) = on_ranks(1, added, folder)
+    said = f"decoder.layers.0.mlp.experts.linear_fc2.scale was added, and the export sends {names}"
+    tell(any(name.endswith("down_proj.weight") for name in names), said)

@@ -120,19 +120,16 @@ def faults() -> str:
     return "\n\n".join(out)
 
 
-def not_expressible() -> str:
-    """Known bugs that no cell can show yet."""
-    from moeref_conformance.selftest.faults import NOT_EXPRESSIBLE
-
-    return "\n".join(f"- {bug}: {_plain(reason)}." for bug, reason in NOT_EXPRESSIBLE.items())
-
-
 def known_bugs() -> str:
-    """The list that faults are made from."""
-    from moeref_conformance.selftest.faults import KNOWN_BUGS
+    """The list that faults are made from: the faults that bring each bug back, or what it waits for."""
+    from moeref_conformance.selftest.faults import FAULTS, KNOWN_BUGS, bugs_of
 
-    rows = [(bug, _plain(entry.get("report", bug)), _plain(entry["symptom"])) for bug, entry in KNOWN_BUGS.items()]
-    return table(("id", "report", "symptom"), rows)
+    rows = []
+    for bug, entry in KNOWN_BUGS.items():
+        shown = _links((fault.id for fault in FAULTS.values() if bug in bugs_of(fault)), "faults.md")
+        waits = _plain(entry["waits"]) if "waits" in entry else ""
+        rows.append((bug, _plain(entry.get("report", bug)), _plain(entry["symptom"]), shown or waits))
+    return table(("id", "report", "symptom", "brought back by, or waits for"), rows)
 
 
 def commands() -> str:
@@ -322,7 +319,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "rules": rules,
     "faults": faults,
     "known-bugs": known_bugs,
-    "not-expressible": not_expressible,
     "commands": commands,
     "statuses": statuses,
     "exit-codes": exit_codes,

@@ -16,7 +16,7 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.diagnosis.diagnose import UNKNOWN
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.selftest.faults import FAULTS, KNOWN_BUGS, NOT_EXPRESSIBLE, Fault
+from moeref_conformance.selftest.faults import FAULTS, KNOWN_BUGS, NOT_EXPRESSIBLE, Fault, bugs_of
 from moeref_conformance.selftest.faulty import by_tag
 from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
@@ -111,7 +111,7 @@ def test_rules_name_the_faults_that_turn_them_red() -> None:
 
 def test_every_known_bug_is_a_fault_or_told_why_not() -> None:
     known = {*KNOWN_BUGS, *REPORTS}
-    brought_back = {name for f in FAULTS.values() for name in re.findall(r"\b[BPRSW]\d+\b|[\w-]+#\d+", f.bug)}
+    brought_back = {name for fault in FAULTS.values() for name in bugs_of(fault)}
     assert known <= brought_back | NOT_EXPRESSIBLE.keys()
     assert not brought_back & NOT_EXPRESSIBLE.keys()
 

@@ -9,6 +9,7 @@ from math import prod
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.findings import Finding
+from moeref_conformance.diagnosis.compare import dtype_name
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import Given, expected, finding, tables, without
 from moeref_conformance.oracles.cuts import VOCABULARY, cut, shard, whole
@@ -17,9 +18,10 @@ from moeref_conformance.oracles.placement import hf_numbers, plain_local
 
 @judges("NAM-007")
 def shards_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
-    """Shapes rank by rank, then elements over all ranks of one replica. Names that no rank lists are NAM-001's."""
+    """Shapes and dtypes of every rank, then elements over a replica's ranks. Names that no rank lists are NAM-001's."""
     yield from without(case, "names")
     shapes = {name: tuple(tensor.shape) for name, tensor in expected(case).tensors.items()}
+    dtypes = {name: dtype_name(tensor.dtype) for name, tensor in expected(case).tensors.items()}
     held: Counter[str] = Counter()
     for given in tables(case):
         dense, expert = _replicas(case, given)
@@ -29,6 +31,7 @@ def shards_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
             if not parts:
                 continue
             yield from _shape(case, given.rank, row, parts)
+            yield from _dtype(case, given.rank, row, {name: dtypes[name] for name in parts})
             if first := expert if _is_expert(row) else dense:
                 for name, share in _held(at, row, parts).items():
                     held[name] += share * first
@@ -83,6 +86,15 @@ def _shape(case: Case, rank: int, row: NameRow, parts: dict[str, tuple[int, ...]
         message = f"{row.local} is {list(row.shape)} here, a shard of {' and '.join(parts)} is {want}"
         names = {"local_name": row.local, "global_name": row.global_name, "hf_name": next(iter(parts))}
         yield finding(case, rank, "names", message, **names, expected=want, got=list(row.shape))
+
+
+def _dtype(case: Case, rank: int, row: NameRow, parts: Mapping[str, str]) -> Iterator[Finding]:
+    """The shard's dtype is that of its Hugging Face tensors, by name in `parts`."""
+    name, want = next(iter(parts.items()))
+    if row.dtype not in parts.values():
+        told = {"local_name": row.local, "global_name": row.global_name, "hf_name": name}
+        message = f"{row.local} is {row.dtype} here, {name} is {want}"
+        yield finding(case, rank, "names", message, **told, expected=want, got=row.dtype)
 
 
 def _held(at: Mapping[str, int], row: NameRow, parts: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """All faults by id, and the known bugs that no fault can bring back yet."""
 
+import re
 import tomllib
 from importlib.resources import files
 
@@ -44,4 +45,10 @@ KNOWN_BUGS: dict[str, dict[str, str]] = tomllib.loads(files(__name__).joinpath("
 #: Bugs whose effect the kit cannot show yet, and why.
 NOT_EXPRESSIBLE = {bug: entry["waits"] for bug, entry in KNOWN_BUGS.items() if "waits" in entry}
 
-__all__ = ["FAULTS", "KNOWN_BUGS", "NOT_EXPRESSIBLE", "Fault"]
+
+def bugs_of(fault: Fault) -> list[str]:
+    """The ids of reported bugs that a fault's text names: those of `KNOWN_BUGS`, and of other issues."""
+    return re.findall(r"\b[BPRSW]\d+\b|[\w-]+#\d+", fault.bug)
+
+
+__all__ = ["FAULTS", "KNOWN_BUGS", "NOT_EXPRESSIBLE", "Fault", "bugs_of"]

@@ -170,8 +170,9 @@ def given(tokens: Sequence[int]) -> Provenance:
 class Recorder:
     """The labels of one request, made where its forwards are run.
 
-    `version` gives the engine's present version, the one that its weight updates raise. `keep_routes`: a token that is
-    run again keeps its first row of routes (vLLM); otherwise the last one counts (SGLang after a retraction).
+    `version` gives the engine's present version, the one that its weight updates raise. `keep_routes`: each sampled
+    token brings the rows before it out, and a token that is run again later keeps its row (vLLM); otherwise the last
+    one counts (SGLang after a retraction).
     """
 
     def __init__(
@@ -184,32 +185,44 @@ class Recorder:
     ) -> None:
         self._version, self._logprob, self._keep = version, logprob, keep_routes
         self._rows = [[token, NONE, NONE, NONE, int(Logprob.NONE)] for token in prompt]
-        self._cache: list[int] = []
+        self._cache: list[int] = []  # of each token, the oldest version in the cache up to it
+        self._out = 0  # rows of routes that are out
+
+    @property
+    def held(self) -> int:
+        """How many tokens are in the KV cache."""
+        return len(self._cache)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def cached(self, versions: Sequence[int], routes: bool) -> None:
         """The prefix cache had the KV of the first tokens, made by these versions, and their rows of routes or none."""
         if self._cache or len(versions) >= len(self._rows):
             raise ProvenanceError(f"{len(versions)} tokens cached of {len(self._rows)}: the last one must be run, once")
-        self._cache = list(versions)
-        for row, version in zip(self._rows, versions if routes else (), strict=False):
-            row[3] = version
+        for version in versions:
+            self._hold(version, routes)
+
+    def _hold(self, version: int, routes: bool = True) -> None:
+        """The next token is in the cache now, and its row of routes is there or not."""
+        at = len(self._cache)
+        if routes and (at >= self._out or not self._keep):
+            self._rows[at][3] = version
+        self._cache.append(min(version, self._cache[-1] if self._cache else version))
 
     def run(self, tokens: int | None = None) -> None:
         """Run the next `tokens` that are not in the KV cache, or all: a chunk of a prompt, or what was dropped."""
-        version, begin = self._version(), len(self._cache)
-        end = len(self._rows) if tokens is None else min(begin + tokens, len(self._rows))
-        for row in self._rows[begin:end]:
-            row[3] = row[3] if self._keep and row[3] >= 0 else version
-        self._cache += [version] * (end - begin)
+        left = len(self._rows) - len(self._cache)
+        for _ in range(left if tokens is None else min(tokens, left)):
+            self._hold(self._version())
 
     def sample(self, tokens: Sequence[int]) -> None:
         """A forward of all that is not in the KV cache; it sampled one token, or with drafts (MTP) accepted several."""
         self.run()
-        version, oldest = self._version(), min(self._cache)
+        version, oldest = self._version(), self._cache[-1]
         self._rows += [[token, version, oldest, NONE, int(self._logprob)] for token in tokens]
-        for row in self._rows[len(self._cache) : -1]:
-            row[3] = version
-        self._cache += [version] * (len(tokens) - 1)
+        self.run(len(tokens) - 1)
+        self._out = len(self._cache)
 
     def drop(self, keep: int = 0) -> None:
         """The KV cache is gone but for the first tokens: a retraction, a preemption, or a reset in an update."""

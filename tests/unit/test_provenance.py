@@ -117,9 +117,15 @@ def _sampled(log: list[Event], at: int) -> tuple[int, int]:
 
 
 def _route(log: list[Event], at: int, keep_routes: bool) -> int:
-    rows = [event for event in log if event.at == at and event.what in ("run", "found")]
-    first = [event.version for event in rows if event.request == rows[0].request]
-    return (first[0] if keep_routes else first[-1]) if first else NONE
+    ran = [event for event in log if event.at == at and event.what in ("run", "found")]
+    versions = [NONE]
+    for event in log:
+        if ran and event.request == ran[0].request:
+            if event in ran:
+                versions.append(event.version)
+            elif event.what == "sample" and event.at > at and keep_routes and len(versions) > 1:
+                break  # the row came out with this token
+    return versions[-1]
 
 
 OPS = st.one_of(
@@ -232,6 +238,16 @@ def test_a_retraction_runs_tokens_again(keep_routes: bool, routes: list[int]) ->
     found = request.provenance()
     assert (found.weights_T.tolist(), found.route_T.tolist()) == ([-1, -1, 3, 4], routes)
     assert found.counts().other_routes == (not keep_routes)
+
+
+def test_a_chunk_of_a_prompt_that_is_run_again_before_the_first_token_has_the_later_row() -> None:
+    """vLLM reads a prompt's rows when the first token is sampled, from where the last forward left them."""
+    request, version = record()
+    request.run(1)
+    version[0] = 4
+    request.drop()
+    request.sample([5])
+    assert request.provenance().route_T.tolist() == [4, 4, -1]
 
 
 def test_a_resumption_keeps_the_labels_of_the_aborted_part() -> None:

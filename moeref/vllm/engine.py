@@ -7,37 +7,42 @@ from dataclasses import asdict
 from typing import Any
 
 from moeref.sync import Bucket, Receipt, Refused, SyncError, Update
-from moeref.vllm.control import Control, PauseMode, version_of
+from moeref.vllm.control import Control, PauseMode
 from moeref.vllm.wire import Place, Wire, describe
 
 
 class Engine:
     """What `moeref.sync.Engine` asks for, of one vLLM engine whose workers are at the other end of the wire.
 
-    version: of the weights that the engine has now. mode: what happens to requests that are under way in an update;
-    with "keep" they go on with new weights over old keys and values, unless the caches are reset.
+    Version and receipt are the workers' own. version: of the weights that the engine has now, if it does not know; an
+    engine starts with 0. mode: what happens to requests that are under way in an update. abort: they end with what they
+    have. wait: they end first; not for an `LLM` of this process. keep: they go on with the new weights, after their
+    keys and values are computed again.
+
+    A sender that takes the place of one that died within an update has to send a whole one before it can resume.
     """
 
     drafts = False
     caches = frozenset({"prefix"})
 
-    def __init__(self, control: Control, place: Place, *, version: int = 0, mode: PauseMode = "abort") -> None:
-        self._control, self._mode, self._version = control, mode, version
-        self._receipt: Receipt | None = None
-        self._begun: Update | None = None
+    def __init__(
+        self, control: Control, place: Place, *, version: int | None = None, mode: PauseMode = "abort"
+    ) -> None:
+        self._control, self._mode = control, mode
         self._paused = False
-        info = {"place": list(place), "first": 1}
+        info = {"place": list(place), "first": 1, "version": version}
         with ThreadPoolExecutor(1) as pool:  # both sides meet
             joined = pool.submit(control.call, "init_weight_transfer_engine", init_info=info)
             self._wire = Wire(place, 0)
             joined.result()
-        control.call("update_weight_version", new_version=str(version))
+        control.call("update_weight_version", new_version=str(self.version()))
 
     def version(self) -> int:
-        return version_of(self._control.call("weight_info"))
+        return int(self._state()["version"])
 
     def receipt(self) -> Receipt | None:
-        return self._receipt
+        found = self._state()["receipt"]
+        return None if found is None else Receipt(**found)
 
     def pause(self) -> None:
         if self._paused:
@@ -49,8 +54,7 @@ class Engine:
         if update.kind != "full":
             # vLLM loads a layer whole: what a delta leaves out of a fused weight would be uninitialised memory.
             raise Refused("vLLM takes full updates only")
-        self._rpc("moeref_begin", asdict(update), self.version())
-        self._begun = update
+        self._rpc("moeref_begin", asdict(update))
         self._control.call("start_weight_update")
 
     def send(self, bucket: Bucket) -> Receipt:
@@ -64,30 +68,30 @@ class Engine:
             received = pool.submit(self._control.call, "update_weights", update_info=info)
             self._wire.send(bucket.tensors)
             received.result()
-        return self._same(self._rpc("moeref_receipt"))
+        return Receipt(**self._state()["received"])
 
     def commit(self, version: int) -> Receipt:
-        if self._begun is None or self._begun.version != version:
-            raise SyncError(f"version {version} is not the update that is begun: {self._begun}")
+        if (begun := self._state()["begun"]) != version:
+            raise SyncError(f"version {version} is not the update that is begun: {begun}")
         self._control.call("finish_weight_update", weight_version=str(version))
-        self._receipt = self._same(self._rpc("moeref_commit", version))
-        self._begun = None
-        return self._receipt
+        return Receipt(**self._state()["receipt"])
 
     def reset_caches(self) -> frozenset[str]:
-        return self.caches if self._control.call("reset_prefix_cache") else frozenset()
+        # Requests that pause has kept hold blocks; they are computed again when they go on.
+        return self.caches if self._control.call("reset_prefix_cache", reset_running_requests=True) else frozenset()
 
     def resume(self) -> None:
-        if self._begun is not None:
-            raise SyncError(f"version {self._begun.version} is begun and not committed")
+        if (begun := self._state()["begun"]) is not None:
+            raise SyncError(f"version {begun} is begun and not committed")
         self._control.call("resume")
         self._paused = False
 
     def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         return list(self._control.call("collective_rpc", method=method, args=list(arguments)))
 
-    def _same(self, receipts: list[dict[str, Any]]) -> Receipt:
-        """The receipt of all workers. Raises SyncError if they differ."""
-        if any(receipt != receipts[0] for receipt in receipts):
-            raise SyncError(f"the workers received different buckets: {receipts}")
-        return Receipt(**receipts[0])
+    def _state(self) -> dict[str, Any]:
+        """The same of all workers. Raises SyncError if they differ."""
+        first, *others = self._rpc("moeref_state")
+        if any(other != first for other in others):
+            raise SyncError(f"the workers are in different states: {[first, *others]}")
+        return dict(first)

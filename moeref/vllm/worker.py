@@ -1,13 +1,13 @@
-"""What runs in vLLM's workers: the transfer engine that takes buckets from the wire, and the extension around it.
+"""What runs in vLLM's workers: the transfer engine that takes buckets from the wire, and the worker around it.
 
-`Extension` is named by `worker_extension_cls`; importing this module registers the transfer engine under BACKEND. A
-bucket is checked by `sync.Intake` before it touches the weights, in every worker.
+`Worker` is named by `worker_cls`; importing this module registers the transfer engine under BACKEND. A bucket is
+checked by `sync.Intake` before it touches the weights, in every worker, and the receipt is of what was loaded there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -20,9 +20,13 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import is_full_attention_spec
 
+from moeref.provenance import Logprob
 from moeref.sync import Bucket, Intake, SyncError, Update
 from moeref.vllm import cpu
+from moeref.vllm.ledger import Labels, Ledger
 from moeref.vllm.wire import Described, Place, Wire
 
 #: The name in `weight_transfer_config`.
@@ -31,10 +35,11 @@ BACKEND = "moeref"
 
 @dataclass
 class Meeting(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the wire's group meets; the worker of index 0 is its rank `first`."""
+    """Where the wire's group meets; the worker of index 0 is its rank `first`. `version`: of the weights there are."""
 
     place: tuple[Any, ...]
     first: int = 1
+    version: int | None = None
 
 
 @dataclass
@@ -56,10 +61,16 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.intake = Intake()
+        self.torn: int | None = None  # a version that a sender left unfinished
         self._wire: Wire | None = None
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         self._wire = Wire(Place(*init_info.place), init_info.first + int(self.parallel_config.rank))
+        if self.intake.update is not None:  # the sender that began it is gone
+            self.torn = self.intake.update.version
+            self.intake.forget()
+        if init_info.version is not None:
+            self.intake.version = init_info.version
 
     def start_weight_update(self) -> None:
         if self.intake.update is None:
@@ -84,13 +95,15 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
         self.model.load_weights(iter(tensors))
 
     def finish_weight_update(self) -> None:
-        if self.intake.update is None:
+        if (update := self.intake.update) is None:
             raise SyncError("finish_weight_update came without an update")
-        self.intake.complete(self.intake.update.version)
+        self.intake.complete(update.version)
         if short := incomplete(self.model):
             some = ", ".join(short[:3])
             raise SyncError(f"{len(short)} layers did not get all of their weights: {some}; send every tensor")
         finalize_layerwise_reload(self.model, self.model_config)
+        self.intake.commit(update.version)
+        self.torn = None
 
     def shutdown(self) -> None:
         self._wire = None
@@ -110,25 +123,55 @@ def incomplete(model: torch.nn.Module) -> list[str]:
     return found
 
 
-class Extension:
-    """Methods that `collective_rpc` calls in every worker. Their values are plain, so that HTTP carries them."""
+def _platform() -> type:
+    """The worker that vLLM takes on this platform."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return cast(type, CPUWorker)
+    from vllm.v1.worker.gpu_worker import Worker as GPUWorker
+
+    return cast(type, GPUWorker)
+
+
+class Worker(_platform()):  # type: ignore[misc]
+    """vLLM's worker with a ledger of its forwards. `collective_rpc` calls the methods with plain values, for HTTP."""
 
     weight_transfer_engine: Transfer
 
-    def moeref_begin(self, update: dict[str, Any], version: int) -> None:
-        """Expect the buckets of an update of an engine at `version`."""
-        intake = self.weight_transfer_engine.intake
-        intake.version = version
-        intake.begin(Update(**update))
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Follow the blocks of full attention, where there is one."""
+        groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        full = next((number for number, spec in enumerate(groups) if is_full_attention_spec(spec)), 0)
+        raw = self.model_config.logprobs_mode.startswith("raw")
+        kind = Logprob.RAW if raw else Logprob.PROCESSED
+        self.ledger = Ledger(kv_cache_config.num_blocks, groups[full].block_size, full, kind)
+        super().initialize_from_config(kv_cache_config)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A forward, with the version that is in the model now."""
+        self.ledger.step(scheduler_output, self.weight_transfer_engine.intake.version)
+        return super().execute_model(scheduler_output)
+
+    def moeref_begin(self, update: dict[str, Any]) -> None:
+        """Expect the buckets of an update."""
+        self.weight_transfer_engine.intake.begin(Update(**update))
         self._weight_update_active = False  # an update that broke off begins again; vLLM would refuse it
 
-    def moeref_receipt(self) -> dict[str, Any]:
-        """What came of the update that is begun."""
-        return vars(self.weight_transfer_engine.intake.received).copy()
+    def moeref_state(self) -> dict[str, Any]:
+        """The version in the model and the receipt of its update; the version that is begun, and what came of it."""
+        transfer = self.weight_transfer_engine
+        intake, receipt = transfer.intake, transfer.intake.receipt
+        return {
+            "version": intake.version,
+            "receipt": None if receipt is None else asdict(receipt),
+            "begun": transfer.torn if intake.update is None else intake.update.version,
+            "received": asdict(intake.received),
+        }
 
-    def moeref_commit(self, version: int) -> dict[str, Any]:
-        """The update is finished."""
-        return vars(self.weight_transfer_engine.intake.commit(version)).copy()
+    def moeref_labels(self, request: str, index: int | None = None) -> Labels:
+        """See `Ledger.take`."""
+        return self.ledger.take(request, index)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

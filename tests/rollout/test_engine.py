@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from docs.examples.grpo_moe import free_port
 from moeref import families, sync
 from moeref import vllm as engines
 from moeref.families import Model
+from moeref.provenance import ProvenanceError
 
 pytestmark = pytest.mark.engine
-CLOSE = 5e-6
+CLOSE, TOKENS = 5e-6, 8
 #: Two of them share more than a block of the KV cache (128 tokens on a CPU), so that the prefix cache is used.
 PROMPTS = [[5, *range(40, 200)], [5, *range(40, 200)], [9, 8, 7]]
 
@@ -40,7 +42,7 @@ class Bench:
         self.engine = engines.Engine(
             engines.InProcess(self.llm), engines.Place("127.0.0.1", free_port(), 2, seconds=20)
         )
-        self.params = SamplingParams(**engines.sampling(8, ignore_eos=True))
+        self.params = SamplingParams(**engines.sampling(TOKENS, ignore_eos=True))
 
     def sample(self) -> list[engines.Sample]:
         return engines.generate(self.llm, self.model, PROMPTS, self.params)
@@ -87,7 +89,11 @@ def test_a_cache_that_is_not_reset_is_stale(bench: Bench) -> None:
     bench.engine.__class__ = Forgetful
     try:
         bench.update("new")
-        assert bench.far("new") > 0.01
+        samples = bench.sample()
+        assert max(float(np.abs(bench.expected("new", s) - s.logprobs_G).max()) for s in samples) > 0.01
+        cached, _, fresh = (s.made for s in samples)
+        assert (cached.counts().stale_kv, fresh.counts().stale_kv) == (TOKENS, 0)
+        assert set(cached.kv_T[cached.sampled_T]) == {bench.engine.version() - 1}
     finally:
         bench.engine.__class__ = engines.Engine
     bench.update("old")
@@ -160,3 +166,88 @@ def test_two_updates_at_once_are_refused(bench: Bench) -> None:
     with pytest.raises(sync.Refused, match="paused already"):
         bench.engine.pause()
     bench.engine.resume()
+
+
+class Requests:
+    """Requests that a test lets go on step by step, so that an update comes between their tokens."""
+
+    def __init__(self, bench: Bench, prompts: list[list[int]]) -> None:
+        self.bench, self.ended = bench, dict[str, Any]()
+        self.names = [f"mine-{next(COUNT)}" for _ in prompts]
+        for name, prompt in zip(self.names, prompts, strict=True):
+            bench.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, bench.params)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.ended |= {out.request_id: out for out in self.bench.llm.llm_engine.step() if out.finished}
+
+    def samples(self) -> list[engines.Sample]:
+        self.steps(40)
+        control, model = engines.InProcess(self.bench.llm), self.bench.model
+        return [one for n in self.names for one in engines.from_outputs(control, self.ended[n], model)]
+
+
+COUNT = itertools.count()
+
+
+def agrees(bench: Bench, sample: engines.Sample, weights: dict[int, str]) -> None:
+    """Logprobs and routes are transformers' with the weights of their labels."""
+    tokens_S = torch.from_numpy(sample.tokens_T)
+    assert sample.routes is not None
+    for version, name in weights.items():
+        mine_G = sample.versions_G == version
+        assert np.abs(bench.expected(name, sample) - sample.logprobs_G)[mine_G].max() <= CLOSE
+        with torch.no_grad():
+            logits = bench.hf[name](tokens_S[None], output_router_logits=True).router_logits
+        routed_TLK = torch.stack([one.topk(bench.model.top_k).indices for one in logits], 1).sort(-1).values.numpy()
+        mine_T = sample.made.route_T == version
+        assert (np.sort(sample.routes.idx_TLK[mine_T]) == routed_TLK[mine_T]).all()
+
+
+@pytest.mark.parametrize("before", [1, 4])
+def test_kept_requests_go_on_with_new_weights_and_say_so(bench: Bench, before: int) -> None:
+    """Each logprob is transformers' with the weights and the cache that the labels name."""
+    bench.engine._mode, old = "keep", bench.engine.version()
+    try:
+        requests = Requests(bench, PROMPTS)
+        requests.steps(before)
+        bench.update("new")
+        samples = requests.samples()
+    finally:
+        bench.engine._mode = "abort"
+    for sample in samples:
+        assert sample.versions_G.tolist() == [old] * before + [old + 1] * (TOKENS - before)
+        assert sample.made.counts().stale_kv == 0
+        # Rows that came out with a token stay, though the token was run again.
+        first = sample.prompt + before - 1
+        assert sample.made.route_T.tolist() == [old] * first + [old + 1] * (TOKENS - before) + [-1]
+        agrees(bench, sample, {old: "old", old + 1: "new"})
+        with pytest.raises(ProvenanceError, match="mixed versions"):
+            sample.made.trainable()
+    bench.update("old")
+
+
+def test_an_engine_of_this_process_does_not_wait(bench: Bench) -> None:
+    bench.engine._mode = "wait"
+    try:
+        with pytest.raises(sync.UpdateFailed, match="'wait' pause mode is not supported in inproc"):
+            bench.update("new")
+    finally:
+        bench.engine._mode = "abort"
+    assert bench.far("old") <= CLOSE
+
+
+def test_receipt_and_version_are_the_engines_own(bench: Bench) -> None:
+    """A second trainer's engine knows what the workers loaded, and cannot resume what the first one left torn."""
+    done = bench.update("old")
+    again = engines.Engine(engines.InProcess(bench.llm), engines.Place("127.0.0.1", free_port(), 2, seconds=20))
+    assert (again.version(), again.receipt()) == (done.receipt.version, done.receipt)
+    again.pause()
+    again.begin(sync.Update(done.receipt.version + 1))
+    third = engines.Engine(engines.InProcess(bench.llm), engines.Place("127.0.0.1", free_port(), 2, seconds=20))
+    with pytest.raises(sync.SyncError, match="begun and not committed"):
+        third.resume()
+    bench.engine = third
+    bench.update("new")
+    assert bench.far("new") <= CLOSE
+    bench.update("old")

@@ -57,14 +57,16 @@ def wait(url: str, process: subprocess.Popen[bytes], seconds: float = 240) -> No
     raise TimeoutError(f"{url} does not answer after {seconds} s")
 
 
-def sample(url: str, folder: Path, model: Model, version: int) -> engines.Sample:
+def sample(url: str, folder: Path, model: Model) -> engines.Sample:
     body = {"model": str(folder), "prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "logprobs": 0}
     body |= {"return_token_ids": True, "ignore_eos": True}
     asked = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(asked, timeout=60) as answer:
-        return engines.from_response(PROMPT, json.load(answer)["choices"][0], model, version=version)
+        found = json.load(answer)
+    made = engines.labels(engines.Served(url), engines.request_id(found))
+    return engines.from_response(PROMPT, found["choices"][0], model, made)
 
 
 def far(found: engines.Sample, folder: Path) -> float:
@@ -93,9 +95,9 @@ def test_a_server_is_sampled_and_updated(tmp_path: Path) -> None:
     arguments = engines.engine_args(old, model, max_model_len=128, **size)
     with served(arguments, tmp_path / "server.log") as url:
         engine = engines.Engine(engines.Served(url), engines.Place("127.0.0.1", free_port(), 2))
-        before = sample(url, old, model, engine.version())
+        before = sample(url, old, model)
         done = sync.WeightSync(engine, bucket_bytes=1 << 19).update(load_file(new / "model.safetensors").items(), 1)
-        after = sample(url, old, model, engine.version())
+        after = sample(url, old, model)
     assert done.receipt.buckets > 2
     assert far(before, old) <= 5e-6 < 0.1 < far(after, old)
     assert far(after, new) <= 5e-6

@@ -24,6 +24,14 @@ from moeref.vllm.control import version_of
 
 MODEL = models.model("glm4_moe")
 PROMPT, IDS = [3, 5, 7], [11, 13]
+#: Of an engine that ran one token more than it sent, as with asynchronous scheduling.
+MADE = {
+    "tokens_T": [*PROMPT, -1, -1, -1],
+    "weights_T": [-1, -1, -1, 4, 5, 5],
+    "kv_T": [-1, -1, -1, 4, 4, 4],
+    "route_T": [4, 4, 4, 5, 5, -1],
+    "logprob_T": [0, 0, 0, 1, 1, 1],
+}
 
 
 def sent(rows: int) -> str:
@@ -42,15 +50,17 @@ def choice(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_response_becomes_a_sample() -> None:
-    sample = vllm.from_response(PROMPT, choice(), MODEL, version=4)
+    sample = vllm.from_response(PROMPT, choice(), MODEL, MADE)
     assert sample.tokens_T.tolist() == [*PROMPT, *IDS]
     assert sample.mask_T.tolist() == [False] * 3 + [True] * 2
     assert sample.logprobs_G.tolist() == [-1.0, -2.0]
-    assert sample.versions_G.tolist() == [4, 4]
+    assert sample.versions_G.tolist() == [4, 5]
+    assert sample.made.kv_T.tolist() == [-1, -1, -1, 4, 4]
+    assert sample.made.route_T.tolist() == [4, 4, 4, 5, -1]
     assert sample.routes is not None
     assert sample.routes.kind_T.tolist() == [GIVEN] * 4 + [MISSING]
-    assert sample.routes.versions_T[:4].tolist() == [4] * 4
-    assert vllm.from_response(PROMPT, choice(routed_experts=None), MODEL, version=4, routes=False).routes is None
+    assert sample.routes.versions_T.tolist() == [4, 4, 4, 5, -1]
+    assert vllm.from_response(PROMPT, choice(routed_experts=None), MODEL, MADE, routes=False).routes is None
 
 
 @pytest.mark.parametrize(
@@ -64,12 +74,18 @@ def test_a_response_becomes_a_sample() -> None:
 )
 def test_an_answer_that_lacks_what_was_asked_for_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(vllm.EngineError, match=said):
-        vllm.from_response(PROMPT, choice(**changes), MODEL, version=0)
+        vllm.from_response(PROMPT, choice(**changes), MODEL, MADE)
+
+
+@pytest.mark.parametrize("column", [[3, 5, 8, -1, -1], [*PROMPT, -1]])
+def test_labels_of_another_request_are_refused(column: list[int]) -> None:
+    with pytest.raises(vllm.EngineError, match="labels of another request"):
+        vllm.from_response(PROMPT, choice(), MODEL, {**MADE, "tokens_T": column})
 
 
 def test_routes_of_other_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="rows of routes"):
-        vllm.from_response(PROMPT, choice(routed_experts=sent(3)), MODEL, version=0)
+        vllm.from_response(PROMPT, choice(routed_experts=sent(3)), MODEL, MADE)
 
 
 @pytest.fixture
@@ -104,6 +120,7 @@ def test_arguments_ask_for_routes_and_for_updates(monkeypatch: pytest.MonkeyPatc
         ("0.29.1", False, {}, "weight transfer with versions: known from 0.30 on"),
         ("0.31.0", True, {}, "its workarounds are known for 0.30.0"),
         ("0.30.0", False, {"pipeline_parallel_size": 2}, "vLLM returns no routes then"),
+        ("0.30.0", False, {"speculative_config": {"method": "mtp"}}, "leave drafts behind"),
         ("0.30.0", False, {"kv_transfer_config": {"kv_connector": "x"}}, "no routes with a KV connector"),
     ],
 )

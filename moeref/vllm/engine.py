@@ -19,7 +19,8 @@ class Engine:
     have. wait: they end first; not for an `LLM` of this process. keep: they go on with the new weights, after their
     keys and values are computed again.
 
-    A sender that takes the place of one that died within an update has to send a whole one before it can resume.
+    A sender that takes the place of one that died within an update has to send a whole one before it can resume. Raises
+    ValueError for a place where this process cannot join.
     """
 
     drafts = False
@@ -30,6 +31,7 @@ class Engine:
     ) -> None:
         self._control, self._mode = control, mode
         self._paused = False
+        place.check()  # before the workers wait for this side
         info = {"place": list(place), "first": 1, "version": version}
         with ThreadPoolExecutor(1) as pool:  # both sides meet
             joined = pool.submit(control.call, "init_weight_transfer_engine", init_info=info)

@@ -1,7 +1,7 @@
 """The bytes of a weight update, from the trainer's writer to every worker of an engine. It needs torch only.
 
 The group is apart from the default one of either side: rank 0 is the trainer's writer and keeps the store, the workers
-follow in their order. On a CPU it is gloo's, on GPUs NCCL's; the second form is not tested.
+follow in their order. gloo carries tensors of a CPU, NCCL those of GPUs, one GPU a member.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moeref.exporter.buckets import Entry, side_by_side
 
@@ -29,17 +28,25 @@ class Place(NamedTuple):
     backend: str = "gloo"
     seconds: float = 60.0
 
+    def check(self) -> None:
+        """Raises ValueError for a place where this process cannot join."""
+        if self.backend not in ("gloo", "nccl") or self.size < 2:
+            raise ValueError(f"{self}: backend gloo or nccl, and a size of 1 + workers")
+        if self.backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+            raise ValueError(f"{self}: NCCL needs a GPU and a torch with NCCL in every member; on a CPU take gloo")
+
 
 class Wire:
     """One member of the group. Blocks until all have come; raises RuntimeError after `seconds` of waiting."""
 
     def __init__(self, place: Place, rank: int) -> None:
+        place.check()
         timeout = timedelta(seconds=place.seconds)
         self.device = torch.device("cuda", torch.cuda.current_device()) if place.backend == "nccl" else "cpu"
-        self._store = TCPStore(
+        self._store = dist.TCPStore(
             place.address, place.port, place.size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
         )
-        store = PrefixStore("moeref.vllm", self._store)
+        store = dist.PrefixStore("moeref.vllm", self._store)
         self._group: Any
         if place.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()

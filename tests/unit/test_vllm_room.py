@@ -166,6 +166,55 @@ def test_tensors_come_out_of_the_wire_as_they_went_in() -> None:
                 assert torch.equal(got, tensor)
 
 
+class Silent:
+    """A control that must not be called."""
+
+    def call(self, name: str, **_: Any) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (vllm.Place("127.0.0.1", 1, 2, "nccl"), "NCCL needs a GPU"),
+        (vllm.Place("127.0.0.1", 1, 2, "mpi"), "backend gloo or nccl"),
+        (vllm.Place("127.0.0.1", 1, 1), r"a size of 1 \+ workers"),
+    ],
+)
+def test_a_place_without_the_means_is_refused_before_anybody_waits(
+    monkeypatch: pytest.MonkeyPatch, place: vllm.Place, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=said):
+        vllm.Engine(Silent(), place)
+    sent = json.loads(json.dumps(list(place)))  # as the workers get it
+    with pytest.raises(ValueError, match=said):
+        wire.Wire(vllm.Place(*sent), 1)
+
+
+@pytest.mark.gpu
+def test_tensors_cross_nccl() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NCCL refuses two members on one GPU")
+    place = vllm.Place("127.0.0.1", free_port(), 2, "nccl")
+    context = mp.get_context("spawn")
+    tensors = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(5, dtype=torch.bfloat16))]
+    mine, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(place, wire.describe(tensors), theirs))
+    process.start()
+    torch.cuda.set_device(0)
+    wire.Wire(place, 0).send([(name, tensor.cuda()) for name, tensor in tensors])
+    for (name, tensor), (found, got) in zip(tensors, mine.recv(), strict=True):
+        assert found == name
+        assert torch.equal(got, tensor)
+    process.join(60)
+
+
+def receive(place: vllm.Place, described: Any, connection: Any) -> None:
+    torch.cuda.set_device(1)
+    connection.send([(name, tensor.cpu()) for name, tensor in wire.Wire(place, 1).receive(described)])
+
+
 def test_commands_cross_a_pipe_with_their_errors() -> None:
     class Toy:
         def call(self, name: str, **arguments: Any) -> Any:

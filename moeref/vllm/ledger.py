@@ -39,13 +39,13 @@ class _Request:
 
 
 class _Forward(NamedTuple):
-    """A request's part of a forward: `count` tokens after `computed` ones in the KV cache, of `known` ones."""
+    """A request's part of a forward: `tokens` of it after `computed` ones in the KV cache, of `known` ones."""
 
     request: _Request
     resumed: bool
     computed: int
     known: int
-    count: int
+    tokens: int
 
 
 class Ledger:
@@ -121,7 +121,7 @@ class Ledger:
         return request
 
     def _run(self, forward: _Forward) -> None:
-        request, resumed, computed, known, count = forward
+        request, resumed, computed, known, tokens = forward
         recorder = request.recorder
         if resumed:
             recorder.drop()
@@ -130,11 +130,11 @@ class Ledger:
         if (recorder.held, len(recorder)) != (computed, known):
             request.broken = f"{computed} of {known} tokens are computed, recorded {recorder.held} of {len(recorder)}"
             return
-        one = count == 1  # nearly always, so that it is kept cheap
-        slots = self._slot(request, computed) if one else self._slots(request, computed, computed + count)
+        one = tokens == 1  # nearly always, so that it is kept cheap
+        slots = self._slot(request, computed) if one else self._slots(request, computed, computed + tokens)
         self._wrote[slots] = self._version
-        if computed + count < known:
-            recorder.run(count)
+        if computed + tokens < known:
+            recorder.run(tokens)
         else:
             recorder.sample([NONE])
 

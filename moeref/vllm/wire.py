@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moeref.exporter.buckets import Entry, side_by_side
 
@@ -43,10 +44,10 @@ class Wire:
         place.check()
         timeout = timedelta(seconds=place.seconds)
         self.device = torch.device("cuda", torch.cuda.current_device()) if place.backend == "nccl" else "cpu"
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             place.address, place.port, place.size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
         )
-        store = dist.PrefixStore("moeref.vllm", self._store)
+        store = PrefixStore("moeref.vllm", self._store)
         self._group: Any
         if place.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()

@@ -21,14 +21,35 @@ def inventory(chunks: Sequence[torch.nn.Module]) -> dict[tuple[int, str], torch.
 
     The router's `expert_bias` is a buffer; a loader that skips buffers leaves it at zero (Megatron-Bridge#4657).
     """
-    tensors: dict[tuple[int, str], torch.Tensor] = {}
-    for number, chunk in enumerate(chunks):
-        tensors.update({(number, name): p.data for name, p in chunk.named_parameters()})
-        for prefix, module in chunk.named_modules():
-            for name, buffer in module.named_buffers(prefix, recurse=False):
-                if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                    tensors[number, name] = buffer
-    return tensors
+    found = ((n, name, tensor) for n, chunk in enumerate(chunks) for name, tensor in _held(chunk).items())
+    return {(number, name): tensor.data for number, name, tensor in found}
+
+
+def _held(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, each under its first name, and persistent buffers.
+
+    Torch's `named_parameters` gives the same; its nested generators take longer than an export of small tensors.
+    """
+    held: dict[str, torch.Tensor] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    todo: list[tuple[str, torch.nn.Module]] = [("", chunk)]
+    while todo:
+        prefix, module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                held[prefix + name] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers[prefix + name] = buffer
+        if module._modules:
+            children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+            todo += reversed(children)
+    return held | buffers
 
 
 def bind(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module]) -> list[tuple[LocalShard, torch.Tensor]]:
@@ -37,22 +58,30 @@ def bind(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module]) -> l
     Raises BridgeError, naming family, tensor, rank and layout, if the chunks hold a tensor that the map does not list,
     lack one that it lists, or hold it in another shape or dtype.
     """
-    held, layout = inventory(chunks), shard_map.layout
+    return [(shard, tensor.data) for shard, tensor in bound(shard_map, rank, chunks)]
+
+
+def bound(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module]) -> list[tuple[LocalShard, torch.Tensor]]:
+    """As `bind`, with the parameters themselves, which autograd follows."""
+    held, layout = [_held(chunk) for chunk in chunks], shard_map.layout
     where = f"{shard_map.model.family}, rank {rank} ({layout.coords(rank).text}), layout {layout.text}"
     pairs: list[tuple[LocalShard, torch.Tensor]] = []
     for shard in shard_map.local_shards(rank):
-        tensor = held.pop((shard.chunk, shard.local_name), None)
+        param, chunk, local_name, shape, _ = shard
+        tensor = held[chunk].pop(local_name, None) if chunk < len(held) else None
         if tensor is None:
-            raise BridgeError(f"{where}: chunk {shard.chunk} has no {shard.local_name} (global {shard.param.name})")
-        if tuple(tensor.shape) != shard.shape or tensor.dtype != TORCH[shard.param.dtype]:
+            raise BridgeError(f"{where}: chunk {chunk} has no {local_name} (global {param.name})")
+        if tensor.shape != shape or tensor.dtype != TORCH[param.dtype]:
             raise BridgeError(
-                f"{where}: chunk {shard.chunk} {shard.local_name} is {list(tensor.shape)} {tensor.dtype}, "
-                f"the table says {list(shard.shape)} {shard.param.dtype}"
+                f"{where}: chunk {chunk} {local_name} is {list(tensor.shape)} {tensor.dtype}, "
+                f"the table says {list(shape)} {param.dtype}"
             )
         pairs.append((shard, tensor))
-    if held:
-        names = ", ".join(f"chunk {c} {n}" for c, n in list(held)[:3])
-        raise BridgeError(f"{where}: {len(held)} tensors are in no row of the table: {names}; add a row to the family")
+    left = [f"chunk {number} {name}" for number, names in enumerate(held) for name in names]
+    if left:
+        raise BridgeError(
+            f"{where}: {len(left)} tensors are in no row of the table: {', '.join(left[:3])}; add a row to the family"
+        )
     return pairs
 
 

@@ -1,6 +1,8 @@
 """The exporter: a plan made from names and layout alone, a stream of full Hugging Face tensors, and buckets of them."""
 
-from moeref.exporter.buckets import Bucket, BucketError, Entry, buckets, read
+from moeref.exporter.buckets import Bucket, buckets, read
+from moeref.exporter.cuts import BucketError, Entry
+from moeref.exporter.lending import Lender
 from moeref.exporter.plan import ExportError, Plan, Step
 from moeref.exporter.stream import Stream, export
 from moeref.exporter.units import unit_of
@@ -10,6 +12,7 @@ __all__ = [
     "BucketError",
     "Entry",
     "ExportError",
+    "Lender",
     "Plan",
     "Step",
     "Stream",

@@ -7,69 +7,34 @@ all that a receiver needs.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import prod
-from typing import NamedTuple
 
 import torch
 import xxhash
 
 from moeref.bridge.shard_map import HFTensor
+from moeref.exporter.assembly import Filled, fill, segments
+from moeref.exporter.cuts import ALIGNMENT, FIXED, BucketError, Entry, aligned, apart, text_bytes
+from moeref.exporter.lending import Lender
+from moeref.exporter.messages import Peer
 from moeref.exporter.stream import Stream
+from moeref.exporter.transfer import Transfer
 from moeref.exporter.units import unit_of
-from moeref.torch_dtypes import TORCH
 
-#: Tensors begin at multiples of this many bytes.
-ALIGNMENT = 64
 #: A message ends with the length of its metadata, the XXH3 of all before, and this.
 MAGIC = b"moerefB1"
-#: Bytes, at most, of a message besides its tensors and their descriptions.
-_FIXED = 200
 _TAIL = 8 + 8 + len(MAGIC)
 
 Named = tuple[str | HFTensor, torch.Tensor | None]
 
 
-class BucketError(RuntimeError):
-    """A stream that cannot be cut into buckets, a bucket used after its time, or a message that is none."""
-
-
-class Entry(NamedTuple):
-    """A tensor in a bucket, from byte `offset` on."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor, in place."""
-        return memory[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
-
-
-def side_by_side(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> tuple[Entry, ...]:
-    """Where each (name, shape, dtype) is in a bucket of all of them, in order."""
-    entries: list[Entry] = []
-    end = 0
-    for name, shape, dtype in tensors:
-        entries.append(Entry(name, tuple(shape), dtype, end))
-        end += _aligned(entries[-1].nbytes)
-    return tuple(entries)
-
-
 class Bucket:
     """Tensors side by side. A lent one is valid until the next is asked for; later use raises BucketError."""
 
-    def __init__(self, number: int, entries: tuple[Entry, ...], memory: torch.Tensor) -> None:
+    def __init__(self, number: int, entries: tuple[Entry, ...], memory: torch.Tensor | None) -> None:
         self.number, self.entries = number, entries
-        self._memory: torch.Tensor | None = memory
+        self._memory = memory
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +54,7 @@ class Bucket:
 
     def message(self, generation: int = 0) -> torch.Tensor:
         """The bucket as bytes that `read` understands, in its own memory: tensors, metadata, checksum."""
-        memory, end = self.memory(), _aligned(self.nbytes)
+        memory, end = self.memory(), aligned(self.nbytes)
         told = {
             "tensors": [[e.name, list(e.shape), str(e.dtype).removeprefix("torch."), e.offset] for e in self.entries],
             "number": self.number,
@@ -113,81 +78,90 @@ class Bucket:
 
 
 def buckets(
-    stream: Iterable[Named], limit: int, *, lend: bool = False, unit: Callable[[str], str] = unit_of
+    stream: Iterable[Named], limit: int, *, lend: bool | Lender = False, unit: Callable[[str], str] = unit_of
 ) -> Iterator[Bucket]:
     """Cut a stream into buckets of at most `limit` bytes, metadata included, or of one unit that is larger.
 
     A bucket is the consumer's own, or with `lend` one memory for all: valid until the next is asked for, and held then
-    raises BucketError. An `export` is assembled in the bucket; tensors of other streams are copied. Tensors that are
-    None, as on ranks that are not the writer, are left out. Raises BucketError if tensors of a unit are apart.
+    raises BucketError. A `Lender` keeps that memory for the next export, and may have two, so that one bucket travels
+    while the next is made. An `export` is assembled in the bucket; tensors of other streams are copied. Tensors that
+    are None, as on ranks that are not the writer, are left out. Raises BucketError if tensors of a unit are apart.
     """
-    filling = _Filling(limit, lend, unit)
-    if isinstance(stream, Stream):
-        filling.expect(stream.plan.tensors)
-        stream.place = filling.place
+    lender = Lender() if lend is True else lend or None
+    if isinstance(stream, Stream) and not stream.begun:
+        yield from _assembled(stream, limit, lender, unit)
+    else:
+        yield from _copied(stream, _Filling(limit, lender, unit))
+    if lender:
+        lender.end()
+
+
+def _assembled(stream: Stream, limit: int, lender: Lender | None, unit: Callable[[str], str]) -> Iterator[Bucket]:
+    todo = segments(stream.plan, limit, unit)
+
+    def made(transfer: Transfer, peer: Peer, at: Callable[[str], None]) -> Iterator[Filled]:
+        return fill(transfer, peer.plan, todo, lambda nbytes: _memory(lender, nbytes, peer.device), at)
+
+    number = -1  # counted here, since `enumerate` holds on to what it gave last
+    for cut, memory in stream.instead(made):
+        bucket = Bucket(number := number + 1, cut.entries, memory)
+        del memory
+        if lender:
+            lender.lend(bucket)
+        yield bucket
+        del bucket
+
+
+def _memory(lender: Lender | None, nbytes: int, device: torch.device) -> torch.Tensor:
+    return lender.take(nbytes, device) if lender else torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _copied(stream: Iterable[Named], filling: _Filling) -> Iterator[Bucket]:
     for described, tensor in stream:
         if tensor is not None:
             name = described if isinstance(described, str) else described.name
-            if not filling.fits(name, tensor):
+            if not filling.has_room(name, tensor.shape, tensor.nbytes):
                 if bucket := filling.emit(name):
                     yield bucket
-                    filling.begin(bucket)
+                    bucket = None
+                    filling.begin()
                 filling.grow(name, tensor)
             filling.add(name, tensor)
         del tensor
     if bucket := filling.last():
         yield bucket
-        if lend:
-            bucket.expire()
 
 
 class _Filling:
     """The bucket in the making."""
 
-    def __init__(self, limit: int, lend: bool, unit: Callable[[str], str]) -> None:
-        self._limit, self._lend, self._unit = limit, lend, unit
+    def __init__(self, limit: int, lender: Lender | None, unit: Callable[[str], str]) -> None:
+        self._limit, self._lender, self._unit = limit, lender, unit
         self._memory: torch.Tensor | None = None
         self._entries: list[Entry] = []
-        self._placed: torch.Tensor | None = None  # handed out by `place`, not yet added
         self._stash: torch.Tensor | None = None  # the begun unit, while the bucket before it is out
         self._number, self._used, self._text = 0, 0, 0
         self._key, self._key_start = "", 0
         self._ended: set[str] = set()
-        self._sizes: dict[str, int] = {}  # of units, where a plan says so
 
-    def expect(self, tensors: Iterable[HFTensor]) -> None:
-        """Know how large units will be, so that none begins in a bucket that has no room for it."""
-        for tensor in tensors:
-            key, nbytes = self._unit(tensor.name), prod(tensor.shape) * TORCH[tensor.dtype].itemsize
-            self._sizes[key] = self._sizes.get(key, 0) + _aligned(nbytes) + _text(tensor.name, tensor.shape)
-
-    def place(self, tensor: HFTensor, device: torch.device) -> torch.Tensor:
-        """Where a tensor is to be made: in the bucket, if it has room."""
-        dtype = TORCH[tensor.dtype]
-        nbytes = prod(tensor.shape) * dtype.itemsize
-        if not self._has_room(tensor.name, tensor.shape, nbytes):
-            return torch.empty(tensor.shape, dtype=dtype, device=device)
-        entry = Entry(tensor.name, tensor.shape, dtype, self._used)
-        self._placed = entry.view(self._room(self._limit, device))
-        return self._placed
-
-    def fits(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the bucket has room; a tensor that was made in it has."""
-        return tensor is self._placed or self._has_room(name, tensor.shape, tensor.nbytes)
-
-    def _has_room(self, name: str, shape: Sequence[int], nbytes: int) -> bool:
-        key = self._unit(name)
-        need, capacity = _aligned(nbytes) + _text(name, shape), self._limit
-        if key != self._key:
-            need = self._sizes.get(key, need)
-        elif self._memory is not None:
-            capacity = self._memory.numel()
-        return self._used + self._text + need + _FIXED <= capacity
+    def has_room(self, name: str, shape: Sequence[int], nbytes: int) -> bool:
+        """Whether the bucket has room for a tensor."""
+        # Only a unit that is alone may have more than the limit.
+        is_alone = self._unit(name) == self._key and not self._key_start
+        capacity = self._memory.numel() if is_alone and self._memory is not None else self._limit
+        need = aligned(nbytes) + text_bytes(name, shape)
+        return self._used + self._text + need + FIXED <= capacity
 
     def _room(self, capacity: int, device: torch.device) -> torch.Tensor:
         if self._memory is None:
-            self._memory = torch.empty(capacity, dtype=torch.uint8, device=device)
+            self._memory = _memory(self._lender, capacity, device)
         return self._memory
+
+    def _bucket(self, entries: list[Entry]) -> Bucket:
+        bucket = Bucket(self._number, tuple(entries), self._memory)
+        if self._lender:
+            self._lender.lend(bucket)
+        return bucket
 
     def emit(self, name: str) -> Bucket | None:
         """The bucket before tensor `name`, without its unit if that has begun; None if that is all there is."""
@@ -197,54 +171,48 @@ class _Filling:
             return None
         if begun:
             self._stash = self._memory[begun[0].offset : self._used].clone()
-        bucket = Bucket(self._number, tuple(self._entries[:end]), self._memory)
+        bucket = self._bucket(self._entries[:end])
         moved = [entry._replace(offset=entry.offset - begun[0].offset) for entry in begun]
         self._entries, self._key_start, self._number = moved, 0, self._number + 1
         self._used = self._stash.numel() if self._stash is not None else 0
-        self._text = sum(_text(entry.name, entry.shape) for entry in moved)
+        self._text = sum(text_bytes(entry.name, entry.shape) for entry in moved)
+        self._memory = None
         return bucket
 
-    def begin(self, last: Bucket) -> None:
+    def begin(self) -> None:
         """The memory of the next bucket, with the unit that had begun."""
-        if self._lend:
-            last.expire()
-        if not self._lend or (self._memory is not None and self._memory.numel() > self._limit):
-            self._memory = None
         if self._stash is not None:
             self._room(self._limit, self._stash.device)[: self._used] = self._stash
             self._stash = None
 
     def grow(self, name: str, tensor: torch.Tensor) -> None:
         """Make room for a unit that is larger than a bucket."""
-        if not self._has_room(name, tensor.shape, tensor.nbytes):
-            need = self._used + self._text + _FIXED + _aligned(tensor.nbytes) + _text(name, tensor.shape)
-            known = self._sizes.get(self._unit(name), 0) + _FIXED
+        if not self.has_room(name, tensor.shape, tensor.nbytes):
+            need = self._used + self._text + FIXED + aligned(tensor.nbytes) + text_bytes(name, tensor.shape)
             old, self._memory = self._memory, None
-            filled = self._room(max(need + (need if self._used else 0), known, self._limit), tensor.device)
+            filled = self._room(max(need + (need if self._used else 0), self._limit), tensor.device)
             if old is not None and self._used:
                 filled[: self._used] = old[: self._used]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """The tensor, copied unless it was made here."""
+        """The tensor, copied."""
         key = self._unit(name)
         if key != self._key:
             if key in self._ended:
-                raise BucketError(f"{name}: other tensors came since the last of {key}, which a loader needs whole")
+                raise apart(name, key)
             self._ended.add(self._key)
             self._key, self._key_start = key, len(self._entries)
         entry = Entry(name, tuple(tensor.shape), tensor.dtype, self._used)
-        if tensor is not self._placed:
-            entry.view(self._room(self._limit, tensor.device)).copy_(tensor)
-        self._placed = None
+        entry.view(self._room(self._limit, tensor.device)).copy_(tensor)
         self._entries.append(entry)
-        self._used += _aligned(entry.nbytes)
-        self._text += _text(name, entry.shape)
+        self._used += aligned(entry.nbytes)
+        self._text += text_bytes(name, entry.shape)
 
     def last(self) -> Bucket | None:
         """What is left at the end of the stream."""
         if self._memory is None or not self._entries:
             return None
-        return Bucket(self._number, tuple(self._entries), self._memory)
+        return self._bucket(self._entries)
 
 
 def read(message: torch.Tensor, generation: int | None = None) -> Bucket:
@@ -294,13 +262,3 @@ def _holders(memory: torch.Tensor) -> int:
     """How many tensors and arrays share the memory."""
     # Besides them the storage object counts that this call makes.
     return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata)) - 1
-
-
-@functools.lru_cache(maxsize=1 << 17)
-def _text(name: str, shape: Sequence[int]) -> int:
-    """Bytes, at most, of a tensor in the metadata: its name as JSON, shape, dtype, offset."""
-    return len(json.dumps(name)) + 20 * len(shape) + 50
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

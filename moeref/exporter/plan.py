@@ -6,8 +6,9 @@ Every rank makes the same plan from the shard map alone. Names and order depend 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap, hashed
 from moeref.bridge.uncollected import uncollected
@@ -15,6 +16,7 @@ from moeref.exporter import batches
 from moeref.exporter.batches import Batch
 from moeref.exporter.copies import Copy, copies
 
+T = TypeVar("T")
 #: Parts of a parameter, and what is copied from each.
 Moves = tuple[tuple[int, Copy], ...]
 #: Bytes that travel to the writer at a time.
@@ -49,6 +51,7 @@ class Plan:
     )
 
     _moves: dict[int, tuple[Moves, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         layout = self.shard_map.layout
@@ -103,6 +106,13 @@ class Plan:
                 for index in range(len(param.hf))
             )
         return self._moves[number]
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` works out from this plan, once a key. It depends on nothing else: least of all on weights."""
+        if key not in self._kept:
+            self._kept[key] = uncollected(make)()
+        found: T = self._kept[key]
+        return found
 
     @functools.cached_property
     def digest(self) -> int:

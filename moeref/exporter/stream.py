@@ -10,18 +10,20 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from moeref.bridge.agreement import all_or_none, check_place, device_of, failures
-from moeref.bridge.loader import bind
+from moeref.bridge.loader import bound
 from moeref.bridge.shard_map import HFTensor, hashed
 from moeref.exporter.messages import Peer
 from moeref.exporter.plan import ExportError, Plan
 from moeref.exporter.transfer import Owner, Stopped, Transfer, Writer
 from moeref.torch_dtypes import TORCH
 
+T = TypeVar("T")
 Item = tuple[HFTensor, torch.Tensor | None]
 #: Gives the memory, contiguous and on this device, that a tensor is to be made in.
 Place = Callable[[HFTensor, torch.device], torch.Tensor]
@@ -52,7 +54,23 @@ class Stream(Iterator[Item]):
 
     def __init__(self, export: _Export) -> None:
         self._export = export
-        self._items = export.items()
+        self._items: Generator[Any, None, None] = export.items(export.tensors)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a tensor was asked for."""
+        return inspect.getgeneratorstate(self._items) != inspect.GEN_CREATED
+
+    def instead(self, make: Callable[[Transfer, Peer, Callable[[str], None]], Iterator[T]]) -> Iterator[T]:
+        """What `make` yields, in place of tensors: same agreements, same errors. It says by name which tensor is next.
+
+        Raises ExportError if the stream has begun.
+        """
+        if self.begun:
+            raise ExportError("the stream has begun: what is left of it is tensors")
+        export = self._export
+        self._items = export.items(lambda transfer: make(transfer, export.peer, export.now_at))
+        return self._items
 
     @property
     def plan(self) -> Plan:
@@ -69,7 +87,8 @@ class Stream(Iterator[Item]):
         self._export.place = place
 
     def __next__(self) -> Item:
-        return next(self._items)
+        item: Item = next(self._items)
+        return item
 
     def close(self) -> None:
         """End early. The other ranks get an ExportError, unless they do the same."""
@@ -83,7 +102,7 @@ class Stream(Iterator[Item]):
     ) -> None:
         if error is None:
             self.close()
-        elif inspect.getgeneratorstate(self._items) == inspect.GEN_CREATED:
+        elif not self.begun:
             self._export.refuse(error)
         else:
             self._throw(error)
@@ -121,16 +140,20 @@ class _Export:
         plan, rank = self.peer.plan, self.peer.rank
         with self._together():
             check_place(plan.shard_map.layout, rank, self.peer.group)
-            pairs = bind(plan.shard_map, rank, self._chunks)
+            pairs = bound(plan.shard_map, rank, self._chunks)
         return {shard.param.name: tensor for shard, tensor in pairs if shard.param.exports}
 
-    def items(self) -> Generator[Item, None, None]:
+    def now_at(self, name: str) -> None:
+        """Note which tensor this rank is at."""
+        self._name = name
+
+    def items(self, made: Callable[[Transfer], Iterator[T]]) -> Generator[T, None, None]:
         """Bind, stream, and agree on how it went."""
         held = self._bound()
         transfer: Transfer = (Writer if self.peer.rank == self.peer.plan.writer else Owner)(self.peer, held)
         failed: BaseException | None = None
         try:
-            yield from self._tensors(transfer)
+            yield from made(transfer)
             transfer.end()
         except BaseException as error:
             failed = error
@@ -160,7 +183,7 @@ class _Export:
             return "" if last else f"stopped after {self._name}: its own error says why"
         return f"failed at {self._name}: {type(failed).__name__}: {failed}"
 
-    def _tensors(self, transfer: Transfer) -> Generator[Item, None, None]:
+    def tensors(self, transfer: Transfer) -> Generator[Item, None, None]:
         """The tensors of the plan, batch by batch. A fused tensor of experts may be filled over several batches."""
         params = self.peer.plan.params
         full: torch.Tensor | None = None

@@ -21,6 +21,8 @@ from moeref.exporter.batches import Batch, Message
 from moeref.exporter.messages import FAILED, GO, GOOD, STOP, Buffers, Peer
 from moeref.torch_dtypes import TORCH
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class Stopped(Exception):
     """Another rank has failed, so that no more shards are sent."""
@@ -81,7 +83,7 @@ class Owner:
         for sent in message.shards:
             shard = self._held[self._peer.plan.params[sent.param][1].name]
             place = buffer[sent.offset : sent.offset + shard.nbytes]
-            place.view(shard.dtype).view(shard.shape).copy_(shard)
+            place.view(shard.dtype).view(shard.shape).copy_(shard.detach())
         return buffer
 
     def _asked(self) -> bool:
@@ -198,8 +200,19 @@ class Writer:
         arrived = self._sources.get((number, part))
         if arrived:
             return arrived
-        own = self._held[param.name].contiguous()
+        own = self._held[param.name].detach().contiguous()
         return Source(own, int(own.storage_offset()))
+
+    def address(self, number: int, part: int) -> int:
+        """Where the shard lies in the memory of this host, contiguous; 0 if it does not."""
+        arrived = self._sources.get((number, part))
+        if arrived:
+            memory, offset = arrived
+            return memory.data_ptr() + offset * memory.itemsize if memory.device.type == "cpu" else 0
+        own = self._held[self._peer.plan.params[number][1].name]
+        # A tensor of another class may keep its elements elsewhere; one without storage has address 0.
+        is_plain = type(own) in _PLAIN and own.is_cpu and own.is_contiguous()
+        return own.data_ptr() if is_plain else 0
 
     def end(self) -> None:
         self._sources = {}

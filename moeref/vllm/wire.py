@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from moeref.exporter.buckets import Entry, side_by_side
+from moeref.exporter.cuts import Entry, side_by_side
 
 #: A tensor in a bucket's bytes, which are laid out as `moeref.exporter.buckets` does: its name, dtype and shape.
 Described = tuple[str, str, list[int]]

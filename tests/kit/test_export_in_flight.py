@@ -16,7 +16,7 @@ RUN = """
 import datetime, gc, json, pathlib, sys, time, weakref
 import torch, torch.distributed as dist
 from moeref.bridge import ShardMap, inventory
-from moeref.exporter import ExportError, Plan, export, messages, transfer
+from moeref.exporter import ExportError, Lender, Plan, buckets, export, messages, transfer
 from moeref.layout import Layout
 from tests.unit.models import model
 from tests.unit.test_loader import holder
@@ -73,6 +73,15 @@ for bucket in (1, 20_000, 60_000, 1 << 20):
             assert all(torch.equal(again[name], whole[name]) for name in whole)
         assert (rank == writer) == (full is not None)
 
+lender = Lender(2)
+for limit in (1, 30_000, 1 << 20):
+    again, found = {}, None
+    for found in buckets(export(Plan(table, 0, 20_000), rank, chunks), limit, lend=lender):
+        again |= {name: tensor.clone() for name, tensor in found.tensors()}
+    assert (found is not None) == (rank == 0)
+    assert list(again) == (list(whole) if rank == 0 else [])
+    assert all(torch.equal(again[name], whole[name]) for name in again)
+
 plan = Plan(table, bucket_bytes=20_000)
 names = [tensor.name for tensor in plan.tensors]
 
@@ -91,6 +100,14 @@ def failing(at, count, plain=False):
                         raise KeyError("mine")
     return what
 
+def failing_bucket():
+    with export(plan, rank, chunks) as stream:
+        for bucket in buckets(stream, 30_000):
+            if bucket.number == 1:
+                said["bucket"] = bucket.entries[-1].name
+                raise KeyError("mine")
+
+ask("in a bucket", failing_bucket)
 for at in (0, 1, 2):
     ask(f"block {at}", failing(at, 30))
     ask(f"loop {at}", failing(at, 30, plain=True))
@@ -98,7 +115,7 @@ ask("before", failing(1, -1))
 ask("first", failing(1, 0))
 ask("last", failing(0, len(names) - 1))
 ask("version", lambda: streamed(plan, version=7 if rank == 1 else 6))
-ask("bucket", lambda: streamed(Plan(table, bucket_bytes=20_000 + rank)))
+ask("other bucket", lambda: streamed(Plan(table, bucket_bytes=20_000 + rank)))
 
 pack, calls = transfer.Owner._packed, []
 def no_room(self, message):
@@ -146,6 +163,14 @@ def test_an_error_of_a_consumer_ends_all_ranks(said: list[dict[str, Any]], at: i
         assert one["seconds"][f"block {at}"] < 10
 
 
+def test_an_error_of_a_consumer_of_buckets_ends_all_ranks(said: list[dict[str, Any]]) -> None:
+    assert said[0]["in a bucket"] == "KeyError: 'mine'"
+    for rank, one in list(enumerate(said))[1:]:
+        where = f"ExportError: qwen3_moe, rank {rank}: rank 0 failed at {said[0]['bucket']}"
+        assert one["in a bucket"] == f"{where}: KeyError: 'mine'"
+    assert max(one["seconds"]["in a bucket"] for one in said) < 10
+
+
 def test_an_error_before_the_first_tensor_sends_nothing(said: list[dict[str, Any]]) -> None:
     refused = "ranks [1] refused (their own error says why); nothing was sent"
     for rank, one in enumerate(said):
@@ -159,7 +184,7 @@ def test_versions_and_buckets_are_agreed(said: list[dict[str, Any]]) -> None:
         others = [r for r in range(4) if (r == 1) != (rank == 1)]
         why = f"ExportError: qwen3_moe, rank {rank}: ranks {others} plan otherwise"
         assert one["version"].startswith(why)
-        assert "plan otherwise" in one["bucket"]
+        assert "plan otherwise" in one["other bucket"]
 
 
 def test_an_error_in_flight_names_tensors_and_rank(said: list[dict[str, Any]]) -> None:

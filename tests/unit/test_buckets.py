@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moeref.bridge import Checkpoint, ShardMap, inventory
-from moeref.exporter import Bucket, BucketError, Plan, buckets, export, read, unit_of
+from moeref.exporter import Bucket, BucketError, Lender, Plan, buckets, export, read, unit_of
 from moeref.exporter.buckets import MAGIC
 from moeref.layout import Layout
 from tests.unit.models import CONFIGS, model
@@ -66,6 +72,125 @@ def test_any_size_gives_the_same(
     assert [name for name, _ in kept] == list(whole)
     assert all(torch.equal(tensor, whole[name]) for name, tensor in kept)
     assert len(seen) == len(set(seen))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+#: A layer's tensors by what a loader needs whole, as families name them: fused QKV, MLA pairs, gate and up, experts.
+WHOLE = {
+    "model.layers.{}.self_attn": ("q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias"),
+    "model.layers.{}.mla.self_attn": ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
+    "model.layers.{}.mlp": ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+    "model.layers.{}.mlp.shared_experts": ("gate_proj.weight", "up_proj.weight"),
+    "model.layers.{}.mlp.experts": ("0.gate_proj.weight", "0.up_proj.weight", "1.gate_proj.weight", "1.up_proj.weight"),
+    "model.layers.{}.input_layernorm": ("weight",),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), limit=st.integers(1, 6_000), halves=st.integers(0, 3))
+def test_any_order_size_and_limit_gives_the_same(data: st.DataObject, limit: int, halves: int) -> None:
+    keys = [(whole, layer) for whole in WHOLE for layer in range(2)]
+    tensors = {}
+    for whole, layer in data.draw(st.permutations(keys)):
+        for part in data.draw(st.permutations(WHOLE[whole])):
+            rows = data.draw(st.integers(0, 40))
+            tensors[f"{whole.format(layer)}.{part}"] = torch.randn(rows, 5).to(data.draw(st.sampled_from(DTYPES)))
+    kept, last = {}, ""
+    for bucket in buckets(tensors.items(), limit, lend=Lender(halves) if halves else False):
+        found = units(bucket)
+        assert last not in found
+        last = found[-1]
+        assert bucket.message().numel() <= limit or len(found) == 1
+        kept |= {name: tensor.clone() for name, tensor in bucket.tensors()}
+    assert list(kept) == list(tensors)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes that tensors made in the block held at a time, those of `model` aside."""
+
+    def __init__(self, model: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._model = {tensor.untyped_storage().data_ptr() for tensor in model}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
+            if storage.data_ptr() not in self._model:
+                self._alive[storage.data_ptr()] = weakref.ref(storage)
+        self.most = max(self.most, sum(s.nbytes() for ref in self._alive.values() if (s := ref()) is not None))
+        return out
+
+
+@pytest.mark.parametrize("limit", [1, 50_000, 200_000])
+@pytest.mark.parametrize("lend", [False, True])
+@pytest.mark.parametrize("assembled", [False, True])
+def test_memory_above_the_model_is_a_bucket_and_a_unit(
+    plan: Plan, chunks: list[torch.nn.Module], limit: int, lend: bool, assembled: bool
+) -> None:
+    sizes: dict[str, int] = {}
+    for tensor in plan.tensors:
+        sizes[unit_of(tensor.name)] = sizes.get(unit_of(tensor.name), 0) + 4 * torch.Size(tensor.shape).numel() + 300
+    with Allocated([*inventory(chunks).values()]) as allocated:
+        stream = export(plan, 0, chunks)
+        for bucket in buckets(stream if assembled else iter(stream), limit, lend=lend):
+            bucket.expire() if not lend else None
+            del bucket
+    largest = max(sizes.values())
+    assert limit <= allocated.most <= max(limit, largest) + largest
+
+
+def test_what_is_kept_of_a_plan_holds_no_weights(plan: Plan) -> None:
+    """Neither changed in place, nor replaced, nor made another kind of tensor between two exports."""
+    made = holder(plan.shard_map, 0)
+    lender = Lender(2)
+
+    def exported() -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for bucket in buckets(export(plan, 0, made), 100_000, lend=lender):
+            sums |= {name: float(tensor.double().sum()) for name, tensor in bucket.tensors()}
+        return sums
+
+    before = exported()
+    norm = made[0].decoder.final_layernorm  # type: ignore[union-attr]
+    for weight in (norm.weight * 2, torch.arange(48.0)[::2], torch.nn.Parameter(norm.weight * 3)):
+        norm.weight = torch.nn.Parameter(weight.detach())
+        assert exported() == before | {"model.norm.weight": float(weight.detach().double().sum())}
+    norm.weight.data.fill_(5)
+    assert exported() == before | {"model.norm.weight": 5.0 * 24}
+
+
+def test_a_lender_with_two_halves_lends_for_one_bucket_more(whole: dict[str, torch.Tensor]) -> None:
+    cut = buckets(whole.items(), 50_000, lend=Lender(2))
+    first = next(cut)
+    held = next(tensor for _, tensor in first.tensors())
+    value, second = held.clone(), next(cut)
+    assert torch.equal(held, value)
+    assert second.memory().data_ptr() != first.memory().data_ptr()
+    with pytest.raises(BucketError, match=r"bucket 0, .* are held when the next"):
+        next(cut)
+
+
+def test_a_lender_keeps_its_memory(plan: Plan, chunks: list[torch.nn.Module]) -> None:
+    lender = Lender()
+    places = [
+        {bucket.memory().data_ptr() for bucket in buckets(export(plan, 0, chunks), 1 << 24, lend=lender)}
+        for _ in range(3)
+    ]
+    assert places[0] == places[1] == places[2]
+    with pytest.raises(ValueError, match="halves=0"):
+        Lender(0)
+
+
+def test_a_begun_stream_is_cut_as_any_other(
+    plan: Plan, chunks: list[torch.nn.Module], whole: dict[str, torch.Tensor]
+) -> None:
+    stream = export(plan, 0, chunks)
+    first, _ = next(stream)
+    names = [name for bucket in buckets(stream, 50_000) for name, _ in bucket.tensors()]
+    assert [first.name, *names] == list(whole)
 
 
 def test_own_buckets_stay(whole: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,156 @@
+"""An export made straight in buckets: what goes where is worked out once a plan, and an export only moves bytes.
+
+A tensor at a time, Python and torch cost more than the copy of a small tensor. Here most tensors are a run of bytes, in
+the memory of a parameter or of a message and in the bucket, and one `memmove` each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from moeref.dtypes import DTYPES
+from moeref.exporter.batches import Batch
+from moeref.exporter.copies import Copy
+from moeref.exporter.cuts import Cut, Entry, cuts
+from moeref.exporter.plan import Plan
+from moeref.exporter.transfer import Transfer, Writer
+
+#: Longer runs are copied by torch, which may use several threads.
+_LONG = 1 << 20
+
+
+class Run(NamedTuple):
+    """Bytes that follow each other in a shard and in a tensor: the first in each, and how many."""
+
+    into: int
+    source: int
+    nbytes: int
+
+
+class Piece(NamedTuple):
+    """What shard `part` of parameter `number` has of a tensor. The `runs` are among the `copies`; `rest` are others."""
+
+    number: int
+    part: int
+    entry: Entry
+    runs: tuple[Run, ...]
+    rest: tuple[Copy, ...]
+    copies: tuple[Copy, ...]
+
+
+class Segment(NamedTuple):
+    """The pieces of one batch in one bucket; `begins` and `ends` say whether they are its first and last."""
+
+    batch: Batch | None  # that begins here
+    cut: Cut
+    pieces: tuple[Piece, ...]
+    begins: bool
+    ends: bool
+
+
+class Filled(NamedTuple):
+    """A bucket's tensors in memory."""
+
+    cut: Cut
+    memory: torch.Tensor
+
+
+def segments(plan: Plan, limit: int, unit: Callable[[str], str]) -> tuple[Segment, ...]:
+    """An export of `plan` in buckets, in order. Worked out once."""
+    return plan.kept((limit, unit), lambda: tuple(_segments(plan, cuts(plan.tensors, limit, unit))))
+
+
+def _segments(plan: Plan, found: tuple[Cut, ...]) -> Iterator[Segment]:
+    where = {entry.name: (entry, number) for number, cut in enumerate(found) for entry in cut.entries}
+    alike: dict[int, tuple[tuple[Run, ...], tuple[Copy, ...]]] = {}
+    begun = -1
+    for batch in plan.batches:
+        in_cut: dict[int, list[Piece]] = {}
+        for number in batch.params:
+            for piece in _pieces(plan, number, where, alike):
+                in_cut.setdefault(where[piece.entry.name][1], []).append(piece)
+        starts: Batch | None = batch
+        for cut, pieces in in_cut.items():
+            last = pieces[-1]
+            step, param = plan.params[last.number]
+            ends = last.entry is found[cut].entries[-1] and param is step.params[-1]
+            yield Segment(starts, found[cut], tuple(pieces), cut != begun, ends)
+            starts, begun = None, cut
+
+
+def _pieces(
+    plan: Plan,
+    number: int,
+    where: dict[str, tuple[Entry, int]],
+    alike: dict[int, tuple[tuple[Run, ...], tuple[Copy, ...]]],
+) -> Iterator[Piece]:
+    param = plan.params[number][1]
+    parts = [plan.copies(param, part) for part in range(len(plan.shard_map.owners(param)))]
+    for index, tensor in enumerate(param.hf):
+        for part, copies in enumerate(parts):
+            mine = copies[index]
+            # The plan keeps its copies, so that an id stays that of one tuple.
+            if id(mine) not in alike:
+                alike[id(mine)] = _sorted(mine, DTYPES[param.dtype].bytes)
+            yield Piece(number, part, where[tensor.name][0], *alike[id(mine)], mine)
+
+
+def _sorted(copies: tuple[Copy, ...], width: int) -> tuple[tuple[Run, ...], tuple[Copy, ...]]:
+    """The copies that are runs of bytes, and the others."""
+    is_run = [c.into.strides == c.source.strides == (1,) and c.size[0] * width < _LONG for c in copies]
+    pairs = list(zip(copies, is_run, strict=True))
+    runs = (Run(c.into.offset * width, c.source.offset * width, c.size[0] * width) for c, run in pairs if run)
+    return tuple(runs), tuple(c for c, run in pairs if not run)
+
+
+def fill(
+    transfer: Transfer,
+    plan: Plan,
+    todo: tuple[Segment, ...],
+    memory: Callable[[int], torch.Tensor],
+    at: Callable[[str], None],
+) -> Iterator[Filled]:
+    """Move an export, segment by segment, into what `memory` gives for each bucket; tell `at` what tensor is next.
+
+    A rank that is not the writer yields nothing.
+    """
+    room: torch.Tensor | None = None
+    for segment in todo:
+        at(segment.pieces[0].entry.name)
+        if segment.batch:
+            transfer.begin(segment.batch)
+        if not isinstance(transfer, Writer):
+            continue
+        if segment.begins or room is None:
+            room = memory(segment.cut.nbytes)
+        _move(transfer, plan, segment.pieces, room)
+        if segment.ends:
+            at(segment.cut.entries[-1].name)
+            filled, room = Filled(segment.cut, room), None
+            yield filled
+            del filled
+
+
+def _move(writer: Writer, plan: Plan, pieces: tuple[Piece, ...], memory: torch.Tensor) -> None:
+    move, address, params = ctypes.memmove, writer.address, plan.params
+    base = memory.data_ptr() if memory.device.type == "cpu" else 0
+    for number, part, entry, runs, rest, copies in pieces:
+        start = address(number, part) if runs and base else 0
+        if start:
+            place = base + entry.offset
+            for into, source, nbytes in runs:
+                move(place + into, start + source, nbytes)
+            copies = rest
+        if copies:
+            _strided(entry.view(memory), copies, *writer.source(number, part, params[number][1]))
+
+
+def _strided(full: torch.Tensor, copies: tuple[Copy, ...], memory: torch.Tensor, offset: int) -> None:
+    start = int(full.storage_offset())
+    for size, into, source in copies:
+        place = full.as_strided(size, into.strides, start + into.offset)
+        place.copy_(memory.as_strided(size, source.strides, offset + source.offset))

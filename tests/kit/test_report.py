@@ -95,8 +95,19 @@ def test_every_cell_has_a_link_and_a_class_for_the_filters(failed):
     assert {f'id="only-{family}"' in page for family in families} == {True}
 
 
+def test_each_group_and_rule_is_a_filter_of_the_columns(failed):
+    page = html.render(failed)
+    ids = [rule["id"] for rule in failed.header["rules"]["list"]]
+    for name in {*ids, *(rule.partition("-")[0] for rule in ids)}:
+        assert f'<option value="{name}">' in page
+        assert f'body:has([value="{name}"]:checked) .grid [class*="r-"]:not([class*="r-{name}"])' in page
+    for row in re.findall(r'<tr id="cell-.*?</tr>', page, re.DOTALL):
+        assert {*re.findall(r'class="[\w ]*\br-([A-Z]+-\d+)"', row)} <= {*ids}
+        assert row.count("<td") == 3 + len(re.findall(r"\br-[A-Z]+-\d+", row))  # name, ranks and seconds stay
+
+
 def test_a_wide_table_scrolls_and_the_page_does_not(failed):
-    """Measured in Chromium at 390, 768 and 1,280 px; here, that no table stands outside what scrolls."""
+    """No table stands outside what scrolls. `test_report_in_a_browser` measures it."""
     page = html.render(failed)
     tables = page.count("<table ")
     assert tables == page.count('<div class="scroll"><table ') == page.count("</table></div>") > 3

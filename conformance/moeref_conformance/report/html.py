@@ -21,8 +21,16 @@ def render(results: Results) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters.update(anchor=anchor, family=family, group_of=group_of, where=where)
+    shown = view(results)
+    names = [*dict.fromkeys(rule.group for rule in shown.rules), *(rule.id for rule in shown.rules)]
     return environment.get_template("template.html.j2").render(
-        v=view(results), results=results, header=results.header, legend=LEGEND, shown=SHOWN, facts=facts(results)
+        v=shown,
+        results=results,
+        header=results.header,
+        legend=LEGEND,
+        shown=SHOWN,
+        facts=facts(results),
+        rule_names=names,
     )
 
 

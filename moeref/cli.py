@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ def printable(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moeref", description="The glue between Megatron and an inference engine.")
+    parser.add_argument("--version", action="version", version=f"moeref {version('moeref')}")
+    shells = {"dest": argparse.SUPPRESS, "choices": ("bash", "zsh", "tcsh")}
+    parser.add_argument("--completion", action=_Completion, metavar="SHELL", help="print a completion script", **shells)
     commands = parser.add_subparsers(required=True, metavar="command")
     _audit_parser(commands.add_parser("audit", help="compare the weights of two models, every byte"))
     command = commands.add_parser(
@@ -108,6 +112,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
     command.set_defaults(run=_check)
     return parser
+
+
+class _Completion(argparse.Action):
+    """Print a completion script and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        import shtab  # takes longer than a check
+
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
 
 
 def _audit_parser(command: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -27,6 +28,16 @@ EXIT_CODES = "exit codes: " + ", ".join(f"{code} {word}" for code, word in enume
 EXIT_CODES += " (2 also for bad input)"
 
 
+class Completion(argparse.Action):
+    """`--completion SHELL`: print a completion script and end."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        import shtab  # takes longer than most commands
+
+        print(shtab.complete(parser, shell=values))
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """One that suggests the nearest command or option, and tells exit codes at the end of its help."""
 
@@ -34,10 +45,19 @@ class Parser(argparse.ArgumentParser):
         more.setdefault("epilog", EXIT_CODES)
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse; what was given is kept for errors."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """As argparse, with `did you mean` where one word was not known."""
         if unknown := re.match(r"unrecognized arguments: (-\S+)", message):
             message += nearest(unknown[1], self._options())
+        elif message.startswith("the following arguments are required"):
+            names = [word.partition("=")[0] for word in self._given if word.startswith("--")]
+            wrong = [name for name in names if not any(known.startswith(name) for known in self._options())]
+            message += "".join(f"; unknown option {name!r}{nearest(name, self._options())}" for name in wrong)
         elif unknown := re.match(r"argument \S+: invalid choice: '([^']*)'", message):
             message = f"unknown command {unknown[1]!r}{nearest(unknown[1], self._commands())}"
         super().error(message)
@@ -51,4 +71,4 @@ class Parser(argparse.ArgumentParser):
             yield from parser._option_string_actions
 
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "Parser"]
+__all__ = ["EXAMPLES", "EXIT_CODES", "Completion", "Parser"]

@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.arguments import EXAMPLES, Parser
+from moeref_conformance.arguments import EXAMPLES, Completion, Parser
 from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput, NothingRecorded, read_toml
@@ -82,6 +82,8 @@ def _answer(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="moeref-conformance", description=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"moeref-conformance {version_of('moeref')}")
+    shells = {"dest": argparse.SUPPRESS, "choices": ("bash", "zsh", "tcsh")}
+    parser.add_argument("--completion", action=Completion, metavar="SHELL", help="print a completion script", **shells)
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -154,6 +154,8 @@ def test_listing_needs_neither_torch_nor_megatron():
         (["list", "--backend"], None),  # an abbreviation of --backends
         (["list", "--targett", "x"], "unrecognized arguments: --targett x; did you mean '--target'?"),
         (["diff", "a", "b", "--zzz"], "unrecognized arguments: --zzz"),
+        (["run", "--taget", "x"], "required: --target; unknown option '--taget'; did you mean '--target'?"),
+        (["run", "--matrix=smoke", "--job", "2"], "required: --target\n"),
     ],
 )
 def test_a_word_that_is_not_known_brings_the_nearest(words, said, capsys):
@@ -183,6 +185,20 @@ def test_the_version_is_that_of_the_package(capsys):
         cli._parser().parse_args(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.strip() == f"moeref-conformance {version_of('moeref')}"
+
+
+@pytest.mark.parametrize("program", ["moeref", "moeref_conformance"])
+def test_a_shell_completes_commands_and_options(program, tmp_path):
+    """Bash is asked as it asks when a user presses Tab."""
+    made = subprocess.run([sys.executable, "-m", program, "--completion", "bash"], capture_output=True, text=True)
+    (tmp_path / "completion").write_text(made.stdout)
+    name = program.replace("_", "-")
+    begun, expected = (f"{name} ch", "check") if program == "moeref" else (f"{name} run --mat", "--matrix")
+    ask = f"source completion; COMP_WORDS=({begun}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_{program}; "
+    done = subprocess.run(
+        ["bash", "-c", ask + 'echo "${COMPREPLY[@]}"'], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [expected]
 
 
 @pytest.mark.ranks

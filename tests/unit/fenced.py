@@ -67,6 +67,8 @@ def check(command: str) -> None:
     match program.rpartition("/")[2]:
         case "nox":
             _check_nox(arguments)
+        case "moeref" | "moeref-conformance" as name if arguments[0] == "--completion":
+            assert f"_shtab_{name.replace('-', '_')}" in output(name.replace("-", "_"), *arguments[:2])
         case "moeref":
             _check_moeref(arguments)
         case "moeref-conformance":

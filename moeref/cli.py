@@ -57,8 +57,15 @@ def printable(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="moeref", description="The glue between Megatron and an inference engine.")
     parser.add_argument("--version", action="version", version=f"moeref {version('moeref')}")
-    shells = {"dest": argparse.SUPPRESS, "choices": ("bash", "zsh", "tcsh")}
-    parser.add_argument("--completion", action=_Completion, metavar="SHELL", help="print a completion script", **shells)
+    shells = ("bash", "zsh", "tcsh")
+    parser.add_argument(
+        "--completion",
+        action=_Completion,
+        dest=argparse.SUPPRESS,
+        choices=shells,
+        metavar="SHELL",
+        help=f"print a completion script for {', '.join(shells)}",
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     _audit_parser(commands.add_parser("audit", help="compare the weights of two models, every byte"))
     command = commands.add_parser(

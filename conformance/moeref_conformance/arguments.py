@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         more.setdefault("epilog", EXIT_CODES)
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **more)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse; what was given is kept for errors."""
         self._given = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)

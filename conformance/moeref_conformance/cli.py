@@ -82,8 +82,15 @@ def _answer(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="moeref-conformance", description=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"moeref-conformance {version_of('moeref')}")
-    shells = {"dest": argparse.SUPPRESS, "choices": ("bash", "zsh", "tcsh")}
-    parser.add_argument("--completion", action=Completion, metavar="SHELL", help="print a completion script", **shells)
+    shells = ("bash", "zsh", "tcsh")
+    parser.add_argument(
+        "--completion",
+        action=Completion,
+        dest=argparse.SUPPRESS,
+        choices=shells,
+        metavar="SHELL",
+        help=f"print a completion script for {', '.join(shells)}",
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

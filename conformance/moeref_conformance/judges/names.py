@@ -102,6 +102,7 @@ def layer_numbers(case: Case) -> Iterator[Finding]:
         for row in given.rows:
             local = _LAYER.search(f".{plain_local(row.local)}")
             if local is None:
+                yield from _predicting(case, oracle, rank, row)
                 continue
             listed.add((row.chunk, int(local[1])))
             ids = oracle.layer_ids(rank, row.chunk)
@@ -118,6 +119,18 @@ def layer_numbers(case: Case) -> Iterator[Finding]:
                 if (chunk, local_number) not in listed:
                     message = f"chunk {chunk}: layer {layer} (local {local_number}) is not in the table"
                     yield finding(case, rank, "names", message, layer=layer)
+
+
+def _predicting(case: Case, oracle: Placement, rank: int, row: NameRow) -> Iterator[Finding]:
+    """A finding for a tensor of a multi-token prediction layer that is another layer's in the checkpoint."""
+    try:
+        want = oracle.numbers(rank, row.chunk, row.local)[0]
+    except Unknown as error:
+        yield _row(case, rank, row, str(error))
+        return
+    if want is not None and (got := _others(want, *(hf_numbers(h)[0] for h in row.hf))):
+        message = f"{row.local} of chunk {row.chunk} is layer {want}, the table says {got}"
+        yield _row(case, rank, row, message, layer=want, expected=want, got=got)
 
 
 def _others(want: int | None, *numbers: int | None) -> str:

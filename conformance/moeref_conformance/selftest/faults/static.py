@@ -39,7 +39,22 @@ def _with_etp_1(row: NameRow) -> NameRow:
     return replace(row, shape=(rows, 2 * columns) if "linear_fc2" in row.local else (2 * rows, columns))
 
 
+def _predicting_swapped(row: NameRow) -> NameRow:
+    """The two multi-token prediction layers after two decoder layers, each under the other's number."""
+    if not row.local.startswith("mtp."):
+        return row
+    return replace(row, hf=tuple(re.sub(r"layers\.([23])\.", lambda m: f"layers.{5 - int(m[1])}.", h) for h in row.hf))
+
+
 FAULTS = (
+    Fault(
+        id="mtp-layers-swapped",
+        bug="layers for multi-token prediction are counted from the last one, so that two change places",
+        rules=("NAM-003",),
+        cell=cell("glm4_moe", "pp2", mtp=2, backend="static"),
+        wrap=border.each_row(_predicting_swapped),
+        says="is layer 2, the table says 3",
+    ),
     Fault(
         id="etp-unset-is-1",
         bug="Megatron-Bridge#4579: ETP that is unset is TP in Megatron-Core, and 1 in the bridge's tables",

@@ -77,9 +77,9 @@ def _indented(what: RenderableType) -> Indented:
 
 
 def _verdict(report: Report) -> Text:
-    said = VERDICTS[report.verdict]
+    """The verdict and the model on a line, which 80 columns hold, and the layout on the next."""
     where = f" on {report.world} ranks" if report.world else ""
-    return Text.assemble((report.title, "bold"), f" under {report.layout}{where}: ", said)
+    return Text.assemble(VERDICTS[report.verdict], ": ", (report.title, "bold"), where, f"\n  {report.layout}")
 
 
 def _problems(report: Report) -> Indented:

@@ -37,13 +37,19 @@ class Split:
         loads[-1] += ENDS
         return max(loads), max(loads) - min(loads)
 
+    @property
+    def order(self) -> tuple[bool, int, int, int, str]:
+        """What needs no key comes first, then the best balanced, of these the one with fewest keys."""
+        plain = self.text.startswith("no ")
+        return not plain, *self.cost, self.text.count("="), self.text
+
 
 def splits(layout: Layout, num_layers: int, *, mtp: int = 0, most: int = 3) -> tuple[Split, ...]:
-    """The `most` best-balanced splits of `num_layers` over the stages of `layout`, best first.
+    """The `most` best-balanced splits of `num_layers` over the stages of `layout`, in their `order`.
 
-    The split in `layout` is ignored. megatron-core's three ways to divide unevenly are tried: the number of layers on
-    the first and last pipeline rank, counting the embedding and the loss as layers, and, if neither works, a layout
-    string.
+    The split in `layout` is ignored, and no pipeline rank is left without layers. megatron-core's three ways to divide
+    unevenly are tried: the number of layers on the first and last pipeline rank, counting the embedding and the loss as
+    layers, and, if neither works, a layout string.
     """
     found = []
     for candidate in _candidates(layout, num_layers):
@@ -54,10 +60,11 @@ def splits(layout: Layout, num_layers: int, *, mtp: int = 0, most: int = 3) -> t
         per_rank = [0] * layout.pp
         for (pp, _), layers in stages.layers.items():
             per_rank[pp] += len(layers)
-        found.append(Split(candidate, tuple(per_rank)))
+        if all(per_rank):
+            found.append(Split(candidate, tuple(per_rank)))
     if not found and (string := _string(layout, num_layers, mtp)):
         found.append(string)
-    return tuple(sorted(found, key=lambda split: (*split.cost, split.text))[:most])
+    return tuple(sorted(found, key=lambda split: split.order)[:most])
 
 
 def _candidates(layout: Layout, num_layers: int) -> Iterator[Layout]:

@@ -1,7 +1,7 @@
-"""The command line: `moeref check` and `moeref audit`.
+"""The command line: `moeref check`, `moeref audit` and `moeref convert`.
 
 Exit codes of check: 0 it will work, 1 it will not, 2 bad input, 3 not known: moeref cannot map it, or nothing here
-verifies it. Of audit: 0 equal, 1 not equal, 2 bad input.
+verifies it. Of audit: 0 equal, 1 not equal, 2 bad input. Of convert: 0 done, 2 bad input.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     _audit_parser(commands.add_parser("audit", help="compare the weights of two models, every byte"))
+    _convert_parser(commands.add_parser("convert", help="write a checkpoint as the shards of a layout, or back"))
     command = commands.add_parser(
         "check",
         help="predict whether a run will work, without a GPU",
@@ -157,6 +158,28 @@ def _audit(options: argparse.Namespace) -> int:
     else:
         print("\n".join(printable(line) for line in report.lines()))
     return 0 if report.same else 1
+
+
+def _convert_parser(command: argparse.ArgumentParser) -> None:
+    command.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, or a folder of shards")
+    command.add_argument("target", metavar="TARGET", help="the folder of folders of shards, or a new Hugging Face one")
+    command.add_argument("--layout", help="of the shards, such as tp=2,pp=2,ep=2,etp=1")
+    command.add_argument("--norms", default="separate", choices=("separate", "fused"), help="Megatron's norm modules")
+    command.add_argument("--experts", default="sequential", choices=("sequential", "grouped"), help="expert modules")
+    command.add_argument("--divisible-by", type=int, default=128, metavar="N", help="as of moeref check")
+    command.add_argument("--dry-run", action="store_true", help="check, and say what would be written")
+    command.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from moeref.shards import command  # needs torch
+
+    try:
+        print(printable(command.convert(options)))
+    except (ValueError, OSError) as error:
+        print(f"moeref: {printable(str(error))}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
 
 
 def _choices(name: str) -> str:

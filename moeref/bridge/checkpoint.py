@@ -21,7 +21,7 @@ from moeref.bridge.regions import BridgeError, Index
 from moeref.bridge.shard_map import HFTensor
 
 _log = logging.getLogger(__name__)
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
 
 #: Not weights: files of Kimi-K2 and Moonlight hold rotary frequencies, which follow from the config.
 DERIVED = (".rotary_emb.inv_freq",)
@@ -124,7 +124,7 @@ class Checkpoint:
         """Shape and dtype from the file's header; no data is read."""
         part = self._where[name]
         dtype = "BF16" if name in self._scales else str(part.get_dtype())
-        return HFTensor(name, tuple(part.get_shape()), _DTYPES.get(dtype, dtype))
+        return HFTensor(name, tuple(part.get_shape()), DTYPES.get(dtype, dtype))
 
     def read(self, name: str, index: Index) -> torch.Tensor:
         """The slice `index` of tensor `name`; the rest of the tensor is not read."""

@@ -131,6 +131,13 @@ def load(
                 _fill(in_format, checkpoint, shard, tensor)
 
 
+def read_shard(shard_map: ShardMap, checkpoint: Checkpoint, shard: LocalShard) -> torch.Tensor:
+    """One shard of a checkpoint, without a module; headers have been checked, and `shard_map` has its format."""
+    tensor = torch.empty(shard.shape, dtype=TORCH[shard.param.dtype])
+    _fill(shard_map, checkpoint, shard, tensor)
+    return tensor
+
+
 def _fill(shard_map: ShardMap, checkpoint: Checkpoint, shard: LocalShard, tensor: torch.Tensor) -> None:
     """Read the regions of one shard."""
     if shard.param.mapping.sharding == "vocab":

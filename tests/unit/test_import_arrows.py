@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "audit": {"bridge", "torch_dtypes"},
     # Of the rooms on its left it takes the type of a described tensor.
     "delta": {"bridge", "torch_dtypes"},
+    "shards": {"layout", "families", "bridge", "torch_dtypes"},
     "sync": {"layout", "families", "bridge", "exporter"},
     "provenance": set(),
     "costs": {"layout", "families", "config", "dispatcher", "bridge", "dtypes"},

@@ -1,0 +1,59 @@
+"""What `moeref convert` does, with a progress bar on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import progress as bars
+from rich.console import Console
+
+from moeref import families
+from moeref.bridge import ShardMap
+from moeref.families import SpecNames
+from moeref.layout import Layout
+from moeref.shards.files import ShardError
+from moeref.shards.folder import MANIFEST, ShardFolder, files, folder_name
+from moeref.shards.join import join
+from moeref.shards.split import Progress, checked, size, split
+
+
+def convert(options: Any) -> str:
+    """Convert either way; what was done, for the user. Raises ValueError and OSError for what cannot be."""
+    source, target = Path(options.source), Path(options.target)
+    if (source / MANIFEST).exists() or source.name.endswith(".part"):
+        return _back(source, target, options)
+    if not options.layout:
+        raise ShardError(f"{source} has no {MANIFEST}: to write it as shards give --layout tp=…,pp=…,ep=…,etp=…")
+    names = SpecNames(norms=options.norms, experts=options.experts)
+    layout = Layout.parse(options.layout)
+    shard_map = ShardMap(families.read(source), layout, names, divisible_by=options.divisible_by)
+    if options.dry_run:
+        listed = files(checked(shard_map, source))
+        total = sum(map(size, listed))
+        return f"would write {len(listed)} files, {total} bytes, to {target / folder_name(layout)}"
+    with _bar() as progress:
+        return f"written: {split(shard_map, source, target, progress=progress)}"
+
+
+def _back(source: Path, target: Path, options: Any) -> str:
+    if options.layout:
+        raise ShardError(f"{source} holds shards, whose layout is known: --layout goes with a Hugging Face folder")
+    if options.dry_run:
+        with ShardFolder(source) as folder:
+            number, elements = folder.shard_map.hf_sizes()
+        return f"would write {number} tensors, {elements} elements, to {target}"
+    with _bar() as progress:
+        return f"written: {join(source, target, progress=progress)}"
+
+
+@contextmanager
+def _bar() -> Iterator[Progress]:
+    """A bar on standard error, if that is a terminal."""
+    columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+    console = Console(stderr=True)
+    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+        task = shown.add_task("")
+        yield lambda done, total: shown.update(task, completed=done, total=total)

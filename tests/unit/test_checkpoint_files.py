@@ -264,3 +264,12 @@ def test_a_buffer_that_follows_from_the_config_is_left_out(
     write(tmp_path / "hf", {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     load(shard_map, 0, holder(shard_map, 0), tmp_path / "hf")
     assert "1 tensors are left out" in caplog.text
+
+
+def test_all_tensors_are_read_whole(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    write(tmp_path, tensors)
+    with Checkpoint(tmp_path) as checkpoint:
+        found = dict(checkpoint.tensors())
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert checkpoint.names == set()

@@ -343,3 +343,12 @@ def test_settings_of_gpt_oss() -> None:
     assert settings["add_bias_linear"].value
     assert (settings["glu_linear_offset"].value, settings["activation_func_clamp_value"].value) == (1.0, 7.0)
     assert settings["yarn_correction_range_round_to_int"].value is False
+
+
+def test_a_run_with_fewer_mtp_layers_ignores_the_tensors_of_the_others() -> None:
+    whole = model("glm4_moe", num_nextn_predict_layers=2)
+    assert (whole.num_layers, whole.mtp_layers, whole.ignored) == (4, 2, ())
+    one, none = whole.with_mtp(1), whole.with_mtp(0)
+    assert (one.mtp_layers, one.ignored) == (1, ("model.layers.5.",))
+    assert (none.mtp_layers, none.ignored) == (0, ("model.layers.4.", "model.layers.5."))
+    assert one.with_mtp(0).ignored == ("model.layers.5.", "model.layers.4.")

@@ -58,6 +58,14 @@ def test_every_config_has_a_source_and_the_other_way_round() -> None:
         assert source.checked
 
 
+def test_sources_are_read_as_they_stand() -> None:
+    folder = files("moeref.families").joinpath("published")
+    for name, told in tomllib.loads(folder.joinpath("sources.toml").read_text(encoding="utf-8")).items():
+        source = families.sources()[name]
+        lists = {"checked": tuple(told["checked"]), "same": tuple(told.get("same", ()))}
+        assert vars(source) == {**told, **lists}
+
+
 def test_an_unknown_name_is_told_the_nearest() -> None:
     with pytest.raises(FamilyError, match="unknown model 'kimi-k3'; did you mean kimi-k2"):
         families.known("kimi-k3")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from moeref import families
+from moeref import bridge, families
 from moeref.bridge import BridgeError, ShardMap
 from moeref.exporter import ExportError, Plan
 from moeref.families import SpecNames
@@ -325,3 +326,18 @@ def test_the_digest_does_not_depend_on_what_was_asked_before() -> None:
 def test_a_writer_that_is_no_rank_is_refused(writer: Any) -> None:
     with pytest.raises(ExportError, match=f"^writer={writer!r} is none of the 2 ranks of tp=2"):
         _plan(writer=writer)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
+def test_the_sizes_of_a_checkpoint_are_counted_without_its_tensors(family: str, expert_format: Any) -> None:
+    shard_map = ShardMap(model(family), Layout.parse("tp=1"), expert_format=expert_format)
+    sizes = {t.name: math.prod(t.shape) for param in shard_map.global_params if param.exports for t in param.hf}
+    assert shard_map.hf_sizes() == (len(sizes), sum(sizes.values()))
+
+
+def test_the_room_gives_what_it_lists_and_nothing_else() -> None:
+    for name in bridge.__all__:
+        assert getattr(getattr(bridge, name), "__name__", name) == name
+    with pytest.raises(AttributeError, match=r"^module 'moeref\.bridge' has no attribute 'lod'$"):
+        bridge.lod  # noqa: B018

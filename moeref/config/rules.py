@@ -122,6 +122,14 @@ RULES: tuple[Rule, ...] = (
         and now.layout.tp > (now["num_query_groups"] or now.layout.tp),
     ),
     Rule(
+        "gated-delta-under-cp-from-0.19", "run", ("experimental_attention_variant", "core"),
+        "every CP rank would take its part of a sequence for a whole one",
+        "give cp=1, or use megatron-core 0.19", "a TODO in GatedDeltaNet of 0.16",
+        lambda now: now["core"] == "0.16"
+        and now["experimental_attention_variant"] == "gated_delta_net"
+        and now.layout.cp > 1,
+    ),
+    Rule(
         "quantising-needs-te", "run", ("fp8", "fp4", "kernels", "parameters"),
         "only Transformer Engine's layers quantise; others would compute in the parameters' precision",
         "give kernels='te'", "get_fp8_context, get_fp4_context",
@@ -188,11 +196,12 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
         lambda model, layout: model.linear_bias and layout.etp > 1,
     ),
     LayoutRule(
-        "gated-delta-needs-cp1",
-        "gated delta nets and context parallelism are not mapped together",
-        "give cp=1", "the bridge has no mapping for it",
-        lambda model, layout: model.gated_delta_net is not None and layout.cp > 1,
-        unmapped=True,
+        "gated-delta-heads-divide-over-cp",
+        "context parallelism deals a TP rank's key heads out, and they do not divide",
+        "give a tp·cp that divides the key heads", "GatedDeltaNet: tensor_a2a_cp2hp",
+        lambda model, layout: model.gated_delta_net is not None
+        and layout.cp > 1
+        and model.gated_delta_net.key_heads % (layout.tp * layout.cp) != 0,
     ),
     LayoutRule(
         "sinks-need-cp1",

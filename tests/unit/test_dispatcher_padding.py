@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -207,6 +210,59 @@ def test_systems_are_documented_as_computed() -> None:
         shown = (f"{m.sample} / {m.total}: {rows if rows % 16 == 0 else f'**{rows}**'}" for m, rows in cells)
         lines.append(f"| {tp}, {cp} | {' | '.join(shown)} |")
     assert "\n".join(lines) in page.read_text(encoding="utf-8")
+
+
+#: Published settings: where their facts are in tests/upstream/published, the file, and what decides the padding.
+PUBLISHED = (
+    ("verl", "run_qwen3moe-30b_megatron_lora.sh", Run(tp=2, cp=2)),
+    ("verl", "grpo_30b_a3b_base_math_megatron_96_32.sh", Run(tp=2, cp=2)),
+    ("verl", "run_moonlight16b_math_megatron.sh", Run(tp=4)),
+    ("verl", "run_deepseek671b_math_megatron_80gb.sh", Run(fused_attention=True)),
+    ("ms-swift", "moe_colocate_full.sh", Run(tp=4)),
+    ("ms-swift", "dpo/moe.sh", Run(tp=4)),
+    ("nemo-rl", "grpo-qwen3-30ba3b-8n8g-megatron-cp2-r3.yaml", Run(tp=4, cp=2)),
+    ("nemo-rl", "dapo-deepseek-v3-64n8g.v2.yaml", Run(tp=8, cp=4)),
+    ("nemo-rl", "grpo-moonlight-16ba3b-4n8g-megatron.yaml", Run()),
+    ("skyrl", "run_megatron_qwen3-30b-a3b.sh", Run(tp=4)),
+)
+#: The same with what no published file of these asks for.
+ASKED = (
+    ("verl", "blockwise", Run(tp=2, cp=2, fp8="hybrid", recipe="blockwise")),
+    ("nemo-rl", "blockwise", Run(tp=2, cp=2, fp8="hybrid", recipe="blockwise")),
+    ("ms-swift", "blockwise", Run(tp=2, cp=2, fp8="hybrid", recipe="blockwise")),
+    ("ms-swift", "fused attention", Run(tp=4, cp=2, fused_attention=True)),
+    ("nemo-rl", "HybridEP", Run(tp=2, cp=2, dispatcher=HYBRID)),
+)
+
+
+def _own(run: Run) -> Plan:
+    layout, recipe = Layout(tp=run.tp, cp=run.cp), run.recipe if run.fp8 else None
+    return plan(layout, recipe=recipe, fused_attention=run.fused_attention, dispatcher=run.dispatcher)
+
+
+def test_published_settings_are_padded_as_the_page_says() -> None:
+    """moeref's packed sequence is that of the framework, or one that divides it: the page says why less is right."""
+    lines = []
+    for system, name, run in (*PUBLISHED, *ASKED):
+        theirs, own = multiples(system, run), _own(run)
+        assert math.lcm(theirs.sample, theirs.total) % own.multiple == 0 or run.fused_attention
+        shown = f"{theirs.sample} / {theirs.total} | {own.sample} / {own.multiple}"
+        lines.append(f"| {system} | `{name}` | {run.tp}, {run.cp} | {shown} |")
+    page = Path(__file__).parents[2] / "docs" / "explanation" / "padding.md"
+    text = page.read_text(encoding="utf-8")
+    assert [line for line in lines if line not in text] == []
+
+
+def test_published_settings_are_those_of_the_files() -> None:
+    folder = Path(__file__).parents[1] / "upstream" / "published"
+    sizes = (("tp", "tensor_model_parallel_size="), ("cp", "context_parallel_size="))
+    for system, name, run in PUBLISHED:
+        runs = tomllib.loads((folder / f"{system}.toml").read_text(encoding="utf-8"))["run"]
+        (said,) = {entry["arguments"] for entry in runs if entry["file"].endswith(name)}
+        for axis, option in sizes:
+            found = {int(size) for size in re.findall(rf"(?<!rollout\.){option}(\d+)", said)}
+            assert getattr(run, axis) in (found or {1}), (name, axis, found)
+        assert run.fused_attention == ("attention_backend=fused" in said)
 
 
 def test_systems_by_name_only() -> None:

@@ -67,6 +67,19 @@ def test_more_ranks_than_kv_groups_work_where_megatron_computes_them() -> None:
     assert "[gated-attention-cuts-groups-from-0.19]" in refused.problems[0].text + refused.problems[0].fix
 
 
+def test_gated_delta_nets_under_cp_work_where_megatron_computes_them() -> None:
+    """Qwen3-Next has 16 key heads; megatron-core 0.16 exchanges nothing between CP ranks."""
+    net = "qwen3-next-80b-a3b"
+    assert check(net, "cp=2,ep=2", verify=False).verdict == "works"
+    for layout, core, rule in (
+        ("cp=2,ep=2", "0.16", "gated-delta-under-cp-from-0.19"),
+        ("cp=32,ep=32", "0.19", "gated-delta-heads-divide-over-cp"),
+    ):
+        refused = check(net, layout, core=core, verify=False)
+        assert refused.verdict == "refused"
+        assert any(f"[{rule}]" in problem.text + problem.fix for problem in refused.problems)
+
+
 def test_settings_that_rules_cover_work_and_the_report_says_by_what_it_knows() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     report = judged({**full, "moe_router_dtype": "fp32", "moe_z_loss_coeff": 1e-3})
@@ -109,8 +122,7 @@ def test_megatron_is_asked_about_what_no_rule_covers(
 
 
 def test_a_model_or_layout_that_is_not_mapped_is_not_refused() -> None:
-    for model, layout in (("gpt-oss-20b", "cp=2"), ("qwen3-next-80b-a3b", "cp=2")):
-        assert check(model, layout, verify=False).verdict == "unknown", model
+    assert check("gpt-oss-20b", "cp=2", verify=False).verdict == "unknown"
     assert check("gpt-oss-20b", "tp=2,ep=2,etp=2", verify=False).verdict == "refused"
     with pytest.raises(UnmappedError, match="rope type"):
         check(known(QWEN) | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "ep=8")

@@ -6,9 +6,10 @@ The tiny model has 8 key heads of 22 channels, 16 value heads of 10, and 8 KV gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -86,8 +87,25 @@ def _within(context: Callable[[], Any], method: Callable[..., Any]) -> Callable[
     return call
 
 
+def _in_the_order_of_chunks(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """The zigzag of CP is not undone before the recurrence, nor done again after it."""
+    from megatron.core.ssm.gated_delta_net import common
+
+    def as_it_is(tensor: torch.Tensor, cp: int) -> torch.Tensor:
+        return tensor
+
+    return mock.patch.multiple(common, _undo_attention_load_balancing=as_it_is, _redo_attention_load_balancing=as_it_is)
+
+
 _CELL = cell("qwen3_next", "tp2")
 FAULTS = (
+    Fault(
+        id="delta-nets-read-the-zigzag",
+        bug="gated delta nets under CP run over the chunks in the order in which ranks hold them",
+        rules=("FWD-001", "FWD-002"),
+        cell=cell("qwen3_next", "cp2"),
+        patch=_in_the_order_of_chunks,
+    ),
     Fault(
         id="delta-heads-left-interleaved",
         bug="B31 in kind: in_proj_qkvz and in_proj_ba per key head taken for [q; k; v; z; b; a], both ways",

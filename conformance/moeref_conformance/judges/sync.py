@@ -24,6 +24,8 @@ from moeref_conformance.oracles import sync
 
 #: fp32 on both sides, sums in other orders. Measured: below 2e-6 in four families.
 CLOSE = 2e-5
+#: Seconds within which the death of an engine must be noticed.
+SECONDS = 120
 #: The weights that make the samples of a phase.
 WEIGHTS = {"first": "checkpoint", "cached": "checkpoint", "second": "second", "back": "checkpoint"}
 
@@ -81,3 +83,121 @@ def old_weights_are_gone(case: Case) -> Outcome:
 def caches_are_not_stale(case: Case) -> Outcome:
     """A prompt that the engine has seen under earlier weights."""
     return _phase(case, ("second known", "back known"), "after an update, for a prompt that was sampled before it")
+
+
+@judges("SYN-005")
+def versions_are_those_of_updates(case: Case) -> Iterable[Finding]:
+    """0 at first, then that of every update, of the engine and of the tokens that it samples."""
+    yield from unanswered(case, "sync")
+    for rank, value in values(case, "sync"):
+        if value["versions"] != [0, 1, 2]:
+            told = f"versions {value['versions']} after opening and two updates"
+            yield finding(case, rank, "sync", told, expected=[0, 1, 2], got=value["versions"])
+        for phase, samples in value["sampled"].items():
+            want = {"second": 1, "back": 2}.get(phase.removesuffix(" known"), 0)
+            if wrong := {label for sample in samples for label in sample["versions"]} - {want}:
+                told = f"{phase}: tokens of version {want} are labelled {sorted(wrong)}"
+                yield finding(case, rank, "sync", told, expected=want, got=sorted(wrong))
+
+
+@judges("SYN-006")
+def tokens_have_the_version_that_made_them(case: Case) -> Iterable[Finding]:
+    """Each token of a sample with an update amid it has the logprob of the weights that its label names."""
+    yield from unanswered(case, "sync_under_way")
+    for rank, value in values(case, "sync_under_way"):
+        for mode, found in value.items():
+            for sample in found["meanwhile"]:
+                if told := _mislabelled(case, sample):
+                    yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {told}")
+            for sample in found["then"]:
+                if {*sample["versions"]} != {1} or off(_folder(case, 1), sample) > CLOSE:
+                    told = f"pause mode {mode}: after the update the engine does not serve version 1"
+                    yield finding(case, rank, "sync_under_way", told, expected=1, got=sample["versions"])
+
+
+def _mislabelled(case: Case, sample: dict[str, Any]) -> str:
+    """What is wrong with the labels of a sample with an update amid it; empty if nothing is."""
+    labels_G = torch.tensor(sample["versions"])
+    if not labels_G.numel() or not set(sample["versions"]) <= {0, 1} or len(labels_G) != len(sample["tokens"]):
+        return f"{len(sample['tokens'])} tokens are labelled {sample['versions']}"
+    want_G = torch.stack([sync.logprobs(_folder(case, v), sample["prompt"], sample["tokens"]) for v in (0, 1)])
+    far_G = distance(want_G.gather(0, labels_G[None])[0], torch.tensor(sample["logprobs"]))
+    if bad := [number for number, far in enumerate(far_G.tolist()) if not far <= CLOSE]:
+        label = sample["versions"][bad[0]]
+        return f"token {bad[0]} is labelled version {label}, whose weights are {far_G.max():.2g} off its logprob"
+    return ""
+
+
+def _folder(case: Case, version: int) -> Path:
+    """The weights that the kit sent as this version, where it sent one update."""
+    return expected(case).dir / ("checkpoint", "second")[version]
+
+
+def _torn(case: Case, state: dict[str, Any], *allowed: tuple[int, str]) -> str:
+    """Why what an engine serves is nothing allowed; empty if it is, or it is dead and says why."""
+    version, sampled = state["version"], state["sampled"]
+    if isinstance(version, dict) and isinstance(sampled, dict):
+        return "" if version["refused"].partition(": ")[2].strip() else "the engine is dead and says no reason"
+    if isinstance(version, dict) or isinstance(sampled, dict):
+        return f"the engine is half dead: version {version}, sampled {sampled}"
+    for number, weights in allowed:
+        if version == number and off(expected(case).dir / weights, sampled[0]) <= CLOSE:
+            return ""
+    return f"the engine says version {version}, and of its logprobs {_whose(case, sampled[0])}"
+
+
+#: The first weights as version 0, and the second as version 1.
+OLD, WHOLE = (0, "checkpoint"), (1, "second")
+
+
+@judges("SYN-007")
+def two_updates_do_not_mix(case: Case) -> Iterable[Finding]:
+    """One of the two is refused, or one comes after the other."""
+    yield from unanswered(case, "sync_two")
+    for rank, value in values(case, "sync_two"):
+        one, other = value["refused"]
+        allowed = [WHOLE] * (one is None) + [(2, "checkpoint")] * (other is None) + [OLD] * bool(one and other)
+        if told := _torn(case, value, *allowed):
+            yield finding(case, rank, "sync_two", f"after two updates at once {told}")
+
+
+@judges("SYN-008")
+def a_killed_engine_is_noticed(case: Case) -> Iterable[Finding]:
+    """The update raises in time, the engine is dead, and no process is left."""
+    yield from unanswered(case, "sync_killed")
+    for rank, value in values(case, "sync_killed"):
+        said = {
+            "the target names no process of its engine": not value["pids"],
+            "the update of an engine that was killed raised nothing": value["refused"] is None,
+            "an engine that was killed says that it serves": value["dead"] is None,
+            f"the update of an engine that was killed took {value['seconds']:.0f} s": value["seconds"] > SECONDS,
+            f"processes {value['left']} are left of an engine that was killed": bool(value["left"]),
+        }
+        yield from (finding(case, rank, "sync_killed", told) for told, wrong in said.items() if wrong)
+
+
+@judges("SYN-009")
+def a_failed_update_changes_nothing(case: Case) -> Iterable[Finding]:
+    """Or the engine is dead. What comes twice or is unknown may also be taken, with the whole rest."""
+    yield from unanswered(case, "sync_failed")
+    for rank, value in values(case, "sync_failed"):
+        for what, state in value.items():
+            if "version" not in state:
+                continue
+            if state["refused"] is None and what not in ("twice", "unknown"):
+                yield finding(case, rank, "sync_failed", f"an update with a tensor {what} raised nothing")
+            elif told := _torn(case, state, OLD if state["refused"] else WHOLE):
+                yield finding(case, rank, "sync_failed", f"after an update with a tensor {what} {told}")
+
+
+@judges("SYN-010")
+def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
+    """On the same engine if it is not dead, else on a new one."""
+    yield from unanswered(case, "sync_failed")
+    for rank, value in values(case, "sync_failed"):
+        for what, again in ((what, state["again"]) for what, state in value.items() if "again" in state):
+            if again["refused"]:
+                told = f"after {what} a whole update was refused: {again['refused']}"
+                yield finding(case, rank, "sync_failed", told)
+            elif told := _torn(case, again, (2, "second")) or "the engine is dead" * isinstance(again["version"], dict):
+                yield finding(case, rank, "sync_failed", f"after {what} and a whole update {told}")

@@ -1,8 +1,12 @@
-"""Facet `sync`: weight updates of a running inference engine, and what it samples before and after them."""
+"""Facet `sync`: weight updates of a running inference engine, and what it samples before, during and after them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,18 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
-from moeref_conformance.steps.facet import Context, Facet, Step, checked_rows
+from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 
-#: Tokens that are sampled after a prompt.
-NEW = 6
+Named = tuple[str, torch.Tensor]
+#: Tokens that are sampled after a prompt, and where an update comes on the way.
+NEW, LONG = 6, 12
+#: How many tensors are sent before something happens.
+SENT = 60
+#: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
+ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
 
 
-def tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(folder: Path) -> Iterator[Named]:
     """Those of a Hugging Face folder, as a trainer sends them."""
     for file in sorted(folder.glob("*.safetensors")):
         yield from load_file(file).items()
@@ -43,10 +52,9 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
     """To the second weights and back. After each update a prompt that is new, and one that was there from the start."""
     known, *fresh = prompts(context)
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-        versions, sampled = (
-            [engine.version()],
-            {"first": ask(engine, [known, fresh[0]]), "cached": ask(engine, [known])},
-        )
+        versions = [engine.version()]
+        sampled = {"first": ask(engine, [known, fresh[0]])}
+        sampled["cached"] = ask(engine, [known])
         for version, (name, folder) in enumerate((("second", "second"), ("back", "checkpoint")), 1):
             engine.update(tensors(context.input(folder)), version)
             versions.append(engine.version())
@@ -55,4 +63,122 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
     return {"versions": versions, "sampled": sampled}
 
 
-FACET = Facet(name="sync", protocol=Sync, serves=True, steps=(Step(name="sync", ask=round_trip),))
+def under_way(sync: Sync, context: Context) -> dict[str, Any]:
+    """An update while samples are under way, in every pause mode, and what is sampled after it."""
+    *given, fresh = prompts(context)[-3:]
+    found = {}
+    for mode in sync.modes():
+        with sync.open(context.input("checkpoint"), mode) as engine:
+            meanwhile = engine.sample(given, LONG, lambda: engine.update(tensors(context.input("second")), 1))
+            found[mode] = {"meanwhile": said(given, meanwhile), "then": ask(engine, [fresh])}
+    return found
+
+
+def at(sent: Iterable[Named], act: Callable[[], None]) -> Iterator[Named]:
+    """These tensors; `act` is called on the way."""
+    for number, pair in enumerate(sent):
+        if number == SENT:
+            act()
+        yield pair
+
+
+def two_at_once(sync: Sync, context: Context) -> dict[str, Any]:
+    """Another thread's update, to the first weights as version 2, comes amid one to the second weights as version 1."""
+    other: dict[str, str | None] = {}
+    with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
+
+        def update() -> None:
+            other["refused"] = refusal(engine.update, tensors(context.input("checkpoint")), 2)
+
+        thread = threading.Thread(target=update, daemon=True)
+
+        def meet() -> None:
+            thread.start()
+            thread.join(5)  # one that is to wait for the other goes on after it
+
+        refused = refusal(engine.update, at(tensors(context.input("second")), meet), 1)
+        thread.join()
+        return {"refused": [refused, other["refused"]], **_state(engine, prompts(context)[0])}
+
+
+def _state(engine: Engine, prompt: list[int]) -> dict[str, Any]:
+    """What an engine serves after a failure; a dead one refuses both."""
+    return {"version": answer(engine.version), "sampled": answer(ask, engine, [prompt])}
+
+
+def killed(sync: Sync, context: Context) -> dict[str, Any]:
+    """The engine's processes are killed amid an update."""
+    with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
+        pids = list(engine.pids())
+
+        def kill() -> None:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+
+        begun = time.monotonic()
+        refused = refusal(engine.update, at(tensors(context.input("second")), kill), 1)
+        seconds = time.monotonic() - begun
+        dead = refusal(engine.version)
+    return {"pids": pids, "refused": refused, "dead": dead, "seconds": seconds, "left": list(filter(_runs, pids))}
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and not only to be waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _breaks_off(sent: Iterable[Named]) -> Iterator[Named]:
+    for number, pair in enumerate(sent):
+        if number == SENT:
+            raise ConnectionError("the trainer broke off")
+        yield pair
+
+
+def _changed(what: str, sent: Iterable[Named]) -> Iterator[Named]:
+    for name, tensor in sent:
+        if what == "lost" and name == EXPERT:
+            continue
+        yield name, tensor[:-1] if what == "cut" and name == ATTENTION else tensor
+        if what == "twice" and name == ATTENTION:
+            yield name, tensor
+        if what == "unknown" and name == ATTENTION:
+            yield name.replace("o_proj", "kit_proj"), tensor
+
+
+def failed(sync: Sync, context: Context) -> dict[str, Any]:
+    """Updates with something wrong; what is served after each, and after a whole update where the engine lives on."""
+    found: dict[str, Any] = {}
+    first, *_, last = prompts(context)
+    for what in ("broken off", "lost", "cut", "twice", "unknown"):
+        with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
+            second = tensors(context.input("second"))
+            sent = _breaks_off(second) if what == "broken off" else _changed(what, second)
+            refused = refusal(engine.update, sent, 1)
+            found[what] = {"refused": refused, **_state(engine, first)}
+            if not isinstance(found[what]["version"], dict):
+                found[what]["again"] = _again(engine, context, last)
+    with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
+        found["a new engine"] = {"again": _again(engine, context, last)}
+    return found
+
+
+def _again(engine: Engine, context: Context, prompt: list[int]) -> dict[str, Any]:
+    """A whole update to the second weights."""
+    return {"refused": refusal(engine.update, tensors(context.input("second")), 2), **_state(engine, prompt)}
+
+
+FACET = Facet(
+    name="sync",
+    protocol=Sync,
+    serves=True,
+    steps=(
+        Step(name="sync", ask=round_trip),
+        Step(name="sync_under_way", ask=under_way),
+        Step(name="sync_two", ask=two_at_once),
+        Step(name="sync_killed", ask=killed),
+        Step(name="sync_failed", ask=failed),
+    ),
+)

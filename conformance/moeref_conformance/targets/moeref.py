@@ -359,7 +359,7 @@ class _Sync:
         self._process: engines.Process | None = None
 
     def modes(self) -> Sequence[str]:
-        return ("abort",)
+        return ("abort", "keep")
 
     @contextmanager
     def open(self, checkpoint: Path, mode: str) -> Iterator[_Engine]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,95 @@ def _loads_swapped(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "sync", open=opened)
 
 
+class _Labels(_Wrong):
+    """Labels that are not made where tokens are: `label` is asked when the answer arrives."""
+
+    def label(self) -> int:
+        return int(self.good.version())
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        found = self.good.sample(*asked)
+        return [replace(one, versions=(self.label(),) * len(one.tokens)) for one in found]
+
+
+class _FirstLabels(_Labels):
+    """Every token has the version that the engine was opened with."""
+
+    def label(self) -> int:
+        return 0
+
+
+class _Mixes(_Wrong):
+    """Takes an update amid another, whose remaining tensors it sends in place of the other's."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.under_way, self.later = False, dict[str, torch.Tensor]()
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        if self.under_way:
+            self.later = dict(tensors)
+            return
+        self.under_way = True
+        try:
+            self.good.update(((name, self.later.get(name, tensor)) for name, tensor in tensors), version)
+        finally:
+            self.under_way = False
+
+
+class _Unawaited(_Wrong):
+    """Nobody waits for the outcome of an update."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        with suppress(Exception):
+            self.good.update(tensors, version)
+
+
+class _KeepsHalf(_Wrong):
+    """What came of an update that failed stays."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        came, failure = dict(self.first), None
+        try:
+            came |= {name: tensor for name, tensor in tensors if tensor.shape == self.first[name].shape}
+        except Exception as error:
+            failure = error
+        self.good.update(came.items(), version)
+        if failure:
+            raise failure
+
+
+def _stays_paused(session: Any, cell: Cell, world: World) -> Any:
+    """Once an update has failed for good, no later one of any engine is taken."""
+    lost: list[Exception] = []
+
+    class _Paused(_Wrong):
+        def update(self, tensors: Iterable[Named], version: int) -> None:
+            if lost:
+                raise TimeoutError("the engine is still paused")
+            try:
+                self.good.update(tensors, version)
+            except Exception as error:
+                if refusal_of(self.good.version):
+                    lost.append(error)
+                raise
+
+    return engine(_Paused)(session, cell, world)
+
+
+def refusal_of(call: Callable[[], Any]) -> bool:
+    """Whether the call raises."""
+    try:
+        call()
+    except Exception:
+        return True
+    return False
+
+
 FAULTS = (
     Fault(
         id="loader-swaps-gate-and-up",
-        bug="vllm-project/vllm#27578 (gate and up of experts in the other order)",
+        bug="engines fuse gate and up, some of them with up first: the loader takes one for the other",
         rules=("SYN-001",),
         cell=QWEN,
         wrap=_loads_swapped,
@@ -181,7 +266,7 @@ FAULTS = (
     ),
     Fault(
         id="gate-and-up-swapped-on-the-way",
-        bug="Megatron-Bridge#1817: gate and up are sent in the other order",
+        bug="engines fuse gate and up, some of them with up first: the trainer sends them by the wrong names",
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_SwapsOnTheWay),
@@ -210,5 +295,54 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_Remembers),
         says="for a prompt that was sampled before it",
+    ),
+    Fault(
+        id="labels-of-the-first-version",
+        bug="AReaL#1569: the version is read once, when the request is made",
+        rules=("SYN-005",),
+        also=("SYN-006",),
+        cell=QWEN,
+        wrap=engine(_FirstLabels),
+        says="are labelled [0]",
+    ),
+    Fault(
+        id="labels-at-arrival",
+        bug="AReaL#1569: the version is read when the answer arrives",
+        rules=("SYN-006",),
+        cell=QWEN,
+        wrap=engine(_Labels),
+        says="is labelled version 1",
+    ),
+    Fault(
+        id="updates-interleave",
+        bug="nothing keeps a second update out while one is under way",
+        rules=("SYN-007",),
+        cell=QWEN,
+        wrap=engine(_Mixes),
+        says="after two updates at once",
+    ),
+    Fault(
+        id="update-not-awaited",
+        bug="TRL#5932: an update that failed counts as one that did not",
+        rules=("SYN-008", "SYN-009"),
+        cell=QWEN,
+        wrap=engine(_Unawaited),
+        says="raised nothing",
+    ),
+    Fault(
+        id="half-an-update-kept",
+        bug="prime-rl#2714: what came of an update that failed is served",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_KeepsHalf),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="paused-after-a-failure",
+        bug="W1: engines stay paused when an update failed",
+        rules=("SYN-010",),
+        cell=QWEN,
+        wrap=_stays_paused,
+        says="the engine is still paused",
     ),
 )

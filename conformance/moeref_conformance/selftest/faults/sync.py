@@ -112,6 +112,10 @@ def _without_one(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor
     return first[name] if name == "model.layers.2.mlp.experts.3.up_proj.weight" else tensor
 
 
+def _transposed(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.T.contiguous() if ".experts." in name and tensor.shape[0] == tensor.shape[-1] else tensor
+
+
 def _swapped(name: str) -> str:
     parts = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
     return ".".join(parts.get(part, part) for part in name.split("."))
@@ -226,7 +230,7 @@ def refusal_of(call: Callable[[], Any]) -> bool:
 FAULTS = (
     Fault(
         id="loader-swaps-gate-and-up",
-        bug="engines fuse gate and up, some of them with up first: the loader takes one for the other",
+        bug="SkyRL#1680: the engine's loader puts weights in the wrong place, here gate in that of up",
         rules=("SYN-001",),
         cell=QWEN,
         wrap=_loads_swapped,
@@ -266,10 +270,18 @@ FAULTS = (
     ),
     Fault(
         id="gate-and-up-swapped-on-the-way",
-        bug="engines fuse gate and up, some of them with up first: the trainer sends them by the wrong names",
+        bug="verl#7195: weights are sent in another layout than the engine's, here up before gate",
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_SwapsOnTheWay),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="experts-transposed-on-the-way",
+        bug="ms-swift#9828: one side transposes, and shapes that are square hide it",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(sent(_transposed)),
         says="neither the first nor the second weights",
     ),
     Fault(

@@ -21,6 +21,10 @@ from moeref.vllm.control import InProcess, Piped, serve, version_of
 IDLE = 100
 
 
+class EngineLost(EngineError):
+    """The process of an engine ended without being told to."""
+
+
 class Process(Piped):
     """The control of an engine that runs elsewhere. `pid` is that of the engine, None while there is none.
 
@@ -36,6 +40,17 @@ class Process(Piped):
         self._keeper = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=env)
         theirs.close()
         self.pid: int | None = None
+        self._lost: EngineLost | None = None
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """As `Control.call`. Raises EngineLost at once if the engine has died."""
+        if self._lost:
+            raise self._lost
+        try:
+            return super().call(name, **arguments)
+        except EngineLost as error:
+            self._lost = error
+            raise
 
     def start(self, arguments: Mapping[str, Any]) -> None:
         """Start an engine with arguments of `vllm.LLM`, in place of one that has ended. Raises what vLLM raises."""
@@ -48,7 +63,7 @@ class Process(Piped):
             self._mine.send_bytes(pickle.dumps((None, None)))
             while self._mine.recv() != ENDED:
                 pass
-            self.pid = None
+            self.pid, self._lost = None, None
 
     def close(self) -> None:
         """End the engine and its keeper."""
@@ -84,7 +99,7 @@ def keep(fd: int) -> None:
             if code == 0:
                 connection.send(ENDED)
             elif code != REFUSED:
-                died = EngineError(f"the engine's process {pid} ended with {code} (a negative number is a signal)")
+                died = EngineLost(f"the engine's process {pid} ended with {code} (a negative number is a signal)")
                 connection.send_bytes(pickle.dumps((None, died)))
     except (EOFError, OSError):
         pass  # the trainer's process is gone

@@ -216,6 +216,17 @@ def _of_groups(cell: Cell) -> dict[str, Any]:
     return {"num_key_value_heads": 2, **({"rope_parameters": _LONG} if cell.family == "qwen3_moe" else {})}
 
 
+def _served(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a family at the sizes of an engine."""
+    made = {**values, **_SERVED}
+    if "kv_lora_rank" in values:  # latent heads have two widths
+        made |= _SERVED_LATENT
+        del made["head_dim"]
+    if made["rope_parameters"]["rope_type"] == "yarn":
+        made["rope_parameters"] = {**made["rope_parameters"], "original_max_position_embeddings": 128}
+    return made
+
+
 def model(cell: Cell) -> Any:
     """transformers' module of the cell's family, in eval mode, with random weights of its own.
 
@@ -234,9 +245,7 @@ def model(cell: Cell) -> Any:
         values |= _QUANTISED
     values |= _of_groups(cell)
     if cell.backend == ENGINE:
-        latent = "kv_lora_rank" in values
-        values |= _SERVED | (_SERVED_LATENT if latent else {})
-        values = {key: value for key, value in values.items() if not latent or key != "head_dim"}
+        values = _served(values)
     if cell.mtp:
         values["num_nextn_predict_layers"] = cell.mtp
     if cell.family in ("mixtral", "gpt_oss"):

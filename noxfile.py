@@ -291,7 +291,8 @@ def sync(session: nox.Session) -> None:
         words = [word for word in session.posargs if word != "--faults"]
         session.run("pytest", "-m", "sync", "tests/rollout", *words, env=env)
     else:
-        command = ["python", "-m", "moeref_conformance", "run", "--target", "moeref", "--matrix", "rollout"]
+        kit = ["python", "-m", "moeref_conformance", "run", "--target", "moeref"]
+        command = [*kit, "--matrix", "rollout", "--deadline", "600"]
         session.run(*command, "--out", "conformance-report/sync", *session.posargs, env=env)
 
 

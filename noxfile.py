@@ -373,6 +373,13 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON, default=False)
+def mutants_kit(session: nox.Session) -> None:
+    """Change the kit's judges and oracles bit by bit and list what no fast test sees; `-- judges.load` selects."""
+    install(session, "-e", ".[kit]", groups=("test",))
+    session.run("python", "-m", "tests.kit.mutate", *session.posargs, env=ENV)
+
+
+@nox.session(python=PYTHON, default=False)
 def traces(session: nox.Session) -> None:
     """Try 10,000 random traces of tokens, and 1,000 of weight updates in which any call may fail."""
     install(session, "-e", ".[kit]", groups=("test",))

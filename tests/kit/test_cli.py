@@ -187,6 +187,17 @@ def test_the_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out.strip() == f"moeref-conformance {version_of('moeref')}"
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("moeref", "532 cells of matrix cpu, up to 8 ranks, about 40 minutes of one core; importing"),
+        ("dump:x", "532 cells of matrix cpu, up to 8 ranks; reading the records of dump:x"),
+    ],
+)
+def test_a_run_says_at_once_how_long_it_takes(target, said):
+    assert cli._starting(cli._parser().parse_args(["run", "--target", target])).startswith(said)
+
+
 @pytest.mark.parametrize("program", ["moeref", "moeref_conformance"])
 def test_a_shell_completes_commands_and_options(program, tmp_path):
     """Bash is asked as it asks when a user presses Tab."""

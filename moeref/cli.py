@@ -110,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=int, metavar="N", help="tells which groups have ranks on several nodes"
     )
     command.add_argument("--lengths", metavar="FILE", help="lines LENGTH or LENGTH NUMBER: tells what padding wastes")
+    command.add_argument("--engine", metavar="NAME:SIZES", help="such as vllm:tp=8,ep=8 or sglang:tp=16,ep=16,dp=2")
+    command.add_argument("--density", type=float, metavar="D", help="share of elements that change between two syncs")
     command.add_argument("--core", help=f"version of megatron-core (default: {CORE})")
     command.add_argument(
         "--verify",
@@ -233,7 +235,7 @@ def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace,
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `check` that are on the command line."""
-    names = ("seq_length", "hbm", "gpus_per_node", *OPTIONS)
+    names = ("seq_length", "hbm", "gpus_per_node", "engine", "density", *OPTIONS)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if trained := _pairs("--train", options.train):
         given["training"] = trained

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 from moeref import families
 from moeref.bridge.regions import BridgeError, CopyRegion, Shard, padded_vocab, shard_regions
 from moeref.bridge.uncollected import uncollected
+from moeref.dtypes import DTYPES
 from moeref.families import ExpertFormat, Model, ParamMapping, SpecNames
 from moeref.layout import Coords, Layout, Stages
 
@@ -218,13 +219,16 @@ class ShardMap:
             yield from _one_expert_after_the_other(self._layer(layer), lambda rows: rows.params(rows.of(experts)))
         yield from (self._outside(m) for m in mappings if m.where == "last")
 
-    def hf_sizes(self) -> tuple[int, int]:
-        """The number of Hugging Face tensors, and of their elements. The experts of a layer are alike."""
-        alike: dict[str, tuple[int, int]] = {}
+    def hf_sizes(self) -> tuple[int, int, int]:
+        """Hugging Face tensors, their elements, and their bytes. The experts of a layer are alike."""
+        alike: dict[str, tuple[int, int, int]] = {}
         for param in self._ordered(range(1)):
             times = self.model.experts if self._has_own(param) else 1
-            alike |= {t.name: (times, times * math.prod(t.shape)) for t in param.hf if param.exports}
-        return sum(number for number, _ in alike.values()), sum(elements for _, elements in alike.values())
+            for one in param.hf if param.exports else ():
+                elements = times * math.prod(one.shape)
+                alike[one.name] = times, elements, elements * DTYPES[one.dtype].bytes
+        tensors, elements, size = (sum(column) for column in zip(*alike.values(), strict=True))
+        return tensors, elements, size
 
     def _has_own(self, param: GlobalParam) -> bool:
         """Whether every expert has Hugging Face tensors of its own for this parameter."""

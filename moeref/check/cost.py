@@ -12,17 +12,22 @@ from moeref.check.report import CheckError, Problem, Report
 from moeref.costs import (
     GIB,
     CostError,
+    Engine,
+    EngineSide,
     Memory,
     Recompute,
     Run,
     Shape,
     batch_problem,
     crossings,
+    delta_share,
     dispatch_bytes,
     highest,
     largest,
+    senders,
     waste,
 )
+from moeref.dtypes import DTYPES
 from moeref.families import Model, SpecNames
 from moeref.layout import Layout
 from moeref.record import Draft
@@ -70,6 +75,26 @@ def spread(report: Report, layout: Layout, gpus_per_node: int | None, lengths: M
     if tokens is not None and report.dispatcher and layout.ep * layout.etp > 1:
         sent = dispatch_bytes(Shape(model=report.model, layout=layout, tokens=tokens), report.dispatcher)
     return replace(report, nodes=nodes, waste=wasted, dispatch_bytes=sent)
+
+
+def synced(report: Report, layout: Layout, engine: str | None, density: float | None) -> Report:
+    """The report with the engine's side: a problem for each thing that it refuses, and the bytes of a weight sync.
+
+    Raises CheckError for an engine or a density that cannot be read.
+    """
+    try:
+        size = DTYPES[report.model.param_dtype].bytes
+        share = None if density is None else delta_share(density, size)
+        if engine is None:
+            return report
+        there = Engine.parse(engine)
+    except CostError as error:
+        raise CheckError(str(error)) from error
+    wrong = [Problem("engine", f"{there.name}: {text}", fix) for text, fix in there.problems(report.model)]
+    delta = None if share is None else round(share * report.exported)
+    side = EngineSide(there, tuple(there.facts(report.model)), report.exported, delta, senders(layout))
+    record = None if wrong else report.record
+    return replace(report, problems=(*report.problems, *wrong), engine=side, record=record)
 
 
 def _tokens(report: Report) -> int | None:

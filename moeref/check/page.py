@@ -121,6 +121,7 @@ def _lines(report: Report, others: Sequence[Report]) -> Iterable[tuple[str, str]
     yield from _seeds(report)
     if report.replay != "off":
         yield "replay", f"{report.replay}; {report.route_bytes} bytes of routes a token"
+    yield from _engine(report)
     if report.verified:
         yield "verified", f"by {report.verified}"
     for note in report.notes:
@@ -153,6 +154,19 @@ def _spread(report: Report) -> Iterable[tuple[str, str]]:
     for number, (kind, found) in enumerate(report.nodes.items()):
         across = f"{found.across} of {found.groups} across nodes" if found.across else "each inside one node"
         yield "" if number else "groups", f"{kind}: {found.size} ranks, {across}"
+
+
+def _engine(report: Report) -> Iterable[tuple[str, str]]:
+    if report.engine is None:
+        return
+    side = report.engine
+    sizes = ", ".join(f"{name}={size}" for name, size in side.engine.sizes.items() if size > 1) or "one rank"
+    yield "engine", f"{side.engine.name} with {sizes}"
+    for fact in side.facts:
+        yield "", fact
+    delta = f", a delta about {_gib(side.delta_bytes)} GiB" if side.delta_bytes is not None else ""
+    yield "", f"a full sync is {_gib(side.full_bytes)} GiB{delta}"
+    yield "", f"{side.senders} ranks hold what is sent, {side.engine.ranks} ranks of each instance receive"
 
 
 def _gib(size: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from moeref.check.value import Value
 from moeref.config import EffectiveSettings
 from moeref.config.effective import plain
-from moeref.costs import Crossing, Memory, Training, Waste
+from moeref.costs import Crossing, EngineSide, Memory, Training, Waste
 from moeref.dispatcher.padding import Plan
 from moeref.families import Model
 from moeref.record import Record
@@ -33,8 +33,8 @@ EXIT: dict[Verdict, int] = {"works": 0, "refused": 1, "unknown": 3}
 class Problem:
     """Why the run will not work, and the fix; or, if not `refused`, what of it moeref cannot map or verify.
 
-    `about`: layout, bridge, config, dispatcher, memory, batch, padding, seeds, or megatron for what megatron-core
-    itself says.
+    `about`: layout, bridge, config, dispatcher, memory, batch, engine, padding, seeds, or megatron for what
+    megatron-core itself says.
     """
 
     about: str
@@ -92,6 +92,8 @@ class Report:
     nodes: Mapping[str, Crossing] = field(default_factory=dict)  # by kind of group
     dispatch_bytes: int | None = None  # that a rank sends in one dispatch of one layer
     waste: Waste | None = None
+    engine: EngineSide | None = None
+    exported: int = 0  # bytes of all Hugging Face tensors
     parameters: int = 0
     tensors: int = 0
     replay: str = "off"
@@ -161,6 +163,7 @@ class Report:
             "nodes": {kind: vars(found) for kind, found in self.nodes.items()},
             "dispatch_bytes": self.dispatch_bytes,
             "waste": None if self.waste is None else {**vars(self.waste), "share": self.waste.share},
+            "engine": None if self.engine is None else self.engine.to_plain(),
             "parameters": self.parameters,
             "tensors": self.tensors,
             "replay": {"mode": self.replay, "bytes_per_token": self.route_bytes},

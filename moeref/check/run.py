@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from moeref import families, seeds
 from moeref.bridge import BridgeError, LocalShard
-from moeref.check.cost import costed, held, spread
+from moeref.check.cost import costed, held, spread, synced
 from moeref.check.report import CheckError, Padding, Problem, Report, Stage, UnmappedError
 from moeref.check.settings import quantised, settled, split
 from moeref.check.splits import splits
@@ -75,6 +75,8 @@ def check(
     hbm: float | None = None,
     gpus_per_node: int | None = None,
     lengths: Mapping[int, int] | None = None,
+    engine: str | None = None,
+    density: float | None = None,
     **options: Any,
 ) -> Report:
     """The report of a run before it starts, with the record that its model is built from.
@@ -85,6 +87,7 @@ def check(
     verify: construct megatron-core's own config in a process of its own; None does so where no rule covers a setting.
     training: `moeref.costs.Training`, or its fields, which decide memory. hbm: GiB of a GPU that a rank must fit in.
     gpus_per_node: tells which groups have ranks on several nodes. lengths: numbers of samples by their tokens.
+    engine: the inference engine, such as `vllm:tp=8,ep=8`. density: the share of elements that change between syncs.
 
     Raises CheckError for input that cannot be read. The report has a Problem for everything that will not work.
     """
@@ -109,6 +112,7 @@ def check(
     _check_sizes(layout, {"world": made.world})
     base, draft = replace(base, layout=made.text, world=made.world), replace(draft, layout=made)
     report = spread(_checked(base, draft, seq_length), made, gpus_per_node, lengths)
+    report = synced(report, made, engine, density)
     return verified(report, chosen.core, verify)
 
 
@@ -212,10 +216,11 @@ def _weights(
 def _sizes(model: Model, layout: Layout, divisible_by: int) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     """Fields of the report that follow from all tensors, and the shapes of shards by name. Raises BridgeError."""
     shard_map, by_stage = held(model, layout, divisible_by)
-    tensors, parameters = shard_map.hf_sizes()
+    tensors, parameters, exported = shard_map.hf_sizes()
     weights = MappingProxyType({pp: sum(map(_bytes, shards)) for pp, shards in by_stage.items()})
     shapes = {shard.local_name: shard.shape for shards in by_stage.values() for shard in shards}
-    return {"weights": weights, "tensors": tensors, "parameters": parameters}, MappingProxyType(shapes)
+    found = {"weights": weights, "tensors": tensors, "parameters": parameters, "exported": exported}
+    return found, MappingProxyType(shapes)
 
 
 def _ends(layout: Layout, mtp: tuple[int, int] | None, pp: int, vp: int) -> tuple[tuple[str, bool], ...]:

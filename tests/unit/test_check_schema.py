@@ -18,6 +18,8 @@ QWEN = ["qwen3-30b-a3b", "--layout", "tp=2,ep=8,etp=1,world=16", "--no-verify"]
 RUNS = {
     "works": QWEN,
     "all figures": [*QWEN, "--seq-length", "5000", "--replay", "R3", "--hbm", "80", "--gpus-per-node", "8"],
+    "an engine": [*QWEN, "--engine", "vllm:tp=8,ep=8", "--density", "0.01"],
+    "an engine that refuses": [*QWEN, "--engine", "sglang:tp=3"],
     "a layout that is none": ["qwen3-30b-a3b", "--layout", "tp=3,world=8"],
     "layers that do not divide": ["kimi-k2", "--layout", "pp=16"],
     "seeds that collide": ["kimi-k2", "--layout", "tp=8,pp=16,ep=64,etp=1,world=1024,first=3,last=2", "--seed-per-dp"],

@@ -102,16 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="any Megatron setting; the value is JSON"
     )
-    command.add_argument(
-        "--train", action="append", default=[], metavar="NAME=VALUE", help=f"what decides memory: {', '.join(TRAINING)}"
-    )
-    command.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU, in which every rank must fit")
-    command.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="tells which groups have ranks on several nodes"
-    )
-    command.add_argument("--lengths", metavar="FILE", help="lines LENGTH or LENGTH NUMBER: tells what padding wastes")
-    command.add_argument("--engine", metavar="NAME:SIZES", help="such as vllm:tp=8,ep=8 or sglang:tp=16,ep=16,dp=2")
-    command.add_argument("--density", type=float, metavar="D", help="share of elements that change between two syncs")
+    _cost_arguments(command)
     command.add_argument("--core", help=f"version of megatron-core (default: {CORE})")
     command.add_argument(
         "--verify",
@@ -132,6 +123,19 @@ class _Completion(argparse.Action):
 
         print(shtab.complete(parser, shell=values))
         parser.exit()
+
+
+def _cost_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--train", action="append", default=[], metavar="NAME=VALUE", help=f"what decides memory: {', '.join(TRAINING)}"
+    )
+    command.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU, in which every rank must fit")
+    command.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="tells which groups have ranks on several nodes"
+    )
+    command.add_argument("--lengths", metavar="FILE", help="lines LENGTH or LENGTH NUMBER: tells what padding wastes")
+    command.add_argument("--engine", metavar="NAME:SIZES", help="such as vllm:tp=8,ep=8 or sglang:tp=16,ep=16,dp=2")
+    command.add_argument("--density", type=float, metavar="D", help="share of elements that change between two syncs")
 
 
 def _audit_parser(command: argparse.ArgumentParser) -> None:

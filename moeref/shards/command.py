@@ -43,7 +43,7 @@ def _back(source: Path, target: Path, options: Any) -> str:
         raise ShardError(f"{source} holds shards, whose layout is known: --layout goes with a Hugging Face folder")
     if options.dry_run:
         with ShardFolder(source) as folder:
-            number, elements = folder.shard_map.hf_sizes()
+            number, elements, _ = folder.shard_map.hf_sizes()
         return f"would write {number} tensors, {elements} elements, to {target}"
     with _bar() as progress:
         return f"written: {join(source, target, progress=progress)}"

@@ -283,6 +283,12 @@ def rollout(session: nox.Session) -> None:
         session.run("pytest", "-m", "engine", "tests/rollout", *session.posargs, env=env)
 
 
+@nox.session(python="3.11", venv_backend="virtualenv", name="rollout-slow", default=False)
+def rollout_slow(session: nox.Session) -> None:
+    """The loop in every layout of its matrix, and vLLM's HTTP server."""
+    session.run("pytest", "-m", "slow", "-s", "tests/rollout", *session.posargs, env=with_vllm(session))
+
+
 @nox.session(python="3.11", venv_backend="virtualenv", default=False)
 def sync(session: nox.Session) -> None:
     """Judge how moeref updates a real vLLM, in matrices/rollout.toml; `-- --faults` proves that the kit can fail."""

@@ -1,13 +1,15 @@
 """GRPO of an MoE model: Megatron trains, vLLM samples, routes are replayed (R3), weights go back. On a CPU it is tiny.
 
-`nox -s rollout` tests it; `-- --example` runs it as a program, with the arguments below. It has what the loop of
-GLM-4.7-Flash on 8 GPUs has, whose settings and launcher are glm47_flash_grpo.yaml and launch_glm47_flash.py.
+`nox -s rollout` tests it; `-- --example` runs it as a program, with the arguments below. `--run` takes models, layout
+and lengths from a run file, as glm47_flash_grpo.yaml for GLM-4.7-Flash, with `--checkpoint`; the engine takes the GPUs
+after the trainer's. That size has not run yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import os
 import socket
 import tempfile
 import time
@@ -19,11 +21,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from docs.examples import tiny
 from moeref import families, replay
 from moeref import vllm as engines
+from moeref.check import RunFile, check_run, read_run_file
+from moeref.config import MoEConfig
+from moeref.families import Model
 from moeref.layout import Layout
+from moeref.record import Options, Record
 from moeref.vllm import cpu
 
 PROMPT, GROUP = 6, 4  # tokens, samples of a prompt
@@ -59,17 +66,69 @@ class Report:
             yield f"  {name:9}: |Δlogp| {difference}; k3 {found.k3:.1e}, F(2) {share:.2%}, {found.tokens} tokens"
 
 
+@dataclass(frozen=True)
+class Size:
+    """What a loop is of. `longest`: tokens of prompt and completion. `engine`: arguments of vLLM besides."""
+
+    checkpoint: str
+    layout: Layout
+    dtype: str
+    run: RunFile | None = None
+    longest: int = 64
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def tiny(folder: Path, family: str, layout: Layout, dtype: str = "float32") -> Size:
+        """Random weights, written to `folder`."""
+        tiny.write(family, folder, dtype)
+        return Size(str(folder), layout, dtype, engine={"max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20})
+
+    @staticmethod
+    def of_run(run: RunFile, checkpoint: str, gpus: int = 1) -> Size:
+        """Of a run file, with `gpus` for the engine. Raises ValueError if it will not work or is of another model."""
+        policy, _ = _checked(run)
+        if families.read(checkpoint, policy.model.param_dtype) != policy.model:
+            raise ValueError(f"{checkpoint} is not the {run.model} that was checked")
+        engine = {"tensor_parallel_size": gpus, "enable_expert_parallel": gpus > 1}
+        return Size(checkpoint, policy.layout, policy.model.param_dtype, run, run.options["seq_length"], engine)
+
+    @property
+    def model(self) -> Model:
+        """Of the checkpoint."""
+        return families.read(self.checkpoint, self.dtype)
+
+    def records(self) -> tuple[Record, Record]:
+        """Of policy and reference."""
+        if self.run is not None:
+            return _checked(self.run)
+        asked = MoEConfig(moe_router_load_balancing_type="none")
+        record = Record.of(self.model, self.layout, asked, Options(replay="R3"))
+        return record, record
+
+    def engine_args(self) -> dict[str, Any]:
+        """Of `vllm.LLM`."""
+        return engines.engine_args(self.checkpoint, self.model, max_model_len=self.longest, **self.engine)
+
+
+def _checked(run: RunFile) -> tuple[Record, Record]:
+    reports = check_run(run)
+    policy, reference = (reports[name].record for name in ("policy", "reference"))
+    if policy is None or reference is None:
+        raise ValueError(f"{run.model} at {run.layout} will not work; `moeref check` says why")
+    return policy, reference
+
+
 class Ranks:
     """The trainer's processes, forked from one that has imported Megatron."""
 
-    def __init__(self, layout: Layout, *arguments: Any) -> None:
+    def __init__(self, size: Size, meet: Path) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["docs.examples.grpo_rank"])
         self._calls, self._processes = [], []
         self.control, far = context.Pipe()
-        for rank in range(layout.world):
+        for rank in range(size.layout.world):
             mine, theirs = context.Pipe()
-            given = (rank, (layout, *arguments), theirs, far if rank == 0 else None)
+            given = (rank, (size, str(meet)), theirs, far if rank == 0 else None)
             process = context.Process(target=_rank, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -104,18 +163,21 @@ def _rank(*arguments: Any) -> None:
 class Loop:
     """The controller: the engine in this process, the trainer in its ranks."""
 
-    def __init__(self, family: str, layout: Layout, dtype: str = "float32", *, prompts: int = 4, new: int = 10) -> None:
+    def __init__(self, size: Size, *, prompts: int = 4, new: int = 10) -> None:
         self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        tiny.write(family, folder / "model", dtype)
-        self.layout, self.model = layout, families.read(folder / "model", dtype)
-        self.ranks = Ranks(layout, str(folder / "model"), dtype, str(folder / "meet"))
+        self.layout, self.model = size.layout, size.model
+        self.ranks = Ranks(size, folder / "meet")
         self._stack.callback(self.ranks.close)
+        workers, on_gpus = size.engine.get("tensor_parallel_size", 1), torch.cuda.is_available()
+        if on_gpus:
+            devices = range(self.layout.world, self.layout.world + workers)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))  # the ranks have started with theirs
         from vllm import LLM
 
-        size = {"max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20}
-        self.llm = LLM(**engines.engine_args(folder / "model", self.model, max_model_len=64, **size))
-        self.place, self.version = engines.Place("127.0.0.1", free_port(), 2), 0
+        self.llm = LLM(**size.engine_args())
+        self.place = engines.Place("127.0.0.1", free_port(), 1 + workers, "nccl" if on_gpus else "gloo")
+        self.version = 0
         rng = np.random.default_rng(0)
         self.prompts, self.new = rng.integers(0, self.model.vocab, (prompts, PROMPT)).tolist(), new
         self.seconds: dict[str, float] = {}
@@ -235,16 +297,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--family", default="glm4_moe_lite", choices=sorted(tiny.CONFIGS))
     parser.add_argument("--layout", default="tp=2,ep=2,etp=1")
+    parser.add_argument("--run", type=Path, help="a run file, in place of a tiny model")
+    parser.add_argument("--checkpoint", help="of the run's model")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
+    if asked.run:
+        size = Size.of_run(read_run_file(asked.run), asked.checkpoint)
+        print(*(line for report in loop_of(size, asked.steps, new=size.longest - PROMPT) for line in report.lines()))
+        return
     found: dict[str, list[Report]] = {}
     for dtype, steps in (("float32", asked.steps), ("bfloat16", 0)):
-        with closing(Loop(asked.family, Layout.parse(asked.layout), dtype, prompts=8, new=24)) as loop:
-            found[dtype] = run(loop, steps)
+        with tempfile.TemporaryDirectory() as folder:
+            size = Size.tiny(Path(folder), asked.family, Layout.parse(asked.layout), dtype)
+            found[dtype] = loop_of(size, steps)
         print(dtype, *(line for report in found[dtype] for line in report.lines()), sep="\n")
     if asked.picture:
         picture(found["float32"][:-1], found["bfloat16"][0], asked.picture)
+
+
+def loop_of(size: Size, steps: int, new: int = 24) -> list[Report]:
+    """The reports of a loop, which is closed."""
+    with closing(Loop(size, prompts=8, new=new)) as loop:
+        return run(loop, steps)
 
 
 if __name__ == "__main__":

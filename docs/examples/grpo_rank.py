@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from moeref_conformance import authors
 
-authors.megatron_on_cpu()  # before anything imports megatron-core
-import torch  # noqa: E402
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    authors.megatron_on_cpu()  # before anything imports megatron-core
 import torch.distributed as dist  # noqa: E402
 
-from moeref import bridge, exporter, families, megatron, replay, sync  # noqa: E402
+from docs.examples.grpo_moe import Size  # noqa: E402
+from moeref import bridge, exporter, megatron, replay, sync  # noqa: E402
 from moeref import vllm as engines  # noqa: E402
-from moeref.config import MoEConfig  # noqa: E402
-from moeref.layout import Layout  # noqa: E402
 from moeref.megatron.optimise import Trainer  # noqa: E402
 from moeref.megatron.replay import recording, replaying  # noqa: E402
-from moeref.record import Options, Record  # noqa: E402
 
 BETA, CLIP, LR = 0.04, 0.2, 1e-3
 BUCKET_BYTES = 1 << 19
@@ -30,17 +30,18 @@ BUCKET_BYTES = 1 << 19
 class Rank:
     """One rank. Policy and reference are two models of one record and one checkpoint."""
 
-    def __init__(self, rank: int, layout: Layout, checkpoint: str, dtype: str, meet: str) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=layout.world)
+    def __init__(self, rank: int, size: Size, meet: str) -> None:
+        layout, self.device = size.layout, torch.device("cuda", rank) if CUDA else torch.device("cpu")
+        backend = "nccl" if CUDA else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{meet}", rank=rank, world_size=layout.world)
         self.rank, self.at, self.layout = megatron.initialise(layout), layout.coords(rank), layout
-        model = families.read(checkpoint, dtype)
-        asked = MoEConfig(moe_router_load_balancing_type="none")
-        record = Record.of(model, layout, asked, Options(replay="R3"))
-        self.policy, self.reference = (megatron.build(record, rank, device="cpu") for _ in range(2))
-        for built in (self.policy, self.reference):
-            bridge.load(built.shard_map, rank, built.chunks, checkpoint)
+        built = [megatron.build(record, rank, device=str(self.device)) for record in size.records()]
+        self.policy, self.reference = built
+        for one in built:
+            bridge.load(one.shard_map, rank, one.chunks, size.checkpoint)
         # megatron-core's optimizer of bf16 parameters accepts CUDA tensors only.
-        self.trainer = Trainer(self.policy, LR) if dtype == "float32" else None
+        steps = CUDA or size.dtype == "float32"
+        self.trainer = Trainer(self.policy, LR) if steps else None
         self.engine: sync.WeightSync | None = None
 
     def _mine(self, samples: list[engines.Sample]) -> list[engines.Sample]:
@@ -52,9 +53,12 @@ class Rank:
         rows = [replay.packed([sample.routes]) for sample in samples]
         return [replay.shard_to_rank(row, self.layout, self.rank) for row in rows]
 
+    def _tokens(self, samples: list[engines.Sample]) -> torch.Tensor:
+        return torch.stack([torch.from_numpy(sample.tokens_T) for sample in samples]).to(self.device)
+
     def _logprobs(self, built: megatron.Built, samples: list[engines.Sample]) -> list[torch.Tensor] | None:
         """Of the sampled tokens, on the last stage."""
-        tokens_BS = torch.stack([torch.from_numpy(sample.tokens_T) for sample in samples])
+        tokens_BS = self._tokens(samples)
         logits_BSV = megatron.logits(built.chunks, built.shard_map, tokens_BS)
         if logits_BSV is None:
             return None
@@ -70,12 +74,12 @@ class Rank:
             with recording(self.policy.chunks) as recorded:
                 found = self._logprobs(self.policy, mine)
             routes = [recorded.routes(number) for number in range(recorded.microbatches)]
-        return (None if found is None else [one.numpy() for one in found]), routes
+        return (None if found is None else [one.cpu().numpy() for one in found]), routes
 
     def step(self, samples: list[engines.Sample], old: list[Any], advantages: list[float]) -> float:
         """A step of GRPO: clipped ratio to `old`, k3 to the reference. The engine's routes are replayed."""
         mine, share = self._mine(samples), slice(self.at.dp, None, self.layout.dp)
-        olds, gains = [torch.from_numpy(one) for one in old[share]], advantages[share]
+        olds, gains = [torch.from_numpy(one).to(self.device) for one in old[share]], advantages[share]
         references, losses = self._logprobs(self.reference, mine), []
 
         def loss(logits_1SV: torch.Tensor, rows: Sequence[int], _: torch.Tensor) -> torch.Tensor:
@@ -89,7 +93,7 @@ class Rank:
             losses.append(float(value.detach()))
             return value
 
-        tokens_BS = torch.stack([torch.from_numpy(sample.tokens_T) for sample in mine])
+        tokens_BS = self._tokens(mine)
         assert self.trainer is not None
         self.trainer.step(tokens_BS, loss, self._routes(mine))
         return sum(losses) / max(len(losses), 1)

@@ -24,7 +24,7 @@ from moeref import families, sync
 from moeref import vllm as engines
 from moeref.families import Model
 
-pytestmark = pytest.mark.server
+pytestmark = pytest.mark.slow
 PROMPT = [5, 6, 7, 8]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from moeref import bridge, families
 from moeref.bridge import BridgeError, ShardMap
+from moeref.dtypes import DTYPES
 from moeref.exporter import ExportError, Plan
 from moeref.families import SpecNames
 from moeref.layout import Layout, LayoutError
@@ -332,8 +333,10 @@ def test_a_writer_that_is_no_rank_is_refused(writer: Any) -> None:
 @pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
 def test_the_sizes_of_a_checkpoint_are_counted_without_its_tensors(family: str, expert_format: Any) -> None:
     shard_map = ShardMap(model(family), Layout.parse("tp=1"), expert_format=expert_format)
-    sizes = {t.name: math.prod(t.shape) for param in shard_map.global_params if param.exports for t in param.hf}
-    assert shard_map.hf_sizes() == (len(sizes), sum(sizes.values()))
+    tensors = {t.name: t for param in shard_map.global_params if param.exports for t in param.hf}.values()
+    sizes = [(math.prod(t.shape), math.prod(t.shape) * DTYPES[t.dtype].bytes) for t in tensors]
+    elements, size = (sum(column) for column in zip(*sizes, strict=True))
+    assert shard_map.hf_sizes() == (len(tensors), elements, size)
 
 
 def test_the_room_gives_what_it_lists_and_nothing_else() -> None:

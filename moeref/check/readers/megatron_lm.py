@@ -111,6 +111,9 @@ def launcher(words: Sequence[Word]) -> Arguments:
     return {"world_size": Value("--nnodes, --nproc_per_node", nodes.value * ranks.value, ranks.source)}
 
 
+_VARIANT = "experimental_attention_variant"
+
+
 def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
     """The reading of these arguments, after Megatron-LM's defaults and what it derives."""
     computed = {name: value for name, value in arguments.items() if not value.known}
@@ -136,11 +139,18 @@ def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
         reading.beside.pop(name, None)
     used = {*AXES, *OPTIONS, *FIELDS, *BESIDE, *fields, *_READ}
     reading.elsewhere += [value for name, value in arguments.items() if name not in used]
+    _unmapped(reading, arguments)
+    return reading
+
+
+def _unmapped(reading: Reading, arguments: Arguments) -> None:
+    """Say what is not mapped. A spec of its own also says which attention the layers have, where no argument does."""
     for name, why in UNMAPPED.items():
         if name in arguments and arguments[name].value:
             text = f"{arguments[name].name} ({arguments[name].source}): {why}"
             reading.problems.append(Problem(NAME, text, refused=False))
-    return reading
+            if name == "spec" and _VARIANT not in arguments:
+                reading.settings.pop(_VARIANT, None)
 
 
 def defaults() -> Arguments:

@@ -192,7 +192,8 @@ class _KeepsHalf(_Wrong):
     def update(self, tensors: Iterable[Named], version: int) -> None:
         came, failure = dict(self.first), None
         try:
-            came |= {name: tensor for name, tensor in tensors if tensor.shape == self.first[name].shape}
+            for name, tensor in tensors:
+                came[name] = tensor if tensor.shape == self.first[name].shape else self.first[name]
         except Exception as error:
             failure = error
         self.good.update(came.items(), version)

@@ -6,7 +6,6 @@ checked by `sync.Intake` before it touches the weights, in every worker, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -111,27 +110,20 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
 
 
 def incomplete(model: torch.nn.Module) -> list[str]:
-    """The layers that wait for weights of the update; vLLM would keep old ones, or take uninitialised memory."""
+    """The layers that wait for weights of the update; vLLM would keep old ones, or take uninitialised memory.
+
+    A tied head is one of them: vLLM's CPU build packs a copy of it, which an update of the embedding leaves as it was.
+    """
     found = []
-    filled = {id(tensor) for layer in model.modules() for tensor in _filled(layer)}
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         own = next(layer.parameters(recurse=False), None)  # without any: the cache of a rotary embedding and the like
         if own is None or not info.can_load() or is_deferred_attention_layer(layer):
             continue
         padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # its padding is in no checkpoint
-        tied = info.kernel_tensors is not None and all(id(one) in filled for one in info.kernel_tensors[0].values())
-        if info.load_numel < info.load_numel_total and not padded and not tied:
+        if info.load_numel < info.load_numel_total and not padded:
             found.append(name)
     return found
-
-
-def _filled(layer: torch.nn.Module) -> Iterable[torch.Tensor]:
-    """The tensors that a layer computes with and that have new weights, or get them when the update is finished."""
-    info = get_layerwise_info(layer)
-    if not info.can_load():
-        return layer.parameters(recurse=False)
-    return info.kernel_tensors[0].values() if info.load_numel and info.kernel_tensors else ()
 
 
 def _platform() -> type:

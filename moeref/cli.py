@@ -69,11 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _audit_parser(commands.add_parser("audit", help="compare the weights of two models, every byte"))
     _convert_parser(commands.add_parser("convert", help="write a checkpoint as the shards of a layout, or back"))
-    command = commands.add_parser(
-        "check",
-        help="predict whether a run will work, without a GPU",
-        epilog=f"Known models: {', '.join(published())}.",
-    )
+    known = f"Known models: {', '.join(published())}."
+    _check_parser(commands.add_parser("check", help="predict whether a run will work, without a GPU", epilog=known))
+    return parser
+
+
+def _check_parser(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "model",
         metavar="MODEL",
@@ -112,7 +113,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
     command.set_defaults(run=_check)
-    return parser
 
 
 class _Completion(argparse.Action):

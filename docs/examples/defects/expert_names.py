@@ -17,7 +17,10 @@ def added(folder: str) -> list[str]:
     bridge.load()
     before = bridge.sent()
     bridge.chunks[0].decoder.layers[0].mlp.experts.linear_fc2.scale = torch.nn.Parameter(torch.ones(4))
-    return sorted(bridge.sent().keys() - before)
+    try:
+        return sorted(bridge.sent().keys() - before)
+    except ValueError:  # refused
+        return []
 
 
 if __name__ == "__main__":

@@ -1,106 +1,103 @@
-"""vLLM's own HTTP server: samples with routes, and an update whose commands go over HTTP and whose bytes do not."""
+"""vLLM's HTTP server: updates that abort or keep requests, and senders that are killed.
+
+Commands go over HTTP and weights do not.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from server import DEADLINE, PROMPT, Server, served, until
 
-from docs.examples import tiny
 from docs.examples.grpo_moe import free_port
-from moeref import families, sync
-from moeref import vllm as engines
-from moeref.families import Model
+from moeref import sync
+from moeref.provenance import ProvenanceError
+from moeref.vllm.control import PauseMode
 
 pytestmark = pytest.mark.slow
-PROMPT = [5, 6, 7, 8]
+CLOSE = 5e-6
+LONG = 450
 
 
-@contextmanager
-def served(arguments: dict[str, Any], log: Path) -> Iterator[str]:
-    """The URL of a server that is ready. It is ended on exit."""
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port)]
-    for name, value in arguments.items():
-        text = json.dumps(value) if isinstance(value, dict) else str(value)
-        command += [] if value is False else [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
-    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env) as process:
-        try:
-            wait(f"http://127.0.0.1:{port}/health", process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("server")) as found:
+        yield found
 
 
-def wait(url: str, process: subprocess.Popen[bytes], seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        assert process.poll() is None, "the server has ended"
-        try:
-            urllib.request.urlopen(url, timeout=2).close()
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise TimeoutError(f"{url} does not answer after {seconds} s")
+def update(engine: Any, server: Server, name: str) -> sync.Synced:
+    return sync.WeightSync(engine, bucket_bytes=1 << 19).update(server.weights(name).items(), engine.version() + 1)
 
 
-def sample(url: str, folder: Path, model: Model) -> engines.Sample:
-    body = {"model": str(folder), "prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "logprobs": 0}
-    body |= {"return_token_ids": True, "ignore_eos": True}
-    asked = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        found = json.load(answer)
-    made = engines.labels(engines.Served(url), engines.request_id(found))
-    return engines.from_response(PROMPT, found["choices"][0], model, made)
-
-
-def far(found: engines.Sample, folder: Path) -> float:
-    from transformers import AutoModelForCausalLM
-
-    tokens_S = torch.from_numpy(found.tokens_T)
-    with torch.no_grad():
-        logprobs_SV = AutoModelForCausalLM.from_pretrained(folder)(tokens_S[None]).logits[0].log_softmax(-1)
-    expected = logprobs_SV[found.prompt - 1 : -1].gather(1, tokens_S[found.prompt :, None])[:, 0].numpy()
-    return float(np.abs(expected - found.logprobs_G).max())
-
-
-def test_a_server_is_sampled_and_updated(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    old, new = tmp_path / "old", tmp_path / "new"
-    for seed, folder in enumerate((old, new)):
-        tiny.write("qwen3_moe", folder, "float32", seed)
-    words = Tokenizer(WordLevel({f"t{i}": i for i in range(256)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(old)
-    model = families.read(old, "float32")
-    # The server's completions need a tokeniser, even for tokens.
-    size = {"max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20, "skip_tokenizer_init": False}
-    arguments = engines.engine_args(old, model, max_model_len=128, **size)
-    with served(arguments, tmp_path / "server.log") as url:
-        engine = engines.Engine(engines.Served(url), engines.Place("127.0.0.1", free_port(), 2))
-        before = sample(url, old, model)
-        done = sync.WeightSync(engine, bucket_bytes=1 << 19).update(load_file(new / "model.safetensors").items(), 1)
-        after = sample(url, old, model)
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_an_update_in_mid_generation(server: Server, mode: PauseMode) -> None:
+    engine = server.engine(mode=mode)
+    update(engine, server, "old")
+    old = engine.version()
+    with ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(server.sample, LONG)
+        until(server.running, "the request")
+        done = update(engine, server, "new")
+        sample, after = asked.result(), server.sample()
     assert done.receipt.buckets > 2
-    assert far(before, old) <= 5e-6 < 0.1 < far(after, old)
-    assert far(after, new) <= 5e-6
-    assert [int(one.versions_G[0]) for one in (before, after)] == [0, 1]
+    assert done.receipt == engine.receipt()
+    assert set(after.versions_G) == {old + 1} == {engine.version()}
+    assert server.far("new", after) <= CLOSE < 0.1 < server.far("old", after)
     assert after.routes is not None
-    assert after.routes.tokens == len(PROMPT) + 8
+    assert after.routes.tokens == len(after.tokens_T) == len(PROMPT) + 8
+    new_G = sample.versions_G == old + 1
+    by_old, by_new = (np.abs(server.expected(name, sample) - sample.logprobs_G) for name in ("old", "new"))
+    assert by_old[~new_G].max() <= CLOSE
+    assert sample.made.counts().stale_kv == 0
+    if mode == "keep":
+        assert 0 < new_G.sum() < LONG == len(new_G)
+        assert by_new[new_G].max() <= CLOSE < 0.1 < by_old[new_G].max()
+        with pytest.raises(ProvenanceError, match="mixed versions"):
+            sample.made.trainable()
+    else:
+        assert not new_G.any()
+        assert (sample.reason, len(new_G) < LONG) == ("abort", True)
+        assert sample.made.trainable().sum() == len(new_G)
+
+
+SENDER = """
+import os, sys, time
+import torch
+from moeref import sync, vllm
+url, port, when = sys.argv[1:]
+engine = vllm.Engine(vllm.Served(url), vllm.Place("127.0.0.1", int(port), 2, seconds=30))
+update = sync.Update(engine.version() + 1)
+tensors = [("model.norm.weight", torch.full((64,), 7.0))]
+engine.pause()
+engine.begin(update)
+if when == "between buckets":
+    engine.send(sync.Bucket.of(0, tensors, False))
+else:
+    engine._wire.send = lambda tensors: (time.sleep(1), os.kill(os.getpid(), 9))
+    engine.send(sync.Bucket.of(0, tensors, False))
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("when", ["between buckets", "in a bucket"])
+def test_a_killed_sender_leaves_an_engine_that_the_next_one_updates(server: Server, when: str) -> None:
+    version = server.engine().version()
+    command = [sys.executable, "-c", SENDER, server.url, str(free_port()), when]
+    assert subprocess.run(command, timeout=DEADLINE, check=False).returncode == -9
+    begun = time.monotonic()
+    engine = server.engine()
+    assert engine.version() == version
+    with pytest.raises(sync.SyncError, match="begun and not committed"):
+        engine.resume()
+    update(engine, server, "new")
+    sample = server.sample()
+    assert set(sample.versions_G) == {version + 1}
+    assert server.far("new", sample) <= CLOSE
+    assert time.monotonic() - begun < DEADLINE

@@ -319,7 +319,8 @@ def preflight_with(core: str) -> None:
         install(session, "-e", ".[kit]", groups=("test",))
         cases = session.posargs or ["5000", "300"]
         session.run("python", "-m", "tests.upstream.preflight_cases", *cases, env=ENV)
-        session.run("pytest", "tests/unit/test_bad_input.py", env={**ENV, "MOEREF_FUZZ": "10000"})
+        bad = ("tests/unit/test_bad_input.py", "tests/unit/test_bad_framework_files.py")
+        session.run("pytest", *bad, env={**ENV, "MOEREF_FUZZ": "10000"})
 
     preflight.__doc__ = f"Compare `moeref check` with megatron-core {core} itself in random runs and print the rates."
 

@@ -38,14 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except UnmappedError as error:
-        print(f"moeref: not known: {printable(str(error))}", file=sys.stderr)
+        _say(error, "not known: ")
         return EXIT["unknown"]
     except RecursionError:
         print("moeref: the input is nested too deeply", file=sys.stderr)
         return BAD_INPUT
     except (CheckError, ConfigError) as error:
-        print(f"moeref: {printable(str(error))}", file=sys.stderr)
+        _say(error)
         return BAD_INPUT
+
+
+def _say(error: Exception, kind: str = "") -> None:
+    print(f"moeref: {kind}{printable(' '.join(str(error).splitlines()))}", file=sys.stderr)
 
 
 def printable(text: str) -> str:
@@ -157,7 +161,7 @@ def _audit(options: argparse.Namespace) -> int:
         if options.save:
             report.found.save(options.save)
     except (audit.AuditError, OSError) as error:
-        print(f"moeref: {printable(str(error))}", file=sys.stderr)
+        _say(error)
         return BAD_INPUT
     if options.json:
         print(json.dumps(report.to_plain(), indent=1, ensure_ascii=False))
@@ -183,7 +187,7 @@ def _convert(options: argparse.Namespace) -> int:
     try:
         print(printable(command.convert(options)))
     except (ValueError, OSError) as error:
-        print(f"moeref: {printable(str(error))}", file=sys.stderr)
+        _say(error)
         return BAD_INPUT
     return 0
 

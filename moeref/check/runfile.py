@@ -142,6 +142,14 @@ def check_yaml(text: str) -> None:
             raise CheckError(f"it is nested more than {DEEPEST} times or has more than {MOST_NODES} values")
 
 
+def in_a_line(error: Exception) -> str:
+    """What PyYAML or OmegaConf says of a file over several lines, as one."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    if isinstance(problem, str) and mark:
+        return f"line {mark.line + 1}: {problem}"
+    return " ".join(str(error).split())
+
+
 def text_of(path: Path) -> str:
     """The text of a regular file of at most LARGEST bytes. Raises CheckError."""
     _check_file(path)
@@ -171,6 +179,6 @@ def _parsed(path: Path) -> Any:
             raise CheckError(f"line {line}: the environment is not read; write the value instead of {found[0]}")
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True, throw_on_missing=True)
     except (OSError, ValueError, OmegaConfBaseException) as error:
-        raise CheckError(f"{path}: {error}") from error
+        raise CheckError(f"{path}: {in_a_line(error)}") from error
     except Exception as error:  # PyYAML's errors; the package is not imported here
-        raise CheckError(f"{path}: not YAML: {error}") from error
+        raise CheckError(f"{path}: not YAML: {in_a_line(error)}") from error

@@ -16,7 +16,7 @@ from moeref.check.readers.arguments import entry, read_script
 from moeref.check.readers.reading import Reading
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.report import CheckError, Problem
-from moeref.check.runfile import check_yaml, text_of
+from moeref.check.runfile import check_yaml, in_a_line, text_of
 from moeref.check.value import Value
 
 _OVERRIDE = re.compile(r"(?:\+{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
@@ -257,7 +257,7 @@ def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:  # PyYAML's and OmegaConf's errors; neither package is imported here
-        raise CheckError(f"{path}: {error}") from error
+        raise CheckError(f"{path}: {in_a_line(error)}") from error
     if not isinstance(container, dict) or node is None:
         raise CheckError(f"{path}: a configuration is a mapping")
     return {str(key): value for key, value in container.items()}, dict(_lines(node))

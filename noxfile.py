@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 
 import nox
@@ -424,6 +425,24 @@ def build(session: nox.Session) -> None:
             session.run("moeref-conformance", "list", env=ENV)
             judging = ["pytest", "--pyargs", "moeref_conformance", "--target", "moeref"]
             session.run(*judging, "--matrix", "smoke", "--collect-only", "-q", env=ENV)
+
+
+@nox.session(python=PYTHON, reuse_venv=False, default=False)
+def stopwatch(session: nox.Session) -> None:
+    """Time what a newcomer waits for: install, a first check, a first verdict by adapter and by a recorded run."""
+    begun = time.monotonic()
+    install(session, "-e", ".[kit]", groups=("test",))
+    seconds = {"install": time.monotonic() - begun}
+    tutorial = ["pytest", "-q", "tests/unit/test_docs.py", "-k"]
+    for what, command in {
+        "first check": ["moeref", "check", "qwen3-30b-a3b", "--layout", "tp=2,ep=8,etp=1"],
+        "tutorial of adapters": [*tutorial, "tutorials_run and judge-your-framework"],
+        "tutorial of recorded runs": [*tutorial, "tutorials_run and first-dump"],
+    }.items():
+        begun = time.monotonic()
+        session.run(*command, env=ENV, silent=True)
+        seconds[what] = time.monotonic() - begun
+    session.log("\n".join(["seconds:", *(f"{took:8.1f}  {what}" for what, took in seconds.items())]))
 
 
 @nox.session(python=PYTHON, default=False)

@@ -123,7 +123,10 @@ class _Completion(argparse.Action):
     """Print a completion script and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        import shtab  # takes longer than a check
+        try:
+            import shtab  # takes longer than a check
+        except ImportError:
+            parser.error("completions need the package shtab: pip install shtab")
 
         print(shtab.complete(parser, shell=values))
         parser.exit()

@@ -32,7 +32,10 @@ class Completion(argparse.Action):
     """`--completion SHELL`: print a completion script and end."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        import shtab  # takes longer than most commands
+        try:
+            import shtab  # takes longer than most commands
+        except ImportError:
+            parser.error("completions need the package shtab: pip install shtab")
 
         print(shtab.complete(parser, shell=values))
         parser.exit()

@@ -293,7 +293,8 @@ def test_the_project_s_requirements_are_what_is_looked_for():
     names = {text.split(";")[0].strip() for text in asked if not text.startswith("moeref")}
     wanted = {f"{name}>={least}" if least else name for name, least in check_environment.WANTED.values()}
     plain = {name.split("<")[0].rstrip(",") for name in names if not name.startswith(("megatron-core", "pytest"))}
-    assert plain == {text for text in wanted if not text.startswith("megatron-core")}
+    # What judges does without shtab, which prints completions.
+    assert plain - {"shtab>=1.7"} == {text for text in wanted if not text.startswith("megatron-core")}
     assert check_environment.missing() == []
 
 

@@ -13,7 +13,7 @@ from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.contract.standing import Headline
 from moeref_conformance.report import badge, html, junit, markdown, table, terminal, write_all
 from moeref_conformance.report.causes import Cause
-from moeref_conformance.report.view import view
+from moeref_conformance.report.view import Mark, _tally, view
 
 WEIGHTS = str(PROFILES["weights"])
 EVIL = "<script>alert('x')</script> & ```"
@@ -93,6 +93,16 @@ def test_every_cell_has_a_link_and_a_class_for_the_filters(failed):
     families = set(re.findall(r'<details class="block of-([\w-]+)"', page))
     assert families == {v.cell.partition("/")[0].partition("+")[0] for v in failed.verdicts}
     assert {f'id="only-{family}"' in page for family in families} == {True}
+
+
+def test_a_row_without_a_mark_in_a_group_is_not_tallied(failed):
+    """A rule may be judged in some cells of a block only, such as in those of one rank."""
+    (block, _) = view(failed).blocks
+    row = replace(block.rows[0], name="wide", marks=dict.fromkeys(block.rows[0].marks, Mark()))
+    blank = replace(block, rows=[*block.rows, row])
+    for group, _, _ in block.groups():
+        assert _tally(blank, group) == _tally(block, group)
+        assert _tally(replace(block, rows=[row]), group) == Mark()
 
 
 def test_each_group_and_rule_is_a_filter_of_the_columns(failed):

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("psutil", reason="the environment of `nox -s rollout-slow` has psutil, which vLLM needs")
 from server import DEADLINE, PROMPT, Server, served, until
 
 from docs.examples.grpo_moe import free_port

@@ -118,7 +118,7 @@ def _check_moeref(arguments: list[str]) -> None:
         preflight._parser().parse_args(arguments)
     except SystemExit as error:
         raise AssertionError(f"moeref {shlex.join(arguments)}: not accepted") from error
-    if arguments[0] == "convert":  # its commands run in test_shards, in the order of the page
+    if arguments[0] == "convert":  # its commands run in test_shard_folders, in the order of the page
         return
     with _checkpoints() if arguments[0] == "audit" else contextlib.nullcontext():
         assert preflight.main(arguments) in (0, 1)

@@ -1,4 +1,4 @@
-"""What each of two ranks does in `test_shards`: load a model, and save it with the other."""
+"""What each of two ranks does in `test_shard_folders`: load a model, and save it with the other."""
 
 from __future__ import annotations
 

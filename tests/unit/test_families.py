@@ -255,8 +255,8 @@ def test_settings_of_qwen3_next() -> None:
     assert settings["linear_attention_freq"].value == [1, 1, 1, 0] * 12
     for name in ("attention_output_gate", "moe_shared_expert_gate", "layernorm_zero_centered_gamma"):
         assert settings[name].value is True
-    with pytest.raises(LayoutError, match="qwen3_next: gated delta nets and context parallelism"):
-        transformer_settings(families.read(QWEN3_NEXT), Layout.parse("cp=2"))
+    with pytest.raises(LayoutError, match="qwen3_next: context parallelism deals a TP rank's key heads out"):
+        transformer_settings(families.read(QWEN3_NEXT), Layout.parse("cp=3"))
 
 
 def test_layer_types_win_over_the_interval() -> None:
@@ -324,7 +324,7 @@ def test_published_gpt_oss(layers: int, experts: int, total: int) -> None:
 
 
 def test_published_gpt_oss_is_quantised() -> None:
-    with pytest.raises(FamilyError, match=r"gpt_oss: the checkpoint is quantised \(mxfp4\); turn it into bf16 first"):
+    with pytest.raises(FamilyError, match=r"gpt_oss: the checkpoint is quantised \(mxfp4\), and only FP8 \(e4m3\)"):
         families.read({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}})
 
 

@@ -249,7 +249,10 @@ def _short(met: str) -> str:
 
 def _tally(block: Block, group: str) -> Mark:
     """The worst status of a rule group over all cells of a block."""
-    rows = [[row.marks[rule.id] for rule in block.rules if group_of(rule) == group] for row in block.rows]
+    ids = [rule.id for rule in block.rules if group_of(rule) == group]
+    rows = [marks for row in block.rows if (marks := [row.marks[id_] for id_ in ids if row.marks[id_].status])]
+    if not rows:
+        return Mark()
     worst = [_worst(marks) for marks in rows]
     bad = [status for status in ("fail", "error", "xpass", "xfail", "missing", "untested", "advice") if status in worst]
     if bad:

@@ -40,7 +40,7 @@ def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
         return None
     rows = []
     for chunk, name, _, tensor in module_tensors(export.chunks()):
-        values = tensor.detach().cpu().contiguous().reshape(-1)
+        values = copied(tensor).reshape(-1)  # a storage that numpy has seen cannot be given new memory later
         digest = hashlib.blake2b(values.view(torch.uint8).numpy(), digest_size=8).hexdigest()
         ends = [float(end) for end in values.aminmax()] if values.numel() and values.is_floating_point() else [0.0, 0.0]
         told = {"finite": all(map(math.isfinite, ends)), "constant": ends[0] == ends[1]}

@@ -131,7 +131,7 @@ FAULTS = (
     Fault(
         id="window-one-too-wide",
         bug="transformers counts the query's own token in the window, megatron-core the tokens before it",
-        rules=("FWD-001",),
+        rules=("CFG-001", "FWD-001"),
         cell=cell("gpt_oss", "pp2"),
         given=_window_one_too_wide,
         one_rank=True,

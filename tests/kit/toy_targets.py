@@ -61,6 +61,15 @@ def raises(target: Target, cell: Cell, world: World, inputs: dict[str, str], fol
         raise ValueError("expert 7 is missing")
 
 
+def refused(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
+    """Rank 1 raises; rank 0 has not used its connection to it yet, and raises earlier what gloo says then."""
+    event(folder, "load", "begin")
+    if world.rank == 0:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:152] timed out connecting: SO_ERROR: Connection refused")
+    time.sleep(0.3)
+    raises(target, cell, world, inputs, folder)
+
+
 def leaves(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
     _behave(world, folder, 2)
     os._exit(7)

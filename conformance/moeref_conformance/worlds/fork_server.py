@@ -22,6 +22,7 @@ import pkgutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -235,14 +236,14 @@ def run_cell(channel: Connection[Any, Any], request: Request, prepared: Prepared
     go, go_write = os.pipe()
     close = channel.fileno(), done_read, go_write
     job = rank_main.Job(prepared.target, prepared.entry, request, os.getpid(), close, done, go)
-    pids = {}
+    pids, begin = {}, time.monotonic()
     try:
         for rank in request.part.ranks:
             pids[rank] = os.fork()
             if pids[rank] == 0:
                 rank_main.main(job, rank)
         channel.send(list(pids.values()))
-        watch = supervise.Watch(pids, done_read, go_write, channel, request)
+        watch = supervise.Watch(pids, begin, done_read, go_write, channel, request)
         watch.run()  # it closes go_write
     finally:
         strays = supervise.end_strays(keep)

@@ -34,11 +34,13 @@ COLLECTIVE_FRAMES = (
 )
 #: Secondary errors: what gloo, NCCL and the store raise in a rank that has lost a peer. The kernel closes a dying
 #: process's connections before its end can be seen, so such an error may come before the death that caused it.
+#: gloo connects when a pair is first used: to a peer that has already gone, the connection is refused.
 ECHOES = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "connection refused",
+    "Connection refused",
     "Connection was likely closed",
     "ncclRemoteError",
 )
@@ -64,19 +66,20 @@ class _Rank:
 class Watch:
     """Waits for the ranks of a request. `run()` returns when every one is gone; then `exits()` says how each ended.
 
-    `pids` has the ranks by number. `done` carries the ranks' messages, closing `go` lets finished ranks leave. After
-    the deadline ranks that have not finished write their stacks and are ended; after a first failure the others have
-    the seconds of grace. What the parent says on `channel` is read meanwhile: `END` is a failure elsewhere. Where ranks
-    run elsewhere too, `FINISHED` is sent when those here have finished, and they stay until `LEAVE` comes.
+    `pids` has the ranks by number, `begin` is a time before the first was forked: a rank may raise before all are.
+    `done` carries the ranks' messages, closing `go` lets finished ranks leave. After the deadline ranks that have not
+    finished write their stacks and are ended; after a first failure the others have the seconds of grace. What the
+    parent says on `channel` is read meanwhile: `END` is a failure elsewhere. Where ranks run elsewhere too, `FINISHED`
+    is sent when those here have finished, and they stay until `LEAVE` comes.
     """
 
     def __init__(
-        self, pids: dict[int, int], done: int, go: int, channel: Connection[Any, Any], request: Request
+        self, pids: dict[int, int], begin: float, done: int, go: int, channel: Connection[Any, Any], request: Request
     ) -> None:
         self.ranks = {number: _Rank(pid) for number, pid in pids.items()}
         self.done, self.go, self.channel, self.request = done, go, channel, request
         self.hold = len(pids) < request.size
-        self.begin = time.monotonic()
+        self.begin = begin
         self.deadline, self.grace_ends = self.begin + request.deadline, float("inf")
         self.seconds = 0.0  # since the beginning, when it last looked
         self.words = b""

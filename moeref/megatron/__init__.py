@@ -4,7 +4,7 @@ from moeref.megatron.build import Built, build, transformer_config
 from moeref.megatron.forward import logits, packed_logits
 from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.spec import mtp_name
-from moeref.megatron.training import gradients, packed_gradients
+from moeref.megatron.training import gradients, packed_gradients, packed_total
 
 __all__ = [
     "Built",
@@ -15,6 +15,7 @@ __all__ = [
     "mtp_name",
     "packed_gradients",
     "packed_logits",
+    "packed_total",
     "shut_down",
     "transformer_config",
 ]

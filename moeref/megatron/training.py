@@ -46,9 +46,17 @@ def packed_gradients(
 
     All replicas pad to the longest of their packs, so that every dispatcher takes them.
     """
-    plan = packing_plan(chunks, shard_map.layout)
-    longest = _over_replicas(batches.packed_length(packs, plan), chunks, torch.distributed.ReduceOp.MAX)
+    plan, longest = packing_plan(chunks, shard_map.layout), packed_total(chunks, shard_map, packs)
     return _step(chunks, shard_map, batches.of_samples(on_device(packs, chunks), plan, longest))
+
+
+def packed_total(chunks: Sequence[GPTModel], shard_map: ShardMap, packs: Sequence[Sequence[torch.Tensor]]) -> int:
+    """The length to which `packed_gradients` pads each pack, and `total` of `moeref.replay.packed` for its routes.
+
+    All data-parallel replicas call it, each with its packs. Raises ValueError for a pack without tokens.
+    """
+    length = batches.packed_length(packs, packing_plan(chunks, shard_map.layout))
+    return _over_replicas(length, chunks, torch.distributed.ReduceOp.MAX)
 
 
 def _over_replicas(number: int, chunks: Sequence[GPTModel], operation: Any) -> int:

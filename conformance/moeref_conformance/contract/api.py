@@ -191,7 +191,10 @@ class Replay(Protocol):
         """Run a forward without gradients under `routes`; logits as in `record`. Raises for routes that do not fit."""
 
     def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> Mapping[tuple[int, str], torch.Tensor]:
-        """Take a training step under `routes`. Returns gradients as `Gradients.gradients` does."""
+        """Take a training step under `routes`. Returns gradients as `Gradients.gradients` does.
+
+        Data-parallel replicas get different rows with their own routes, and in R2 also in `record` and `replay`.
+        """
 
 
 @runtime_checkable

@@ -7,9 +7,10 @@ a rank's index in its group of that kind.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
-from moeref_conformance.contract.api import Layout
+from moeref_conformance.contract.api import Cell, Layout
 
 #: kind -> (grid, RankGenerator token). `mp` is the model-parallel group, `emp` its counterpart of the expert grid.
 KINDS = {
@@ -49,6 +50,16 @@ def coords_text(layout: Layout, rank: int) -> str:
     at = coords(layout, rank)
     axes = ["tp", "pp", *(["cp"] if layout.cp > 1 else []), "ep", "etp", "dp"]
     return " ".join(f"{axis}{at[axis]}" for axis in axes)
+
+
+def replica_rows(cell: Cell, rank: int, samples: int) -> range:
+    """Which of the `samples` rows of a training step the data-parallel replica of `rank` takes.
+
+    All replicas take whole microbatches and the same number, so the mean over replicas is that over all rows.
+    """
+    group = next(ranks for ranks in groups(cell.layout)["dp"] if rank in ranks)
+    parts = math.gcd(samples // cell.rows, len(group))
+    return range(group.index(rank) % parts, samples, parts)
 
 
 @lru_cache(maxsize=256)

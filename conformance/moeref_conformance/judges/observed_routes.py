@@ -12,6 +12,7 @@ import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
+from moeref_conformance.contract.requests.replay import SHARED
 from moeref_conformance.judges import Case, Untested
 from moeref_conformance.judges.common import expected, finding, once, records, tokens_of
 from moeref_conformance.oracles import routed
@@ -37,9 +38,10 @@ def replayed(case: Case) -> dict[int, dict[str, torch.Tensor]]:
 def seen_routes(case: Case, phase: str) -> Routes:
     """The experts that received each token in `phase`, from all ranks' records.
 
-    Rows that enter a layer on a rank are at the positions that CP and sequence parallelism give it; samples come in
-    order, and one that comes again (recomputation, filler of an interleaved schedule) has the same bytes. Packed
-    samples have padding where the target wants it: there a row is the token whose hidden state transformers has too.
+    Rows that enter a layer on a rank are at the positions that CP and sequence parallelism give it; its replica's
+    samples come in order, and one that comes again (recomputation, filler of an interleaved schedule) has the same
+    bytes. Packed samples have padding where the target wants it: there a row is the token whose hidden state
+    transformers has too.
     """
     by_rank = _of_phase(case, phase)
     packed = case.cell.batch == "packed"
@@ -114,6 +116,7 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
     place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
     for rank, calls in by_rank.items():
         local = positions(length, layout, topology.coords(layout, rank), case.claims.cp_cut)
+        own = range(samples) if phase in SHARED else topology.replica_rows(case.cell, rank, samples)
         held = [(row, position) for position in local for row in range(case.cell.rows)]  # Megatron's [S, B]
         order: dict[int, dict[bytes, int]] = defaultdict(dict)
         for (layer, _), tensors in sorted(calls.items()):
@@ -121,13 +124,13 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
                 continue
             rows = list(_rows(tensors["in"]))
             number = order[layer].setdefault(b"".join(rows), len(order[layer]))
-            first = number * case.cell.rows % samples
+            first = number * case.cell.rows % len(own)
             if len(rows) != len(held):
                 message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(held)}"
                 findings.append(finding(case, rank, "replay", message, layer=layer))
                 continue
             for row, (sample, position) in zip(rows, held, strict=True):
-                place_of[layer][row] = (first + sample, position)
+                place_of[layer][row] = (own[first + sample], position)
     return place_of, findings
 
 

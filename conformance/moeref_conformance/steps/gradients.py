@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from safetensors.torch import load_file
 
@@ -27,10 +25,8 @@ def batch(tokens_BS: torch.Tensor, cell: Cell) -> torch.Tensor:
 
 
 def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
-    """The rows of a rank's data-parallel replica. The mean over replicas is that over all rows."""
-    group = next(ranks for ranks in topology.groups(cell.layout)["dp"] if rank in ranks)
-    parts = math.gcd(len(tokens_BS) // cell.rows, len(group))
-    return tokens_BS[group.index(rank) % parts :: parts]
+    """The rows of a rank's data-parallel replica."""
+    return tokens_BS[list(topology.replica_rows(cell, rank, len(tokens_BS)))]
 
 
 def step(facet: Gradients, context: Context) -> None:

@@ -1,7 +1,8 @@
 """Facet `replay`: forwards and training steps under given or recorded routes, observed at the experts.
 
-Between them come forwards that are not replayed, other routes, and changed routers, as in a training run. The first
-forward, which is not replayed, is the step `forward`.
+Data-parallel replicas take rows and routes of their own, except in the phases `SHARED`. Between them come forwards that
+are not replayed, other routes, and changed routers, as in a training run. The first forward, which is not replayed, is
+the step `forward`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Replay, Turn
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
@@ -54,7 +56,8 @@ class _Phases:
         self._replay, self._forward = replay, context.facet("forward")
         self._chunks = list(context.facet("export").chunks())
         self.tokens_BS = load_file(context.input("tokens"))["tokens"]
-        self._rows_BS = batch(self.tokens_BS, context.cell)
+        self._own = list(topology.replica_rows(context.cell, context.rank, len(self.tokens_BS)))
+        self._rows_BS = batch(self.tokens_BS[self._own], context.cell)
         # An evaluation has another number of microbatches than a step.
         self._one_BS = self.tokens_BS[: context.cell.rows]
         self.observed: dict[str, torch.Tensor] = {}
@@ -73,12 +76,12 @@ class _Phases:
 
     def given(self, a: list[Routes], b: list[Routes]) -> None:
         """R3: routes that an engine sends, two sets of them."""
-        replay, rows_BS, again = self._replay, self._rows_BS, len(self._rows_BS) // len(self.tokens_BS)
+        replay, rows_BS, again = self._replay, self._rows_BS, len(self._rows_BS) // len(self._own)
         self._take("replay-a", replay.replay, self.tokens_BS, [resumed(a[0], b[0]), *a[1:]])
         self._take("native-between", self._forward.logits, self._one_BS)
-        self._take("step-a", replay.step, rows_BS, [*a] * again)
+        self._take("step-a", replay.step, rows_BS, [a[row] for row in self._own] * again)
         with full_recompute(self._chunks):
-            self._take("recompute-b", replay.step, rows_BS, [*b] * again)
+            self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own] * again)
         self._take("native-after", self._forward.logits, self._one_BS)
 
     def _take(self, phase: str, call: Callable[..., Any], *arguments: Any) -> None:

@@ -104,8 +104,8 @@ class _Model:
             return megatron.packed_gradients(chunks, shards, _packs(tokens_BS))
         return megatron.gradients(chunks, shards, tokens_BS, self._size)
 
-    def _given(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> list[replay.Routes]:
-        """This rank's rows and layers of every microbatch."""
+    def _given(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None, total: int) -> list[replay.Routes]:
+        """This rank's rows and layers of every microbatch. `total` is the padded length of packed samples."""
         if routes is None:
             return self._recorded
         if len(routes) != len(tokens_BS):
@@ -115,7 +115,7 @@ class _Model:
         rows = [_whole(sample, length, model) for sample, length in zip(routes, lengths, strict=True)]
         if self._batch == "packed":
             padded = padding.plan(layout)
-            total = max(padded.pack(pair).total for pair in _groups(lengths, 2))
+            total = max([total, *(padded.pack(pair).total for pair in _groups(lengths, 2))])
             joined = [replay.packed(pair, padded, total=total) for pair in _groups(rows, 2)]
         else:
             joined = [replay.batched(group) for group in _groups(rows, self._size)]
@@ -137,13 +137,19 @@ class _Model:
             return self.logits(tokens_BS)
 
     def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> dict[tuple[int, str], torch.Tensor]:
-        with self._replaying(tokens_BS, routes):
+        from moeref import megatron
+
+        chunks, shards = self._built.chunks, self._built.shard_map
+        total = megatron.packed_total(chunks, shards, _packs(tokens_BS)) if self._batch == "packed" else 0
+        with self._replaying(tokens_BS, routes, total):
             return self.gradients(tokens_BS)
 
-    def _replaying(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> AbstractContextManager[object]:
+    def _replaying(
+        self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None, total: int = 0
+    ) -> AbstractContextManager[object]:
         from moeref.megatron import replay as controller
 
-        return controller.replaying(self._built.chunks, self._given(tokens_BS, routes))
+        return controller.replaying(self._built.chunks, self._given(tokens_BS, routes, total))
 
 
 def _whole(sample: Any, tokens: int, model: families.Model) -> replay.Routes:

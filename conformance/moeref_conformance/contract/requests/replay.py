@@ -9,3 +9,5 @@ PHASES = {
     "R3": ("replay-a", "native-between", "step-a", "recompute-b", "native-after"),
     "R2": ("record", "replay", "changed-native", "recompute", "record-changed", "step-changed"),
 }
+#: Phases in which all data-parallel replicas take the same rows. In the others each takes `topology.replica_rows`.
+SHARED = frozenset({"replay-a", "native-between", "native-after", "changed-native"})

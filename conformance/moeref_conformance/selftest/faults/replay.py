@@ -129,6 +129,21 @@ def _gate_unmarked(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", step=step)
 
 
+def _routes_of_replica_0(session: Session, cell: Cell, world: World) -> Any:
+    """In a training step the routes of the first data-parallel replica are sent to all, whose rows are others."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    good: Any = session.replay
+
+    def step(tokens_BS: Any, routes: Any) -> Any:
+        shared, group = [routes], parallel_state.get_data_parallel_group()
+        dist.broadcast_object_list(shared, dist.get_process_group_ranks(group)[0], group)
+        return good.step(tokens_BS, shared[0])
+
+    return facet(session, "replay", step=step)
+
+
 def _scaled(method: str, change: Callable[[Any], Any]) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap`: what a method of the facet `replay` gives passes through `change`."""
 
@@ -173,6 +188,15 @@ FAULTS = (
         wrap=_left_on,
         says="native-between: ",
         one_rank=True,
+    ),
+    Fault(
+        id="replay-routes-of-replica-0",
+        bug="the routes of a step are broadcast from one data-parallel replica, as if all had its rows",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", world_size=2, replay="R3"),
+        wrap=_routes_of_replica_0,
+        says="step-a: ",
+        diagnosis="of sample 0",
     ),
     Fault(
         id="gate-without-gradient",

@@ -32,7 +32,7 @@ def build(record: Record, checkpoint: str) -> None:
     if families.read(checkpoint, record.model.param_dtype) != record.model:
         raise ValueError(f"{checkpoint} is not the {RUN.model} that was checked")
     dist.init_process_group()
-    rank = megatron.initialise(record.layout)
+    rank = megatron.initialise(record.layout, tied=record.model.tied)
     built = megatron.build(record, rank, device=f"cuda:{os.environ['LOCAL_RANK']}")
     bridge.load(built.shard_map, rank, built.chunks, checkpoint)
 

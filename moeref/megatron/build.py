@@ -110,7 +110,8 @@ def _check_here(record: Record, where: torch.device) -> None:
     if record.kernels == "te":
         te_layers.check(record)
     dispatch.check(record, gpu=where.type == "cuda")
-    groups.check(record.layout)
+    model = record.model
+    groups.check(record.layout, shared=model.tied or bool(model.mtp_layers), tied=model.tied)
 
 
 def arguments(record: Record) -> dict[str, Any]:

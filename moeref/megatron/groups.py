@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from moeref.layout import Layout, LayoutError
 
 
-def initialise(layout: Layout) -> int:
+def initialise(layout: Layout, *, tied: bool = False) -> int:
     """Create megatron-core's groups on an initialised `torch.distributed`, and return this process's rank.
+
+    tied: whether the head is the embedding. It decides which stages share the embedding where a layout string puts
+    multi-token prediction layers before the last stage, and nothing elsewhere.
 
     Raises LayoutError if the world size is not the layout's, or if megatron-core's coordinates of this rank differ from
     `Layout.coords`.
@@ -26,12 +34,27 @@ def initialise(layout: Layout) -> int:
         expert_tensor_parallel_size=layout.etp,
         order=layout.order,
         create_gloo_process_groups=False,
+        get_embedding_ranks=lambda pp_ranks: embedding_ranks(layout, pp_ranks, tied=tied),
     )
     at = layout.coords(rank)
     for axis, value in coordinates().items():
         if getattr(at, axis) != value:
             raise LayoutError(f"{layout.text}: rank {rank} is {at.text}, but megatron-core says {axis}{value}")
     return rank
+
+
+def embedding_ranks(layout: Layout, pp_ranks: Sequence[int], *, tied: bool) -> list[int]:
+    """Which ranks of a pipeline group sum the gradients of the word embedding, as Megatron-LM's pretrain_gpt.py has it.
+
+    Megatron's default is the first and the last. Multi-token prediction layers on another stage have a copy there, and
+    the last then only if its head is tied: the head's own gradient would be added to the embedding's.
+    """
+    stages = layout.pipeline_layout and PipelineParallelLayerLayout(layout.pipeline_layout, layout.pp)
+    config = SimpleNamespace(pipeline_model_parallel_layout=stages, mtp_num_layers=1 if stages else None)
+    if set(mtp := get_mtp_ranks(list(pp_ranks), config)) <= {pp_ranks[-1]}:
+        default: list[int] = parallel_state.default_embedding_ranks(pp_ranks)
+        return default
+    return [rank for rank in pp_ranks if rank in {pp_ranks[0], *mtp} or (tied and rank == pp_ranks[-1])]
 
 
 def coordinates() -> dict[str, int]:
@@ -59,12 +82,28 @@ def sizes() -> dict[str, int]:
     }
 
 
-def check(layout: Layout) -> None:
-    """Raise LayoutError unless megatron-core is initialised with the group sizes of `layout`."""
+def check(layout: Layout, *, shared: bool = False, tied: bool = False) -> None:
+    """Raise LayoutError unless megatron-core is initialised with the group sizes of `layout`.
+
+    shared: whether stages have copies of the embedding, `tied` or for multi-token prediction. Then its group must be
+    theirs, or the copies would differ from the first step on.
+    """
     if not parallel_state.model_parallel_is_initialized():
         raise LayoutError(f"{layout.text}: megatron-core has no groups yet; call groups.initialise(layout) first")
     if wrong := [f"{axis}={size}" for axis, size in sizes().items() if size != getattr(layout, axis)]:
         raise LayoutError(f"{layout.text}: megatron-core was initialised with {', '.join(wrong)}")
+    if shared and layout.pp > 1:
+        _check_embedding(layout, tied)
+
+
+def _check_embedding(layout: Layout, tied: bool) -> None:
+    pp_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    want = embedding_ranks(layout, pp_ranks, tied=tied)
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    have = dist.get_process_group_ranks(group) if dist.get_rank() in want and group is not None else []
+    if dist.get_rank() in want and have != want:
+        stages = f"ranks {want} hold the embedding, and megatron-core's group of it has {have or 'not this rank'}"
+        raise LayoutError(f"{layout.text}: {stages}; call groups.initialise(layout, tied={tied})")
 
 
 def shut_down() -> None:

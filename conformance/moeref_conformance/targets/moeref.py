@@ -446,7 +446,7 @@ class MoerefTarget:
             return
         from moeref import megatron
 
-        rank = megatron.initialise(layout)
+        rank = megatron.initialise(layout, tied=model.tied)
         try:
             options = record.Options(**_options(cell), divisible_by=self._divisible_by)
             built = megatron.build(record.Record.of(model, layout, options=options), rank, world.device)

@@ -23,11 +23,6 @@ class Control(Protocol):
         """The command's value. Raises what the engine raises, or RuntimeError with its text."""
 
 
-def version_of(text: str) -> int:
-    """The number of vLLM's weight version, which is "default" before the first update."""
-    return 0 if text == "default" else int(text)
-
-
 class InProcess:
     """An `LLM` of this process."""
 

@@ -6,16 +6,21 @@ end when the trainer's process is gone, since their connection is.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from moeref.families import Model
 from moeref.vllm.arguments import EngineError, installed
-from moeref.vllm.control import InProcess, Piped, serve, version_of
+from moeref.vllm.control import InProcess, Piped, serve
+from moeref.vllm.rollout import Sample, from_outputs
 
 #: Steps in a row that sampled nothing, after which no token is waited for.
 IDLE = 100
@@ -120,7 +125,7 @@ def _engine(connection: Connection[Any, Any], arguments: Mapping[str, Any]) -> N
         serve(Stepped(llm), connection)
         code = 0
     except (EOFError, OSError):
-        pass
+        pass  # the trainer's process is gone: the keeper sees the same, and ends
     finally:
         os._exit(code)
 
@@ -130,48 +135,52 @@ class Stepped(InProcess):
 
     def __init__(self, llm: Any) -> None:
         super().__init__(llm)
-        self._llm, self._outputs, self._versions = llm, dict[str, Any](), dict[str, list[int]]()
+        self._core, self._count = llm.llm_engine, itertools.count()
+        self._outputs: dict[str, Any] = {}  # of each request the last one, which has all of its tokens
         self._commands |= {"submit": self.submit, "advance": self.advance, "collect": self.collect}
 
     def submit(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> None:
-        """Add a request for each prompt; `sampling` are arguments of SamplingParams."""
+        """Add a request for each prompt, and drop those of before; `sampling` are arguments of SamplingParams."""
         from vllm import SamplingParams
 
-        self._outputs, self._versions = {}, {str(number): [] for number in range(len(prompts))}
-        for name, prompt in zip(self._versions, prompts, strict=True):
-            given = {"prompt_token_ids": list(prompt)}
-            self._llm.llm_engine.add_request(name, given, SamplingParams(**sampling))
+        self._abort()
+        self._outputs = {}
+        for prompt in prompts:
+            name = f"stepped-{next(self._count)}"
+            self._core.add_request(name, {"prompt_token_ids": list(prompt)}, SamplingParams(**sampling))
+            self._outputs[name] = None
 
     def advance(self, tokens: int | None = None) -> None:
         """Go on until every request has this many tokens, or has ended. Raises EngineError if nothing happens."""
-        idle = 0
-        while any(not self._reached(name, tokens) for name in self._versions):
-            before = sum(map(len, self._versions.values()))
-            self._step()
-            idle = 0 if sum(map(len, self._versions.values())) > before else idle + 1
+        idle, enough = 0, math.inf if tokens is None else tokens
+        while any(not self._ended(name) and self._made(name) < enough for name in self._outputs):
+            before = sum(map(self._made, self._outputs))
+            for output in self._core.step():
+                self._outputs[output.request_id] = output
+            idle = 0 if sum(map(self._made, self._outputs)) > before else idle + 1
             if idle > IDLE:
                 raise EngineError(f"{idle} steps sampled no token: is the engine paused?")
 
-    def _reached(self, name: str, tokens: int | None) -> bool:
-        done = name in self._outputs and self._outputs[name].finish_reason is not None
-        return done or (tokens is not None and len(self._versions[name]) >= tokens)
+    def collect(self, model: Model, *, routes: bool = True) -> list[Sample]:
+        """The samples of all requests so far. Those that have not ended are aborted, and vLLM has no routes of them.
 
-    def _step(self) -> None:
-        """One forward, and the version of its weights for each token that it sampled."""
-        version = version_of(self._llm.get_weight_version())
-        for output in self._llm.llm_engine.step():
-            made = self._versions[output.request_id]
-            self._outputs[output.request_id] = output.outputs[0]
-            made += [version] * (len(output.outputs[0].token_ids) - len(made))
+        Raises EngineError for a request without a token, or for routes that are asked for and absent.
+        """
+        if bare := [name for name in self._outputs if not self._made(name)]:
+            raise EngineError(f"{len(bare)} requests have no token yet: advance first")
+        self._abort()
+        cut = [not self._ended(name) for name in self._outputs]
+        found = [one for output in self._outputs.values() for one in from_outputs(self, output, model, routes=routes)]
+        self._outputs = {}
+        return [replace(one, reason="abort") if aborted else one for one, aborted in zip(found, cut, strict=True)]
 
-    def collect(self) -> list[tuple[list[int], list[float], list[int]]]:
-        """Tokens, logprobs and versions of every request so far. Those that have not ended are aborted."""
-        self._llm.llm_engine.abort_request([name for name in self._versions if not self._reached(name, None)])
-        found = []
-        for name, versions in self._versions.items():
-            output = self._outputs.get(name)
-            ids = list(output.token_ids) if output else []
-            rows = zip(output.logprobs, ids, strict=True) if output else ()
-            found.append((ids, [row[token].logprob for row, token in rows], versions))
-        self._versions = {}
-        return found
+    def _abort(self) -> None:
+        self._core.abort_request([name for name in self._outputs if not self._ended(name)])
+
+    def _made(self, name: str) -> int:
+        output = self._outputs[name]
+        return len(output.outputs[0].token_ids) if output else 0
+
+    def _ended(self, name: str) -> bool:
+        output = self._outputs[name]
+        return output is not None and output.outputs[0].finish_reason is not None

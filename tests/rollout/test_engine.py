@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from moeref import families, sync
 from moeref import vllm as engines
 from moeref.families import Model
 from moeref.provenance import ProvenanceError
+from moeref.vllm.process import Stepped
 
 pytestmark = pytest.mark.engine
 CLOSE, TOKENS = 5e-6, 8
@@ -168,26 +168,12 @@ def test_two_updates_at_once_are_refused(bench: Bench) -> None:
     bench.engine.resume()
 
 
-class Requests:
-    """Requests that a test lets go on step by step, so that an update comes between their tokens."""
-
-    def __init__(self, bench: Bench, prompts: list[list[int]]) -> None:
-        self.bench, self.ended = bench, dict[str, Any]()
-        self.names = [f"mine-{next(COUNT)}" for _ in prompts]
-        for name, prompt in zip(self.names, prompts, strict=True):
-            bench.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, bench.params)
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.ended |= {out.request_id: out for out in self.bench.llm.llm_engine.step() if out.finished}
-
-    def samples(self) -> list[engines.Sample]:
-        self.steps(40)
-        control, model = engines.InProcess(self.bench.llm), self.bench.model
-        return [one for n in self.names for one in engines.from_outputs(control, self.ended[n], model)]
-
-
-COUNT = itertools.count()
+def under_way(bench: Bench, tokens: int) -> Stepped:
+    """Requests that have so many tokens each, so that an update comes between their tokens."""
+    requests = Stepped(bench.llm)
+    requests.submit(PROMPTS, engines.sampling(TOKENS, ignore_eos=True))
+    requests.advance(tokens)
+    return requests
 
 
 def agrees(bench: Bench, sample: engines.Sample, weights: dict[int, str]) -> None:
@@ -209,10 +195,10 @@ def test_kept_requests_go_on_with_new_weights_and_say_so(bench: Bench, before: i
     """Each logprob is transformers' with the weights and the cache that the labels name."""
     bench.engine._mode, old = "keep", bench.engine.version()
     try:
-        requests = Requests(bench, PROMPTS)
-        requests.steps(before)
+        requests = under_way(bench, before)
         bench.update("new")
-        samples = requests.samples()
+        requests.advance()
+        samples = requests.collect(bench.model)
     finally:
         bench.engine._mode = "abort"
     for sample in samples:
@@ -225,6 +211,29 @@ def test_kept_requests_go_on_with_new_weights_and_say_so(bench: Bench, before: i
         with pytest.raises(ProvenanceError, match="mixed versions"):
             sample.made.trainable()
     bench.update("old")
+
+
+def test_aborted_requests_keep_the_tokens_and_labels_that_they_had(bench: Bench) -> None:
+    old = bench.engine.version()
+    requests = under_way(bench, 3)
+    bench.update("new")
+    samples = requests.collect(bench.model, routes=False)
+    assert [(one.reason, one.versions_G.tolist()) for one in samples] == [("abort", [old] * 3)] * len(PROMPTS)
+    for sample in samples:
+        assert sample.made.counts().stale_kv == 0
+        assert np.abs(bench.expected("old", sample) - sample.logprobs_G).max() <= CLOSE
+    bench.update("old")
+
+
+def test_requests_without_a_token_are_not_collected(bench: Bench) -> None:
+    requests = under_way(bench, 0)
+    with pytest.raises(engines.EngineError, match="3 requests have no token yet: advance first"):
+        requests.collect(bench.model)
+    requests.submit(PROMPTS[2:], engines.sampling(TOKENS, ignore_eos=True))
+    requests.advance()
+    (sample,) = requests.collect(bench.model)
+    assert sample.reason == "length"
+    agrees(bench, sample, {bench.engine.version(): "old"})
 
 
 def test_an_engine_of_this_process_does_not_wait(bench: Bench) -> None:

@@ -20,7 +20,6 @@ from docs.examples.grpo_moe import free_port
 from moeref import vllm
 from moeref.replay import GIVEN, MISSING
 from moeref.vllm import arguments, wire
-from moeref.vllm.control import version_of
 
 MODEL = models.model("glm4_moe")
 PROMPT, IDS = [3, 5, 7], [11, 13]
@@ -232,7 +231,3 @@ def test_commands_cross_a_pipe_with_their_errors() -> None:
     near.send((None, None))
     thread.join(10)
     assert not thread.is_alive()
-
-
-def test_the_version_before_the_first_update_is_zero() -> None:
-    assert (version_of("default"), version_of("12")) == (0, 12)

@@ -317,9 +317,9 @@ class _Engine:
     """vLLM in a process of its own. `mode` is what an update does to requests that are under way."""
 
     def __init__(self, process: engines.Process, checkpoint: Path, mode: str) -> None:
-        model = families.read(checkpoint, "float32")
+        self._model = families.read(checkpoint, "float32")
         size = {"max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20}
-        process.start(engines.engine_args(checkpoint, model, max_model_len=256, routes=False, **size))
+        process.start(engines.engine_args(checkpoint, self._model, max_model_len=256, routes=False, **size))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = engines.Place("127.0.0.1", free.getsockname()[1], 2, seconds=20)
@@ -343,8 +343,12 @@ class _Engine:
         if not during or self._mode != "abort":
             self._process.call("advance")
         return [
-            facets.Sampled(tokens=tuple(ids), logprobs=tuple(logprobs), versions=tuple(versions))
-            for ids, logprobs, versions in self._process.call("collect")
+            facets.Sampled(
+                tokens=tuple(one.tokens_T[one.prompt :].tolist()),
+                logprobs=tuple(one.logprobs_G.tolist()),
+                versions=tuple(one.versions_G.tolist()),
+            )
+            for one in self._process.call("collect", model=self._model, routes=False)
         ]
 
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -137,8 +138,9 @@ class Checkpoint:
         return tensor
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor) of all tensors, file by file."""
-        return ((name, self.read(name, tuple(map(slice, self.header(name).shape)))) for name in self._where)
+        """(name, whole tensor) of all tensors, by name: what is of one layer comes together, whatever file it is in."""
+        names = sorted(self._where, key=_numbered)
+        return ((name, self.read(name, tuple(map(slice, self.header(name).shape)))) for name in names)
 
     def close(self) -> None:
         """Unmap all files."""
@@ -153,6 +155,11 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _numbered(name: str) -> list[str | int]:
+    """A key by which layer 10 comes after layer 9."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _require_regular(path: Path) -> None:

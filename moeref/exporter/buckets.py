@@ -13,20 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import xxhash
 
-from moeref.bridge.shard_map import HFTensor
 from moeref.exporter.assembly import Filled, fill, segments
 from moeref.exporter.cuts import ALIGNMENT, FIXED, BucketError, Entry, aligned, apart, text_bytes
 from moeref.exporter.lending import Lender
 from moeref.exporter.messages import Peer
 from moeref.exporter.stream import Stream
 from moeref.exporter.transfer import Transfer
-from moeref.exporter.units import unit_of
+from moeref.exporter.units import Named, closed_up, unit_of
 
 #: A message ends with the length of its metadata, the XXH3 of all before, and this.
 MAGIC = b"moerefB1"
 _TAIL = 8 + 8 + len(MAGIC)
-
-Named = tuple[str | HFTensor, torch.Tensor | None]
 
 
 class Bucket:
@@ -85,13 +82,14 @@ def buckets(
     A bucket is the consumer's own, or with `lend` one memory for all: valid until the next is asked for, and held then
     raises BucketError. A `Lender` keeps that memory for the next export, and may have two, so that one bucket travels
     while the next is made. An `export` is assembled in the bucket; tensors of other streams are copied. Tensors that
-    are None, as on ranks that are not the writer, are left out. Raises BucketError if tensors of a unit are apart.
+    are None, as on ranks that are not the writer, are left out. Tensors keep their order, but a norm that comes amid a
+    unit of its layer comes after it. Raises BucketError if anything else does, so that tensors of a unit are apart.
     """
     lender = Lender() if lend is True else lend or None
     if isinstance(stream, Stream) and not stream.begun:
         yield from _assembled(stream, limit, lender, unit)
     else:
-        yield from _copied(stream, _Filling(limit, lender, unit))
+        yield from _copied(closed_up(stream, unit), _Filling(limit, lender, unit))
     if lender:
         lender.end()
 
@@ -116,17 +114,15 @@ def _memory(lender: Lender | None, nbytes: int, device: torch.device) -> torch.T
     return lender.take(nbytes, device) if lender else torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _copied(stream: Iterable[Named], filling: _Filling) -> Iterator[Bucket]:
-    for described, tensor in stream:
-        if tensor is not None:
-            name = described if isinstance(described, str) else described.name
-            if not filling.has_room(name, tensor.shape, tensor.nbytes):
-                if bucket := filling.emit(name):
-                    yield bucket
-                    bucket = None
-                    filling.begin()
-                filling.grow(name, tensor)
-            filling.add(name, tensor)
+def _copied(stream: Iterable[tuple[str, torch.Tensor]], filling: _Filling) -> Iterator[Bucket]:
+    for name, tensor in stream:
+        if not filling.has_room(name, tensor.shape, tensor.nbytes):
+            if bucket := filling.emit(name):
+                yield bucket
+                bucket = None
+                filling.begin()
+            filling.grow(name, tensor)
+        filling.add(name, tensor)
         del tensor
     if bucket := filling.last():
         yield bucket

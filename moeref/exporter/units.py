@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from moeref.bridge.shard_map import HFTensor
+
+Named = tuple[str | HFTensor, torch.Tensor | None]
 
 #: What comes before these parts of a name is the unit: all experts of a layer, which a loader stacks; an attention,
 #: whose q, k, v (MLA: both down projections) it fuses; a dense or shared MLP, whose gate and up it fuses.
@@ -21,3 +28,30 @@ def unit_of(name: str) -> str:
         if match := pattern.match(name):
             return match[1]
     return name
+
+
+def closed_up(stream: Iterable[Named], unit: Callable[[str], str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of a stream without those that are None; norms amid a unit come after it.
+
+    Megatron keeps a norm with the linear after it: in its order, o_proj is followed by the norm, and then by q_proj.
+    """
+    key, norms = "", list[tuple[str, torch.Tensor]]()
+    for described, tensor in stream:
+        if tensor is None:
+            continue
+        name = described if isinstance(described, str) else described.name
+        if unit(name) == name and "norm" in name and key.startswith(_layer(name)):
+            norms.append((name, tensor.clone()))  # the stream may use its memory again
+            continue
+        if unit(name) != key:
+            yield from norms
+            key, norms = unit(name), []
+        yield name, tensor
+        del tensor
+    yield from norms
+
+
+def _layer(name: str) -> str:
+    """Such as `model.layers.3.`; the whole name for a tensor of no layer."""
+    match = re.match(r".*?\.layers\.\d+\.", name)
+    return match[0] if match else name

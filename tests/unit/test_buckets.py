@@ -106,6 +106,12 @@ def test_any_order_size_and_limit_gives_the_same(data: st.DataObject, limit: int
     assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
 
 
+IN_MEGATRONS_ORDER = (
+    *("self_attn.o_proj", "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm"),
+    *("post_attention_layernorm", "mlp.gate", "mlp.experts.0.up_proj"),
+)
+
+
 class Allocated(TorchDispatchMode):
     """The most bytes that tensors made in the block held at a time, those of `model` aside."""
 
@@ -233,6 +239,18 @@ def test_a_unit_that_comes_apart_is_refused() -> None:
         list(buckets([(name, torch.ones(2)) for name in names], 1000))
 
 
+@pytest.mark.parametrize("limit", [1, 700, 1200, 2000, 10_000])
+def test_a_norm_amid_a_unit_comes_after_it(limit: int) -> None:
+    """Megatron's order, in which bridges export: the norm before a linear is a parameter of that linear."""
+    names = [f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in IN_MEGATRONS_ORDER]
+    memory = torch.empty(8)  # one for all, as a bridge may lend it
+    held = list(buckets(((name, memory.fill_(n)) for n, name in enumerate(names)), limit))
+    assert all(bucket.message().numel() <= limit or len(units(bucket)) == 1 for bucket in held)
+    found = {name: tensor for bucket in held for name, tensor in bucket.tensors()}
+    assert list(found)[:6] == [names[n] for n in (0, 2, 3, 4, 1, 5)]
+    assert {name: float(tensor[0]) for name, tensor in found.items()} == {name: n for n, name in enumerate(names)}
+
+
 def test_ranks_without_tensors_have_no_buckets() -> None:
     assert list(buckets([("norm.weight", None)], 1000)) == []
 
@@ -249,10 +267,11 @@ def test_units_of_an_export_are_whole(family: str, expert_format: str) -> None:
 
 
 def test_a_folder_is_a_stream(whole: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    save_file(whole, tmp_path / "model.safetensors")
+    """Also one of several files, as published: the experts of a layer are in more than one."""
+    for number in range(3):
+        save_file({name: whole[name] for name in list(whole)[number::3]}, tmp_path / f"model-{number}.safetensors")
     with Checkpoint(tmp_path) as checkpoint:
-        stream = sorted(checkpoint.tensors(), key=lambda pair: unit_of(pair[0]))
-        kept = dict(pair for bucket in buckets(stream, 50_000) for pair in bucket.tensors())
+        kept = dict(pair for bucket in buckets(checkpoint.tensors(), 50_000) for pair in bucket.tensors())
     assert kept.keys() == whole.keys()
     assert all(torch.equal(kept[name], tensor) for name, tensor in whole.items())
 

@@ -245,7 +245,11 @@ def _calls(chunks: list[Any], load: Callable[[], object], export: Callable[[], I
     """The two calls under no_grad: bridges copy into parameters in place."""
     import torch
 
-    return Bridge(chunks, torch.no_grad()(load), lambda: torch.no_grad()(lambda: list(export()))())
+    @torch.no_grad()
+    def stream() -> Iterator[tuple[str, Any]]:
+        yield from export()
+
+    return Bridge(chunks, torch.no_grad()(load), stream)
 
 
 def away(bridge: Bridge, folder: str) -> float:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from moeref_conformance.worlds.forked import ForkedWorld
+
+    from tests import warm
 
 #: What all tests import beyond moeref's own dependencies, and what those outside tests/peers do, by module.
 NEEDED = {"megatron": "megatron-core", "transformers": "transformers", "jinja2": "jinja2", "hypothesis": "hypothesis"}
@@ -56,6 +60,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.cpu)
         if item.get_closest_marker("ranks") is not None and config.pluginmanager.has_plugin("xdist"):
             item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what stays for the whole session: modules and tests, some millions of objects."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def megatron_on_cpu() -> Iterator[warm.Prepared]:
+    """A process that has imported megatron-core anew, after the kit's substitutions, for programs in forks of it."""
+    from tests import warm
+
+    root = Path(__file__).parents[1]
+    program = (
+        "from moeref_conformance import authors\n"
+        "authors.megatron_on_cpu()\n"
+        "import megatron.core.distributed, megatron.core.models.gpt.gpt_layer_specs, megatron.core.optimizer\n"
+    )
+    forget = ["megatron", "moeref", "moeref_conformance"]
+    with warm.prepare(program, cwd=root, path=[str(root)], forget=forget) as prepared:
+        yield prepared
 
 
 @pytest.fixture(scope="session")

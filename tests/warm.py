@@ -1,22 +1,27 @@
-"""A Python program in a fork of this process, which has imported torch and megatron-core: a fresh one needs seconds."""
+"""Python programs in forks of a process that has imported what they need: a fresh one needs seconds for that."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+Done = subprocess.CompletedProcess[str]
 
 
 def run(program: str, *, cwd: Path, path: Sequence[str] = (), forget: Sequence[str] = ()) -> Done:
     """Run `program` as `python -c` would in `cwd`, with `path` in front of the import path.
 
-    Of the packages in `forget` no module counts as imported.
+    Of the packages in `forget` no module counts as imported. This process has imported torch and megatron-core.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         pid = os.fork()
@@ -28,15 +33,62 @@ def run(program: str, *, cwd: Path, path: Sequence[str] = (), forget: Sequence[s
         return Done([sys.executable], os.waitstatus_to_exitcode(status), out.read(), err.read())
 
 
-Done = subprocess.CompletedProcess[str]
+class Prepared:
+    """A process that has run a program, and runs others in forks of its own; `prepare` makes it."""
+
+    def __init__(self, channel: Connection[Any, Any], output: IO[str]) -> None:
+        self._channel, self._output = channel, output
+
+    def run(self, program: str, *, cwd: Path, path: Sequence[str] = ()) -> Done:
+        """As `run` above. Raises RuntimeError, with what it printed, where the first program failed."""
+        try:
+            self._channel.send((program, cwd, path))
+            done: Done = self._channel.recv()
+        except (EOFError, OSError) as error:
+            self._output.seek(0)
+            raise RuntimeError(self._output.read()) from error
+        return done
 
 
-def _child(program: str, cwd: Path, path: Sequence[str], forget: Sequence[str], out: IO[str], err: IO[str]) -> None:
+@contextlib.contextmanager
+def prepare(program: str, *, cwd: Path, path: Sequence[str] = (), forget: Sequence[str] = ()) -> Iterator[Prepared]:
+    """Fork a process that runs `program`, and stays for as long as this context. Arguments as those of `run`."""
+    ours, theirs = Pipe()
+    with ours, tempfile.TemporaryFile("w+") as output:
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            _child(program, cwd, path, forget, output, output, lambda: _serve(theirs))
+        theirs.close()
+        try:
+            yield Prepared(ours, output)
+        finally:
+            ours.close()
+            os.waitpid(pid, 0)
+
+
+def _serve(channel: Connection[Any, Any]) -> None:
+    with contextlib.suppress(EOFError):  # the other side has what it wanted
+        while True:
+            program, cwd, path = channel.recv()
+            channel.send(run(program, cwd=cwd, path=path))
+
+
+def _child(
+    program: str,
+    cwd: Path,
+    path: Sequence[str],
+    forget: Sequence[str],
+    out: IO[str],
+    err: IO[str],
+    then: Callable[[], None] = lambda: None,
+) -> None:
     code = 1
     try:
-        os.dup2(out.fileno(), 1)
-        os.dup2(err.fileno(), 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        gc.freeze()  # the collector looks at none of what was there: it would take a second for each round
+        for number, file in enumerate((out, err), 1):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         os.chdir(cwd)
         sys.path[:0] = path
         os.environ["PYTHONPATH"] = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
@@ -44,6 +96,7 @@ def _child(program: str, cwd: Path, path: Sequence[str], forget: Sequence[str], 
             del sys.modules[name]
         importlib.invalidate_caches()
         exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+        then()
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

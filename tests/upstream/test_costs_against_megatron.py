@@ -65,22 +65,23 @@ def large_enough(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "hidden_size": 64, "vocab_size": 1000}
 
 
-def in_megatron(program: str, folder: Path, cases: list[dict[str, Any]]) -> list[Any]:
+def in_megatron(program: str, folder: Path, cases: list[dict[str, Any]], megatron_on_cpu: warm.Prepared) -> list[Any]:
     """What a program beside this file measures of the cases."""
     out = folder / "found.jsonl"
     text = f"import {program}\n{program}.main({str(out)!r}, {cases!r})"
-    forget = ["megatron", "moeref", "moeref_conformance"]
-    done = warm.run(text, cwd=folder, path=[str(Path(__file__).parent)], forget=forget)
+    done = megatron_on_cpu.run(text, cwd=folder, path=[str(Path(__file__).parent)])
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-def test_weights_gradients_and_optimizer_are_what_megatron_allocates(tmp_path: Path) -> None:
+def test_weights_gradients_and_optimizer_are_what_megatron_allocates(
+    tmp_path: Path, megatron_on_cpu: warm.Prepared
+) -> None:
     cases = [
         {"config": large_enough(models.CONFIGS[family]), "layout": layout, "training": training, "dtype": dtype}
         for family, layout, training, dtype in CASES
     ]
-    found = iter(in_megatron("cost_allocations", tmp_path, cases))
+    found = iter(in_megatron("cost_allocations", tmp_path, cases, megatron_on_cpu))
     for family, text, training, dtype in CASES:
         layout = Layout.parse(text)
         model = families.read(large_enough(models.CONFIGS[family]), dtype)
@@ -95,13 +96,14 @@ def test_weights_gradients_and_optimizer_are_what_megatron_allocates(tmp_path: P
     assert next(found, None) is None
 
 
-def test_activations_are_what_a_forward_and_backward_save(tmp_path: Path) -> None:
+def test_activations_are_what_a_forward_and_backward_save(tmp_path: Path, megatron_on_cpu: warm.Prepared) -> None:
     cases = [
         {"config": large_enough(models.CONFIGS[family]), "layout": layout, "settings": settings, "length": LENGTH}
         for family, layout, settings in TRACED
     ]
     wrong = []
-    for case, found in zip(TRACED, in_megatron("cost_activations", tmp_path, cases), strict=True):
+    traced = in_megatron("cost_activations", tmp_path, cases, megatron_on_cpu)
+    for case, found in zip(TRACED, traced, strict=True):
         family, text, settings = case
         layout, model = Layout.parse(text), families.read(large_enough(models.CONFIGS[family]), "bfloat16")
         shape = Shape(model=model, layout=layout, tokens=LENGTH, fused=False)

@@ -12,17 +12,15 @@ from tests import warm
 ROOT = Path(__file__).parents[2]
 
 
-def compared(cases: int, built: int, before: str = "", shrink: bool = True) -> warm.Done:
-    """The run of `preflight_cases` in a process of its own, which `before` may spoil."""
+def compared(process: warm.Prepared, cases: int, built: int, before: str = "", shrink: bool = True) -> warm.Done:
+    """The run of `preflight_cases` in a fork of `process`, which `before` may spoil."""
     arguments = f"{cases}, {built}, derandomize=True, shrink={shrink}"
     program = f"from tests.upstream import preflight_cases\n{before}\npreflight_cases.main({arguments})"
-    # megatron-core is imported anew, after the kit's substitutions.
-    forget = ["megatron", "moeref", "moeref_conformance"]
-    return warm.run(program, cwd=ROOT, path=[str(ROOT)], forget=forget)
+    return process.run(program, cwd=ROOT)
 
 
-def test_no_run_that_should_work_is_refused_by_megatron() -> None:
-    done = compared(60, 2)
+def test_no_run_that_should_work_is_refused_by_megatron(megatron_on_cpu: warm.Prepared) -> None:
+    done = compared(megatron_on_cpu, 60, 2)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "false accepts 0" in done.stdout
     found = {name: int(number) for name, number in re.findall(r"(\w+) (\d+)", done.stdout.splitlines()[0])}
@@ -37,7 +35,7 @@ def test_no_run_that_should_work_is_refused_by_megatron() -> None:
         ("preflight_cases.explained = lambda text: ''", "false refusal without a reason"),
     ],
 )
-def test_a_missing_rule_or_reason_is_found(before: str, says: str) -> None:
-    done = compared(150, 0, before, shrink=False)
+def test_a_missing_rule_or_reason_is_found(before: str, says: str, megatron_on_cpu: warm.Prepared) -> None:
+    done = compared(megatron_on_cpu, 150, 0, before, shrink=False)
     assert done.returncode != 0
     assert says in done.stderr

@@ -46,15 +46,13 @@ def run_files(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, megatron_on_cpu: warm.Prepared) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
     files = list(run_files(folder))
     assert len(files) >= 2
     out = folder / "found.jsonl"
     program = f"import built_from_record\nbuilt_from_record.main(*{[str(out), *map(str, files)]})"
-    # megatron-core is imported anew, after the kit's substitutions.
-    forget = ["megatron", "moeref", "moeref_conformance"]
-    done = warm.run(program, cwd=folder, path=[str(Path(__file__).parent)], forget=forget)
+    done = megatron_on_cpu.run(program, cwd=folder, path=[str(Path(__file__).parent)])
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 

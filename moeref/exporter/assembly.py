@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from moeref.dtypes import DTYPES
-from moeref.exporter.batches import Batch
+from moeref.exporter.batches import Batch, Ranks
 from moeref.exporter.copies import Copy
-from moeref.exporter.cuts import Cut, Entry, cuts
+from moeref.exporter.cuts import BucketError, Cut, Entry, cuts
 from moeref.exporter.plan import Plan
-from moeref.exporter.transfer import Transfer, Writer
+from moeref.exporter.transfer import Transfer
 
 #: Longer runs are copied by torch, which may use several threads.
 _LONG = 1 << 20
@@ -43,10 +43,13 @@ class Piece(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """The pieces of one batch in one bucket; `begins` and `ends` say whether they are its first and last."""
+    """The pieces of one batch in one bucket; `begins` and `ends` say whether they are its first and last.
+
+    A batch of which this rank receives nothing has no bucket and no pieces.
+    """
 
     batch: Batch | None  # that begins here
-    cut: Cut
+    cut: Cut | None
     pieces: tuple[Piece, ...]
     begins: bool
     ends: bool
@@ -59,20 +62,39 @@ class Filled(NamedTuple):
     memory: torch.Tensor
 
 
-def segments(plan: Plan, limit: int, unit: Callable[[str], str]) -> tuple[Segment, ...]:
-    """An export of `plan` in buckets, in order. Worked out once."""
-    return plan.kept((limit, unit), lambda: tuple(_segments(plan, cuts(plan.tensors, limit, unit))))
+def segments(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tuple[Segment, ...]:
+    """What `rank` receives of an export of `plan`, in buckets, in order. Worked out once.
+
+    Raises BucketError on every rank if tensors of a unit are apart or go to different ranks.
+    """
+    return plan.kept((rank, limit, unit), lambda: tuple(_segments(plan, rank, _cuts(plan, rank, limit, unit))))
 
 
-def _segments(plan: Plan, found: tuple[Cut, ...]) -> Iterator[Segment]:
+def _cuts(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tuple[Cut, ...]:
+    if plan.receivers != "share":
+        return cuts(plan.received(rank), limit, unit)
+    where: dict[str, Ranks] = {}
+    for (step, _), to in zip(plan.params, plan.to, strict=True):
+        for tensor in step.tensors:
+            key = unit(tensor.name)
+            if where.setdefault(key, to) != to:
+                raise BucketError(
+                    f"{tensor.name}: goes to another rank than others of {key}, which a loader needs whole"
+                )
+    return cuts(plan.received(rank), limit, unit)
+
+
+def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment]:
     where = {entry.name: (entry, number) for number, cut in enumerate(found) for entry in cut.entries}
     alike: dict[int, tuple[tuple[Run, ...], tuple[Copy, ...]]] = {}
     begun = -1
     for batch in plan.batches:
         in_cut: dict[int, list[Piece]] = {}
         for number in batch.params:
-            for piece in _pieces(plan, number, where, alike):
+            for piece in _pieces(plan, number, where, alike) if rank in plan.to[number] else ():
                 in_cut.setdefault(where[piece.entry.name][1], []).append(piece)
+        if not in_cut:
+            yield Segment(batch, None, (), False, False)
         starts: Batch | None = batch
         for cut, pieces in in_cut.items():
             last = pieces[-1]
@@ -116,27 +138,28 @@ def fill(
 ) -> Iterator[Filled]:
     """Move an export, segment by segment, into what `memory` gives for each bucket; tell `at` what tensor is next.
 
-    A rank that is not the writer yields nothing.
+    A rank that receives nothing yields nothing.
     """
     room: torch.Tensor | None = None
-    for segment in todo:
-        at(segment.pieces[0].entry.name)
-        if segment.batch:
-            transfer.begin(segment.batch)
-        if not isinstance(transfer, Writer):
+    for batch, cut, pieces, begins, ends in todo:
+        if batch:
+            at(plan.params[batch.params.start][1].hf[0].name)
+            transfer.begin(batch)
+        if cut is None:
             continue
-        if segment.begins or room is None:
-            room = memory(segment.cut.nbytes)
-        _move(transfer, plan, segment.pieces, room)
-        if segment.ends:
-            at(segment.cut.entries[-1].name)
-            filled, room = Filled(segment.cut, room), None
+        at(pieces[0].entry.name)
+        if begins or room is None:
+            room = memory(cut.nbytes)
+        _move(transfer, plan, pieces, room)
+        if ends:
+            at(cut.entries[-1].name)
+            filled, room = Filled(cut, room), None
             yield filled
             del filled
 
 
-def _move(writer: Writer, plan: Plan, pieces: tuple[Piece, ...], memory: torch.Tensor) -> None:
-    move, address, params = ctypes.memmove, writer.address, plan.params
+def _move(transfer: Transfer, plan: Plan, pieces: tuple[Piece, ...], memory: torch.Tensor) -> None:
+    move, address, params = ctypes.memmove, transfer.address, plan.params
     base = memory.data_ptr() if memory.device.type == "cpu" else 0
     for number, part, entry, runs, rest, copies in pieces:
         start = address(number, part) if runs and base else 0
@@ -146,7 +169,7 @@ def _move(writer: Writer, plan: Plan, pieces: tuple[Piece, ...], memory: torch.T
                 move(place + into, start + source, nbytes)
             copies = rest
         if copies:
-            _strided(entry.view(memory), copies, *writer.source(number, part, params[number][1]))
+            _strided(entry.view(memory), copies, *transfer.source(number, part, params[number][1]))
 
 
 def _strided(full: torch.Tensor, copies: tuple[Copy, ...], memory: torch.Tensor, offset: int) -> None:

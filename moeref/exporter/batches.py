@@ -1,7 +1,7 @@
 """Which shards travel in one message. Arithmetic that all ranks do alike, without torch.
 
 Small tensors would each pay the latency of a message. So the parameters of a plan are cut into batches, and in each
-batch an owner sends all of its shards to the writer as one message of bytes.
+batch an owner sends all of its shards for the same receivers as one message of bytes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from moeref.bridge.shard_map import GlobalParam, ShardMap
 from moeref.dtypes import DTYPES
 from moeref.families import ParamMapping
 
-#: Shards begin at multiples of this many bytes, so that a message can be read as any dtype. The first so many bytes are
-#: the message's state.
+#: Shards begin at multiples of this many bytes, so that a message can be read as any dtype.
 ALIGNMENT = 16
+Ranks = tuple[int, ...]
 
 
 class Sent(NamedTuple):
@@ -28,72 +28,88 @@ class Sent(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The shards that one rank sends in a batch."""
+    """The shards that one rank sends to `receivers` in a batch. An owner among them reads its own memory instead."""
 
     owner: int
+    receivers: Ranks
     shards: tuple[Sent, ...]
     nbytes: int
 
 
 class Batch(NamedTuple):
-    """Parameters that follow each other in a plan, by number, and the messages with their shards."""
+    """Parameters that follow each other in a plan, by number, and the messages with their shards.
+
+    nbytes: of the messages that one rank sends and receives, at most.
+    """
 
     params: range
     messages: tuple[Message, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all messages."""
-        return sum(message.nbytes for message in self.messages)
+    nbytes: int
 
 
-def batches(shard_map: ShardMap, params: Sequence[GlobalParam], writer: int, limit: int) -> Iterator[Batch]:
-    """All parameters in order. The messages of a batch have `limit` bytes, or the shards of one parameter if more."""
+def batches(
+    shard_map: ShardMap, params: Sequence[GlobalParam], receivers: Sequence[Ranks], limit: int
+) -> Iterator[Batch]:
+    """All parameters in order, each for its receivers. A batch has `limit` bytes, or the shards of one parameter."""
     if shard_map.layout.world == 1:
-        yield Batch(range(len(params)), ())
+        yield Batch(range(len(params)), (), 0)
         return
     first, made = 0, _Batch()
-    alike: dict[tuple[ParamMapping, tuple[int, ...]], list[tuple[int, int, int]]] = {}
+    alike: dict[tuple[ParamMapping, Ranks], list[tuple[int, int, int]]] = {}
     for number, param in enumerate(params):
         key = param.mapping, shard_map.owners(param)
         if key not in alike:
-            alike[key] = _sizes(shard_map, param, writer)
-        sent = alike[key]
-        if made.shards and made.with_(sent) > limit:
+            alike[key] = _sizes(shard_map, param)
+        to = receivers[number]
+        sent = [one for one in alike[key] if to != (one[0],)]
+        if made.shards and made.with_(sent, to) > limit:
             yield made.done(range(first, number))
             first, made = number, _Batch()
-        made.add(number, sent)
+        made.add(number, sent, to)
     yield made.done(range(first, len(params)))
 
 
-def _sizes(shard_map: ShardMap, param: GlobalParam, writer: int) -> list[tuple[int, int, int]]:
-    """(owner, part, bytes) of every shard of `param` that the writer does not hold; the same for every expert."""
+def _sizes(shard_map: ShardMap, param: GlobalParam) -> list[tuple[int, int, int]]:
+    """(owner, part, bytes with those up to the next shard) of every shard of `param`; the same for every expert."""
     width = DTYPES[param.dtype].bytes
     owners = enumerate(shard_map.owners(param))
-    return [(o, part, width * prod(shard_map.shard(param, part).shape)) for part, o in owners if o != writer]
+    return [(o, part, _aligned(width * prod(shard_map.shard(param, part).shape))) for part, o in owners]
 
 
 class _Batch:
-    """A batch in the making: the shards of each owner, and where its next one begins."""
+    """A batch in the making: the shards of each owner and receivers, and where their next one begins."""
 
     def __init__(self) -> None:
-        self.shards: dict[int, list[Sent]] = {}
-        self._ends: dict[int, int] = {}
+        self.shards: dict[tuple[int, Ranks], list[Sent]] = {}
+        self._ends: dict[tuple[int, Ranks], int] = {}
+        self._loads: dict[int | None, int] = {}  # bytes that a rank holds; of None: that any rank may hold
+        self._most = 0
 
-    def with_(self, sent: list[tuple[int, int, int]]) -> int:
-        """The bytes of all messages once these shards are added."""
-        more = sum(_aligned(nbytes) + (0 if owner in self._ends else ALIGNMENT) for owner, _, nbytes in sent)
-        return sum(self._ends.values()) + more
+    def with_(self, sent: list[tuple[int, int, int]], to: Ranks) -> int:
+        """The bytes that one rank holds at most once these shards are added."""
+        more: dict[int | None, int] = {}
+        for owner, _, nbytes in sent:
+            for rank in _holders(owner, to):
+                more[rank] = more.get(rank, self._loads.get(rank, 0)) + nbytes
+        return max(self._most, *more.values()) if more else self._most
 
-    def add(self, number: int, sent: list[tuple[int, int, int]]) -> None:
+    def add(self, number: int, sent: list[tuple[int, int, int]], to: Ranks) -> None:
         for owner, part, nbytes in sent:
-            at = self._ends.get(owner, ALIGNMENT)
-            self.shards.setdefault(owner, []).append(Sent(number, part, at))
-            self._ends[owner] = at + _aligned(nbytes)
+            at = self._ends.get((owner, to), 0)
+            self.shards.setdefault((owner, to), []).append(Sent(number, part, at))
+            self._ends[owner, to] = at + nbytes
+            for rank in _holders(owner, to):
+                self._loads[rank] = load = self._loads.get(rank, 0) + nbytes
+                self._most = max(self._most, load)
 
     def done(self, params: range) -> Batch:
-        messages = (Message(owner, tuple(shards), self._ends[owner]) for owner, shards in self.shards.items())
-        return Batch(params, tuple(messages))
+        messages = (Message(*key, tuple(shards), self._ends[key]) for key, shards in self.shards.items())
+        return Batch(params, tuple(messages), self._most)
+
+
+def _holders(owner: int, to: Ranks) -> tuple[int | None, ...]:
+    """The ranks that have memory for a message; None for all that receive, where they are several."""
+    return (owner, to[0]) if len(to) == 1 else (None,)
 
 
 def _aligned(nbytes: int) -> int:

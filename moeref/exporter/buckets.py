@@ -82,7 +82,7 @@ def buckets(
     A bucket is the consumer's own, or with `lend` one memory for all: valid until the next is asked for, and held then
     raises BucketError. A `Lender` keeps that memory for the next export, and may have two, so that one bucket travels
     while the next is made. An `export` is assembled in the bucket; tensors of other streams are copied. Tensors that
-    are None, as on ranks that are not the writer, are left out. Tensors keep their order, but a norm that comes amid a
+    are None, as on ranks that do not receive them, are left out. Tensors keep their order, but a norm that comes amid a
     unit of its layer comes after it. Raises BucketError if anything else does, so that tensors of a unit are apart.
     """
     lender = Lender() if lend is True else lend or None
@@ -95,7 +95,7 @@ def buckets(
 
 
 def _assembled(stream: Stream, limit: int, lender: Lender | None, unit: Callable[[str], str]) -> Iterator[Bucket]:
-    todo = segments(stream.plan, limit, unit)
+    todo = segments(stream.plan, stream.rank, limit, unit)
 
     def made(transfer: Transfer, peer: Peer, at: Callable[[str], None]) -> Iterator[Filled]:
         return fill(transfer, peer.plan, todo, lambda nbytes: _memory(lender, nbytes, peer.device), at)

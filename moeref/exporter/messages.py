@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,9 +11,6 @@ import torch.distributed as dist
 
 from moeref.exporter.batches import Message
 from moeref.exporter.plan import ExportError, Plan
-
-#: The bytes with which the writer asks for a message, and those that say what state a message is in.
-GO, STOP, GOOD, FAILED = 1, 2, 3, 4
 
 
 class Peer(NamedTuple):
@@ -24,43 +21,47 @@ class Peer(NamedTuple):
     device: torch.device
     group: dist.ProcessGroup | None
 
-    def send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Begin to send `tensor` to a rank of the layout."""
-        return _work(dist.isend(tensor, dst=self._global(rank), group=self.group))
+    def send(self, memory: torch.Tensor, rank: int) -> dist.P2POp:
+        """To send `memory` to a rank of the layout, once it is begun."""
+        return dist.P2POp(dist.isend, memory, self._global(rank), self.group)
 
-    def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Begin to receive `tensor` from a rank of the layout."""
-        return _work(dist.irecv(tensor, src=self._global(rank), group=self.group))
+    def receive(self, memory: torch.Tensor, rank: int) -> dist.P2POp:
+        """To receive `memory` from a rank of the layout, once it is begun."""
+        return dist.P2POp(dist.irecv, memory, self._global(rank), self.group)
 
     def _global(self, rank: int) -> int:
         """The global rank of the layout's; they differ where engines share the world with the trainers."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def bytes(self, count: int) -> torch.Tensor:
-        """Memory for a message."""
+        """Memory for messages."""
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
-    def state(self, state: int) -> torch.Tensor:
-        """A message of one byte."""
-        return torch.tensor([state], dtype=torch.uint8, device=self.device)
+    def all_well(self, is_well: bool) -> bool:
+        """Whether all ranks are: a collective, which waits for the last of them."""
+        ill = torch.tensor([not is_well], dtype=torch.int32, device=self.device)
+        dist.all_reduce(ill, dist.ReduceOp.MAX, group=self.group)
+        return not int(ill)
 
     @contextmanager
-    def naming(self, message: Message) -> Iterator[None]:
+    def naming(self, messages: Sequence[Message]) -> Iterator[None]:
         """An error between here and there names the tensors and the ranks."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            params = self.plan.params
-            first, last = (params[message.shards[i].param][1].hf[0].name for i in (0, -1))
+            numbers = [sent.param for message in messages for sent in message.shards]
+            first, last = (self.plan.params[pick(numbers)][1].hf[0].name for pick in (min, max))
             names = first if first == last else f"{first} to {last}"
-            where = f"from rank {message.owner} to rank {self.plan.writer}"
-            raise ExportError(f"rank {self.rank}: {names}, {where}: {error}") from error
+            owners = ranks_text({message.owner for message in messages})
+            receivers = ranks_text({rank for message in messages for rank in message.receivers})
+            raise ExportError(f"rank {self.rank}: {names}, from {owners} to {receivers}: {error}") from error
 
 
-def _work(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise ExportError("this process is not in the group")
-    return work
+def ranks_text(ranks: Collection[int]) -> str:
+    """A few ranks by number, many by count."""
+    if len(ranks) > 4:
+        return f"{len(ranks)} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 class Buffers:

@@ -13,18 +13,20 @@ from typing import Any, NamedTuple, TypeVar
 from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap, hashed
 from moeref.bridge.uncollected import uncollected
 from moeref.exporter import batches
-from moeref.exporter.batches import Batch
+from moeref.exporter import receivers as options
+from moeref.exporter.batches import Batch, Ranks
 from moeref.exporter.copies import Copy, copies
+from moeref.exporter.receivers import Receivers
 
 T = TypeVar("T")
 #: Parts of a parameter, and what is copied from each.
 Moves = tuple[tuple[int, Copy], ...]
-#: Bytes that travel to the writer at a time.
+#: Bytes that travel to a receiver at a time.
 BUCKET_BYTES = 64 << 20
 
 
 class ExportError(RuntimeError):
-    """An export that cannot begin, as the writer is no rank or the ranks do not agree, or that failed on a rank."""
+    """An export that cannot begin, as no rank would receive it or the ranks do not agree, or that failed on a rank."""
 
 
 class Step(NamedTuple):
@@ -37,15 +39,21 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What an export sends, in order, and the rank that gets it. Raises ExportError for a writer that is no rank.
+    """What an export sends, in order, and the ranks that get it. Raises ExportError for options that name no receiver.
 
     bucket_bytes: shards travel in messages; those that a rank holds at a time have so many bytes, or are the shards of
     one parameter that has more.
+
+    receivers: "writer", the one rank `writer` gets all tensors; "node", the first of every `ranks_per_node` ranks gets
+    all; "share", every rank gets other tensors, about as many bytes, units (`unit_of`) whole; "all", every rank gets
+    all.
     """
 
     shard_map: ShardMap
     writer: int = 0
     bucket_bytes: int = BUCKET_BYTES
+    receivers: Receivers = "writer"
+    ranks_per_node: int | None = None
     _copies: dict[int, tuple[tuple[Copy, ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -57,8 +65,8 @@ class Plan:
         layout = self.shard_map.layout
         if type(self.bucket_bytes) is not int or self.bucket_bytes < 1:
             raise ExportError(f"bucket_bytes={self.bucket_bytes!r} is no number of bytes")
-        if type(self.writer) is not int or not 0 <= self.writer < layout.world:
-            raise ExportError(f"writer={self.writer!r} is none of the {layout.world} ranks of {layout.text}")
+        if wrong := options.wrong(self.receivers, self.writer, self.ranks_per_node, layout):
+            raise ExportError(wrong)
 
     @functools.cached_property
     @uncollected
@@ -86,7 +94,22 @@ class Plan:
     def batches(self) -> tuple[Batch, ...]:
         """The parameters by number, cut into batches; two of them fit into the bucket."""
         params = [param for _, param in self.params]
-        return tuple(batches.batches(self.shard_map, params, self.writer, self.bucket_bytes // 2))
+        return tuple(batches.batches(self.shard_map, params, self.to, self.bucket_bytes // 2))
+
+    @functools.cached_property
+    def to(self) -> tuple[Ranks, ...]:
+        """The ranks that receive each of `params`."""
+        if self.receivers == "share":
+            each = options.shares([step.tensors for step in self.steps], self.shard_map.layout.world)
+        else:
+            who = options.common(self.receivers, self.writer, self.ranks_per_node, self.shard_map.layout.world)
+            each = (who,) * len(self.steps)
+        return tuple(who for step, who in zip(self.steps, each, strict=True) for _ in step.params)
+
+    def received(self, rank: int) -> tuple[HFTensor, ...]:
+        """The tensors of the stream that `rank` gets, in order."""
+        last = ((step, to) for (step, param), to in zip(self.params, self.to, strict=True) if param is step.params[-1])
+        return tuple(t for step, to in last if rank in to for t in step.tensors)
 
     def copies(self, param: GlobalParam, part: int) -> tuple[tuple[Copy, ...], ...]:
         """For each Hugging Face tensor of `param` the copies that move shard `part` into it."""
@@ -116,5 +139,6 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> int:
-        """63 bits of a hash of shard map, names, writer and bucket. Ranks with different ones send nothing."""
-        return hashed(self.shard_map.digest, self.writer, self.bucket_bytes, [t.name for t in self.tensors])
+        """63 bits of a hash of shard map, names, receivers and bucket. Ranks with different ones send nothing."""
+        to = self.receivers, self.writer, self.ranks_per_node
+        return hashed(self.shard_map.digest, *to, self.bucket_bytes, [t.name for t in self.tensors])

@@ -1,7 +1,7 @@
-"""Streaming full Hugging Face tensors out of a sharded model, one at a time, to one writer rank.
+"""Streaming full Hugging Face tensors out of a sharded model, one at a time, to the ranks that a plan names.
 
-Owners send their shards point to point to the writer, in the order of the plan, many in one message; no other rank ever
-holds a full tensor.
+Owners send their shards to the receivers, in the order of the plan, many in one message; no other rank ever holds a
+full tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeref.bridge.loader import bound
 from moeref.bridge.shard_map import HFTensor, hashed
 from moeref.exporter.messages import Peer
 from moeref.exporter.plan import ExportError, Plan
-from moeref.exporter.transfer import Owner, Stopped, Transfer, Writer
+from moeref.exporter.transfer import Stopped, Transfer
 from moeref.torch_dtypes import TORCH
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ Place = Callable[[HFTensor, torch.device], torch.Tensor]
 def export(
     plan: Plan, rank: int, chunks: Sequence[torch.nn.Module], group: dist.ProcessGroup | None = None, version: int = 0
 ) -> Stream:
-    """Yield (tensor's description, full tensor on the writer or None elsewhere) for every tensor of the plan, in order.
+    """Yield (tensor's description, full tensor where the plan wants it, else None) for every tensor of it, in order.
 
     `group` holds the layout's ranks in order (default: the world); all of them must iterate to the end. A yielded
     tensor shares no memory with the model or with a later one. It is on the device of the parameters, except where they
@@ -76,6 +76,11 @@ class Stream(Iterator[Item]):
     def plan(self) -> Plan:
         """What comes."""
         return self._export.peer.plan
+
+    @property
+    def rank(self) -> int:
+        """Who takes part here."""
+        return self._export.peer.rank
 
     @property
     def place(self) -> Place:
@@ -150,7 +155,7 @@ class _Export:
     def items(self, made: Callable[[Transfer], Iterator[T]]) -> Generator[T, None, None]:
         """Bind, stream, and agree on how it went."""
         held = self._bound()
-        transfer: Transfer = (Writer if self.peer.rank == self.peer.plan.writer else Owner)(self.peer, held)
+        transfer = Transfer(self.peer, held)
         failed: BaseException | None = None
         try:
             yield from made(transfer)
@@ -192,15 +197,16 @@ class _Export:
             transfer.begin(batch)
             for number in batch.params:
                 step, param = params[number]
+                is_mine = self.peer.rank in self.peer.plan.to[number]
                 for index, tensor in enumerate(step.tensors):
                     self._name = tensor.name
-                    if isinstance(transfer, Writer):
+                    if is_mine:
                         full = self._filled(full, index, number, transfer)
                     if param is step.params[-1]:
                         yield tensor, full
                         full = None
 
-    def _filled(self, full: torch.Tensor | None, index: int, number: int, writer: Writer) -> torch.Tensor:
+    def _filled(self, full: torch.Tensor | None, index: int, number: int, transfer: Transfer) -> torch.Tensor:
         """`full`, or a new tensor, with what the shards of parameter `number` have of its tensor `index`."""
         plan = self.peer.plan
         param = plan.params[number][1]
@@ -208,7 +214,7 @@ class _Export:
             full = self.place(param.hf[index], self.peer.device)
         start = int(full.storage_offset())
         for part, (size, into, source) in plan.moves(number)[index]:
-            memory, offset = writer.source(number, part, param)
+            memory, offset = transfer.source(number, part, param)
             place = full.as_strided(size, into.strides, start + into.offset)
             place.copy_(memory.as_strided(size, source.strides, offset + source.offset))
         return full

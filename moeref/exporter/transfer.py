@@ -1,16 +1,16 @@
-"""Shards on their way from their owners to the writer, at most a bucket at a time.
+"""Shards on their way from their owners to the receivers, at most a bucket at a time.
 
-The writer asks an owner for each of its messages with one byte, and so gets no more than it has room for. It asks for
-the next batch before it reads the one that is there. An owner that has failed sends a message of state FAILED, and a
-writer that has failed asks with STOP: neither waits for a rank that will not come.
+All ranks begin the batches of the plan in its order. Before a batch travels they say whether all is well, so that no
+rank gets more than it has room for, and none waits for one that has failed. The next batch begins to travel before the
+one that is there is read.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moeref.bridge.shard_map import GlobalParam
 from moeref.dtypes import DTYPES
 from moeref.exporter.batches import Batch, Message
-from moeref.exporter.messages import FAILED, GO, GOOD, STOP, Buffers, Peer
+from moeref.exporter.messages import Buffers, Peer
 from moeref.torch_dtypes import TORCH
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -35,168 +35,121 @@ class Source(NamedTuple):
     offset: int
 
 
-class Transfer(Protocol):
-    """A rank's part in the messages of an export."""
+class _Parcel(NamedTuple):
+    """A message that this rank sends or receives, and where it lies in the buffer of its batch."""
 
-    def begin(self, batch: Batch) -> None:
-        """Send or receive the shards of `batch`. Batches begin in the order of the plan on all ranks."""
-
-    def end(self) -> None:
-        """Wait until all messages have gone."""
-
-    def abort(self) -> None:
-        """After a failure: end what has begun, and let no rank wait for the rest."""
+    message: Message
+    memory: torch.Tensor
 
 
-class Owner:
-    """A rank that is not the writer. It sends its shards, if it has any."""
-
-    def __init__(self, peer: Peer, held: Mapping[str, torch.Tensor]) -> None:
-        self._peer, self._held = peer, held
-        messages = (m for batch in peer.plan.batches for m in batch.messages)
-        self._unsent = deque(message for message in messages if message.owner == peer.rank)
-        self._buffers = Buffers(peer, [message.nbytes for message in self._unsent])
-        self._going: deque[tuple[Message, torch.Tensor, dist.Work]] = deque()
-
-    def begin(self, batch: Batch) -> None:
-        for message in batch.messages:
-            if message.owner == self._peer.rank:
-                self._send(message)
-
-    def _send(self, message: Message) -> None:
-        size = self._buffers.size(message.nbytes)
-        while self._going and size + self._bytes_going() > self._peer.plan.bucket_bytes:
-            self._finish()
-        with self._peer.naming(message):
-            buffer = self._packed(message)
-            if not self._asked():
-                raise Stopped
-            self._unsent.popleft()
-            self._going.append((message, buffer, self._peer.send(buffer[: message.nbytes], self._peer.plan.writer)))
-
-    def _bytes_going(self) -> int:
-        return sum(buffer.numel() for _, buffer, _ in self._going)
-
-    def _packed(self, message: Message) -> torch.Tensor:
-        buffer = self._buffers.take(message.nbytes)
-        buffer[0] = GOOD
-        for sent in message.shards:
-            shard = self._held[self._peer.plan.params[sent.param][1].name]
-            place = buffer[sent.offset : sent.offset + shard.nbytes]
-            place.view(shard.dtype).view(shard.shape).copy_(shard.detach())
-        return buffer
-
-    def _asked(self) -> bool:
-        """Whether the writer wants the next message; waits until it says so. After STOP nothing is left to send."""
-        asked = self._peer.state(STOP)
-        self._peer.receive(asked, self._peer.plan.writer).wait()
-        if int(asked) != GO:
-            self._unsent.clear()
-        return bool(self._unsent)
-
-    def _finish(self) -> None:
-        message, buffer, work = self._going.popleft()
-        with self._peer.naming(message):
-            work.wait()
-        self._buffers.give(buffer)
-
-    def end(self) -> None:
-        while self._going:
-            self._finish()
-
-    def abort(self) -> None:
-        self.end()
-        while self._unsent and self._asked():
-            buffer = self._peer.bytes(self._unsent.popleft().nbytes)
-            buffer[0] = FAILED
-            self._peer.send(buffer, self._peer.plan.writer).wait()
-
-
-class _Arrival:
-    """A batch that was asked for: its messages, one after the other in one buffer."""
+class _Travel:
+    """This rank's messages of a batch on their way, one after the other in one buffer."""
 
     def __init__(self, peer: Peer, batch: Batch, buffer: torch.Tensor) -> None:
         self.batch, self.buffer, self._peer = batch, buffer, peer
-        self._asking: list[dist.Work] = []
-        self._coming: deque[tuple[Message, int, dist.Work]] = deque()
-        at = 0
-        for message in batch.messages:
-            with peer.naming(message):
-                # Not waited for here: the owner may be at an earlier tensor, where it waits for this rank.
-                self._asking.append(peer.send(peer.state(GO), message.owner))
-                work = peer.receive(buffer[at : at + message.nbytes], message.owner)
-                self._coming.append((message, at, work))
-            at += message.nbytes
+        self.sent, self.received = list[_Parcel](), list[_Parcel]()
+        self._works = deque[tuple[tuple[Message, ...], dist.Work]]()
+        end = 0
+        for message in mine(batch, peer.rank):
+            parcel = _Parcel(message, buffer[end : end + message.nbytes])
+            (self.sent if message.owner == peer.rank else self.received).append(parcel)
+            end += message.nbytes
+
+    def begin(self) -> None:
+        """Send and receive. One call, since NCCL lets two ranks that send to each other wait forever otherwise."""
+        rank, peer = self._peer.rank, self._peer
+        to = [(m, peer.send(memory, r)) for m, memory in self.sent for r in m.receivers if r != rank]
+        ops = to + [(message, peer.receive(memory, message.owner)) for message, memory in self.received]
+        if not ops:
+            return
+        messages = tuple(message for message, _ in ops)
+        with peer.naming(messages):
+            works = dist.batch_isend_irecv([op for _, op in ops])
+        each = [(m,) for m in messages] if len(works) == len(ops) else [messages] * len(works)
+        self._works.extend(zip(each, works, strict=True))
 
     def wait(self) -> None:
-        """Wait for all messages. Raises Stopped if an owner has failed."""
-        while self._coming:
-            message, at, work = self._coming.popleft()
-            with self._peer.naming(message):
+        """Wait for all messages."""
+        while self._works:
+            messages, work = self._works.popleft()
+            with self._peer.naming(messages):
                 work.wait()
-            if int(self.buffer[at]) != GOOD:
-                raise Stopped
-        for work in self._asking:
-            work.wait()
-
-    def drop(self) -> None:
-        """Let the messages come that are on their way, whatever is in them."""
-        while self._coming:
-            with suppress(RuntimeError):
-                self._coming.popleft()[2].wait()
 
     def sources(self) -> dict[tuple[int, int], Source]:
-        """Every shard by (number of its parameter, part)."""
+        """Every shard that came, by (number of its parameter, part)."""
         params = self._peer.plan.params
-        typed = {name: self.buffer[: self.batch.nbytes].view(dtype) for name, dtype in TORCH.items()}
-        found, at = {}, 0
-        for message in self.batch.messages:
+        typed = {name: self.buffer.view(dtype) for name, dtype in TORCH.items()}  # its size is a multiple of ALIGNMENT
+        found = {}
+        for message, memory in self.received:
+            at = memory.storage_offset()
             for number, part, offset in message.shards:
                 dtype = params[number][1].dtype
                 found[number, part] = Source(typed[dtype], (at + offset) // DTYPES[dtype].bytes)
-            at += message.nbytes
         return found
 
 
-class Writer:
-    """The rank that all shards go to."""
+def mine(batch: Batch, rank: int) -> Iterator[Message]:
+    """The messages of a batch that `rank` sends or receives."""
+    return (m for m in batch.messages if m.owner == rank or rank in m.receivers)
+
+
+class Transfer:
+    """A rank's part in the messages of an export."""
 
     def __init__(self, peer: Peer, held: Mapping[str, torch.Tensor]) -> None:
         self._peer, self._held = peer, held
-        self._unasked = deque(batch for batch in peer.plan.batches if batch.messages)
-        self._buffers = Buffers(peer, [batch.nbytes for batch in self._unasked])
-        self._asked: deque[_Arrival] = deque()
-        self._met: set[int] = set()
-        self._here: _Arrival | None = None
+        self._unsent = deque(batch for batch in peer.plan.batches if batch.messages)
+        self._sizes = {id(b): sum(m.nbytes for m in mine(b, peer.rank)) for b in self._unsent}
+        self._buffers = Buffers(peer, list(self._sizes.values()))
+        self._going = deque[_Travel]()
+        self._here: _Travel | None = None
         self._sources: dict[tuple[int, int], Source] = {}
 
     def begin(self, batch: Batch) -> None:
+        """Make the shards of `batch` available. All ranks begin the batches of the plan in order.
+
+        Raises Stopped if another rank has failed.
+        """
         self.end()
         if not batch.messages:
             return
-        if not self._asked:
-            self._ask()
-        self._here = self._asked[0]
-        if self._unasked and self._fits(self._unasked[0]):
-            self._ask()
+        if not self._going:
+            self._send()
+        if self._unsent and self._fit(batch, self._unsent[0]):
+            self._send()
+        self._here = self._going[0]
         self._here.wait()
-        self._asked.popleft()
+        self._going.popleft()
         self._sources = self._here.sources()
 
-    def _fits(self, batch: Batch) -> bool:
-        """Whether the bucket has room for `batch` next to the one that is here."""
-        here = self._here.buffer.numel() if self._here else 0
-        # With NCCL the first message between two ranks waits for both: not for one that is at an earlier tensor.
-        is_met = all(message.owner in self._met for message in batch.messages)
-        return is_met and here + self._buffers.size(batch.nbytes) <= self._peer.plan.bucket_bytes
+    def _fit(self, *batches: Batch) -> bool:
+        """Whether a bucket has room for both. All ranks come to the same answer."""
+        return all(batch.nbytes <= self._peer.plan.bucket_bytes // 2 for batch in batches)
 
-    def _ask(self) -> None:
-        batch = self._unasked.popleft()
-        self._met.update(message.owner for message in batch.messages)
-        self._asked.append(_Arrival(self._peer, batch, self._buffers.take(batch.nbytes)))
+    def _send(self) -> None:
+        """Let the next batch begin to travel."""
+        batch = self._unsent[0]
+        travel = _Travel(self._peer, batch, self._buffers.take(self._sizes[id(batch)]))
+        for parcel in travel.sent:
+            with self._peer.naming([parcel.message]):
+                self._pack(parcel)
+        with self._peer.naming(batch.messages):
+            is_well = self._peer.all_well(True)
+        if not is_well:
+            self._unsent.clear()
+            raise Stopped
+        self._unsent.popleft()
+        self._going.append(travel)
+        travel.begin()
+
+    def _pack(self, parcel: _Parcel) -> None:
+        for sent in parcel.message.shards:
+            shard = self._held[self._peer.plan.params[sent.param][1].name]
+            place = parcel.memory[sent.offset : sent.offset + shard.nbytes]
+            place.view(shard.dtype).view(shard.shape).copy_(shard.detach())
 
     def source(self, number: int, part: int, param: GlobalParam) -> Source:
-        """A shard of the batch that has begun. The writer's own is not copied."""
+        """A shard of the batch that has begun. This rank's own is not copied."""
         arrived = self._sources.get((number, part))
         if arrived:
             return arrived
@@ -215,16 +168,18 @@ class Writer:
         return own.data_ptr() if is_plain else 0
 
     def end(self) -> None:
+        """The shards that are here are not read any more."""
         self._sources = {}
         if self._here:
             self._buffers.give(self._here.buffer)
             self._here = None
 
     def abort(self) -> None:
+        """After a failure: end what has begun, and tell the other ranks, where they would go on."""
         self._sources, self._here = {}, None
-        while self._asked:
-            self._asked.popleft().drop()
-        owners = {message.owner for batch in self._unasked for message in batch.messages}
-        stops = [self._peer.send(self._peer.state(STOP), owner) for owner in sorted(owners)]
-        for stop in stops:
-            stop.wait()
+        while self._going:
+            with suppress(RuntimeError):
+                self._going.popleft().wait()
+        if self._unsent:
+            self._unsent.clear()
+            self._peer.all_well(False)

@@ -117,16 +117,41 @@ ask("last", failing(0, len(names) - 1))
 ask("version", lambda: streamed(plan, version=7 if rank == 1 else 6))
 ask("other bucket", lambda: streamed(Plan(table, bucket_bytes=20_000 + rank)))
 
-pack, calls = transfer.Owner._packed, []
-def no_room(self, message):
-    calls.append(message)
+pack, calls = transfer.Transfer._pack, []
+def no_room(self, parcel):
+    calls.append(parcel)
     if len(calls) == 3:
         raise RuntimeError("out of memory")
-    return pack(self, message)
-transfer.Owner._packed = no_room
+    return pack(self, parcel)
+transfer.Transfer._pack = no_room
 ask("packing", lambda: streamed(plan))
-transfer.Owner._packed = pack
+transfer.Transfer._pack = pack
 ask("good", lambda: streamed(plan))
+
+OPTIONS = {"writer": {}, "node": {"ranks_per_node": 2}, "share": {}, "all": {}}
+for receivers, more in OPTIONS.items():
+    for bucket in (1, 20_000, 60_000):
+        plan = Plan(table, 0, bucket, receivers, **more)
+        again, peak = streamed(plan)
+        said["peak"][f"{bucket} {receivers}"] = peak
+        got = {name: full for name, full in again.items() if full is not None}
+        assert list(again) == names and list(got) == [t.name for t in plan.received(rank)]
+        assert receivers == "share" or bool(got) == (rank in {"writer": [0], "node": [0, 2]}.get(receivers, range(4)))
+        dist.broadcast_object_list(held := [whole], 0)
+        assert all(torch.equal(got[name], held[0][name]) for name in got)
+        lender, cut = Lender(2), {}
+        for found in buckets(export(plan, rank, chunks), 30_000, lend=lender):
+            cut |= {name: tensor.clone() for name, tensor in found.tensors()}
+        assert list(cut) == list(got) and all(torch.equal(cut[name], got[name]) for name in cut)
+    plan = Plan(table, 0, 20_000, receivers, **more)
+    for at in range(4):
+        ask(f"{receivers} {at}", failing(at, 30))
+ask("other receivers", lambda: streamed(Plan(table, receivers="all" if rank == 1 else "share")))
+try:
+    list(buckets(export(Plan(table, receivers="share"), rank, chunks), 30_000, unit=lambda name: "one"))
+except Exception as error:
+    said["unit"] = f"{type(error).__name__}: {error}"
+dist.barrier()
 said["name"] = names[30]
 store.with_name(f"said{rank}.json").write_text(json.dumps(said))
 """
@@ -149,7 +174,8 @@ def test_messages_take_no_more_than_a_bucket(said: list[dict[str, Any]]) -> None
             bucket = int(case.split()[0])
             assert peak <= max(bucket, embedding + 16), case
     assert said[0]["peak"]["60000 0"] > 30_000
-    assert said[3]["peak"]["60000 0"] == 0
+    assert min(one["peak"]["60000 all"] for one in said) > 30_000
+    assert said[3]["peak"]["60000 0"] == said[3]["peak"]["60000 writer"] == 0
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -193,3 +219,22 @@ def test_an_error_in_flight_names_tensors_and_rank(said: list[dict[str, Any]]) -
         assert "from rank 1 to rank 0: out of memory" in one["packing"]
         assert rank == 1 or one["packing"].startswith(f"ExportError: qwen3_moe, rank {rank}: rank 1 failed at ")
     assert [one["good"] for one in said] == ["nothing"] * 4
+
+
+@pytest.mark.parametrize("receivers", ["writer", "node", "share", "all"])
+@pytest.mark.parametrize("at", range(4))
+def test_an_error_on_one_rank_ends_all_whoever_receives(said: list[dict[str, Any]], receivers: str, at: int) -> None:
+    for rank, one in enumerate(said):
+        mine = "KeyError: 'mine'"
+        told = f"ExportError: qwen3_moe, rank {rank}: rank {at} failed at {one['name']}: {mine}"
+        assert one[f"{receivers} {at}"] == (mine if rank == at else told)
+        assert one["seconds"][f"{receivers} {at}"] < 10
+
+
+def test_receivers_are_agreed(said: list[dict[str, Any]]) -> None:
+    assert all("plan otherwise; nothing was sent" in one["other receivers"] for one in said)
+
+
+def test_a_unit_that_goes_to_several_ranks_is_refused_on_all(said: list[dict[str, Any]]) -> None:
+    for one in said:
+        assert one["unit"].endswith("goes to another rank than others of one, which a loader needs whole")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from math import prod
+from typing import Any
+
 import pytest
 import torch
 
 from moeref.bridge import ShardMap
 from moeref.dtypes import DTYPES
-from moeref.exporter import ExportError, Plan, export
+from moeref.exporter import ExportError, Plan, export, unit_of
 from moeref.exporter.batches import ALIGNMENT, Batch
 from moeref.layout import Layout
 from tests.unit.models import CONFIGS, model
@@ -44,31 +48,77 @@ def test_a_tensor_is_one_copy_a_shard() -> None:
     assert {len(copies) for _, param in plan.params for copies in plan.copies(param, 1)} == {1}
 
 
+#: Options of a plan, and the ranks of 8 that each means.
+RECEIVERS: dict[str, tuple[dict[str, Any], set[int]]] = {
+    "writer": ({}, {0}),
+    "writer 5": ({"writer": 5}, {5}),
+    "node": ({"receivers": "node", "ranks_per_node": 3}, {0, 3, 6}),
+    "share": ({"receivers": "share"}, set(range(8))),
+    "all": ({"receivers": "all"}, set(range(8))),
+}
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000, 1 << 30])
-@pytest.mark.parametrize("writer", [0, 5])
-def test_every_shard_of_another_rank_travels_once(bucket_bytes: int, writer: int) -> None:
+@pytest.mark.parametrize("receivers", RECEIVERS)
+def test_every_shard_of_another_rank_travels_once(bucket_bytes: int, receivers: str) -> None:
     shard_map = ShardMap(model("glm4_moe"), TP2)
-    plan = Plan(shard_map, writer, bucket_bytes)
+    options, ranks = RECEIVERS[receivers]
+    plan = Plan(shard_map, bucket_bytes=bucket_bytes, **options)
     assert [n for batch in plan.batches for n in batch.params] == list(range(len(plan.params)))
+    assert {rank for to in plan.to for rank in to} == ranks
     travel = [
-        (number, part, owner)
+        (number, part, owner, rank)
         for number, (_, param) in enumerate(plan.params)
         for part, owner in enumerate(shard_map.owners(param))
-        if owner != writer
+        for rank in plan.to[number]
+        if owner != rank
     ]
-    sent = [(s.param, s.part, m.owner) for batch in plan.batches for m in batch.messages for s in m.shards]
+    messages = [m for batch in plan.batches for m in batch.messages]
+    sent = [(s.param, s.part, m.owner, r) for m in messages for s in m.shards for r in m.receivers if m.owner != r]
     assert sorted(sent) == travel
     assert all(s.param in batch.params for batch in plan.batches for m in batch.messages for s in m.shards)
     for batch in plan.batches:
         _check_messages(plan, batch)
+        held = [sum(m.nbytes for m in batch.messages if rank in (m.owner, *m.receivers)) for rank in range(8)]
+        assert max(held) == batch.nbytes
     if bucket_bytes == 1 << 30:
         assert len(plan.batches) == 1
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_shares_are_whole_units_of_about_as_many_bytes(family: str) -> None:
+    plan = Plan(ShardMap(model(family), TP2), receivers="share")
+    shares = [plan.received(rank) for rank in range(8)]
+    assert sorted(t for share in shares for t in share) == sorted(plan.tensors)
+    units = [{unit_of(t.name) for t in share} for share in shares]
+    assert sum(map(len, units)) == len(set.union(*units))
+    sizes = dict.fromkeys(set.union(*units), 0)
+    for tensor in plan.tensors:
+        sizes[unit_of(tensor.name)] += prod(tensor.shape) * DTYPES[tensor.dtype].bytes
+    loads = [sum(sizes[unit] for unit in share) for share in units]
+    assert max(loads) - min(loads) <= max(sizes.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"receivers": "both"}, "receivers='both' is none of writer, node, share, all"),
+        ({"receivers": "all", "writer": 1}, "writer=1 goes with receivers=\"writer\", not 'all'"),
+        ({"receivers": "node"}, "ranks_per_node=None with receivers='node': say how many ranks a node has"),
+        ({"ranks_per_node": 8}, "ranks_per_node=8 with receivers='writer': only receivers=\"node\" has it"),
+        ({"receivers": "node", "ranks_per_node": 0}, "ranks_per_node=0 is no number of ranks"),
+        ({"receivers": "node", "ranks_per_node": True}, "ranks_per_node=True is no number of ranks"),
+    ],
+)
+def test_options_that_name_no_receivers_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ExportError, match=re.escape(says)):
+        Plan(ShardMap(model("qwen3_moe"), TP2), **options)
 
 
 def _check_messages(plan: Plan, batch: Batch) -> None:
     """Shards lie one behind the other, aligned, and the batch is no larger than half a bucket or has one parameter."""
     for message in batch.messages:
-        end = ALIGNMENT
+        end = 0
         for sent in message.shards:
             param = plan.params[sent.param][1]
             assert sent.offset % ALIGNMENT == 0

@@ -290,14 +290,23 @@ def test_the_names_of_a_checkpoint_say_its_format(name: str) -> None:
     assert files.for_checkpoint({"model.layers.99.mlp.experts.gate_up_proj"}) is files
 
 
-def _plan(writer: int = 0, layout: str = "tp=2", of: dict[str, Any] | None = None, **facts: Any) -> Plan:
-    return Plan(ShardMap(model("qwen3_moe", **(of or {})), Layout.parse(layout), **facts), writer)
+def _plan(
+    writer: int = 0,
+    layout: str = "tp=2",
+    of: dict[str, Any] | None = None,
+    to: dict[str, Any] | None = None,
+    **facts: Any,
+) -> Plan:
+    return Plan(ShardMap(model("qwen3_moe", **(of or {})), Layout.parse(layout), **facts), writer, **(to or {}))
 
 
 @pytest.mark.parametrize(
     "otherwise",
     [
         {"writer": 1},
+        {"to": {"receivers": "share"}},
+        {"to": {"receivers": "all"}},
+        {"to": {"receivers": "node", "ranks_per_node": 1}},
         {"layout": "pp=2"},
         {"layout": "tp=2,order=tp-cp-ep-pp-dp"},
         {"divisible_by": 64},

@@ -119,7 +119,7 @@ ask("other bucket", lambda: streamed(Plan(table, bucket_bytes=20_000 + rank)))
 
 pack, calls = transfer.Transfer._pack, []
 def no_room(self, parcel):
-    calls.append(parcel)
+    calls.append(parcel.message)
     if len(calls) == 3:
         raise RuntimeError("out of memory")
     return pack(self, parcel)
@@ -128,17 +128,18 @@ ask("packing", lambda: streamed(plan))
 transfer.Transfer._pack = pack
 ask("good", lambda: streamed(plan))
 
+dist.broadcast_object_list(held := [whole], 0)
+(everything,) = held
 OPTIONS = {"writer": {}, "node": {"ranks_per_node": 2}, "share": {}, "all": {}}
 for receivers, more in OPTIONS.items():
-    for bucket in (1, 20_000, 60_000):
+    for bucket in (1, 60_000):
         plan = Plan(table, 0, bucket, receivers, **more)
         again, peak = streamed(plan)
         said["peak"][f"{bucket} {receivers}"] = peak
         got = {name: full for name, full in again.items() if full is not None}
         assert list(again) == names and list(got) == [t.name for t in plan.received(rank)]
         assert receivers == "share" or bool(got) == (rank in {"writer": [0], "node": [0, 2]}.get(receivers, range(4)))
-        dist.broadcast_object_list(held := [whole], 0)
-        assert all(torch.equal(got[name], held[0][name]) for name in got)
+        assert all(torch.equal(got[name], everything[name]) for name in got)
         lender, cut = Lender(2), {}
         for found in buckets(export(plan, rank, chunks), 30_000, lend=lender):
             cut |= {name: tensor.clone() for name, tensor in found.tensors()}
@@ -167,12 +168,16 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_messages_take_no_more_than_a_bucket(said: list[dict[str, Any]]) -> None:
-    """With a bucket too small for one parameter, its shards are all that a rank holds: the embedding's 2 · 128 rows."""
+    """With a bucket too small for one parameter, its shards are all that a rank holds: the embedding's 2 · 128 rows.
+
+    One of many receivers may hold both halves: it sends one, or another rank has both.
+    """
     embedding = 128 * 24 * 4
     for peaks in (one["peak"] for one in said):
         for case, peak in peaks.items():
-            bucket = int(case.split()[0])
-            assert peak <= max(bucket, embedding + 16), case
+            bucket, receivers = case.split()
+            halves = 1 if receivers in ("0", "1", "writer") else 2
+            assert peak <= max(int(bucket), halves * embedding), case
     assert said[0]["peak"]["60000 0"] > 30_000
     assert min(one["peak"]["60000 all"] for one in said) > 30_000
     assert said[3]["peak"]["60000 0"] == said[3]["peak"]["60000 writer"] == 0

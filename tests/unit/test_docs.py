@@ -23,6 +23,8 @@ DOCS = ROOT / "docs"
 sys.path[:0] = [str(DOCS), str(ROOT)]  # as commands typed in the checkout see docs.examples
 import _generate  # noqa: E402
 
+from tests.rollout import test_loop  # noqa: E402
+
 PAGES = {
     path.relative_to(DOCS).as_posix(): _generate.expand(path.read_text(encoding="utf-8"))
     for path in sorted(DOCS.rglob("*.md"))
@@ -165,6 +167,13 @@ def test_the_table_of_defaults_has_the_traps_that_differ() -> None:
     assert found["sequence_parallel"] == ["False", "False", "True", "False", "True", "False"]
     assert found["moe_router_load_balancing_type"] == ["aux_loss", "aux_loss", "none", "none", "none", "aux_loss"]
     assert found["attention_dropout"][:2] == ["0.1", "0.1"]
+
+
+def test_the_loop_agrees_in_every_layout_of_its_matrix() -> None:
+    rows = re.findall(r"^\| (\w+) \| (\w+=[\w=,]+) \|(.*)\|$", PAGES["status/rollout.md"], flags=re.MULTILINE)
+    assert sorted((family, layout) for family, layout, _ in rows) == sorted([*test_loop.CELLS, *test_loop.MATRIX])
+    assert {cell.count("|") for *_, cell in rows} == {2}
+    assert max(float(one) for *_, cells in rows for one in cells.split("|")) <= test_loop.CLOSE
 
 
 def test_at_least_25_published_runs_and_five_of_each_framework() -> None:

@@ -32,6 +32,8 @@ def _said(case: Case, rank: int, message: str, want: Any, have: Any) -> Finding:
 
 
 def _differ(case: Case, rank: int, name: str, want: Any, have: Mapping[str, Any], where: str) -> Iterator[Finding]:
+    if name not in have and name in settings.NEUTRAL and want == settings.NEUTRAL[name]:
+        return
     if name not in have:
         yield finding(case, rank, STEP, f"{where} says nothing of {name}", expected=repr(want), got="nothing")
     elif not settings.fits(name, want, have[name]):

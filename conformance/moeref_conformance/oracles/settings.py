@@ -25,6 +25,22 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
     "virtual_pipeline_model_parallel_size": (None, 1),
 }
+#: Settings that change what a model computes, as Megatron has them where a model wants nothing of the kind. The kit's
+#: families want those of `_computing` alone. An older megatron-core that lacks one does the same.
+NEUTRAL: dict[str, Any] = {
+    "activation_func_clamp_value": None,
+    "attention_output_gate": False,
+    "glu_linear_offset": 0.0,
+    "layernorm_zero_centered_gamma": False,
+    "moe_expert_capacity_factor": None,
+    "moe_input_jitter_eps": None,
+    "moe_latent_size": None,
+    "moe_router_force_biased": None,
+    "moe_router_force_load_balancing": False,
+    "no_rope_freq": None,
+    "qk_l2_norm": False,
+    "rotary_interleaved": False,
+}
 #: Lists of a number a layer, for which megatron-core takes one number too: whether layer i has a 1 then.
 _EVERY: dict[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda i, every: i % every == 0,
@@ -71,6 +87,7 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
     if len(routers) < layers:
         values["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
     values |= _of_every_layer(config, {name.partition(".self_attn.")[2] for name in tensors}, rows)
+    values |= NEUTRAL | _computing(config, rows(".self_attn.q_proj.weight"))
     if rows(".kv_a_proj_with_mqa.weight") is not None:
         return {**values, "multi_latent_attention": True, **_latent(config)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -99,6 +116,16 @@ def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | 
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         values |= {f"linear_{name}": int(getattr(config, f"linear_{name}")) for name in names}
     return values
+
+
+def _computing(config: Any, rows_of_q: int | None) -> dict[str, Any]:
+    """Those of NEUTRAL that the model wants otherwise: gpt-oss's activation, Qwen3-Next's gates and norms."""
+    if config.model_type == "gpt_oss":  # transformers' GptOssExperts, whose limit is a constant, as is `up + 1`
+        return {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+    if config.model_type == "qwen3_next":  # transformers' Qwen3NextRMSNorm multiplies by 1 + weight
+        gated = rows_of_q == 2 * config.num_attention_heads * config.head_dim
+        return {"attention_output_gate": gated, "layernorm_zero_centered_gamma": True}
+    return {}
 
 
 def of_the_layout(layout: Layout) -> dict[str, Any]:

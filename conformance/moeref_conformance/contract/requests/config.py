@@ -30,6 +30,21 @@ HONOURED: dict[str, Request] = {
     "recompute": Request(
         overrides={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     ),
+    # What recipes of training set besides, each another value than Megatron's default.
+    "a recipe": Request(
+        overrides={
+            "calculate_per_token_loss": True,
+            "deterministic_mode": True,
+            "moe_input_jitter_eps": 0.0625,
+            "moe_per_layer_logging": True,
+            "moe_router_bias_update_rate": 0.5,
+            "moe_shared_expert_overlap": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_drop_policy": "position",
+            "mtp_loss_scaling_factor": 0.5,
+            "variable_seq_lengths": True,
+        }
+    ),
     "flex": Request(fields={"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}),
 }
 #: Requests in which both levels name a setting.

@@ -68,6 +68,10 @@ def _fields_last(config: Any, request: Request) -> Request:
     return replace(request, overrides={k: v for k, v in request.overrides.items() if k not in request.fields})
 
 
+def _without_a_recipe(config: Any, request: Request) -> Request:
+    return _without(request, ["moe_shared_expert_overlap", "calculate_per_token_loss", "variable_seq_lengths"])
+
+
 def _without_recompute(config: Any, request: Request) -> Request:
     return _without(request, [name for name in request.overrides if name.startswith("recompute_")])
 
@@ -246,6 +250,14 @@ FAULTS = (
         says="recompute_granularity is None, not 'full'",
     ),
     Fault(
+        id="recipe-dropped",
+        bug="NeMo-RL#2278 in kind: of what a recipe sets, the fields that nobody listed for Megatron are left behind",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=_requesting(_without_a_recipe),
+        says="calculate_per_token_loss is False, not True",
+    ),
+    Fault(
         id="dispatcher-dropped-when-built",
         bug="B5 slime#1737, miles#1483: the model is built without the dispatcher that was asked for",
         rules=("CFG-009",),
@@ -349,6 +361,30 @@ FAULTS = (
         cell=cell("qwen3_next", "tp1", backend="static"),
         wrap=_always(moe_shared_expert_gate=False),
         says="moe_shared_expert_gate=False, not True",
+    ),
+    Fault(
+        id="capacity-left-on",
+        bug="Megatron-LM#1756 in kind: a capacity that recipes of pre-training set drops tokens, which no engine does",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_always(moe_expert_capacity_factor=1.0),
+        says="moe_expert_capacity_factor=1.0, not None",
+    ),
+    Fault(
+        id="activation-not-clamped",
+        bug="Megatron-LM#5940: gpt-oss's clamp and offset reach one of the paths of the experts, or none",
+        rules=("CFG-001",),
+        cell=cell("gpt_oss", "tp1", backend="static"),
+        wrap=_always(activation_func_clamp_value=None, glu_linear_offset=0.0),
+        says="glu_linear_offset=0.0, not 1.0",
+    ),
+    Fault(
+        id="norms-not-centred-at-zero",
+        bug="Megatron-LM#1958 in kind: whether a norm holds its weight less one is settled for one kind of norm alone",
+        rules=("CFG-001",),
+        cell=cell("qwen3_next", "tp1", backend="static"),
+        wrap=_always(layernorm_zero_centered_gamma=False, attention_output_gate=False),
+        says="attention_output_gate=False, not True",
     ),
     Fault(
         id="experts-of-the-class-default",

@@ -141,20 +141,23 @@ RULES: tuple[Rule, ...] = (
         "gdn-norm-out-needs-gdn", "run", (_MODULES,),
         "gdn_norm_out is a part of gated delta nets, which the model lacks",
         "drop gdn_norm_out", _CONFIG,
-        lambda now: _recomputed(now, "gdn_norm_out") and now["experimental_attention_variant"] != "gated_delta_net",
+        lambda now: now[_GRANULARITY] == "selective"
+        and _recomputed(now, "gdn_norm_out")
+        and now["experimental_attention_variant"] != "gated_delta_net",
     ),
     Rule(
         "recomputed-shared-experts-do-not-overlap", "run", (_MODULES, _SHARED_OVERLAP),
         "shared experts that overlap with dispatch cannot be computed again",
         "drop one of them", _CONFIG,
-        lambda now: _recomputed(now, "shared_experts")
+        lambda now: now[_GRANULARITY] == "selective"
+        and _recomputed(now, "shared_experts")
         and now[_SHARED_OVERLAP]
         and now["moe_shared_expert_intermediate_size"] is not None,
     ),
     Rule(
         "delayed-scaling-is-not-recomputed", "run", (_MODULES, "fp8", "fp8_recipe"),
         "delayed scaling cannot compute moe_act and layernorm again",
-        "drop these modules, or use another recipe", _CONFIG,
+        "drop these modules, or use another recipe", "TransformerConfig, which does not look under moe_layer_recompute",
         lambda now: bool(now["fp8"]) and now["fp8_recipe"] == "delayed" and _recomputed(now, "moe_act", "layernorm"),
     ),
     Rule(

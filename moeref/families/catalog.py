@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -28,6 +29,7 @@ class Source:
     weights: str  # as published: "bf16" or "fp8"
     checked: tuple[str, ...]  # what the config was checked against
     same: tuple[str, ...] = ()  # repositories with the same config
+    variants: Mapping[str, Mapping[str, Any]]  # repositories of the same shapes -> keys that differ
 
 
 def _folder() -> Traversable:
@@ -43,7 +45,7 @@ def sources() -> dict[str, Source]:
 
 def _source(values: dict[str, Any]) -> Source:
     lists = {name: tuple(values.get(name, ())) for name in ("checked", "same")}
-    return Source(**{**values, **lists})
+    return Source(**{"variants": {}, **values, **lists})
 
 
 def published() -> tuple[str, ...]:
@@ -52,25 +54,26 @@ def published() -> tuple[str, ...]:
 
 
 @functools.cache
-def _spellings() -> dict[str, str]:
-    """Every spelling of a published model in lower case -> its name here."""
-    found: dict[str, str] = {}
+def _spellings() -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Every spelling of a published model in lower case -> its name here, and the keys that differ."""
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for name, source in sources().items():
-        for spelled in (name, source.repository, *source.same):
-            found |= {spelled.lower(): name, spelled.lower().rpartition("/")[2]: name}
+        spellings = {**{key: {} for key in (name, source.repository, *source.same)}, **source.variants}
+        for spelled, keys in spellings.items():
+            found |= dict.fromkeys((spelled.lower(), spelled.lower().rpartition("/")[2]), (name, keys))
     return found
 
 
 def known(name: str) -> dict[str, Any]:
     """The Hugging Face config of a published model, for `families.read`.
 
-    name: as in `published`, or a repository with or without its owner; case does not matter. FamilyError names the
-    nearest known one.
+    name: as in `published`, or a repository with or without its owner, variants too; case does not matter. FamilyError
+    names the nearest known one.
     """
     found = _spellings().get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower()[:100], sources(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise FamilyError(f"unknown model {name!r}; {hint}Known are {', '.join(sources())}")
-    config: dict[str, Any] = json.loads(_folder().joinpath(f"{found}.json").read_text(encoding="utf-8"))
-    return config
+    base, keys = found
+    return {**json.loads(_folder().joinpath(f"{base}.json").read_text(encoding="utf-8")), **keys}

@@ -13,6 +13,12 @@ import sys
 import warnings
 from typing import Any
 
+#: What 0.16 does not even name where Transformer Engine is missing.
+_FUSED_ROWS = (
+    *("fused_permute", "fused_permute_with_probs", "fused_unpermute"),
+    *("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs"),
+)
+
 
 def stand_in() -> list[str]:
     """Let Transformer Engine count as installed where it is not, in every version: the run's machine has it."""
@@ -27,9 +33,11 @@ def stand_in() -> list[str]:
         for module in (utils, transformer_config):
             module.is_te_min_version = lambda version, check_equality=True: True
         for module in (rope_utils, moe_utils):
-            for name, value in vars(module).items():
+            for name, value in list(vars(module).items()):
                 if name.startswith("fused_") and value is None:
                     setattr(module, name, lambda *args, **kwargs: None)
+        for name in set(_FUSED_ROWS) - vars(moe_utils).keys():
+            setattr(moe_utils, name, lambda *args, **kwargs: None)
         return ["Transformer Engine"]
     return []
 

@@ -69,6 +69,10 @@ def words(tmp_path: Path, text: str, **given: str) -> list[str]:
         ("if test $1; then A=1; fi; run $A", ["run", "?${A}"]),
         ("for ((i=0; i<3; i++)); do A+=(1); done; run ${A[@]}", ["run", "?${A}"]),
         ("A=1; if x; then :; fi; run $A", ["run", "1"]),
+        ("A=(\n 1\n # don't\n 2\n)\nB=1\nrun ${A[@]} # don't", ["run", "1", "2"]),
+        ("A=$((($B + 2) / 3)); run $A x", ["run", "?$((($B + 2) / 3))", "x"]),
+        ('D="a=1 b=$B c=2"; run $D', ["run", "a=1", "b=?$B", "c=2"]),
+        ("A=3; run $(((A + 5) / 4))", ["run", "2"]),
     ],
 )
 def test_a_script_is_read_and_not_run(tmp_path: Path, text: str, says: list[str]) -> None:
@@ -173,6 +177,13 @@ def test_what_is_computed_and_in_the_model_s_config_is_taken_from_there(slime: P
     report = check_reading(read("slime", [str(slime)], "0.19.2"))
     assert report.verdict == "works", report.problems
     assert any("moe_layer_freq is taken from the model's own config" in note for note in report.notes)
+
+
+def test_a_computed_argument_that_no_check_needs_is_not_missed(slime: Path) -> None:
+    slime.write_text(f"{SLIME.rstrip()} --load $SOMEWHERE/checkpoint\n")
+    report = check_reading(read("slime", [str(slime)], "0.19.2"))
+    assert report.verdict == "works", report.problems
+    assert "$SOMEWHERE/checkpoint" in {value.value for value in report.elsewhere}
 
 
 @pytest.mark.parametrize(

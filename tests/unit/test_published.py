@@ -63,7 +63,17 @@ def test_sources_are_read_as_they_stand() -> None:
     for name, told in tomllib.loads(folder.joinpath("sources.toml").read_text(encoding="utf-8")).items():
         source = families.sources()[name]
         lists = {"checked": tuple(told["checked"]), "same": tuple(told.get("same", ()))}
-        assert vars(source) == {**told, **lists}
+        assert vars(source) == {"variants": {}, **told, **lists}
+
+
+def test_variants_have_the_shapes_of_their_model() -> None:
+    for name, source in families.sources().items():
+        base = vars(families.read(families.known(name)))
+        for repository, keys in source.variants.items():
+            variant = vars(families.read(families.known(repository)))
+            others = {field for field in base if variant[field] != base[field]}
+            assert 0 < len(others) <= len(keys), repository
+            assert others <= {"max_positions", "rope_theta", "fp8_block"}, (repository, others)
 
 
 def test_an_unknown_name_is_told_the_nearest() -> None:

@@ -8,180 +8,18 @@ it.
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
-FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "glm4_moe_lite", "qwen3_next")
-MODULES = (
-    "core_attn",
-    "moe_act",
-    "layernorm",
-    "mla_up_proj",
-    "mlp",
-    "moe",
-    "shared_experts",
-    "gdn_norm_out",
-    "x",
-)
-OFFLOADED = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear", "other")
-LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", "sinkhorn", "aux")
-TRUE = st.booleans()
-
-
-def _lists(names: Iterable[str]) -> st.SearchStrategy[Any]:
-    return st.lists(st.sampled_from(list(names)), max_size=3, unique=True)
-
-
-#: Settings that meet one another, drawn together: each name with its values.
-BUNDLES: tuple[dict[str, st.SearchStrategy[Any]], ...] = (
-    {
-        "recompute_granularity": st.sampled_from(["full", "selective", None]),
-        "recompute_method": st.sampled_from(["uniform", "block", None]),
-        "recompute_num_layers": st.sampled_from([1, 2, None]),
-        "recompute_modules": st.none() | _lists(MODULES),
-        "moe_layer_recompute": TRUE,
-        "distribute_saved_activations": TRUE,
-        "moe_grouped_gemm": TRUE,
-        "moe_shared_expert_overlap": TRUE,
-    },
-    {
-        "overlap_moe_expert_parallel_comm": st.just(True),
-        "delay_wgrad_compute": TRUE,
-        "ep_overlap_early_attn_memory_release": TRUE,
-        "moe_shared_expert_overlap": TRUE,
-        "recompute_granularity": st.sampled_from(["full", "selective", None]),
-        "recompute_method": st.sampled_from(["uniform", None]),
-        "recompute_modules": _lists(MODULES),
-        "mtp_num_layers": st.sampled_from([None, 0, 1]),
-        "moe_token_dispatcher_type": st.sampled_from(["alltoall", "allgather"]),
-    },
-    {
-        "fine_grained_activation_offloading": st.just(True),
-        "offload_modules": _lists(OFFLOADED),
-        "recompute_granularity": st.sampled_from(["selective", None]),
-        "recompute_modules": _lists(MODULES),
-    },
-    {
-        "moe_router_num_groups": st.sampled_from([1, 2, 3, 4, 5, None]),
-        "moe_router_group_topk": st.sampled_from([0, 1, 2, 5, None]),
-        "moe_router_topk": st.sampled_from([1, 2, 4]),
-        "moe_router_score_function": st.sampled_from(["softmax", "sigmoid"]),
-        "moe_router_enable_expert_bias": TRUE,
-        "moe_router_pre_softmax": TRUE,
-        "moe_router_load_balancing_type": st.sampled_from(LOSSES) | _lists(LOSSES).filter(bool),
-        "moe_aux_loss_coeff": st.sampled_from([0.0, 0.1, [0.1], [0.1, 0.2]]),
-        "moe_router_dtype": st.sampled_from(["fp32", "fp64", None]),
-        "moe_router_fusion": TRUE,
-    },
-    {
-        "fp8": st.sampled_from(["e4m3", "hybrid", None]),
-        "fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
-        "fp8_param": TRUE,
-        "fp4": st.sampled_from(["e2m1", None]),
-        "fp4_param": TRUE,
-        "first_last_layers_bf16": TRUE,
-        "num_layers_at_start_in_bf16": st.integers(-1, 5),
-        "num_layers_at_end_in_bf16": st.integers(-1, 5),
-        "fp8_output_proj": TRUE,
-        "moe_router_padding_for_quantization": TRUE,
-        "recompute_modules": _lists(MODULES),
-        "recompute_granularity": st.sampled_from(["selective", None]),
-    },
-    {
-        "moe_expert_capacity_factor": st.sampled_from([-1.0, 0.5, 1.0, None]),
-        "moe_pad_expert_input_to_capacity": TRUE,
-        "moe_token_drop_policy": st.sampled_from(["probs", "position"]),
-        "moe_token_dispatcher_type": st.sampled_from(["alltoall", "allgather", "flex"]),
-        "moe_flex_dispatcher_backend": st.sampled_from(["deepep", "hybridep"]),
-        "moe_enable_deepep": TRUE,
-        "variable_seq_lengths": TRUE,
-        "moe_permute_fusion": TRUE,
-        "moe_router_load_balancing_type": st.sampled_from(LOSSES),
-    },
-    {
-        "apply_rope_fusion": TRUE,
-        "rotary_interleaved": TRUE,
-        "cache_mla_latents": TRUE,
-        "fused_single_qkv_rope": TRUE,
-        "attention_backend": st.sampled_from(["flash", "fused", "auto", "flesh"]),
-        "cp_comm_type": st.sampled_from(["p2p", "a2a", ["p2p"], ["p2p"] * 4]),
-        "bias_activation_fusion": TRUE,
-        "use_te_activation_func": TRUE,
-        "activation_func_fp8_input_store": TRUE,
-    },
-    {
-        "defer_embedding_wgrad_compute": TRUE,
-        "gradient_accumulation_fusion": TRUE,
-        "wgrad_deferral_limit": st.integers(-1, 1),
-        "overlap_p2p_comm": TRUE,
-        "batch_p2p_comm": TRUE,
-        "overlap_p2p_comm_warmup_flush": TRUE,
-        "fp32_residual_connection": TRUE,
-        "fp16": TRUE,
-    },
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run: a small model of a family, a layout, options of `check`, and settings."""
-
-    family: str
-    layout: str
-    options: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-
-
-@functools.cache
-def _typed(core: str) -> st.SearchStrategy[tuple[str, Any]]:
-    """Any field with a type that is known, and a value of it."""
-    from moeref.config.core import known_fields
-
-    values = {"bool": TRUE, "int": st.integers(0, 4), "float": st.sampled_from([0.0, 0.5, 1.0])}
-    pairs = [
-        st.tuples(st.just(name), st.sampled_from(known["choices"]) if "choices" in known else values[known["type"]])
-        for name, known in known_fields(core, mla=True).items()
-        if {"type", "choices"} & known.keys()
-    ]
-    return st.one_of(pairs)
-
-
-@st.composite
-def runs(draw: st.DrawFn, core: str) -> Run:
-    """Runs whose settings are some of a bundle and, at times, any others."""
-    sizes = {"tp": draw(st.sampled_from([1, 2, 4])), "pp": draw(st.sampled_from([1, 2])), "ep": 1, "cp": 1}
-    sizes |= {"ep": draw(st.sampled_from([1, 2, 4])), "cp": draw(st.sampled_from([1, 1, 2]))}
-    sizes["etp"] = draw(st.sampled_from([1, sizes["tp"]]))
-    if sizes["pp"] > 1:
-        sizes["vpp"] = draw(st.sampled_from([1, 2]))
-    options = draw(
-        st.fixed_dictionaries(
-            {},
-            optional={
-                "kernels": st.just("te"),
-                "experts": st.sampled_from(["sequential", "grouped"]),
-                "replay": st.just("R2"),
-                "precision": st.sampled_from(["fp32", "bf16", "delayed", "blockwise"]),
-            },
-        )
-    )
-    bundle = draw(st.sampled_from(BUNDLES))
-    names = draw(st.lists(st.sampled_from(sorted(bundle)), max_size=5, unique=True))
-    asked = {name: draw(bundle[name]) for name in names}
-    asked |= dict(draw(st.lists(_typed(core), max_size=1)))
-    text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    return Run(draw(st.sampled_from(FAMILIES)), text, options, asked)
-
+from tests.upstream.preflight_draws import Run, runs
+from tests.upstream.preflight_layouts import refusal_of_layout, stages_of
 
 #: What a refusal of the preflight says besides a rule's id, and why Megatron may accept it.
 EXPLAINED = {
@@ -199,7 +37,11 @@ def explained(text: str) -> str:
     from moeref.dispatcher import table
 
     later = {rule.id: rule.text for rule in table.RULES if rule.stage != "config" or rule.stricter}
-    own = {rule.id: rule.text for rule in (*rules.RULES, *core_rules.RULES) if "__post_init__" not in rule.source}
+    own = {
+        rule.id: rule.text
+        for rule in (*rules.RULES, *rules.LAYOUT_RULES, *core_rules.RULES)
+        if "__post_init__" not in rule.source
+    }
     for found in re.findall(r"\[([a-z0-9-]+)\]", text):
         if found in later or found in own:
             return found
@@ -231,16 +73,19 @@ class Compared:
         self.count[report.verdict] += 1
         if report.verdict == "works":
             self._accepted(report, run)
-        elif report.verdict == "refused" and not {"layout", "bridge"} & {p.about for p in report.problems}:
+        elif report.verdict == "refused":
             self._refused(report, run)
 
     def _accepted(self, report: Any, run: Run) -> None:
         from moeref import megatron
 
         try:
-            megatron.transformer_config(report.record)
+            config, _ = megatron.transformer_config(report.record)
+            stages = stages_of(config)
         except Exception as error:
             raise AssertionError(f"false accept: {run}: {type(error).__name__}: {error}") from error
+        ours = {(stage.pp, stage.vp): stage.layers for stage in report.stages}
+        assert ours == stages, f"wrong stages: {run}: {ours} are {stages}"
         on_cpu = report.record.kernels == "torch" and report.record.dispatcher in ("alltoall", "allgather")
         if on_cpu and self.count["built"] < self.build:
             self.count["built"] += 1
@@ -258,7 +103,7 @@ class Compared:
 
     def _refused(self, report: Any, run: Run) -> None:
         self.count["refused and constructed"] += 1
-        if _refusal(report, run, self.core):
+        if refusal_of_layout(run.layout, report.model) or _refusal(report, run, self.core):
             return
         self.count["false refusals"] += 1
         reasons = [explained(f"{p.text}; {p.fix}") for p in report.problems]
@@ -276,13 +121,17 @@ def _refusal(report: Any, run: Run, core: str) -> str:
     """What megatron-core's own class says to the settings of a run that moeref refuses; "" if it accepts them."""
     from moeref.config import MoEConfig
     from moeref.config.settings import ATTRIBUTES
-    from moeref.layout import Layout
+    from moeref.layout import Layout, LayoutError
     from moeref.megatron import construct
     from moeref.record import Draft, Options
 
     options = Options(core=core, **run.options)
-    draft = Draft(report.model, Layout.parse(run.layout), MoEConfig(transformer_config_kwargs=run.settings), options)
-    values = {"moe_token_dispatcher_type": "alltoall", **draft._given}
+    try:
+        layout = Layout.parse(run.layout)
+        draft = Draft(report.model, layout, MoEConfig(transformer_config_kwargs=run.settings), options)
+        values = {"moe_token_dispatcher_type": "alltoall", **draft._given}
+    except LayoutError:  # moeref has no settings for this layout, which Megatron itself takes
+        return ""
     request = {
         "kind": "MLATransformerConfig" if report.model.mla else "TransformerConfig",
         "values": {name: value for name, value in values.items() if name not in ATTRIBUTES},

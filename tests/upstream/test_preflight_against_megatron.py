@@ -28,6 +28,17 @@ def test_no_run_that_should_work_is_refused_by_megatron(megatron_on_cpu: warm.Pr
     assert min(found["works"], found["refused"]) >= 10
 
 
+def test_fused_rows_count_as_installed_in_every_version() -> None:
+    program = """
+from moeref.megatron import construct
+model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 2, "add_bias_linear": False}
+values = {**model, "moe_permute_fusion": True, "moe_token_dispatcher_type": "alltoall"}
+print(construct.construct({"kind": "TransformerConfig", "values": values, "activation": "silu", "dtype": "bfloat16"}))
+"""
+    done = warm.run(program, cwd=ROOT, path=[str(ROOT)], forget=["megatron", "moeref"])
+    assert "'refusal': ''" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     ("before", "says"),
     [

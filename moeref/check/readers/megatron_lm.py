@@ -132,13 +132,14 @@ def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
     reading.beside |= {name: every[name] for name in BESIDE if every[name].value is not None and name not in fields}
     _settings(reading, every, fields)
     _missing(reading, every)
-    for name, value in computed.items():
-        field = FIELDS.get(name, name)
-        reading.computed[AXES.get(name, field)] = value
-        reading.settings.pop(field, None)
-        reading.beside.pop(name, None)
     used = {*AXES, *OPTIONS, *FIELDS, *BESIDE, *fields, *_READ}
-    reading.elsewhere += [value for name, value in arguments.items() if name not in used]
+    for name, value in computed.items():
+        if name in used:
+            field = FIELDS.get(name, name)
+            reading.computed[AXES.get(name, field)] = value
+            reading.settings.pop(field, None)
+            reading.beside.pop(name, None)
+    reading.elsewhere += [value for name, value in {**arguments, **computed}.items() if name not in used]
     _unmapped(reading, arguments)
     return reading
 

@@ -188,9 +188,7 @@ class _Fields:
 
     def put(self, values: list[Word], *, split: bool, apart: bool) -> None:
         """Values of a variable: joined to the open word, and separate after the first if there are several."""
-        found = [
-            replace(value, text=text) for value in values for text in (value.text.split() if split else [value.text])
-        ]
+        found = [each for value in values for each in (_separated(value) if split else [value])]
         for number, value in enumerate(found):
             if number and (apart or split):
                 self._open = False
@@ -199,6 +197,19 @@ class _Fields:
 
 def _joined(words: list[Word], where: str) -> Word:
     return Word(" ".join(word.text for word in words), where, all(word.known for word in words))
+
+
+def _separated(value: Word) -> Iterator[Word]:
+    """The words of a value that white space separates, but not inside of what only a shell could compute."""
+    at = start = 0
+    text = f"{value.text} "
+    while at < len(text):
+        if text[at].isspace():
+            if word := text[start:at]:
+                yield replace(value, text=word, known=value.known or not ("$" in word or "`" in word))
+            start = at = at + 1
+        else:
+            at = _end(text, at) if text[at] in "$`" else at + 1
 
 
 def _end(text: str, at: int) -> int:
@@ -236,6 +247,8 @@ def _nested(text: str, at: int, closing: str) -> int:
             at += 1
         elif closing == '"' and text[at] == "'":
             at += 1
+        elif closing == ")" and (comment := _COMMENT.match(text, at)) and text[at - 1].isspace():
+            at = comment.end()
         else:
             at = _end(text, at)
     return at

@@ -122,7 +122,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "recompute-modules-are-known", "run", (_MODULES, "core"),
         f"known modules are {', '.join(RECOMPUTED)} (the last from 0.19)",
-        "name one of these", _CONFIG,
+        "name one of these", "TransformerConfig, which ignores others under moe_layer_recompute",
         lambda now: _selective(now) and not set(_listed(now, _MODULES)) <= set(_known(now, RECOMPUTED)),
     ),
     Rule(
@@ -374,6 +374,12 @@ RULES: tuple[Rule, ...] = (
         "it does not know gated attention",
         "drop fused_single_qkv_rope", _CONFIG,
         lambda now: now["fused_single_qkv_rope"] and now["attention_output_gate"],
+    ),
+    Rule(
+        "layer-scaling-has-fp32-softmax", "run", ("apply_query_key_layer_scaling", "attention_softmax_in_fp32"),
+        "scaled scores go through a softmax in fp32, whatever is asked for",
+        "drop attention_softmax_in_fp32=False", "TransformerConfig sets it without a word",
+        lambda now: now["apply_query_key_layer_scaling"] and now["attention_softmax_in_fp32"] is False,
     ),
     Rule(
         "attention-backend-is-known", "run", ("attention_backend",),

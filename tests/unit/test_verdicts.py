@@ -35,6 +35,11 @@ def judged(settings: dict[str, Any], layout: str = "tp=2,ep=8,etp=1", **more: An
         ({"delay_wgrad_compute": True}, "delayed-wgrad-needs-ep-overlap"),
         ({"fine_grained_activation_offloading": True}, "offloading-needs-modules"),
         ({"moe_router_load_balancing_type": "aux_los"}, "balancing-is-known"),
+        ({"moe_layer_recompute": True, "recompute_modules": ["mpl"]}, "recompute-modules-are-known"),
+        (
+            {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False},
+            "layer-scaling-has-fp32-softmax",
+        ),
     ],
 )
 def test_what_megatron_refuses_is_refused_by_a_rule(settings: dict[str, Any], rule: str) -> None:
@@ -42,6 +47,12 @@ def test_what_megatron_refuses_is_refused_by_a_rule(settings: dict[str, Any], ru
     assert report.verdict == "refused"
     assert any(f"[{rule}]" in problem.text + problem.fix for problem in report.problems), report.problems
     assert all(problem.fix for problem in report.problems)
+
+
+@pytest.mark.parametrize("module", ["gdn_norm_out", "mla_up_proj", "moe_act"])
+def test_megatron_looks_at_modules_only_where_selective_recomputation_is_asked_for(module: str) -> None:
+    assert judged({"moe_layer_recompute": True, "recompute_modules": [module]}).verdict == "works"
+    assert judged({"recompute_granularity": "selective", "recompute_modules": [module]}).verdict == "refused"
 
 
 @pytest.mark.parametrize(

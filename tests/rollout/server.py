@@ -26,6 +26,8 @@ from moeref import vllm as engines
 PROMPT = [5, 6, 7, 8]
 #: Seconds until a process has ended or a state is reached; the machine may be busy.
 DEADLINE = 120
+#: Scores of experts, of about 1/16, that differ less are equal to rounding in fp32.
+TIE = 1e-6
 
 
 class Server:
@@ -55,18 +57,26 @@ class Server:
         made = engines.labels(self.control, engines.request_id(found))
         return engines.from_response(PROMPT, found["choices"][0], self.model, made)
 
-    def expected(self, name: str, sample: engines.Sample) -> Any:
-        """The logprobs of the sampled tokens by transformers."""
+    def expected(self, name: str, sample: engines.Sample, version: int | None = None) -> Any:
+        """The logprobs of the sampled tokens by transformers; with routes that the engine gave with `version`, if any.
+
+        Where two experts' scores are equal to rounding, both choices are right, and each gives other logprobs.
+        """
         from transformers import AutoModelForCausalLM
 
         tokens_S = torch.from_numpy(sample.tokens_T)
+        model = AutoModelForCausalLM.from_pretrained(self.folder / name)
+        if version is not None:
+            assert sample.routes is not None
+            for number, layer in enumerate(model.model.layers):
+                given_TK = torch.from_numpy(sample.routes.idx_TLK[:, number].astype(np.int64))
+                layer.mlp.gate.register_forward_hook(_replayed(given_TK, sample.made.route_T == version))
         with torch.no_grad():
-            model = AutoModelForCausalLM.from_pretrained(self.folder / name)
             logprobs_SV = model(tokens_S[None]).logits[0].log_softmax(-1)
         return logprobs_SV[sample.prompt - 1 : -1].gather(1, tokens_S[sample.prompt :, None])[:, 0].numpy()
 
-    def far(self, name: str, sample: engines.Sample) -> float:
-        return float(np.abs(self.expected(name, sample) - sample.logprobs_G).max())
+    def far(self, name: str, sample: engines.Sample, version: int | None = None) -> float:
+        return float(np.abs(self.expected(name, sample, version) - sample.logprobs_G).max())
 
     def running(self) -> bool:
         """Whether a request is being sampled."""
@@ -74,8 +84,30 @@ class Server:
             lines = answer.read().decode().splitlines()
         return any(line.startswith("vllm:num_requests_running") and float(line.split()[-1]) > 0 for line in lines)
 
+    def worker(self) -> psutil.Process:
+        """One of several workers, which have processes of their own."""
+        return next(one for one in self.children() if "Worker" in " ".join([one.name(), *one.cmdline()]))
+
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def _replayed(given_TK: torch.Tensor, given_T: Any) -> Any:
+    """A hook of a router: the given experts where there are some, which must be the best ones but for ties."""
+    rows_T = torch.from_numpy(np.flatnonzero(given_T))
+
+    def hook(_: Any, __: Any, out: Any) -> Any:
+        if not len(rows_T):
+            return out
+        scores_TE, weights_TK, idx_TK = out[0].softmax(-1), out[1].clone(), out[2].clone()
+        mine_TK, rows_TE = given_TK[rows_T], scores_TE[rows_T]
+        found_TK = rows_TE.gather(1, mine_TK)
+        best_TE = rows_TE.scatter(1, mine_TK, 0)
+        assert (best_TE.max(-1).values - found_TK.min(-1).values).max() <= TIE, "the engine's experts are not the best"
+        idx_TK[rows_T], weights_TK[rows_T] = mine_TK, found_TK / found_TK.sum(-1, keepdim=True)
+        return out[0], weights_TK, idx_TK
+
+    return hook
 
 
 def until(reached: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:

@@ -99,6 +99,7 @@ def _check_parser(command: argparse.ArgumentParser) -> None:
         "--divisible-by", type=int, metavar="N", help="the padded vocabulary is a multiple of N times TP (default: 128)"
     )
     command.add_argument("--seq-length", type=int, metavar="N", help="tokens of one packed sequence, before padding")
+    command.add_argument("--pad-to", type=int, metavar="N", help="all packed sequences are padded to N tokens")
     command.add_argument("--seed", type=int, metavar="N", help="seed of the run (default: 1234)")
     command.add_argument("--seed-formula", help=f"{', '.join(FORMULAS)} (default: megatron)")
     command.add_argument(
@@ -246,7 +247,7 @@ def _one(model: Any, layout: str, asked: MoEConfig, options: argparse.Namespace,
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `check` that are on the command line."""
-    names = ("seq_length", "hbm", "gpus_per_node", "engine", "density", *OPTIONS)
+    names = ("seq_length", "pad_to", "hbm", "gpus_per_node", "engine", "density", *OPTIONS)
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     if trained := _pairs("--train", options.train):
         given["training"] = trained

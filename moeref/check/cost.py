@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from moeref.bridge import LocalShard, ShardMap
-from moeref.check.report import CheckError, Problem, Report
+from moeref.check.report import CheckError, Padding, Problem, Report
 from moeref.costs import (
     GIB,
     CostError,
@@ -18,6 +18,7 @@ from moeref.costs import (
     Recompute,
     Run,
     Shape,
+    Waste,
     batch_problem,
     crossings,
     delta_share,
@@ -68,13 +69,21 @@ def spread(report: Report, layout: Layout, gpus_per_node: int | None, lengths: M
         report = replace(report, problems=(*report.problems, Problem("batch", *batch)), record=None)
     try:
         nodes = crossings(layout, gpus_per_node) if gpus_per_node is not None else {}
-        wasted = waste(report.padding.plan, lengths, report.padding.length) if lengths and report.padding else None
+        wasted = _wasted(report.padding, lengths) if lengths and report.padding else None
     except CostError as error:
         raise CheckError(str(error)) from error
     tokens, sent = _tokens(report), None
     if tokens is not None and report.dispatcher and layout.ep * layout.etp > 1:
         sent = dispatch_bytes(Shape(model=report.model, layout=layout, tokens=tokens), report.dispatcher)
     return replace(report, nodes=nodes, waste=wasted, dispatch_bytes=sent)
+
+
+def _wasted(padding: Padding, lengths: Mapping[int, int]) -> Waste:
+    """What padding wastes. Sequences that are not packed and have one length have that of the longest."""
+    made = padding.plan
+    if padding.one_length and made.fixed is None:
+        made = replace(made, fixed=max(lengths))
+    return waste(made, lengths, padding.length)
 
 
 def synced(report: Report, layout: Layout, engine: str | None, density: float | None) -> Report:

@@ -180,6 +180,8 @@ def _padding(report: Report) -> Iterable[tuple[str, str]]:
     yield "padding", f"packed sequences to a multiple of {plan.multiple}" if plan.multiple > 1 else "none is needed"
     for factor in plan.factors:
         yield "", f"{factor.multiple} per {factor.level}: {factor.why}"
+    if report.padding.one_length:
+        yield "", f"every packed sequence to one length: {report.padding.one_length}"
     if report.padding.padded is not None:
         yield "", f"{report.padding.length} → {report.padding.padded} tokens, {report.padding.rows} rows on a rank"
     if report.waste is not None:

@@ -61,6 +61,7 @@ class Padding:
     length: int | None
     padded: int | None
     rows: int | None  # on one rank, after context and sequence parallelism
+    one_length: str = ""  # why every packed sequence is as long; "" if it is not
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Report:
                 "factors": [vars(factor) for factor in padding.plan.factors],
                 "length": padding.length,
                 "padded": padding.padded,
+                "one_length": padding.one_length,
                 "rows_per_rank": padding.rows,
             },
             "seeds": None

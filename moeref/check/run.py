@@ -67,6 +67,7 @@ def check(
     layout: str,
     *,
     seq_length: int | None = None,
+    pad_to: int | None = None,
     asked: MoEConfig | None = None,
     core: str = CORE,
     precision: str = "bf16",
@@ -81,9 +82,9 @@ def check(
 ) -> Report:
     """The report of a run before it starts, with the record that its model is built from.
 
-    model: as in `model_of`. layout: the text form of `Layout`. seq_length: tokens of one packed sequence. asked:
-    Megatron's settings; none may contradict an option. core, precision and options: the fields of
-    `moeref.record.Options`. A GPU and the packages that a dispatcher needs are assumed to exist; `needs` lists them.
+    model: as in `model_of`. layout: the text form of `Layout`. seq_length: tokens of one packed sequence. pad_to: the
+    length of all of them. asked: Megatron's settings; none may contradict an option. core, precision and options: the
+    fields of `moeref.record.Options`. A GPU and the packages that a dispatcher needs are assumed to exist; see `needs`.
     verify: construct megatron-core's own config in a process of its own; None does so where no rule covers a setting.
     training: `moeref.costs.Training`, or its fields, which decide memory. hbm: GiB of a GPU that a rank must fit in.
     gpus_per_node: tells which groups have ranks on several nodes. lengths: numbers of samples by their tokens.
@@ -94,8 +95,9 @@ def check(
     chosen = _options(precision=precision, core=core, **options)
     trained = _training(training, hbm)
     title, read = model_of(model, NAMES.get(precision, "bfloat16"))
-    if seq_length is not None and (type(seq_length) is not int or seq_length < 1):
-        raise CheckError(f"seq_length={seq_length!r} must be an integer and at least 1")
+    for name, length in (("seq_length", seq_length), ("pad_to", pad_to)):
+        if length is not None and (type(length) is not int or length < 1):
+            raise CheckError(f"{name}={length!r} must be an integer and at least 1")
     draft = Draft(read, Layout(), asked or MoEConfig(), chosen)
     try:
         draft.check_names()
@@ -111,7 +113,7 @@ def check(
         return replace(base, problems=(Problem("layout", str(error)),))
     _check_sizes(layout, {"world": made.world})
     base, draft = replace(base, layout=made.text, world=made.world), replace(draft, layout=made)
-    report = spread(_checked(base, draft, seq_length), made, gpus_per_node, lengths)
+    report = spread(_checked(base, draft, seq_length, pad_to), made, gpus_per_node, lengths)
     report = synced(report, made, engine, density)
     return verified(report, chosen.core, verify)
 
@@ -157,7 +159,7 @@ def _options(**options: Any) -> Options:
         raise CheckError(str(error)) from error
 
 
-def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
+def _checked(report: Report, draft: Draft, seq_length: int | None, pad_to: int | None) -> Report:
     """The report of a valid layout. Every check runs, also after one has found a problem."""
     problems: list[Problem] = []
     notes = list(report.notes)
@@ -169,7 +171,7 @@ def _checked(report: Report, draft: Draft, seq_length: int | None) -> Report:
     recipe = quantised(report, str(draft.options.precision))
     if recipe in FORMATS and (wrong := unfit_widths(shards.items(), recipe)):
         problems.append(Problem("config", *split(wrong)))
-    report = _padding(report, draft.layout, recipe, seq_length, problems)
+    report = replace(report, padding=_padding(report, draft.layout, recipe, (seq_length, pad_to), problems))
     if report.weights:
         report = costed(report, draft, problems)
     report = _seeds(report, draft, problems, notes)
@@ -235,16 +237,29 @@ def _bytes(shard: LocalShard) -> int:
     return math.prod(shard.shape) * DTYPES[shard.param.dtype].bytes
 
 
-def _padding(report: Report, layout: Layout, recipe: str | None, length: int | None, problems: list[Problem]) -> Report:
-    fused = report.settings is not None and report.settings.values.get("attention_backend") == "fused"
+def _padding(
+    report: Report, layout: Layout, recipe: str | None, lengths: tuple[int | None, int | None], problems: list[Problem]
+) -> Padding | None:
+    """The padding of packed sequences of a length, all of them to another if it is given: (seq_length, pad_to)."""
+    length, pad_to = lengths
+    values: Mapping[str, Any] = report.settings.values if report.settings else {}
+    staged = layout.pp > 1 and values.get("variable_seq_lengths") is False
+    why = "asked for" if pad_to else "stages exchange one shape without variable_seq_lengths" if staged else ""
+    length = length or pad_to
     try:
-        made = plan(layout, recipe=recipe, fused_attention=fused, dispatcher=report.dispatcher or Choice.ALLTOALL)
+        made = plan(
+            layout,
+            recipe=recipe,
+            fused_attention=values.get("attention_backend") == "fused",
+            dispatcher=report.dispatcher or Choice.ALLTOALL,
+            fixed=(pad_to or length) if why else None,
+        )
+        padded = None if length is None else made.padded(length)
     except PaddingError as error:
         problems.append(Problem("padding", str(error)))
-        return report
-    padded = None if length is None else made.padded(length)
+        return None
     rows = None if padded is None else padded // (made.cp * made.tp)
-    return replace(report, padding=Padding(made, length, padded, rows))
+    return Padding(made, length, padded, rows, why)
 
 
 def _seeds(report: Report, draft: Draft, problems: list[Problem], notes: list[str]) -> Report:

@@ -29,7 +29,7 @@ from moeref.config.errors import nearest
 
 #: Bytes of the largest run file, and the most nesting and values of one in YAML, aliases counted as what they repeat.
 LARGEST, DEEPEST, MOST_NODES = 1_000_000, 50, 20_000
-_ARGUMENTS = ("seq_length", "training", "hbm", "gpus_per_node", "engine", "density", *OPTIONS)
+_ARGUMENTS = ("seq_length", "pad_to", "training", "hbm", "gpus_per_node", "engine", "density", *OPTIONS)
 _KEYS = ("model", "layout", *_ARGUMENTS, "policy", "reference", "declared")
 
 

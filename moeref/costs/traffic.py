@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moeref.costs.activations import Shape
 from moeref.costs.training import CostError, Training
-from moeref.dispatcher.padding import Packed, PaddingError, Plan
+from moeref.dispatcher.padding import Packed, PaddingError, Plan, round_up
 from moeref.layout import Layout
 
 #: Kinds of groups that exchange data in every layer or step, as `Layout.groups` names them.
@@ -115,25 +115,30 @@ def _packed(plan: Plan, lengths: Mapping[int, int], budget: int | None) -> list[
     try:
         if budget is None:
             return [(plan.pack([length]), number) for length, number in lengths.items()]
-        return [(plan.pack(pack), number) for pack, number in _next_fit(lengths, budget)]
+        return [(plan.pack(pack), number) for pack, number in _next_fit(plan, lengths, budget)]
     except PaddingError as error:
         raise CostError(str(error)) from error
 
 
-def _next_fit(lengths: Mapping[int, int], budget: int) -> list[tuple[Sequence[int], int]]:
-    """Samples in packs, longest first; whole packs of one length are made at once."""
+def _next_fit(plan: Plan, lengths: Mapping[int, int], budget: int) -> list[tuple[Sequence[int], int]]:
+    """Samples in packs, longest first; whole packs of one length are made at once.
+
+    A pack has at most `budget` tokens. If the plan fixes the length, its padded samples have to fit into that as well.
+    """
+    room = budget * plan.sample if plan.fixed is None else plan.padded(budget)
     packs: list[tuple[Sequence[int], int]] = []
     rest: list[int] = []
     for length, number in sorted(lengths.items(), reverse=True):
-        left = number
-        while left and sum(rest) + length <= budget:
-            rest.append(length)
-            left -= 1
+        left, rows = number, round_up(length, plan.sample)
+        taken = sum(round_up(each, plan.sample) for each in rest)
+        fits = max(0, min((budget - sum(rest)) // length, (room - taken) // rows, left))
+        rest, left = [*rest, *[length] * fits], left - fits
         if not left:
             continue
         packs += [(rest, 1)] if rest else []
-        whole, left = divmod(left, budget // length)
-        packs += [([length] * (budget // length), whole)] if whole else []
+        most = min(budget // length, room // rows)
+        whole, left = divmod(left, most)
+        packs += [([length] * most, whole)] if whole else []
         rest = [length] * left
     return [*packs, (rest, 1)] if rest else packs
 

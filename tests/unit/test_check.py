@@ -457,3 +457,69 @@ def test_checking_imports_neither_torch_nor_megatron_nor_vllm() -> None:
         "assert not heavy & {name.partition('.')[0] for name in sys.modules}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "more", "multiple", "sample"),
+    [
+        ("tp=4,cp=2,etp=1,ep=8", {"attention_backend": "flash"}, {}, 8, 4),
+        ("tp=4,cp=2,etp=1,ep=8", {"attention_backend": "fused"}, {}, 128, 4),
+        ("tp=2,cp=2,etp=1,ep=8", {}, {"dispatcher": "flex-hybridep"}, 256, 4),
+        ("tp=2,cp=2,etp=1,ep=8", {"attention_backend": "fused"}, {"dispatcher": "flex-hybridep"}, 256, 4),
+        ("tp=2,cp=2,etp=1,ep=8", {}, {"dispatcher": "flex-deepep"}, 4, 4),
+        ("tp=2,cp=2,etp=1,ep=8", {}, {"precision": "blockwise"}, 512, 4),
+    ],
+)
+def test_padding_follows_attention_dispatcher_and_precision(
+    layout: str, settings: dict[str, Any], more: dict[str, Any], multiple: int, sample: int
+) -> None:
+    report = check("qwen3-30b-a3b", layout, asked=through(**settings), seq_length=1000, **more)
+    assert report.padding is not None
+    assert (report.padding.plan.multiple, report.padding.plan.sample) == (multiple, sample)
+    assert report.padding.padded == -(-1000 // multiple) * multiple
+
+
+def test_stages_that_exchange_one_shape_get_microbatches_of_one_length() -> None:
+    lengths = {100: 3, 40: 1}
+    fixed, free = (
+        check("qwen3-30b-a3b", "tp=2,pp=2,ep=8,etp=1", asked=through(variable_seq_lengths=own), lengths=lengths)
+        for own in (False, True)
+    )
+    assert fixed.padding is not None
+    assert free.padding is not None
+    assert fixed.waste is not None
+    assert free.waste is not None
+    assert "variable_seq_lengths" in fixed.padding.one_length
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(fixed, console)
+    assert "every packed sequence to one length" in console.export_text()
+    assert (fixed.waste.packs, fixed.waste.tokens, fixed.waste.padded) == (4, 340, 400)
+    assert (free.padding.one_length, free.waste.padded) == ("", 340)
+    alone = check("qwen3-30b-a3b", "tp=2,ep=8,etp=1", asked=through(variable_seq_lengths=False))
+    assert alone.padding is not None
+    assert not alone.padding.one_length  # one stage exchanges nothing
+
+
+def test_every_sequence_may_be_padded_to_one_length() -> None:
+    lengths = {100: 3, 40: 1}
+    report = check("qwen3-30b-a3b", "tp=4,ep=8,etp=1", precision="blockwise", pad_to=1000, lengths=lengths)
+    assert report.padding is not None
+    assert report.waste is not None
+    assert (report.padding.one_length, report.padding.length, report.padding.padded) == ("asked for", 1000, 1024)
+    assert (report.waste.packs, report.waste.padded) == (1, 1024)
+    short = check("qwen3-30b-a3b", "tp=4,ep=8,etp=1", seq_length=300, pad_to=1000)
+    assert short.padding is not None
+    assert short.padding.padded == 1000
+    long = check("qwen3-30b-a3b", "tp=4,ep=8,etp=1", seq_length=2000, pad_to=1000)
+    assert [problem.about for problem in long.problems] == ["padding"]
+    assert "length 2000 exceeds the fixed length 1000" in long.problems[0].text
+    with pytest.raises(CheckError, match="pad_to=0 must be an integer and at least 1"):
+        check("qwen3-30b-a3b", "world=1", pad_to=0)
+
+
+def test_packs_have_room_for_the_padding_of_each_sample() -> None:
+    report = check("qwen3-30b-a3b", "cp=2,ep=8,etp=1", pad_to=64, lengths={5: 20})
+    assert report.padding is not None
+    assert report.waste is not None
+    assert report.padding.plan.sample == 4
+    assert (report.waste.packs, report.waste.padded) == (3, 192)  # 8 samples of 8 rows, though 12 of 5 tokens are fewer

@@ -15,7 +15,7 @@ import xxhash
 
 from moeref.exporter.assembly import Filled, fill, segments
 from moeref.exporter.cuts import ALIGNMENT, FIXED, BucketError, Entry, aligned, apart, text_bytes
-from moeref.exporter.lending import Lender
+from moeref.exporter.lending import Lender, Owned, holders
 from moeref.exporter.messages import Peer
 from moeref.exporter.stream import Stream
 from moeref.exporter.transfer import Transfer
@@ -32,6 +32,7 @@ class Bucket:
     def __init__(self, number: int, entries: tuple[Entry, ...], memory: torch.Tensor | None) -> None:
         self.number, self.entries = number, entries
         self._memory = memory
+        self._idle = 0 if memory is None else holders(memory)
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,7 @@ class Bucket:
     def expire(self) -> None:
         """Take the memory back. Raises BucketError if tensors of it are still held."""
         memory, self._memory = self.memory(), None
-        if _holders(memory) > 1:
+        if holders(memory) > self._idle:
             raise BucketError(
                 f"bucket {self.number}, {self.entries[0].name} to {self.entries[-1].name}: tensors of it are held when "
                 "the next is asked for, which overwrites them; drop them, or take buckets with lend=False"
@@ -98,7 +99,9 @@ def _assembled(stream: Stream, limit: int, lender: Lender | None, unit: Callable
     todo = segments(stream.plan, stream.rank, limit, unit)
 
     def made(transfer: Transfer, peer: Peer, at: Callable[[str], None]) -> Iterator[Filled]:
-        return fill(transfer, peer.plan, todo, lambda nbytes: _memory(lender, nbytes, peer.device), at)
+        most = min(limit, max((segment.cut.nbytes for segment in todo if segment.cut), default=0))
+        memory = lender or Owned(most)
+        return fill(transfer, peer.plan, todo, lambda nbytes: memory.take(nbytes, peer.device), at)
 
     number = -1  # counted here, since `enumerate` holds on to what it gave last
     for cut, memory in stream.instead(made):
@@ -108,10 +111,6 @@ def _assembled(stream: Stream, limit: int, lender: Lender | None, unit: Callable
             lender.lend(bucket)
         yield bucket
         del bucket
-
-
-def _memory(lender: Lender | None, nbytes: int, device: torch.device) -> torch.Tensor:
-    return lender.take(nbytes, device) if lender else torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _copied(stream: Iterable[tuple[str, torch.Tensor]], filling: _Filling) -> Iterator[Bucket]:
@@ -133,6 +132,7 @@ class _Filling:
 
     def __init__(self, limit: int, lender: Lender | None, unit: Callable[[str], str]) -> None:
         self._limit, self._lender, self._unit = limit, lender, unit
+        self._source = lender or Owned()
         self._memory: torch.Tensor | None = None
         self._entries: list[Entry] = []
         self._stash: torch.Tensor | None = None  # the begun unit, while the bucket before it is out
@@ -150,7 +150,7 @@ class _Filling:
 
     def _room(self, capacity: int, device: torch.device) -> torch.Tensor:
         if self._memory is None:
-            self._memory = _memory(self._lender, capacity, device)
+            self._memory = self._source.take(capacity, device)
         return self._memory
 
     def _bucket(self, entries: list[Entry]) -> Bucket:
@@ -252,9 +252,3 @@ def _write(message: torch.Tensor, at: int, raw: bytes) -> None:
 
 def _checksum(memory: torch.Tensor) -> bytes:
     return xxhash.xxh3_64_digest(memory.cpu().numpy())
-
-
-def _holders(memory: torch.Tensor) -> int:
-    """How many tensors and arrays share the memory."""
-    # Besides them the storage object counts that this call makes.
-    return int(torch._C._storage_Use_Count(memory.untyped_storage()._cdata)) - 1

@@ -1,10 +1,18 @@
-"""Memory that is lent to one bucket after the other, and kept for the next export: fresh memory is slow to touch."""
+"""Where buckets get their memory. Fresh memory is slow to touch: the kernel zeroes it, page by page.
+
+A lender keeps memory from one export to the next, and lends it. Buckets that are the consumer's own share what no one
+holds any more, while their stream lasts.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
+import numpy as np
 import torch
+
+_LINE = 64
 
 
 class Borrower(Protocol):
@@ -51,3 +59,40 @@ class Lender:
         for borrower in borrowers:
             if borrower:
                 borrower.expire()
+
+
+class Owned:
+    """Memory that a consumer may keep. What it has dropped, tensors and all, is given again, within one stream.
+
+    Two are remembered: while a bucket is made, a `for` loop still has the one before it.
+    """
+
+    def __init__(self, usual: int = 0) -> None:
+        self._usual = usual  # bytes of fresh memory, at least
+        self._last: list[tuple[torch.Tensor, int]] = []  # memory, and its holders while nobody has it
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory of at least `nbytes` that nobody holds."""
+        if device.type != "cpu":  # PyTorch's allocator keeps that of GPUs, and knows which streams still read it
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        for number, (memory, idle) in enumerate(self._last):
+            if memory.numel() >= nbytes and holders(memory) == idle:
+                self._last.append(self._last.pop(number))
+                return memory[:]
+        self._last = [(memory, idle) for memory, idle in self._last[-1:] if holders(memory) > idle]
+        memory = _fresh(max(nbytes, self._usual))
+        self._last.append((memory, holders(memory)))
+        return memory[:]  # a tensor of its own, which counts as a holder
+
+
+def _fresh(nbytes: int) -> torch.Tensor:
+    """Memory of this host. NumPy asks the kernel for huge pages, which PyTorch does not."""
+    raw = torch.from_numpy(np.empty(nbytes + _LINE, np.uint8))
+    start = -raw.data_ptr() % _LINE
+    return raw[start : start + nbytes]
+
+
+def holders(memory: torch.Tensor) -> int:
+    """How many tensors, arrays and storage objects share the memory. Other counts compare with that of idle memory."""
+    storage = memory.untyped_storage()  # one object as long as anybody has it
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)

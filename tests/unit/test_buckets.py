@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,44 @@ def test_a_lender_with_two_halves_lends_for_one_bucket_more(whole: dict[str, tor
     assert second.memory().data_ptr() != first.memory().data_ptr()
     with pytest.raises(BucketError, match=r"bucket 0, .* are held when the next"):
         next(cut)
+
+
+def _where(keep: Callable[[Bucket], Any], assembled: bool = True) -> tuple[list[int], list[Any]]:
+    """The address of each own bucket, and what is kept of it."""
+    plan = Plan(ShardMap(model("glm4_moe", num_hidden_layers=6), Layout()))
+    stream = export(plan, 0, holder(plan.shard_map, 0))
+    places, kept = [], []
+    for bucket in buckets(stream if assembled else iter(stream), 300_000):
+        places.append(bucket.memory().data_ptr())
+        kept.append(keep(bucket))
+    return places, kept
+
+
+@pytest.mark.parametrize("assembled", [False, True])
+def test_own_memory_is_given_again_once_it_is_dropped(assembled: bool) -> None:
+    """The loop has a bucket while the next is made, so that there are two in turn."""
+    places, _ = _where(lambda bucket: None, assembled)
+    assert len(places) > 4
+    assert len(set(places)) == 2
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda bucket: bucket,
+        lambda bucket: dict(bucket.tensors()),
+        lambda bucket: bucket.memory()[-1:],
+        lambda bucket: bucket.memory().numpy(),
+        lambda bucket: memoryview(bucket.memory().numpy()),
+        lambda bucket: bucket.memory().untyped_storage(),
+        lambda bucket: torch.from_dlpack(bucket.memory()),
+        lambda bucket: next(tensor for _, tensor in bucket.tensors()).T,
+    ],
+    ids=["bucket", "tensors", "slice", "numpy", "memoryview", "storage", "dlpack", "view of a view"],
+)
+def test_own_memory_that_anything_holds_is_not_given_again(keep: Callable[[Bucket], Any]) -> None:
+    places, kept = _where(keep)
+    assert len(set(places)) == len(places) == len(kept)
 
 
 def test_a_lender_keeps_its_memory(plan: Plan, chunks: list[torch.nn.Module]) -> None:

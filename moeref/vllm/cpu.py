@@ -6,6 +6,7 @@ Nothing here is used on a GPU. A version outside TESTED is refused: a workaround
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,3 +58,13 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def pack_again(heads: Iterable[torch.nn.Module]) -> None:
+    """After a live update: pack tied heads from the embedding, which has the new weights.
+
+    `UnquantizedEmbeddingMethod` packs a copy of the weight for the CPU's GEMM when the model is loaded. Nothing is sent
+    for a tied head, so that it would keep the copy of the first weights (0.30).
+    """
+    for head in heads:
+        head.quant_method.process_weights_after_loading(head)  # type: ignore[operator, union-attr]

@@ -6,6 +6,7 @@ checked by `sync.Intake` before it touches the weights, in every worker, and the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
@@ -63,6 +64,7 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
         self.intake = Intake()
         self.torn: int | None = None  # a version that a sender left unfinished
         self._wire: Wire | None = None
+        self._heads: list[torch.nn.Module] | None = None  # tied ones, from before the first update
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         self._wire = Wire(Place(*init_info.place), init_info.first + int(self.parallel_config.rank))
@@ -75,6 +77,8 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         if self.intake.update is None:
             raise SyncError("start_weight_update came without moeref_begin, which says what the update is")
+        if self._heads is None:
+            self._heads = tied_heads(self.model)
         if self.device.type == "cpu":
             cpu.forget_packed_experts(self.model)
         for layer in self.model.modules():
@@ -98,10 +102,13 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
         if (update := self.intake.update) is None:
             raise SyncError("finish_weight_update came without an update")
         self.intake.complete(update.version)
-        if short := incomplete(self.model):
+        heads = self._heads or []
+        if short := incomplete(self.model, heads):
             some = ", ".join(short[:3])
             raise SyncError(f"{len(short)} layers did not get all of their weights: {some}; send every tensor")
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            cpu.pack_again(heads)
         self.intake.commit(update.version)
         self.torn = None
 
@@ -109,16 +116,23 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
         self._wire = None
 
 
-def incomplete(model: torch.nn.Module) -> list[str]:
-    """The layers that wait for weights of the update; vLLM would keep old ones, or take uninitialised memory.
+def tied_heads(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The heads whose weight is the embedding's: nothing is sent for them."""
+    both = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    heads = [layer for layer in both if isinstance(layer, ParallelLMHead)]
+    return [head for head in heads if any(one.weight is head.weight for one in both if one not in heads)]
 
-    A tied head is one of them: vLLM's CPU build packs a copy of it, which an update of the embedding leaves as it was.
+
+def incomplete(model: torch.nn.Module, heads: Sequence[torch.nn.Module] = ()) -> list[str]:
+    """The layers that wait for weights of the update, but for tied `heads`.
+
+    vLLM would keep their old weights, or take uninitialised memory.
     """
     found = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         own = next(layer.parameters(recurse=False), None)  # without any: the cache of a rotary embedding and the like
-        if own is None or not info.can_load() or is_deferred_attention_layer(layer):
+        if own is None or not info.can_load() or is_deferred_attention_layer(layer) or layer in heads:
             continue
         padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0  # its padding is in no checkpoint
         if info.load_numel < info.load_numel_total and not padded:

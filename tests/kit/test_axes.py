@@ -19,7 +19,7 @@ FROZEN = {
     "static": (28, "874f0e19af085685", "dd362216"),
     "smoke": (10, "9ad6bf731e84cd10", "309c1c5a"),
     "peers": (51, "2ab20adc42987a9f", "25fb64f6"),
-    "rollout": (4, "2f814917b5763bf9", "f5d810d9"),
+    "rollout": (5, "56d81093c325551d", "06097a8d"),
 }
 
 

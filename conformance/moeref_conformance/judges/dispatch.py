@@ -156,14 +156,38 @@ def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
             real = Counter({row: count for row, count in got.items() if row not in padding})
             if real != rows:
                 what = f"{real.total()} rows, not {rows.total()}"
-                if real.total() == rows.total():
+                if unsent := _unsent(case, exchange, rank, got):
+                    what = unsent
+                elif real.total() == rows.total():
                     what = "other rows than those routed to it"
                 message = f"{exchange.name}: expert {expert} received {what}"
                 findings.append(finding(case, rank, "exchange", message, expert=expert))
         keep = ~_padding(case, exchange, rank)
         if problem := _apart(have["y"], want.y_TH, keep):
-            findings.append(finding(case, rank, "exchange", f"{exchange.name}: rows come back {problem}"))
+            message = f"{exchange.name}: rows come back {problem}"
+            findings.append(finding(case, rank, "exchange", message, diagnosis=_scaled(have["y"], want.y_TH, keep)))
     return outcome(findings, met=f"rtol {RTOL:g}")
+
+
+def _unsent(case: Case, exchange: Exchange, rank: int, got: Counter[bytes]) -> str:
+    """How many of the rows an expert got are not as any rank of the group sent them; empty if all are."""
+    layout, dispatcher = case.cell.layout, case.cell.dispatcher
+    group = next(ranks for ranks in topology.groups(layout)["etp_ep"] if rank in ranks)
+    sent = torch.cat([given(exchange, layout, dispatcher, member).rows.x_TH.detach() for member in group])
+    strange = got.keys() - set(map(row_bytes, sent))
+    rounded = strange <= set(map(row_bytes, sent.bfloat16().double()))
+    return f"{len(strange)} rows {'rounded to bfloat16' if rounded else 'that nobody sent'}" if strange else ""
+
+
+def _scaled(have: torch.Tensor, want: torch.Tensor, rows: torch.Tensor) -> str:
+    """Whether each row is the right one times a number of its own, as with weights that were changed on the way."""
+    if have.shape != want.shape:
+        return ""
+    have, want = have.double()[rows], want[rows]
+    factor_T1 = (have * want).sum(1, keepdim=True) / (want * want).sum(1, keepdim=True).clamp_min(1e-30)
+    if not len(have) or not torch.allclose(have, factor_T1 * want, rtol=1e-9, atol=ATOL):
+        return ""
+    return f"each row is {float(factor_T1.min()):.2g} to {float(factor_T1.max()):.2g} times the right one"
 
 
 @judges("DSP-007")
@@ -247,4 +271,6 @@ def _apart(have: torch.Tensor, want: torch.Tensor, rows: torch.Tensor | None = N
     have, want = (have.double(), want) if rows is None else (have.double()[rows], want[rows])
     if torch.allclose(have, want, rtol=RTOL, atol=ATOL):
         return ""
+    if not have.any():
+        return "all zero"
     return f"off a loop over rows by {float((have - want).abs().max()):.2g}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.judges import Case, judges
@@ -96,7 +97,7 @@ Pair = tuple[str, ExpectedShard, torch.Tensor, torch.Tensor]
 def _pairs(
     case: Case, placed: Placement, record: RankRecord, have: Have, phase: str
 ) -> tuple[list[Finding], list[Pair]]:
-    """Local name, shard, wanted and given gradient without padded rows; and findings for those without a pair."""
+    """`chunk:local`, shard, wanted and given gradient without padded rows; and findings for those without a pair."""
     findings, found = _missing(case, record, have, phase), list[Pair]()
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")
@@ -105,7 +106,7 @@ def _pairs(
         except Unknown as error:
             findings.append(finding(case, record.rank, phase, str(error), local_name=local))
         else:
-            found.append((local, held, held.tensor[: held.rows].double(), got[: held.rows].double()))
+            found.append((key, held, held.tensor[: held.rows].double(), got[: held.rows].double()))
     return findings, found
 
 
@@ -115,7 +116,7 @@ def _against(
     """Findings of one rank, and the largest relative distance of what is right."""
     worst = 0.0
     findings, found = _pairs(case, placed, record, have, phase)
-    for local, held, want, got in found:
+    for key, held, want, got in found:
         # A tied head's replica names no tensor that an export reads; it is made of the embedding.
         sources = held.hf or ("model.embed_tokens.weight",)
         scale = max(placed.largest(name) for name in sources)
@@ -124,22 +125,46 @@ def _against(
         if far <= limit:
             worst = max(worst, far)
             continue
-        off = f"{far:.2g} of its largest > {tolerance(case, limit)}"
-        message, said = f"the gradient of {local} is off transformers' by {off}", _diagnosis(want, got)
+        local, off = key.partition(":")[2], f"{far:.2g} of its largest > {tolerance(case, limit)}"
+        message = f"the gradient of {local} is off transformers' by {off}"
+        said = _diagnosis(case, want, got) or _unreduced(case, record.rank, key, phase, want)
         findings.append(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)
         )
     return findings, worst
 
 
-def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
+def _diagnosis(case: Case, want: torch.Tensor, got: torch.Tensor) -> str:
     if got.isnan().any():
         return f"{int(got.isnan().sum())} of {got.numel()} are NaN"
     if not got.any():
         return "all zero"
     factor = float((got * want).sum() / (want * want).sum().clamp_min(1e-30))
-    if torch.allclose(got, factor * want, rtol=1e-3, atol=1e-4 * float(got.abs().max())):
-        return f"{factor:.3g} times the right one"
+    if not _near(got, factor * want):
+        return ""
+    # One rank takes the same step twice.
+    twice = case.cell.layout.world == 1 and round(factor, 2) == 2
+    return f"{factor:.3g} times the right one" + (", as with those of the step before" if twice else "")
+
+
+def _near(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.allclose(got, want, rtol=1e-3, atol=1e-4 * float(got.abs().max()))
+
+
+def _unreduced(case: Case, rank: int, key: str, phase: str, want: torch.Tensor) -> str:
+    """The axis over which the ranks' gradients make the right one together, if there is one."""
+    step = "gradients" if phase == "gradients" else "replay"
+    have = {r.rank: g for r in records(case, step) if (g := _gradients(r, phase).get(key)) is not None}
+    groups = topology.groups(case.cell.layout)
+    for axis in topology.AXES:
+        group = next(ranks for ranks in groups[axis] if rank in ranks)
+        parts = [have[r][: len(want)].double() for r in group if r in have and have[r].shape == have[rank].shape]
+        if len(parts) < 2 or len(parts) < len(group):
+            continue
+        if _near(sum(parts[1:], parts[0]), want):
+            return f"the part of one rank: not summed over {axis}"
+        if _near(sum(parts[1:], parts[0]) / len(parts), want):
+            return f"the part of one rank: not averaged over {axis}"
     return ""
 
 

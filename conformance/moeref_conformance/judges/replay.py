@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -67,19 +67,26 @@ def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset
         # Of a phase that runs a layer twice, one run may be right: then `have` is the right experts and others.
         return experts is not None and experts != right and have in (experts, experts | right)
 
+    if case.cell.replay == "R3" and fits(oracle(case, "native").experts.get(layer, {}).get(place)):
+        return "the router's own choice"
+    if found := _of_another(want, layer, place, fits):
+        return found
+    if len(have) < len(right):
+        return "fewer experts than top-k: an expert twice in the route"
+    if have == frozenset(range(len(have))):
+        return "the first experts: a padding row"
+    return ""
+
+
+def _of_another(want: Seen, layer: int, place: Place, fits: Callable[[frozenset[int] | None], bool]) -> str:
+    """The layer or the token whose route fits."""
     for other, places in want.items():
         if other != layer and fits(places.get(place)):
             return f"the route of layer {other} (layer {other - layer:+d})"
     for (sample, position), experts in want[layer].items():
         if fits(experts):
-            same_sample = sample == place[0]
-            return f"the route of token {position}" + ("" if same_sample else f" of sample {sample}")
-    if len(have) < len(right):
-        return "fewer experts than top-k: an expert twice in the route"
-    if have == frozenset(range(len(have))):
-        return "the first experts: a padding row"
-    if case.cell.replay == "R3" and fits(oracle(case, "native").experts.get(layer, {}).get(place)):
-        return "the router's own choice"
+            away = f"({position - place[1]:+d})" if sample == place[0] else f"of sample {sample}"
+            return f"the route of token {position} {away}"
     return ""
 
 

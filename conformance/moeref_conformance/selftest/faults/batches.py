@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.border import facet
@@ -71,6 +72,19 @@ def _mean_of_means(session: Session, cell: Cell, world: World) -> Any:
 
     def gradients(tokens_BS: torch.Tensor) -> Any:
         each = [good.gradients(pack_BS) for pack_BS in torch.split(tokens_BS, cell.rows)]
+        return {key: torch.stack([one[key] for one in each]).mean(0) for key in each[0]}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _mean_of_replicas(session: Session, cell: Cell, world: World) -> Any:
+    """Every data-parallel replica divides by its own number of tokens, and the mean of that is taken."""
+    good: Any = session.gradients
+
+    def gradients(tokens_BS: torch.Tensor) -> Any:
+        rows: list[Any] = [None] * world.size
+        dist.all_gather_object(rows, tokens_BS)
+        each = [good.gradients(rows_BS) for rows_BS in rows]
         return {key: torch.stack([one[key] for one in each]).mean(0) for key in each[0]}
 
     return facet(session, "gradients", gradients=gradients)
@@ -141,6 +155,13 @@ FAULTS = (
         cell=cell("qwen3_moe", "cp2", batch="packed"),
         wrap=_mean_of_means,
         one_rank=True,
+    ),
+    Fault(
+        id="mean-of-replica-means",
+        bug="prime-rl#2359: replicas with unequal numbers of tokens divide by their own, and the mean is taken of that",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "tp1", world_size=2, batch="packed"),
+        wrap=_mean_of_replicas,
     ),
     Fault(
         id="packed-routes-without-padding",

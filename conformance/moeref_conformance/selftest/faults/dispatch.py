@@ -175,6 +175,15 @@ def _not_summed_back(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundT
     return good.round_trip(rows, cut)
 
 
+def _rounded(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """Rows travel in bfloat16."""
+    return good.round_trip(rows, lambda number, rows_RH: expert(number, rows_RH.bfloat16().to(rows_RH.dtype)))
+
+
+def _weights_made_to_sum_to_1(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    return good.round_trip(replace(rows, weights_TK=rows.weights_TK / rows.weights_TK.sum(1, keepdim=True)), expert)
+
+
 def _counts(experts_TK: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.bincount(experts_TK.flatten(), minlength=experts)
 
@@ -312,6 +321,22 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_sending(_by_source),
         says="received other rows than those routed to it",
+    ),
+    Fault(
+        id="rows-rounded-on-the-way",
+        bug="rows are exchanged in bfloat16, whatever the model has",
+        rules=("DSP-006",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_rounded),
+        says="rows rounded to bfloat16",
+    ),
+    Fault(
+        id="weights-renormalised-on-the-way",
+        bug="flashinfer#2889 in kind: a dispatcher renormalises weights that the router did not",
+        rules=("DSP-006",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_weights_made_to_sum_to_1),
+        diagnosis="times the right one",
     ),
     Fault(
         id="shares-not-summed-over-etp",

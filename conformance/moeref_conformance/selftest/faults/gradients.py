@@ -73,11 +73,12 @@ FAULTS = (
     ),
     Fault(
         id="norms-not-summed-over-tp",
-        bug="parameters that see one run of the tokens, without the mark that sums their gradients over TP",
+        bug="Megatron-LM#1446: parameters that see some of the tokens lack the mark that sums their gradients over TP",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "tp2"),
         wrap=marked("sequence_parallel", False),
         says="layernorm",
+        diagnosis="not summed over tp",
     ),
     Fault(
         id="tied-gradients-not-summed",
@@ -93,6 +94,7 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "tp1", world_size=2),
         patch=_replicas_alone,
+        diagnosis="not averaged over dp",
     ),
     Fault(
         id="shared-groups-not-summed",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Session, World
@@ -123,6 +124,24 @@ class _RestoresTheSavedDict(_Seeds):
         tensor_parallel.get_cuda_rng_tracker().set_states(trackers)
 
 
+class _TrackersOfRank0(_Seeds):
+    """One rank's trackers are saved for all, as if they were replicas of each other."""
+
+    def save(self) -> Any:
+        from megatron.core import tensor_parallel
+
+        states: list[Any] = [dict(tensor_parallel.get_cuda_rng_tracker().get_states())]
+        dist.broadcast_object_list(states, src=0)
+        return self.good.save(), states[0]
+
+    def restore(self, states: Any) -> None:
+        from megatron.core import tensor_parallel
+
+        saved, trackers = states
+        self.good.restore(saved)
+        tensor_parallel.get_cuda_rng_tracker().set_states({name: state.clone() for name, state in trackers.items()})
+
+
 def _with(kind: type[_Seeds]) -> Callable[[Session, Cell, World], Any]:
     return lambda session, cell, world: Swapped(session, seeds=kind(session.seeds, cell, world))
 
@@ -234,6 +253,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp1"),
         wrap=_with(_DrawsOnResume),
         says="other draws of torch",
+    ),
+    Fault(
+        id="trackers-of-rank-0",
+        bug="Megatron-LM#6858: a rank's tracker is saved as a replica of rank 0's, and its peers resume with that",
+        rules=("SED-004",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_with(_TrackersOfRank0),
+        says="resumed: other draws of expert",
     ),
     Fault(
         id="restored-states-written-to",

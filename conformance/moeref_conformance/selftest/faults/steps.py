@@ -81,6 +81,19 @@ def _last_forward_alone(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=gradients)
 
 
+def _never_cleared(session: Session, cell: Cell, world: World) -> Any:
+    """Every step adds to the gradients of those before it."""
+    good: Any = session.gradients
+    kept: dict[Any, Any] = {}
+
+    def gradients(tokens_BS: Any) -> Any:
+        for key, gradient in good.gradients(tokens_BS).items():
+            kept[key] = kept[key] + gradient if key in kept else gradient
+        return dict(kept)
+
+    return facet(session, "gradients", gradients=gradients)
+
+
 def _bias_updated_after(name: str, method: str) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap`: after each call of a facet's method the bias of every router is moved by Megatron's rate."""
 
@@ -111,6 +124,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_last_forward_alone,
         one_rank=True,
+    ),
+    Fault(
+        id="gradients-never-cleared",
+        bug="SkyRL#2008 the other way round: calls accumulate, and no step clears what the last one left",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_never_cleared,
+        one_rank=True,
+        diagnosis="as with those of the step before",
     ),
     Fault(
         id="linear-attention-summed-over-tp",

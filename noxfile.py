@@ -242,8 +242,8 @@ def peers_with(name: str) -> None:
             session.run("pytest", "-m", "cpu", "tests/peers", env={**env, "MOEREF_PEER": name})
 
     peers.__doc__ = (
-        f"Judge {name}, compare its shards with moeref's, show its defects without the kit; "
-        "`-- --cell …` judges, `-- --shards` compares, `-- --scripts` shows."
+        f"Judge {name}, compare its shards with moeref's, show its defects without the kit, and stream its export "
+        "through moeref; `-- --cell …` judges, `-- --shards` compares, `-- --scripts` shows and streams."
     )
 
 

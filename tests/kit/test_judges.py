@@ -558,6 +558,12 @@ def test_pipeline_alone_is_bitwise(run: Run) -> None:
     assert JUDGES["FWD-002"](run.case).findings
 
 
+def test_positions_in_their_own_order_are_no_diagnosis(run: Run) -> None:
+    for rank in (2, 3):
+        run.tensors(rank, "forward", lambda t: t["logits"][0, 0, 0].add_(5e-6))
+    assert {f.diagnosis for f in JUDGES["FWD-002"](run.case).findings} == {"1 of 32 positions differ"}
+
+
 def test_what_cannot_be_judged_says_why(run: Run) -> None:
     run.case.cell = replace(MANY, dtype="bfloat16")
     for rule in ("FWD-001", "FWD-002"):

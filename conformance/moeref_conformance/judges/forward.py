@@ -85,7 +85,8 @@ def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
         return "positions shifted by one"
     apart_SS = torch.cdist(got.transpose(0, 1).flatten(1), want.transpose(0, 1).flatten(1), p=torch.inf)
     nearest_S = apart_SS.argmin(1).tolist()
-    if float(apart_SS.amin(1).max()) <= 1e-4 and sorted(nearest_S) == list(range(len(nearest_S))):
+    in_place = list(range(len(nearest_S)))
+    if float(apart_SS.amin(1).max()) <= 1e-4 and nearest_S != sorted(nearest_S) == in_place:
         return f"positions in the order {nearest_S}"
     return ""
 

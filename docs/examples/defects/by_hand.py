@@ -232,12 +232,23 @@ def slime(folder: str, mtp_num_layers: int = 0, dtype: str = "float32") -> Bridg
     return _calls(chunks, lambda: load_hf_weights(words, models, folder), lambda: adapter.sent(words, models, name))
 
 
+def verl(folder: str, **more: Any) -> Bridge:
+    """A model of mbridge's, as verl has it by default, and the per_tensor_generator of its asynchronous trainers."""
+    from moeref_conformance.targets.peers import verl as adapter
+    from transformers import AutoConfig
+
+    adapter.Verl().preload()
+    built, config = mbridge(folder, **more), AutoConfig.from_pretrained(folder)
+    return _calls(built.chunks, built.load, lambda: adapter.sent(config, built.chunks))
+
+
 PROJECTS: dict[str, Callable[..., Bridge]] = {
     "mbridge": mbridge,
     "mbridge-main": mbridge,
     "mcore-bridge": mcore_bridge,
     "megatron-bridge": megatron_bridge,
     "slime": slime,
+    "verl": verl,
 }
 
 

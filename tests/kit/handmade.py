@@ -104,7 +104,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             ("export_changed", stream),
             ("kept", {"overwritten": []}),
             ("move", None),
-            ("own", {"changed": [], "later": [], "outdated": []}),
+            ("own", {"changed": [], "later": [], "outdated": [], "stale": []}),
         ]
         lines = [
             {"step": s, "phase": "ok", "at": float(i), "seconds": 0.0, "value": v} for i, (s, v) in enumerate(events)

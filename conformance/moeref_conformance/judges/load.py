@@ -27,6 +27,12 @@ def shards_are_right(case: Case) -> Iterator[Finding]:
     oracle, whole = placement(case), context(case)
     for record in records(case, "inventory", "shards"):
         yield from _rank(case, oracle, record, whole)
+    for rank, value in values(case, "own"):
+        for key in (value or {}).get("stale", ()):
+            chunk, _, local = key.partition(":")
+            said = "left as it was by a second load"
+            message = f"chunk {chunk}: {local}: loaded again, and not what it was after the first load"
+            yield finding(case, rank, "own", message, local_name=local, diagnosis=said)
 
 
 def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> Iterator[Finding]:

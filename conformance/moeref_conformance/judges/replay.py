@@ -20,6 +20,7 @@ from moeref_conformance.judges.common import (
     tokens_of,
     tolerance,
     unmeasured,
+    values,
     within,
     without,
 )
@@ -36,6 +37,8 @@ from moeref_conformance.judges.observed_routes import (
 from moeref_conformance.judges.refusals import unfinished
 
 TRANSFORMERS = 2e-5
+#: Of the same forward twice; other experts are off by a tenth and more.
+AGAIN = 1e-3
 
 
 def _against(case: Case, phase: str, want: Seen, *, of: set[Place] | None = None, whose: str) -> list[Finding]:
@@ -138,7 +141,7 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
     if case.cell.replay == "R3":
         for phase in ("native-between", "native-after"):
             findings += _against(case, phase, _first(case, native), whose="the router chooses")
-        return findings
+        return [*findings, *_after_refusals(case)]
     recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]
     findings += _against(case, "record", native, whose="the router chooses")
     for layer, places in sorted(_first(case, recorded).items()):
@@ -146,6 +149,15 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
             message = f"changed-native: layer {layer} still takes the recorded routes outside of replay"
             findings.append(finding(case, None, "replay", message, layer=layer))
     return findings
+
+
+def _after_refusals(case: Case) -> Iterator[Finding]:
+    """A finding where a forward is another one once routes were refused, as when replay is left on by an error."""
+    for rank, value in values(case, "refuse_routes"):
+        off = (value or {}).get("off", 0.0)
+        if not off <= AGAIN:
+            message = f"after routes were refused, logits without replay are off by {off:.2g} of the largest"
+            yield finding(case, rank, "refuse_routes", message)
 
 
 @judges("RPL-003")

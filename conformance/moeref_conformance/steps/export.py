@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Export, TensorMeta, to_plain
 from moeref_conformance.contract.records import free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
-from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows, refusal
 from moeref_conformance.steps.tensors import copied, deepest, module_tensors, moved, same_bytes
 from moeref_conformance.steps.topology import process_groups
 from moeref_conformance.steps.warned import warned
@@ -127,7 +127,8 @@ def move(export: Export, context: Context) -> None:
 def own(export: Export, context: Context) -> dict[str, list[str]]:
     """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed.
 
-    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason.
+    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason, `stale`
+    those of the model that another load leaves as they are.
     """
     before = {(c, n): copied(t) for c, n, _, t in module_tensors(export.chunks())}
     later, outdated = _zeroed(export, context)
@@ -137,7 +138,20 @@ def own(export: Export, context: Context) -> dict[str, list[str]]:
             if not same_bytes(tensor, before[c, n]):
                 changed.append(f"{c}:{n}")
                 tensor.copy_(before[c, n])
-    return {"changed": changed, "later": later, "outdated": outdated}
+    return {"changed": changed, "later": later, "outdated": outdated, "stale": _stale(export, context)}
+
+
+def _stale(export: Export, context: Context) -> list[str]:
+    """Load once more, on one rank: the tensors that are not what they were after the first load, or none if it raises.
+
+    The first row speaks for a tensor, of which every element was changed; rows at the end may pad the vocabulary.
+    """
+    file = context.folder / "shards.safetensors"
+    if context.cell.layout.world > 1 or not file.exists() or refusal(export.load, context.input("checkpoint")):
+        return []
+    was = load_file(file)
+    now = {f"{c}:{n}": copied(t[:1]) for c, n, _, t in module_tensors(export.chunks())}
+    return [key for key, row in now.items() if key in was and not same_bytes(row, was[key][:1])]
 
 
 def refuse_parameter(export: Export, context: Context) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,21 @@ def run(replay: Replay, context: Context) -> None:
 
 
 def refuse(replay: Replay, context: Context) -> dict[str, Any]:
-    """The errors for malformed routes, by defect. The last step: a rank may wait for ever for one that refuses."""
+    """The errors for malformed routes, by defect. The last step: a rank may wait for ever for one that refuses.
+
+    On one rank also how far a forward without replay is then off the same one before, relative to the largest logit.
+    """
     if context.cell.replay == "R2":
         return {"refused": {}}
     tokens_BS, wrong = load_file(context.input("tokens"))["tokens"], malformed(_given(context, "a"))
-    return {"refused": {defect: refusal(replay.replay, tokens_BS, rows) for defect, rows in wrong.items()}}
+    alone = context.cell.layout.world == 1  # of several ranks some may still wait for one that refused
+    native = partial(context.facet("forward").logits, tokens_BS[: context.cell.rows]) if alone else lambda: None
+    before = native()
+    refused = {defect: refusal(replay.replay, tokens_BS, rows) for defect, rows in wrong.items()}
+    after = native()
+    if before is None or after is None:
+        return {"refused": refused}
+    return {"refused": refused, "off": float((after - before).abs().max() / before.abs().max())}
 
 
 def _given(context: Context, name: str) -> list[Routes]:

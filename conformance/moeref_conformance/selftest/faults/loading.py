@@ -289,7 +289,29 @@ def _unknown_not_named(session: Any, cell: Cell, world: World) -> Any:
     return border.facet(session, "export", plan=plan, stream=stream)
 
 
+def _loaded_once(session: Any, cell: Cell, world: World) -> Any:
+    """A loader that remembers what it has loaded, and leaves weights that were trained since as they are."""
+    good = session.export
+    folders: set[Path] = set()
+
+    def load(folder: Path) -> None:
+        if folder not in folders:
+            good.load(folder)
+            folders.add(folder)
+
+    return border.facet(session, "export", load=load)
+
+
 FAULTS = (
+    Fault(
+        id="loaded-once",
+        bug="B34 mbridge 9847825 in kind: a checkpoint is remembered by its path, and loading it again does nothing",
+        rules=("LOD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_loaded_once,
+        one_rank=True,
+        diagnosis="left as it was by a second load",
+    ),
     Fault(
         id="load-without-ep-offset",
         bug="B21: slime#1799, the local expert id indexed the global tensor",

@@ -103,6 +103,28 @@ def _left_on(session: Session, cell: Cell, world: World) -> Any:
     return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
 
 
+def _left_on_by_an_error(session: Session, cell: Cell, world: World) -> Any:
+    """The action is taken back after a forward, and not where one raises: the last routes are replayed on."""
+    replaying: Any = session.replay
+    native: Any = session.forward
+    last: list[Any] = []
+    left: list[Any] = []
+
+    def replay(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+        try:
+            logits_BSV = replaying.replay(tokens_BS, routes)
+        except Exception:
+            left[:] = last
+            raise
+        last[:] = routes[-1:] if routes else []
+        return logits_BSV
+
+    def logits(tokens_BS: Any) -> Any:
+        return replaying.replay(tokens_BS, left * len(tokens_BS)) if left else native.logits(tokens_BS)
+
+    return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
+
+
 def _registry_always(session: Session, cell: Cell, world: World) -> Any:
     """Every forward looks for the first router that can be replayed."""
     good: Any = session.forward
@@ -197,6 +219,15 @@ FAULTS = (
         wrap=_routes_of_replica_0,
         says="step-a: ",
         diagnosis="of sample 0",
+    ),
+    Fault(
+        id="replay-left-on-by-an-error",
+        bug="SkyRL#1908 in kind: state is taken back after a forward, and not where routes are refused",
+        rules=("RPL-002",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_left_on_by_an_error,
+        says="after routes were refused",
+        one_rank=True,
     ),
     Fault(
         id="gate-without-gradient",

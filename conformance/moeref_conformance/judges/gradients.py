@@ -6,6 +6,7 @@ RPL-008 judges steps under given routes, which transformers takes too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -47,7 +48,7 @@ def gradients_are_transformers(case: Case) -> Outcome:
 
 @judges("RPL-008")
 def replayed_gradients_are_transformers(case: Case) -> Outcome:
-    """In fp32 by parameter as GRD-001, in bf16 by the Euclidean distance of all gradients of a rank."""
+    """In fp32 by parameter as GRD-001; in bf16 by Euclidean distances, of each gradient and of all of a rank."""
     if no := unmeasured(case):
         return no
     if findings := without(case, "inventory", "replay"):
@@ -55,8 +56,11 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
     phases = {phase: oracle_of(case, phase) for phase in ("step-a", "recompute-b")}
     if case.cell.dtype == "float32":
         return _compared(case, "replay", phases, _against, LIMIT)
-    limit = ROUNDINGS * max(rounding(case, which).gradients for which in "ab")
-    return _compared(case, "replay", phases, _together, limit)
+    ab = [rounding(case, which) for which in "ab"]
+    whole = _compared(case, "replay", phases, _together, ROUNDINGS * max(of.gradients for of in ab))
+    limit = ROUNDINGS * max(of.tensor for of in ab)
+    each = _compared(case, "replay", phases, partial(_against, measure=_by_length), limit)
+    return outcome([*whole.findings, *each.findings], met=f"{whole.met}; each tensor {each.met}")
 
 
 Have = Mapping[str, torch.Tensor]
@@ -110,8 +114,32 @@ def _pairs(
     return findings, found
 
 
+Far = tuple[float, str]  # how far a gradient is off, and of what that is a part
+
+
+def _by_largest(placed: Placement, sources: tuple[str, ...], want: torch.Tensor, got: torch.Tensor) -> Far:
+    """The largest distance, relative to the largest gradient of the tensors that a parameter is made of."""
+    far = float(distance(want, got).max()) if got.numel() else 0.0
+    return _relative(far, max(placed.largest(name) for name in sources)), "of its largest"
+
+
+def _by_length(placed: Placement, sources: tuple[str, ...], want: torch.Tensor, got: torch.Tensor) -> Far:
+    """The Euclidean distance, relative to the length of what is wanted."""
+    return _relative(float((got - want).norm()), float(want.norm())), "of its length"
+
+
+def _relative(far: float, scale: float) -> float:
+    return 0.0 if far == 0.0 else far / scale if scale else torch.inf
+
+
 def _against(
-    case: Case, placed: Placement, record: RankRecord, have: Have, phase: str, limit: float
+    case: Case,
+    placed: Placement,
+    record: RankRecord,
+    have: Have,
+    phase: str,
+    limit: float,
+    measure: Callable[..., Far] = _by_largest,
 ) -> tuple[list[Finding], float]:
     """Findings of one rank, and the largest relative distance of what is right."""
     worst = 0.0
@@ -119,13 +147,11 @@ def _against(
     for key, held, want, got in found:
         # A tied head's replica names no tensor that an export reads; it is made of the embedding.
         sources = held.hf or ("model.embed_tokens.weight",)
-        scale = max(placed.largest(name) for name in sources)
-        far = float(distance(want, got).max()) if got.numel() else 0.0
-        far = 0.0 if far == 0.0 else far / scale if scale else torch.inf
+        far, of = measure(placed, sources, want, got)
         if far <= limit:
             worst = max(worst, far)
             continue
-        local, off = key.partition(":")[2], f"{far:.2g} of its largest > {tolerance(case, limit)}"
+        local, off = key.partition(":")[2], f"{far:.2g} {of} > {tolerance(case, limit)}"
         message = f"the gradient of {local} is off transformers' by {off}"
         said = _diagnosis(case, want, got) or _unreduced(case, record.rank, key, phase, want)
         findings.append(

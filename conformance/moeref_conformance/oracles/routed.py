@@ -132,10 +132,14 @@ def under(
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far transformers in bf16 is from itself in fp32: the distance of all values, relative to their length."""
+    """How far transformers in bf16 is from itself in fp32: the distance of all values, relative to their length.
+
+    `tensor` is that of the gradient that is furthest off, among the tensors of the checkpoint.
+    """
 
     logits: float
     gradients: float
+    tensor: float
 
 
 def rounding(expected: Expected, which: str, missing: bool) -> Rounding:
@@ -145,10 +149,13 @@ def rounding(expected: Expected, which: str, missing: bool) -> Rounding:
         (layer, *place, own) for layer, by_place in exact.experts.items() for place, own in by_place.items()
     )
     rounded = under(expected, "native", chosen=taken, dtype=torch.bfloat16)
-    names = [name for name, gradient in exact.gradients.items() if not bool(gradient.isnan().any())]
+    # Not of a tensor that is no parameter, nor of an expert that no token reaches.
+    pairs = [(rounded.gradients[name], want) for name, want in exact.gradients.items() if bool(want.nan_to_num().any())]
+    got, want = zip(*pairs, strict=True)
     return Rounding(
         _apart([rounded.logits_BSV], [exact.logits_BSV]),
-        _apart([rounded.gradients[name] for name in names], [exact.gradients[name] for name in names]),
+        _apart(got, want),
+        max(_apart([one], [of]) for one, of in pairs),
     )
 
 

@@ -176,6 +176,11 @@ def _scaled(method: str, change: Callable[[Any], Any]) -> Callable[[Session, Cel
     return wrap
 
 
+def _one_router_scaled(gradients: Any) -> Any:
+    of = next(key for key in gradients if key[1].endswith("layers.1.mlp.router.weight"))
+    return {**gradients, of: 1.5 * gradients[of]}
+
+
 FAULTS = (
     Fault(
         id="routes-of-an-earlier-forward",
@@ -278,6 +283,15 @@ FAULTS = (
         wrap=_scaled("replay", lambda logits_BSV: 1.05 * logits_BSV),
         one_rank=True,
         says="of their length",
+    ),
+    Fault(
+        id="one-router-scaled-in-bf16",
+        bug="the gradient of one router off by a half, which is lost in the length of all gradients",
+        rules=("RPL-008",),
+        cell=cell("glm4_moe", "ep2", replay="R3", dtype="bfloat16"),
+        wrap=_scaled("step", _one_router_scaled),
+        one_rank=True,
+        says="the gradient of decoder.layers.1.mlp.router.weight is off transformers' by 0.5 of its length",
     ),
     Fault(
         id="loss-scaled-in-bf16",

@@ -100,15 +100,15 @@ def _whole(local_BSV: torch.Tensor, of: batches.Microbatch, shard_map: ShardMap)
     return whole_BSV
 
 
-def forward_of(
-    chunks: Sequence[torch.nn.Module], layout: Layout, length: int
-) -> Callable[[batches.Microbatch, Any], torch.Tensor]:
-    """What runs a chunk on this rank's part of a microbatch of this length."""
+def forward_of(chunks: Sequence[torch.nn.Module], layout: Layout, length: int) -> Callable[..., torch.Tensor]:
+    """What runs a chunk on this rank's part of a microbatch of this length, with labels where MTP layers need them."""
     cp_rank, mask_11SS = parallel_state.get_context_parallel_rank(), mask_of(length, chunks, layout)
 
-    def forward(data: batches.Microbatch, chunk: Any) -> torch.Tensor:
+    def forward(data: batches.Microbatch, chunk: Any, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
         at_S, packed = data.part(layout, cp_rank), data.packed
-        extra = {} if packed is None else {"packed_seq_params": packed}
+        extra: dict[str, Any] = {} if packed is None else {"packed_seq_params": packed}
+        if labels_BS is not None:
+            extra["labels"] = labels_BS
         mask = mask_11SS if packed is None else None
         out: torch.Tensor = chunk(data.tokens_BS[:, at_S], data.positions_S[at_S][None], mask, **extra)
         return out

@@ -16,7 +16,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 
 from moeref.bridge import ShardMap
-from moeref.megatron import batches, device
+from moeref.megatron import batches, device, mtp
 from moeref.megatron.forward import forward_of, on_device, packing_plan, rows, run_schedule
 
 #: The loss of one microbatch: from its logits `[B, S/CP, V]` in fp32 over the unpadded vocabulary, the numbers of its B
@@ -30,11 +30,14 @@ def gradients(
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
     The loss is the mean over the tokens of all replicas of the cross entropy of the next token over the unpadded
-    vocabulary; the label of the last token is the first token. Each `micro_batch` rows that follow each other are a
+    vocabulary; the label of the last token is the first token. Multi-token prediction layers add what megatron-core
+    makes of these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over the tokens that have a
+    label k positions on. Each `micro_batch` rows that follow each other are a
     microbatch; data-parallel replicas may have different ones. Weights and buffers do not change.
 
-    Raises ValueError for a model with multi-token prediction layers, whose loss is not supported, and under VPP for a
-    number of microbatches that is not a multiple of PP; other errors as `logits` does.
+    Raises ValueError for multi-token prediction layers under CP or with packed samples, where megatron-core divides
+    their loss by other numbers of tokens, and under VPP for a number of microbatches that is not a multiple of PP;
+    other errors as `logits` does.
     """
     return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch))
 
@@ -69,10 +72,6 @@ def _over_replicas(number: int, chunks: Sequence[GPTModel], operation: Any) -> i
 def _step(
     chunks: Sequence[GPTModel], shard_map: ShardMap, microbatches: Sequence[batches.Microbatch]
 ) -> dict[tuple[int, str], torch.Tensor]:
-    if shard_map.model.mtp_layers:
-        raise ValueError(
-            f"{shard_map.model.family}: the loss of multi-token prediction layers is not part of this step"
-        )
     own = sum(int((of.labels_BS != batches.IGNORED).sum()) for of in microbatches)
     counts = len(microbatches) * parallel_state.get_data_parallel_world_size()
     share = _over_replicas(own, chunks, torch.distributed.ReduceOp.SUM) / counts
@@ -106,7 +105,8 @@ def accumulate(
 ) -> None:
     """Put the gradient of the mean of `loss` over microbatches into `main_grad`, reduced over ranks that share it.
 
-    `loss` is called on the ranks of the last stage. Raises ValueError as `gradients` does.
+    Multi-token prediction layers add their own loss, as in `gradients`. `loss` is called on the ranks of the last
+    stage. Raises ValueError as `gradients` does.
     """
 
     def of_rows(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
@@ -123,12 +123,15 @@ def _accumulate(
     loss: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
 ) -> None:
     """As `accumulate`; `loss` gets logits, the number of the microbatch, and the positions of this rank's part."""
-    layout, (size, length) = shard_map.layout, microbatches[0].tokens_BS.shape
+    layout, model, (size, length) = shard_map.layout, shard_map.model, microbatches[0].tokens_BS.shape
+    if model.mtp_layers:
+        mtp.check(layout, microbatches)
     if layout.vpp > 1 and len(microbatches) % layout.pp:
         number = f"{len(microbatches)} microbatches are no multiple of pp={layout.pp}"
         raise ValueError(f"{number}, which the interleaved schedule needs")
     chunks = [one.module for one in wrapped]
     forward, cp_rank = forward_of(chunks, layout, length), parallel_state.get_context_parallel_rank()
+    added = mtp.Losses(model.vocab)
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         number = next(numbers)
@@ -136,17 +139,19 @@ def _accumulate(
         def scaled(local_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             # Megatron's vocabulary-parallel cross entropy includes the padding, whose size depends on TP.
             full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
-            logits_BSV = full_BSV[..., : shard_map.model.vocab].float()
+            logits_BSV = full_BSV[..., : model.vocab].float()
             # The schedule multiplies by CP and divides by the number of microbatches; DDP averages over DP and CP.
             return loss(logits_BSV, number, microbatches[number].part(layout, cp_rank)), {}
 
-        return forward(microbatches[number], chunk), scaled
+        labels_BS = added.labels(microbatches[number]) if model.mtp_layers else None
+        return forward(microbatches[number], chunk, labels_BS), scaled
 
     for chunk in wrapped:
         chunk.train()
         chunk.zero_grad_buffer()
     # With a rate above 0, finalize_model_grads would also update the routers' expert bias.
-    with _set(chunks[0].config, finalize_model_grads_func=finalize_model_grads, moe_router_bias_update_rate=0.0):
+    settings = {"finalize_model_grads_func": finalize_model_grads, "moe_router_bias_update_rate": 0.0}
+    with _set(chunks[0].config, **settings), added.in_place(chunks):
         run_schedule(step, range(len(microbatches)), wrapped, length, micro_batch_size=size)
 
 

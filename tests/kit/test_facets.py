@@ -72,7 +72,7 @@ def test_refusals_come_last() -> None:
     [
         ({"export"}, CELL, {"names", "forward", "replay", "gradients"}),
         ({"forward", "gradients", "replay"}, CELL, {"forward", "gradients", "replay", "load"}),
-        (set(FACETS), Cell(family="glm4_moe", layout_name="one", layout=Layout(), mtp=1), {"gradients", "replay"}),
+        (set(FACETS), Cell(family="glm4_moe", layout_name="it", layout=Layout(cp=2), mtp=1), {"gradients", "replay"}),
     ],
 )
 def test_what_is_not_claimed_or_not_asked_in_the_cell_is_left_out(

@@ -132,9 +132,12 @@ class Gradients(Protocol):
         step, whose gradients are gone then.
 
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
-        the unpadded vocabulary, the first token of a row following its last, and nothing else. `tokens_BS` is as in
+        the unpadded vocabulary, the first token of a row following its last, and nothing else. Multi-token prediction
+        layers add Megatron's loss on these labels: for layer k of K, 0.1 / K (`mtp_loss_scaling_factor`) times the mean
+        over the tokens of a row that have a label k positions on, over the unpadded vocabulary. `tokens_BS` is as in
         `Forward.logits`, but replicas (of the dense grid: ranks with other experts among them) get different rows, all
-        the same number, in multiples of 2·PP microbatches under interleaving. Not asked in bf16 or with MTP layers.
+        the same number, in multiples of 2·PP microbatches under interleaving. Not asked in bf16, nor with such layers
+        under CP.
         """
 
 

@@ -28,8 +28,8 @@ from moeref_conformance.judges.common import (
     without,
 )
 from moeref_conformance.judges.observed_routes import oracle, oracle_of, rounding
+from moeref_conformance.oracles import mtp
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
-from moeref_conformance.oracles.routed import Routed
 
 LIMIT = 1e-4
 
@@ -39,11 +39,12 @@ def gradients_are_transformers(case: Case) -> Outcome:
     """In fp32, relative to the largest gradient of the Hugging Face tensors that a parameter is made of."""
     if case.cell.dtype != "float32":
         return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-008"))
-    if case.cell.mtp:
-        return Outcome(untested="transformers builds no multi-token prediction layers, and no facet states their loss")
+    if case.cell.mtp and case.cell.layout.cp > 1:
+        return Outcome(untested="under CP Megatron's loss of multi-token prediction layers depends on the cut")
     if no := unmeasured(case):
         return no
-    return _compared(case, "gradients", {"gradients": oracle(case, "native")}, _against, LIMIT)
+    want = mtp.gradients(expected(case)) if case.cell.mtp else oracle(case, "native").gradients
+    return _compared(case, "gradients", {"gradients": want}, _against, LIMIT)
 
 
 @judges("RPL-008")
@@ -53,7 +54,7 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
         return no
     if findings := without(case, "inventory", "replay"):
         return outcome(findings)
-    phases = {phase: oracle_of(case, phase) for phase in ("step-a", "recompute-b")}
+    phases = {phase: oracle_of(case, phase).gradients for phase in ("step-a", "recompute-b")}
     if case.cell.dtype == "float32":
         return _compared(case, "replay", phases, _against, LIMIT)
     ab = [rounding(case, which) for which in "ab"]
@@ -67,11 +68,11 @@ Have = Mapping[str, torch.Tensor]
 Compare = Callable[[Case, Placement, RankRecord, Have, str, float], tuple[list[Finding], float]]
 
 
-def _compared(case: Case, step: str, phases: Mapping[str, Routed], compare: Compare, limit: float) -> Outcome:
+def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compare, limit: float) -> Outcome:
     """The gradients of all ranks in these phases of a step against transformers'."""
     findings, worst = without(case, "inventory", step), 0.0
     for phase, want in phases.items():
-        placed = Placement(case.cell, expected(case).config, want.gradients)
+        placed = Placement(case.cell, expected(case).config, want)
         for record in records(case, "inventory", step):
             more, far = compare(case, placed, record, _gradients(record, phase), phase, limit)
             findings += more

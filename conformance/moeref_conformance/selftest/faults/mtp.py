@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, TensorMeta, World
-from moeref_conformance.selftest.border import described, facet
+from moeref_conformance.selftest.border import described, each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
@@ -32,7 +34,59 @@ def _reduced_by_the_first(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "forward", logits=logits)
 
 
+def _hidden_state_first(chunk: Any) -> None:
+    """The projection of an MTP layer takes [hidden state, embedding], with weights of [embedding, hidden state]."""
+
+    def swapped(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        embedding, hidden = args[0].chunk(2, -1)
+        return torch.cat((hidden, embedding), -1), *args[1:]
+
+    for name, module in chunk.named_modules():
+        if name.endswith("eh_proj"):
+            module.register_forward_pre_hook(swapped)
+
+
+def _never_scaled(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    return mock.patch.object(MTPLossAutoScaler, "set_loss_scale", return_value=None)
+
+
+def _first_stage_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """The embedding's group is the first stage; the stage of MTP layers keeps its copy to itself."""
+    from megatron.core import parallel_state
+
+    return mock.patch.object(parallel_state, "default_embedding_ranks", lambda pp_ranks: [pp_ranks[0]])
+
+
 FAULTS = (
+    Fault(
+        id="mtp-hidden-state-first",
+        bug="embedding and hidden state of an MTP layer joined in the other order than its projection was trained with",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1),
+        wrap=each_chunk(_hidden_state_first),
+        says="the gradient of decoder.final_layernorm.weight is off",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-loss-summed-over-microbatches",
+        bug="a schedule of one's own sets no scale for the loss of MTP layers, which counts once for each microbatch",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1),
+        patch=_never_scaled,
+        diagnosis="2 times the right one",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-embedding-not-summed",
+        bug="the embedding's copy on the stage of MTP layers begins with zeros and keeps its own gradient",
+        rules=("GRD-001",),
+        also=("SED-007",),
+        cell=cell("glm4_moe", "pp2", mtp=1),
+        patch=_first_stage_alone,
+        says="embedding.word_embeddings.weight",
+    ),
     Fault(
         id="mtp-experts-under-decoder-names",
         bug="NeMo-RL#3908: the loop over grouped experts lacks the exception for MTP that its sibling has",

@@ -1,0 +1,110 @@
+"""Gradients of a step with multi-token prediction layers, which transformers does not build: written apart.
+
+As DeepSeek-V3's report and Megatron define it: layer k takes the hidden states that the one before it gives (the first
+those after the decoder's final norm) and the embedding of the token k positions on, each normalised; a projection of
+[embedding, hidden state] enters a layer like the decoder's, and the shared head, after a norm, predicts the token
+k + 1 positions on. The layer itself is transformers' own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy, rms_norm
+
+from moeref_conformance.oracles.dialect import in_files
+from moeref_conformance.oracles.expected import Expected
+from moeref_conformance.oracles.published import COPIES
+
+#: Megatron-Core's default of `mtp_loss_scaling_factor`, which the losses of all layers share.
+FACTOR = 0.1
+#: Of a layer, beside what a decoder layer has.
+AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+
+#: Cells are judged in several threads.
+_ONE_AT_A_TIME = threading.Lock()
+_DONE: dict[str, Mapping[str, torch.Tensor]] = {}
+
+
+def gradients(expected: Expected) -> Mapping[str, torch.Tensor]:
+    """By the checkpoint's names, those of `routed` and of the layers; computed once for equal checkpoints.
+
+    The loss is the decoder's mean over tokens, and FACTOR times the mean over layers of each layer's mean over the
+    tokens that have a label. Samples have one length. The copies of embedding and head have the gradient of both uses.
+    """
+    with _ONE_AT_A_TIME:
+        if expected.digest not in _DONE:
+            _DONE[expected.digest] = _gradients(expected)
+        return _DONE[expected.digest]
+
+
+def _gradients(expected: Expected) -> dict[str, torch.Tensor]:
+    layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    model = _model(expected, layers + number)
+    around = {
+        name: tensor.float().requires_grad_()
+        for name, tensor in expected.tensors.items()
+        if any(name == f"model.layers.{layers + k}.{part}.weight" for k in range(number) for part in AROUND)
+    }
+    parameters = {**dict(model.named_parameters()), **around}
+    loss = _loss(model, layers, around, expected.tokens_BS)
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    by_module = dict(zip(parameters, found, strict=True))
+    own = in_files(model, {name: by_module[name] for name in by_module if name not in around})
+    made = {**own, **{name: by_module[name] for name in around}}
+    for k in range(number):
+        copied = (made["model.embed_tokens.weight"], made["lm_head.weight"])
+        made |= dict(zip((f"model.layers.{layers + k}.{name}" for name in COPIES), copied, strict=True))
+    nan = torch.tensor(torch.nan)
+    return {name: made.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
+
+
+def _loss(model: Any, layers: int, around: Mapping[str, torch.Tensor], tokens_BS: torch.Tensor) -> torch.Tensor:
+    decoder, given = model.model, {}
+    after, decoder.layers = decoder.layers[layers:], decoder.layers[:layers]
+    model.config.num_hidden_layers = layers
+    handle = decoder.layers[-1].register_forward_pre_hook(lambda _, __, kwargs: given.update(kwargs), with_kwargs=True)
+    eps, labels_BS = model.config.rms_norm_eps, tokens_BS.roll(-1, 1)
+    with torch.enable_grad():
+        hidden_BSH = decoder(tokens_BS, use_cache=False).last_hidden_state
+        handle.remove()
+        given.pop("hidden_states", None)
+        loss = _mean(model.lm_head(hidden_BSH), labels_BS, 0)
+        for k, layer in enumerate(after, 1):
+            enorm, hnorm, eh_proj, norm = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
+            embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is behind every label
+            parts = [rms_norm(x, enorm.shape, w, eps) for x, w in ((embedded_BSH, enorm), (hidden_BSH, hnorm))]
+            out = layer(torch.cat(parts, -1) @ eh_proj.T, **given)
+            hidden_BSH = rms_norm(out[0] if isinstance(out, tuple) else out, norm.shape, norm, eps)
+            loss = loss + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_BS, k)
+    return loss
+
+
+def _mean(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, ahead: int) -> torch.Tensor:
+    """The mean cross entropy of the labels `ahead` of each token, over the tokens that have one."""
+    within = labels_BS.shape[1] - ahead
+    return cross_entropy(logits_BSV[:, :within].flatten(0, 1), labels_BS[:, ahead:].flatten())
+
+
+def _model(expected: Expected, layers: int) -> Any:
+    """transformers' module with so many decoder layers, those of multi-token prediction among them, in fp32."""
+    import transformers
+    from transformers.utils import logging
+
+    folder, before = expected.inputs["checkpoint"], logging.get_verbosity()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    for name in ("layer_types", "mlp_layer_types"):  # of each layer
+        if kinds := getattr(config, name, None):
+            setattr(config, name, [*kinds, *kinds[-1:] * (layers - len(kinds))])
+    config.num_hidden_layers = layers
+    logging.set_verbosity_error()  # it would list the tensors in AROUND and COPIES
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    finally:
+        logging.set_verbosity(before)
+    return model.eval()

@@ -7,7 +7,9 @@ too.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -319,6 +321,88 @@ def _last_microbatch_first(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=lambda tokens_BS: good.gradients(tokens_BS.flip(0)))
 
 
+def _gradients_as_views(session: Any, cell: Cell, world: World) -> Any:
+    """Gradients come from the last parameter to the first, those of matrices as transposes of contiguous ones."""
+    good = session.gradients
+
+    def gradients(tokens_BS: torch.Tensor) -> Mapping[tuple[int, str], torch.Tensor]:
+        found = reversed(list(good.gradients(tokens_BS).items()))
+        return {key: one.t().contiguous().t() if one.dim() == 2 else one for key, one in found}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _logits_as_views(session: Any, cell: Cell, world: World) -> Any:
+    """Logits are those of a larger tensor [S, B, V + 1], and still have their graph."""
+    good = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        found_BSV = good.logits(tokens_BS)
+        if found_BSV is None:
+            return None
+        wider_SBV = torch.nn.functional.pad(found_BSV, (0, 1)).transpose(0, 1).contiguous().requires_grad_()
+        return (wider_SBV * 1)[..., :-1].transpose(0, 1)
+
+    return facet(session, "forward", logits=logits)
+
+
+def _draws(session: Any, cell: Cell, world: World) -> Any:
+    """Every forward and step draws numbers, as many as the rank has coordinates for."""
+    forward, training = session.forward, session.gradients
+
+    def drawn(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def called(tokens_BS: torch.Tensor) -> Any:
+            torch.rand(world.rank + 1)
+            return call(tokens_BS)
+
+        return called
+
+    session = facet(session, "forward", logits=drawn(forward.logits))
+    return facet(session, "gradients", gradients=drawn(training.gradients))
+
+
+@contextmanager
+def _deterministic(cell: Cell, world: World) -> Iterator[None]:
+    """torch's deterministic algorithms, and process groups of one's own beside Megatron's, made backwards."""
+    torch.use_deterministic_algorithms(True)
+    for rank in reversed(range(world.size)):
+        dist.new_group([rank])
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _in_another_default_dtype(session: Any, cell: Cell, world: World) -> Any:
+    """A load sets torch's default dtype and restores it, and logs from a thread of its own."""
+
+    def load(folder: Path) -> None:
+        before, said = torch.get_default_dtype(), logging.getLogger("target").info
+        thread = threading.Thread(target=said, args=("loading %s", folder))
+        thread.start()
+        torch.set_default_dtype(torch.float64)
+        try:
+            session.export.load(folder)
+        finally:
+            torch.set_default_dtype(before)
+            thread.join()
+
+    return facet(session, "export", load=load)
+
+
+def _loads_once(session: Any, cell: Cell, world: World) -> Any:
+    """A model that has its weights takes no others."""
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> None:
+        if loaded:
+            raise RuntimeError("the model is loaded already")
+        session.export.load(folder)
+        loaded.append(folder)
+
+    return facet(session, "export", load=load)
+
+
 def _rows_from_the_end(rows: Sequence[NameRow], rank: int) -> Iterable[NameRow]:
     return reversed(rows)
 
@@ -528,6 +612,43 @@ _DESIGNS = (
         why="balancing by length reorders the samples of a step; sums come out in another order",
         cell=cell("qwen3_moe", "tp2"),
         wrap=_last_microbatch_first,
+    ),
+    Benign(
+        id="gradients-as-views",
+        why="DistributedDataParallel fills its buffers from the last layer on, and gradients are views of them",
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_gradients_as_views,
+    ),
+    Benign(
+        id="logits-as-views",
+        why="logits [S, B, V] are transposed and cut to the vocabulary without a copy, outside of no_grad",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_logits_as_views,
+    ),
+    Benign(
+        id="numbers-drawn",
+        why="data loaders and samplers draw between steps, on some ranks more than on others",
+        cell=cell("qwen3_moe", "one"),
+        wrap=_draws,
+    ),
+    Benign(
+        id="deterministic",
+        why="runs that are repeated bit for bit, in an engine that has process groups of its own",
+        cell=cell("qwen3_moe", "ep2"),
+        patch=_deterministic,
+    ),
+    Benign(
+        id="loaded-in-another-default-dtype",
+        why="transformers' from_pretrained sets torch's default dtype while it builds and loads",
+        cell=cell("qwen3_moe", "one"),
+        wrap=_in_another_default_dtype,
+    ),
+    Benign(
+        id="loaded-but-once",
+        why="weights that an optimizer has copies of are not loaded again: it refuses",
+        cell=cell("qwen3_moe", "one"),
+        wrap=_loads_once,
+        should=("LOD-002", "LOD-004"),
     ),
     Benign(
         id="names-from-the-end",

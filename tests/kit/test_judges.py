@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import JUDGES, Case, grouped, judges
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.oracles.expected import Expected
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.cpu
 DOWN = "model.layers.2.mlp.experts.13.down_proj.weight"
@@ -455,6 +456,36 @@ def test_where_all_ranks_receive_each_receives_everything(run: Run) -> None:
     (first, *_) = judge(run, "EXP-009")
     assert first.rank == 1
     assert "was never sent" in first.message
+
+
+def test_where_each_rank_receives_a_share_each_tensor_has_one_rank(run: Run) -> None:
+    run.case.claims = replace(CLAIMS, receivers="share")
+    held = run.case.observation.ranks[0].tensors("export")  # type: ignore[union-attr]
+
+    def given(of: dict[str, Any]) -> Callable[[list[dict[str, Any]]], None]:
+        def change(rows: list[dict[str, Any]]) -> None:
+            for row in rows:
+                row["materialised"] = row["name"] in of
+
+        return change
+
+    def share(rank: int, names: Sequence[str]) -> None:
+        mine = {name: held[name] for name in names}
+        save_file(mine, run.case.observation.ranks[rank].dir / "export.safetensors")  # type: ignore[union-attr]
+        run.value(rank, "export", given(mine))
+
+    names = sorted(held)
+    share(0, names[::2])
+    share(1, names[1::2])
+    for rule in ("EXP-001", "EXP-002", "EXP-003", "EXP-009"):
+        assert not judge(run, rule), rule
+    share(1, names[3::2])
+    assert [f.hf_name for f in judge(run, "EXP-001")] == [names[1]]
+    share(1, [names[0], *names[1::2]])
+    assert [f.message for f in judge(run, "EXP-001")] == [f"{names[0]} was sent 2 times"]
+    held[names[3]] = held[names[3]] + 1
+    share(1, names[1::2])
+    assert [f.hf_name for f in judge(run, "EXP-002")] == [names[3]]
 
 
 def test_a_surplus_tensor_may_be_left_out_with_a_warning(run: Run) -> None:

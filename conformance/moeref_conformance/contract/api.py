@@ -105,7 +105,8 @@ class Export(Protocol):
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         """Full HF tensors in order: the tensor on the writer, None on every other rank.
 
-        `Claims` has other designs: all ranks may be given the tensors, or ranks that are given none yield nothing.
+        `Claims` has other designs: all ranks may be given the tensors, or each tensor one of them; or ranks that are
+        given none yield nothing.
         """
 
 

@@ -25,7 +25,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "missing_rows": (True, False),
     "non_writers": ("names", "nothing"),
     "order": ORDERS,
-    "receivers": ("writer", "all"),
+    "receivers": ("writer", "all", "share"),
     "unmapped": ("exported", "built"),
 }
 #: What a microbatch is: one row of the tokens, two rows side by side [S, B], or two of unequal lengths packed (THD).
@@ -186,7 +186,7 @@ class Claims:
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
-    receivers: str = "writer"  # which ranks `Export.stream` gives tensors to: the writer alone, or all
+    receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
     limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}
 

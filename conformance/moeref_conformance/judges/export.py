@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,10 +39,33 @@ KINDS = ("shape", "dtype", "bytes")
 Answer = Outcome | Iterable[Finding]
 
 
-def _writer(run: Observation | None, step: str = "export") -> RankRecord | None:
-    """The lowest rank that was given a tensor in this step."""
-    writers = (r for r in run.ranks if r.has(step) and any(row["materialised"] for row in r.value(step))) if run else ()
-    return next(iter(writers), None)
+@dataclass
+class _Together(RankRecord):
+    """The records of ranks that were each given a share, as that of one rank that was given all of them."""
+
+    records: tuple[RankRecord, ...]
+
+    def value(self, step: str) -> Any:
+        if not step.startswith("export"):
+            return super().value(step)
+        seen, again = set[str](), []
+        for record in self.records:
+            mine = [row for row in record.value(step) if row["materialised"]]
+            again += [row for row in mine if row["name"] in seen]
+            seen.update(row["name"] for row in mine)
+        return [{**row, "materialised": row["name"] in seen} for row in super().value(step)] + again
+
+    def tensors(self, step: str) -> dict[str, torch.Tensor]:
+        return {name: tensor for record in self.records for name, tensor in record.tensors(step).items()}
+
+
+def _writer(run: Observation | None, receivers: str = "writer", step: str = "export") -> RankRecord | None:
+    """The lowest rank that was given a tensor in this step; where ranks receive shares, all of them as one."""
+    ranks = [r for r in run.ranks if r.has(step)] if run else []
+    given = [r for r in ranks if any(row["materialised"] for row in r.value(step))]
+    if given and receivers == "share":
+        return _Together(given[0].rank, given[0].dir, tuple(given))
+    return next(iter(given), None)
 
 
 def _no_writer(case: Case, step: str = "export") -> list[Finding]:
@@ -53,7 +78,7 @@ def _of_writer(step: str) -> Callable[[Callable[[Case, RankRecord], Answer]], Ca
     def called(judge: Callable[[Case, RankRecord], Answer]) -> Callable[[Case], Answer]:
         @functools.wraps(judge)
         def judged(case: Case) -> Answer:
-            record = _writer(case.observation, step)
+            record = _writer(case.observation, case.claims.receivers, step)
             return _no_writer(case, step) if record is None else judge(case, record)
 
         return judged
@@ -166,7 +191,7 @@ def one_order_everywhere(case: Case) -> Outcome:
     """Plan and both streams of every rank, against the first rank's export; a target without a plan records None."""
     findings, ranks = without(case, "plan", "export", "export_changed"), records(case, "export")
     silent = case.claims.non_writers == "nothing"
-    writer = _writer(case.observation) if silent else None
+    writer = _writer(case.observation, case.claims.receivers) if silent else None
     for record in ranks:
         one = writer or ranks[0]
         first, whose = _metas(one, "export"), f"the export of rank {one.rank}"
@@ -212,7 +237,7 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
 
 def _wrong_before(case: Case) -> set[str]:
     """Names that the first export lacked or repeated, or gave other tensors for."""
-    record = _writer(case.observation)
+    record = _writer(case.observation, case.claims.receivers)
     found = [*_complete(case, record, "export"), *_unlike(case, record, context(case), kinds=KINDS)] if record else []
     return {finding.hf_name for finding in found}
 
@@ -272,7 +297,7 @@ def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
 @judges("EXP-009")
 def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
     """The tensors of every other rank that was given some, against the writer's."""
-    writer = _writer(case.observation)
+    writer = _writer(case.observation, case.claims.receivers)
     yield from without(case, "export") if writer else _no_writer(case)
     if writer is None:
         return

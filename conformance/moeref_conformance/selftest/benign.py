@@ -136,6 +136,17 @@ def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "dispatch", round_trip=round_trip)
 
 
+def _in_turn(session: Session, cell: Cell, world: World) -> Any:
+    """Each rank is given every so-manieth tensor."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for number, (meta, tensor) in enumerate(pairs):
+            yield meta, tensor if number % world.size == world.rank else None
+            del tensor
+
+    return stream(everywhere(session, cell, world), rewrite)
+
+
 def _silent(session: Session, cell: Cell, world: World) -> Any:
     """Ranks other than the writer take part in the export and yield nothing."""
 
@@ -414,6 +425,13 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=everywhere,
         claims={"receivers": "all"},
+    ),
+    Benign(
+        id="each-rank-its-share",
+        why="ranks that save or send on in parallel: each tensor goes to one of them",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_in_turn,
+        claims={"receivers": "share"},
     ),
     Benign(
         id="live-parameters-lent",

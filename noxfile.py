@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -185,6 +186,7 @@ def status_with(core: str) -> None:
         title = "# Status on CPU" + ("" if core == CORE else f" with megatron-core {core}")
         head = f"{title}\n\nMeasured, and written here, by:\n\n```sh\n.venv/bin/nox -s {words}\n```\n\n"
         page.write_text(head + summary, encoding="utf-8")
+        shutil.copy(out / "badge.svg", page.with_suffix(".svg"))
 
     status.__doc__ = f"Judge moeref in the CPU matrix with megatron-core {core} and write the verdict to {page}."
 

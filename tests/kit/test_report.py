@@ -260,6 +260,17 @@ def test_badge(tmp_path, judges, color):
     assert re.fullmatch(rf"{verdict} to {WEIGHTS}; \d+ of \d+ rows claimed", data["message"])
 
 
+def test_a_badge_as_a_picture_says_the_same_and_the_core(failed):
+    failed.header["versions"]["megatron-core"] = "0.19.<2>"
+    said, picture = json.loads(badge.render(failed)), ET.fromstring(badge.picture(failed))
+    title, *parts = (text for element in picture.iter() if (text := element.text))
+    assert parts == [f"{said['label']}, Megatron-Core 0.19.<2>", said["message"]]
+    assert title == ": ".join(parts)
+    *_, last = picture.iterfind("{*}rect")
+    assert float(last.get("x")) + float(last.get("width")) == float(picture.get("width"))
+    assert last.get("fill") == badge.COLORS[said["color"]]
+
+
 def test_a_badge_of_many_profiles_counts_them(tmp_path):
     results = run(tmp_path, EXP_002=failing())
     (weights, *others) = results.headline.standings
@@ -282,6 +293,7 @@ def test_all_files_are_written(failed, tmp_path):
     page = write_all(failed, tmp_path / "there")
     assert sorted(path.name for path in page.parent.iterdir()) == [
         "badge.json",
+        "badge.svg",
         "junit.xml",
         "report.html",
         "summary.md",

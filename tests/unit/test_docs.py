@@ -151,6 +151,19 @@ def test_commands_for_gpus_end_with_3_where_there_is_none(begin: str, tmp_path: 
         assert "No GPU: no NVIDIA device under /dev" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("page", ["cpu", "cpu-core-0.16.1"])
+def test_a_badge_of_the_readme_says_what_its_page_says(page: str) -> None:
+    assert f"(docs/status/{page}.svg)](docs/status/{page}.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    core = "Megatron-Core 0.16.1" if "0.16.1" in page else "Megatron-Core 0.19"
+    label, message = re.findall(r"<text[^>]*>([^<]*)<", (DOCS / "status" / f"{page}.svg").read_text(encoding="utf-8"))
+    said = PAGES[f"status/{page}.md"]
+    profiles = re.findall(r"^- (conforms to|does not conform to|undecided on) ", said, flags=re.MULTILINE)
+    rows = re.search(r"^\*\*.*; (\d+ of \d+ rows claimed)\*\*$", said, flags=re.MULTILINE)
+    assert core in label
+    assert rows is not None
+    assert message == f"conforms to {profiles.count('conforms to')} of {len(profiles)} profiles; {rows[1]}"
+
+
 def test_the_status_page_counts_what_waits_for_gpus() -> None:
     page = PAGES["status/gpu.md"]
     if "The GPU run is outstanding" not in page:

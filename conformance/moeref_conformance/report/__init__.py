@@ -9,10 +9,10 @@ from moeref_conformance.report import badge, html, junit, markdown
 
 
 def write_all(results: Results, out: Path) -> Path:
-    """Write `report.html`, `summary.md`, `junit.xml` and `badge.json` into `out`; gives the path of the page."""
+    """Write the page, the summary, `junit.xml`, `badge.json` and `badge.svg` into `out`; gives the path of the page."""
     out.mkdir(parents=True, exist_ok=True)
-    renders = {"report.html": html, "summary.md": markdown, "junit.xml": junit, "badge.json": badge}
-    for name, module in renders.items():
+    renders = {"report.html": html.render, "summary.md": markdown.render, "junit.xml": junit.render}
+    for name, render in (renders | {"badge.json": badge.render, "badge.svg": badge.picture}).items():
         # The name of a file, in the command that repeats a rule, may hold lone surrogates.
-        (out / name).write_text(module.render(results), encoding="utf-8", errors="backslashreplace")
+        (out / name).write_text(render(results), encoding="utf-8", errors="backslashreplace")
     return out / "report.html"

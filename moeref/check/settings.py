@@ -55,7 +55,10 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
             if not text.endswith(refused):
                 problems.append(Problem("config", *split(text)))
         return report
-    _of_the_checkpoint(settings.trails, problems, notes)
+    # Linear layers of multi-latent attention have no biases, whatever is asked for.
+    apart = frozenset({"add_qkv_bias"}) if report.model.mla else frozenset[str]()
+    trails = {name: trail for name, trail in settings.trails.items() if name not in apart}
+    _of_the_checkpoint(trails, problems, notes)
     return replace(report, record=record)
 
 

@@ -179,6 +179,24 @@ def test_what_is_computed_and_in_the_model_s_config_is_taken_from_there(slime: P
     assert any("moe_layer_freq is taken from the model's own config" in note for note in report.notes)
 
 
+def test_slime_s_optimizer_decides_memory(slime: Path) -> None:
+    words = "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --grad-reduce-in-bf16 --global-batch-size 7"
+    slime.write_text(f"{SLIME.rstrip()} {words} --micro-batch-size 2\n")
+    found = check_reading(read("slime", [str(slime)], "0.19.2")).training
+    assert (found.use_distributed_optimizer, found.use_precision_aware_optimizer) == (True, True)
+    assert (found.grad_reduce_in_fp32, found.exp_avg_sq_dtype, found.micro_batch_size) == (False, "bf16", 2)
+    assert found.global_batch_size is None  # slime deals samples out itself
+    slime.write_text(f"{SLIME.rstrip()} --micro-batch-size 2 --use-dynamic-batch-size\n")
+    found = check_reading(read("slime", [str(slime)], "0.19.2")).training
+    assert (found.grad_reduce_in_fp32, found.micro_batch_size) == (True, 1)
+
+
+def test_a_script_whose_program_gets_no_model_says_why(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("python3 train.py --colocate\n  --hf-checkpoint /models/Kimi-K2-Instruct\n")
+    with pytest.raises(CheckError, match=r"does not name a model: a command begins with --hf-checkpoint \(run.sh:2\)"):
+        check_reading(read("slime", [str(tmp_path / "run.sh")], "0.19.2"))
+
+
 def test_a_computed_argument_that_no_check_needs_is_not_missed(slime: Path) -> None:
     slime.write_text(f"{SLIME.rstrip()} --load $SOMEWHERE/checkpoint\n")
     report = check_reading(read("slime", [str(slime)], "0.19.2"))

@@ -268,6 +268,51 @@ def test_what_ms_swift_s_command_line_says(tmp_path: Path, change: tuple[str, st
         assert report.read["sequence_parallel"].source == "run.sh:4"
 
 
+def trained(report: Report) -> tuple[bool, bool, str, int]:
+    """(precision-aware optimizer, gradients in fp32, dtype of the first moment, sequences of a microbatch)."""
+    found = report.training
+    aware, moment = found.use_precision_aware_optimizer, found.exp_avg_dtype
+    return aware, found.grad_reduce_in_fp32, moment, found.micro_batch_size
+
+
+def test_how_a_run_is_trained_is_read_where_a_framework_writes_it(tmp_path: Path) -> None:
+    optim, ddp = "actor_rollout_ref.actor.optim.override_optimizer_config", f"{ACTOR}.override_ddp_config"
+    aware = ["use_precision_aware_optimizer=true", "exp_avg_dtype=bfloat16"]
+    assert trained(verl(tmp_path)) == (False, True, "fp32", 1)
+    given = [f"{ddp}.grad_reduce_in_fp32=false", *(f"+{optim}.{each}" for each in aware)]
+    overridden = VERL.replace(' "$@"', " " + " ".join(given))
+    assert trained(verl(tmp_path, overridden)) == (True, False, "bf16", 1)
+    assert verl(tmp_path, overridden).read["exp_avg_dtype"].source == "run.sh:9"
+
+    (tmp_path / "sky.sh").write_text(SKYRL)
+    more = [f"{CONFIG}.ddp_config.grad_reduce_in_fp32=false"]
+    more += [f"{CONFIG}.optimizer_config_kwargs.{each}" for each in aware]
+    sky = check_reading(read("skyrl", [str(tmp_path / "sky.sh"), *more], "0.19.2"), verify=False)
+    assert trained(sky) == (True, False, "bf16", 1)
+
+    assert trained(nemo(tmp_path, "defaults: base.yaml")) == (True, False, "fp32", 1)
+    off = "optimizer: {use_precision_aware_optimizer: false}, distributed_data_parallel_config: {grad_reduce_in_fp32: true}"
+    fp32 = nemo(tmp_path, f"defaults: base.yaml\npolicy:\n  megatron_cfg: {{{off}}}")
+    assert trained(fp32) == (False, True, "fp32", 1)
+    assert fp32.read["grad_reduce_in_fp32"].source == "run.yaml:3"
+    stated = nemo(tmp_path, "defaults: base.yaml", training={"grad_reduce_in_fp32": True})
+    assert trained(stated) == (True, True, "fp32", 1)  # --train replaces what the files say
+
+    words = "--use_precision_aware_optimizer true --exp_avg_dtype bf16 --main_grads_dtype bf16 --micro_batch_size 2"
+    (tmp_path / "swift.sh").write_text(SWIFT.replace("--padding_free", words))
+    assert trained(check_reading(read("ms-swift", [str(tmp_path / "swift.sh")], "0.19.2"))) == (True, False, "bf16", 2)
+
+
+def test_an_optimizer_on_the_cpu_does_not_refuse_a_run_for_memory(tmp_path: Path) -> None:
+    optim = "actor_rollout_ref.actor.optim.override_optimizer_config"
+    path = tmp_path / "run.sh"
+    for words, verdict in (("", "refused"), (f" +{optim}.optimizer_cpu_offload=true", "unknown")):
+        path.write_text(VERL.replace(' "$@"', words))
+        report = check_reading(read("verl", [str(path)], "0.19.2"), verify=False, hbm=20)
+        assert report.verdict == verdict, report.problems
+        assert any("keeps optimizer states on the CPU" in note for note in report.notes) == bool(words)
+
+
 def test_ms_swift_reads_yaml(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "model: Qwen/Qwen3-30B-A3B\nexpert_model_parallel_size: 8\nmoe_permute_fusion: true\n"

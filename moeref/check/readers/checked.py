@@ -45,9 +45,10 @@ def check_reading(
     draft = _draft(name, _options(reading, options))
     _of_family(reading, draft.model)
     given = _options(reading, options)
+    trained = {field: value.value for field, value in reading.training.items()} | dict(given.pop("training", {}))
     asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
     through = MoEConfig(transformer_config_kwargs=asked | dict(settings or {}))
-    report = check(name, text, asked=through, **given)
+    report = _offloaded(reading, check(name, text, asked=through, training=trained, **given))
     problems, notes = _beside(reading, report.model)
     for field, value in reading.computed.items():
         _computed(field, value, draft, problems, notes)
@@ -62,6 +63,16 @@ def check_reading(
         read=dict(reading.values),
         elsewhere=tuple(reading.elsewhere),
     )
+
+
+def _offloaded(reading: Reading, report: Report) -> Report:
+    """The report with what the optimizer on the CPU means for its memory, which counts it on the GPU."""
+    asked = [value for value in reading.elsewhere if value.name.replace("-", "_").endswith("optimizer_cpu_offload")]
+    if not asked or not asked[-1].value:
+        return report
+    note = f"{asked[-1].name} ({asked[-1].source}) keeps optimizer states on the CPU; memory counts them on the GPU"
+    problems = (replace(p, refused=False) if p.about == "memory" else p for p in report.problems)
+    return replace(report, problems=tuple(problems), notes=(*report.notes, note))
 
 
 def _options(reading: Reading, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +133,8 @@ def _model(reading: Reading) -> str:
     text = str(reading.model.value) if reading.model else ""
     name = text.rstrip("/").rpartition("/")[2]
     if not name or "$" in name or "`" in name:
-        raise CheckError("the configuration does not name a model; give --model")
+        why = next((f": {problem.text}" for problem in reading.problems if problem.about == "script"), "")
+        raise CheckError(f"the configuration does not name a model{why}; give --model")
     if Path(text).exists():
         return text
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers.arguments import SWITCHES, converted, entry, flags, megatron_arguments, read_script
-from moeref.check.readers.reading import SIZES, STAGES, Reading, under
+from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
 from moeref.check.readers.shell import Word
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
@@ -131,8 +131,9 @@ def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
     reading.options |= _options(every)
     reading.beside |= {name: every[name] for name in BESIDE if every[name].value is not None and name not in fields}
     _settings(reading, every, fields)
+    reading.training |= _training(every)
     _missing(reading, every)
-    used = {*AXES, *OPTIONS, *FIELDS, *BESIDE, *fields, *_READ}
+    used = {*AXES, *OPTIONS, *FIELDS, *BESIDE, *fields, *_READ, *_BATCH, *OPTIMIZER}
     for name, value in computed.items():
         if name in used:
             field = FIELDS.get(name, name)
@@ -142,6 +143,18 @@ def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
     reading.elsewhere += [value for name, value in {**arguments, **computed}.items() if name not in used]
     _unmapped(reading, arguments)
     return reading
+
+
+_BATCH = ("micro_batch_size", "global_batch_size")
+
+
+def _training(every: Arguments) -> Arguments:
+    """What decides memory: the optimizer's arguments, the batch, and the dtype of gradients, fp32 unless asked."""
+    found = {name: every[name] for name in (*OPTIMIZER, *_BATCH) if name in every and every[name].value is not None}
+    grads, reduced = every["main_grads_dtype"], every["grad_reduce_in_bf16"]
+    source = reduced.source if reduced.value else grads.source
+    in_fp32 = grads.value == "fp32" and not reduced.value
+    return {**found, "grad_reduce_in_fp32": Value("grad_reduce_in_fp32", in_fp32, source)}
 
 
 def _unmapped(reading: Reading, arguments: Arguments) -> None:
@@ -175,7 +188,7 @@ _READ = frozenset(
         *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "transformer_impl"),
         *("data_parallel_random_init", "hf_checkpoint", "add_position_embedding", "overlap_p2p_comm", *UNMAPPED),
         *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
-        *("yarn_correction_range_round_to_int",),
+        *("yarn_correction_range_round_to_int", "main_grads_dtype", "grad_reduce_in_bf16"),
     }
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from moeref.check.readers import megatron_lm, provider
 from moeref.check.readers.arguments import entry, flags, read_script
-from moeref.check.readers.reading import Reading, under
+from moeref.check.readers.reading import OPTIMIZER, Reading, under
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.readers.tree import Names, Tree
 from moeref.check.report import Problem
@@ -81,6 +81,7 @@ DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 1,
     "global_batch_size": 16,
     "data_parallel_random_init": False,
+    "main_grads_dtype": "fp32",
     "NNODES": 1,
     "NPROC_PER_NODE": 1,
 }
@@ -109,7 +110,8 @@ def _names() -> Names:
             "custom_register_path": "code of its own",
             "megatron_extra_kwargs": "settings of its own",
         },
-        read=frozenset(read - layout.keys() - {"data_parallel_random_init"}),
+        read=frozenset((read | {"main_grads_dtype"}) - layout.keys() - {"data_parallel_random_init"}),
+        training={name: name for name in OPTIMIZER},
         elsewhere=names(),
     )
 
@@ -157,6 +159,8 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     for name in ("recompute_granularity", "moe_router_dtype"):
         none = at[name].value == "none"
         reading.settings[name] = Value(at[name].name, None, at[name].source) if none else at[name]
+    reading.training["micro_batch_size"], grads = at["micro_batch_size"], at["main_grads_dtype"]
+    reading.training["grad_reduce_in_fp32"] = Value(grads.name, grads.value == "fp32", grads.source)
     balancing, backend = at["moe_router_load_balancing_type"], at["attention_backend"]
     if balancing.value is not None:
         reading.settings["moe_router_load_balancing_type"] = balancing

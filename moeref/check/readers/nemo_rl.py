@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.reading import SIZES, Reading, under
+from moeref.check.readers.reading import OPTIMIZER, SIZES, Reading, under
 from moeref.check.readers.tree import Names, Tree, ranks, read_all
 from moeref.check.report import CheckError
 from moeref.check.value import Value
@@ -19,7 +19,7 @@ from moeref.check.value import Value
 NAME = "NeMo-RL"
 PROGRAM = r"(?:.*/)?run_\w+\.py"
 _POLICY, _MEGATRON = "policy.", "policy.megatron_cfg."
-_FP8 = f"{_MEGATRON}fp8_cfg."
+_FP8, _DDP = f"{_MEGATRON}fp8_cfg.", f"{_MEGATRON}distributed_data_parallel_config."
 _RANKS = ("cluster.num_nodes", "cluster.gpus_per_node")
 
 #: Settings of `megatron_cfg` under TransformerConfig's names -> default; None has none.
@@ -64,6 +64,8 @@ DEFAULTS: dict[str, Any] = {
     f"{_FP8}fp8_recipe": "blockwise",
     f"{_FP8}fp8_param": False,
     "policy.router_replay.enabled": False,
+    f"{_MEGATRON}optimizer.use_precision_aware_optimizer": True,
+    f"{_DDP}grad_reduce_in_fp32": False,
     "cluster.num_nodes": 1,
     "cluster.gpus_per_node": 1,
     **{f"{_MEGATRON}{name}": default for name, default in FIELDS.items()},
@@ -91,6 +93,10 @@ NAMES = Names(
             *(f"{_FP8}{name}" for name in ("enabled", "fp8", "fp8_recipe", "fp8_param")),
         }
     ),
+    training={
+        **{f"{_MEGATRON}optimizer.{name}": name for name in OPTIMIZER},
+        f"{_DDP}grad_reduce_in_fp32": "grad_reduce_in_fp32",
+    },
     elsewhere=(
         *("grpo.", "loss_fn.", "checkpointing.", "logger.", "data.", "env.", "cluster.", "teacher.", "distillation."),
         *("dpo.", "sft.", "data_plane.", "value.", "reward_penalties.", "on_policy_distillation"),

@@ -26,6 +26,13 @@ STAGES = {
 }
 
 
+#: Fields of megatron-core's OptimizerConfig that decide memory.
+OPTIMIZER = (
+    *("use_distributed_optimizer", "use_precision_aware_optimizer", "store_param_remainders"),
+    *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+)
+
+
 def under(prefix: str, axes: Mapping[str, str], *without: str) -> dict[str, str]:
     """These axes by the dotted paths of their fields, `without` some fields."""
     return {f"{prefix}{name}": axis for name, axis in axes.items() if name not in without}
@@ -36,10 +43,10 @@ class Reading:
     """What a configuration says, under the names that `moeref.check.check` takes.
 
     model: a published name or a path. layout: axes of the layout's text. options: arguments of `check`. settings:
-    fields of TransformerConfig. beside: arguments of the model that are no such field (see `checked.BESIDE`).
-    computed: arguments whose value only the framework or a shell could compute, by their name for `check`.
-    elsewhere: what concerns other parts of the framework. unread: what the reader does not know.
-    problems: what the framework itself refuses, or builds in a way that moeref does not map.
+    fields of TransformerConfig. training: fields of `moeref.costs.Training`. beside: arguments of the model that are
+    none of either (see `checked.BESIDE`). computed: arguments whose value only the framework or a shell could
+    compute, by their name for `check`. elsewhere: what concerns other parts of the framework. unread: what the reader
+    does not know. problems: what the framework itself refuses, or builds in a way that moeref does not map.
     """
 
     framework: str
@@ -47,6 +54,7 @@ class Reading:
     layout: dict[str, Value] = field(default_factory=dict)
     options: dict[str, Value] = field(default_factory=dict)
     settings: dict[str, Value] = field(default_factory=dict)
+    training: dict[str, Value] = field(default_factory=dict)
     by_family: dict[str, dict[str, Value]] | None = None
     beside: dict[str, Value] = field(default_factory=dict)
     computed: dict[str, Value] = field(default_factory=dict)
@@ -58,4 +66,4 @@ class Reading:
     def values(self) -> Mapping[str, Value]:
         """Every value that the check takes, by its name there."""
         model = {"model": self.model} if self.model else {}
-        return {**model, **self.layout, **self.options, **self.settings, **self.beside}
+        return {**model, **self.layout, **self.options, **self.settings, **self.training, **self.beside}

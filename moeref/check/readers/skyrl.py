@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.reading import SIZES, STAGES, Reading, under
+from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
 from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
 from moeref.check.value import Value
 
@@ -68,6 +68,10 @@ NAMES = Names(
         f"{_POLICY}language_model_only": "a part of a multimodal model",
     },
     read=frozenset({_REPLAY, _MTP, *_RANKS, "trainer.bf16", "trainer.flash_attn", f"{_MEGATRON}mtp_num_layers"}),
+    training={
+        **{f"{_MEGATRON}optimizer_config_kwargs.{name}": name for name in OPTIMIZER},
+        f"{_MEGATRON}ddp_config.grad_reduce_in_fp32": "grad_reduce_in_fp32",
+    },
     elsewhere=(
         *("data.", "generator.", "environment.", "trainer.algorithm.", "trainer.critic.", "trainer.ref."),
         *("trainer.placement.", "trainer.strategy", "trainer.epochs", "trainer.eval", "trainer.update_"),

@@ -50,6 +50,11 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     replay = _own(reading, arguments)
     reading = megatron_lm.finished(reading, _defaults(arguments), core)
     reading.settings["variable_seq_lengths"] = Value("variable_seq_lengths", True, f"derived: {NAME} always sets it")
+    sharded = Value("use_distributed_optimizer", True, f"derived: {NAME} always sets it")
+    reading.training["use_distributed_optimizer"] = sharded
+    reading.training.pop("global_batch_size", None)  # of samples, which slime deals out itself
+    if "use_dynamic_batch_size" in {value.name.lstrip("-").replace("-", "_") for value in reading.elsewhere}:
+        reading.training.pop("micro_batch_size", None)  # microbatches are packs of tokens
     dispatcher = reading.settings.get("moe_token_dispatcher_type")
     if dispatcher and dispatcher.value == "allgather":
         reading.settings["moe_token_dispatcher_type"] = Value(

@@ -114,7 +114,8 @@ class Names:
 
     `settings` are prefixes below which every name is a field of TransformerConfig. `model` is the path of the model's.
     `unmapped` are paths that, if true, build what moeref does not map. `read` are paths that the framework's module
-    reads itself, `elsewhere` prefixes of what concerns other parts. Anything else is not known.
+    reads itself, `elsewhere` prefixes of what concerns other parts, `training` paths -> fields of
+    `moeref.costs.Training`. Anything else is not known.
     """
 
     layout: Mapping[str, str]
@@ -125,6 +126,7 @@ class Names:
     unmapped: Mapping[str, str]
     read: frozenset[str]
     elsewhere: tuple[str, ...]
+    training: Mapping[str, str] = field(default_factory=dict)
 
     def sort(self, tree: Tree, reading: Reading) -> None:
         """Put every value of the tree in its place in the reading."""
@@ -137,6 +139,10 @@ class Names:
                 self._place(path, value, reading)
 
     def _place(self, path: str, value: Value, reading: Reading) -> None:
+        if path in self.training and value.known:
+            if value.value is not None:
+                reading.training[self.training[path]] = value
+            return
         prefix = next((each for each in self.settings if path.startswith(each)), None)
         name = self.layout.get(path) or self.options.get(path) or self.fields.get(path) or (path[len(prefix or "") :])
         if not (prefix or path in {*self.layout, *self.options, *self.fields, self.model}):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import provider
-from moeref.check.readers.reading import SIZES, STAGES, Reading, under
+from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
 from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
@@ -62,6 +62,11 @@ NAMES = Names(
     read=frozenset(
         {_REPLAY, _MTP, *_BRIDGE, *_RANKS, f"{_MEGATRON}dtype", f"{_MEGATRON}sequence_parallel", f"{_ACTOR}strategy"}
     ),
+    training={
+        **{f"{_ACTOR}optim.override_optimizer_config.{name}": name for name in OPTIMIZER},
+        f"{_MEGATRON}use_distributed_optimizer": "use_distributed_optimizer",
+        f"{_MEGATRON}override_ddp_config.grad_reduce_in_fp32": "grad_reduce_in_fp32",
+    },
     elsewhere=(
         *("data.", "algorithm.", "critic.", "reward_model.", "reward_manager.", "custom_reward_function.", "trainer."),
         *("actor_rollout_ref.rollout.", "actor_rollout_ref.ref.", "actor_rollout_ref.model.", "global_profiler."),

@@ -291,8 +291,9 @@ def test_how_a_run_is_trained_is_read_where_a_framework_writes_it(tmp_path: Path
     assert trained(sky) == (True, False, "bf16", 1)
 
     assert trained(nemo(tmp_path, "defaults: base.yaml")) == (True, False, "fp32", 1)
-    off = "optimizer: {use_precision_aware_optimizer: false}, distributed_data_parallel_config: {grad_reduce_in_fp32: true}"
-    fp32 = nemo(tmp_path, f"defaults: base.yaml\npolicy:\n  megatron_cfg: {{{off}}}")
+    ddp, optimizer = "{grad_reduce_in_fp32: true}", "{use_precision_aware_optimizer: false}"
+    own = f"{{optimizer: {optimizer}, distributed_data_parallel_config: {ddp}}}"
+    fp32 = nemo(tmp_path, f"defaults: base.yaml\npolicy:\n  megatron_cfg: {own}")
     assert trained(fp32) == (False, True, "fp32", 1)
     assert fp32.read["grad_reduce_in_fp32"].source == "run.yaml:3"
     stated = nemo(tmp_path, "defaults: base.yaml", training={"grad_reduce_in_fp32": True})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from moeref_conformance.contract.axes import axis, read_axes
@@ -135,7 +136,7 @@ class Cell:
     gpus: int = field(default=0, compare=False)  # least number of GPUs
     tags: tuple[str, ...] = field(default=(), compare=False)
 
-    @property
+    @cached_property
     def variant(self) -> str:
         """Family or size, and all axes but layout and backend: cells of a variant share a checkpoint and its export."""
         tiny = self.size == TINY
@@ -148,7 +149,7 @@ class Cell:
         """Rows of the tokens in a microbatch."""
         return 1 if self.batch == "single" else 2
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Stable and greppable: `qwen3_moe+tied/tp2-pp2/gloo`."""
         return f"{self.variant}/{self.layout_name}/{self.backend}"

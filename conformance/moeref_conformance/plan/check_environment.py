@@ -53,13 +53,13 @@ def require(*modules: str) -> None:
 
 def lacks_transformers(cell: Cell) -> str:
     """Why the transformers here, of which the expected model is made, has none of the cell; empty if it has."""
+    if cell.expert_format != "fused" and cell.family != "glm4_moe_lite":
+        return ""
     version = _version("transformers")
     if not version or _numbers(version) >= (5,):
         return ""
-    if cell.expert_format == "fused" or cell.family == "glm4_moe_lite":
-        what = cell.family if cell.family == "glm4_moe_lite" else "fused experts"
-        return f"needs {what} of transformers 5; here is {version}"
-    return ""
+    what = cell.family if cell.family == "glm4_moe_lite" else "fused experts"
+    return f"needs {what} of transformers 5; here is {version}"
 
 
 def _importable(module: str) -> bool:

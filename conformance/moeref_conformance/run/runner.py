@@ -142,9 +142,8 @@ class Runner:
         return self._done[cell.id]
 
     def _judge(self, cell: Cell) -> tuple[list[Verdict], float]:
-        rules, gap = self.plan.rules_of(cell), self._gap(cell)
-        unjudged = {rule.id: not_judged(self.plan, cell, rule, gap) for rule in rules}
-        verdicts = {rule_id: verdict for rule_id, verdict in unjudged.items() if verdict is not None}
+        rules = self.plan.rules_of(cell)
+        verdicts = not_judged(self.plan, cell, rules, self._gap(cell))
         pending = [rule for rule in rules if rule.id not in verdicts]
         if not pending:
             return list(verdicts.values()), 0.0

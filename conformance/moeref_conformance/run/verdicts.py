@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,18 +19,18 @@ from moeref_conformance.plan.known_failures import lookup
 from moeref_conformance.plan.plan import Plan, repeat
 
 
-def not_judged(plan: Plan, cell: Cell, rule: Rule, gap: str) -> Verdict | None:
-    """The verdict on a rule that is unclaimed, disabled, or untested because of `gap`; None if it is to be judged."""
-    reasons = {"unclaimed": _unclaimed(plan, cell, rule), "disabled": _disabled(plan, cell, rule), "untested": gap}
-    for status, reason in reasons.items():
-        if reason:
-            return Verdict(cell=cell.id, rule=rule.id, status=status, reason=reason)
-    return None
+def not_judged(plan: Plan, cell: Cell, rules: Sequence[Rule], gap: str) -> dict[str, Verdict]:
+    """Verdicts by id on those rules that are unclaimed, disabled, or untested because of `gap`."""
+    found, why_not = {}, plan.claims.why_not(cell)
+    for rule in rules:
+        unclaimed = why_not or _unclaimed(plan, cell, rule)
+        reasons = {"unclaimed": unclaimed, "disabled": _disabled(plan, cell, rule), "untested": gap}
+        if told := next(((status, reason) for status, reason in reasons.items() if reason), None):
+            found[rule.id] = Verdict(cell=cell.id, rule=rule.id, status=told[0], reason=told[1])
+    return found
 
 
 def _unclaimed(plan: Plan, cell: Cell, rule: Rule) -> str:
-    if why_not := plan.claims.why_not(cell):
-        return why_not
     if reason := rule.unclaimed(plan.claims):
         return reason
     if plan.recorded is not None:

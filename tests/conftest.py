@@ -84,6 +84,12 @@ def megatron_on_cpu() -> Iterator[warm.Prepared]:
 
 
 @pytest.fixture(scope="session")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of expected checkpoints, each made once for all tests that run its cells."""
+    return tmp_path_factory.mktemp("variants")
+
+
+@pytest.fixture(scope="session")
 def shared_world() -> Iterator[ForkedWorld]:
     """The world that serves all tests of targets; `tests.kit.shared_world.Shared` makes it one of a certain target."""
     from moeref_conformance.worlds.forked import ForkedWorld

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 Done = subprocess.CompletedProcess[str]
+SECONDS = 600  # that a program may take
 
 
 def run(program: str, *, cwd: Path, path: Sequence[str] = (), forget: Sequence[str] = ()) -> Done:
@@ -23,14 +25,32 @@ def run(program: str, *, cwd: Path, path: Sequence[str] = (), forget: Sequence[s
 
     Of the packages in `forget` no module counts as imported. This process has imported torch and megatron-core.
     """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        pid = os.fork()
-        if pid == 0:
-            _child(program, cwd, path, forget, out, err)
-        _, status = os.waitpid(pid, 0)
-        for file in (out, err):
+    (done,) = run_all([program], cwd=cwd, path=path, forget=forget)
+    return done
+
+
+def run_all(programs: Sequence[str], *, cwd: Path, path: Sequence[str] = (), forget: Sequence[str] = ()) -> list[Done]:
+    """As `run`, of several programs at once, such as the ranks of a group."""
+    with contextlib.ExitStack() as files:
+        outputs = [[files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in programs]
+        pids = []
+        for program, (out, err) in zip(programs, outputs, strict=True):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                signal.alarm(SECONDS)
+                _child(program, cwd, path, forget, out, err)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        for file in (file for pair in outputs for file in pair):
             file.seek(0)
-        return Done([sys.executable], os.waitstatus_to_exitcode(status), out.read(), err.read())
+        return [
+            Done([sys.executable], code, out.read(), err.read())
+            for code, (out, err) in zip(codes, outputs, strict=True)
+        ]
+
+
+def of_ranks(program: str, size: int, *arguments: str) -> list[str]:
+    """The program of each rank, which finds its number and `arguments` in sys.argv."""
+    return [f"import sys\nsys.argv[1:] = {[str(rank), *arguments]}\n{program}" for rank in range(size)]
 
 
 class Prepared:
@@ -41,9 +61,14 @@ class Prepared:
 
     def run(self, program: str, *, cwd: Path, path: Sequence[str] = ()) -> Done:
         """As `run` above. Raises RuntimeError, with what it printed, where the first program failed."""
+        (done,) = self.run_all([program], cwd=cwd, path=path)
+        return done
+
+    def run_all(self, programs: Sequence[str], *, cwd: Path, path: Sequence[str] = ()) -> list[Done]:
+        """As `run_all` above. Raises RuntimeError as `run`."""
         try:
-            self._channel.send((program, cwd, path))
-            done: Done = self._channel.recv()
+            self._channel.send((programs, cwd, path))
+            done: list[Done] = self._channel.recv()
         except (EOFError, OSError) as error:
             self._output.seek(0)
             raise RuntimeError(self._output.read()) from error
@@ -70,8 +95,8 @@ def prepare(program: str, *, cwd: Path, path: Sequence[str] = (), forget: Sequen
 def _serve(channel: Connection[Any, Any]) -> None:
     with contextlib.suppress(EOFError):  # the other side has what it wanted
         while True:
-            program, cwd, path = channel.recv()
-            channel.send(run(program, cwd=cwd, path=path))
+            programs, cwd, path = channel.recv()
+            channel.send(run_all(programs, cwd=cwd, path=path))
 
 
 def _child(

@@ -30,15 +30,10 @@ OF_TASTE = {fault.id for fault in FAULTS.values() if {*fault.rules, *fault.also}
 OF_RECORDS = {"cp_cut", "order"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("benign")
-
-
 @pytest.mark.parametrize("design", BENIGN.values(), ids=BENIGN)
-def test_no_must_calls_it_wrong(design: Benign, folder: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
+def test_no_must_calls_it_wrong(design: Benign, variants: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
     with Shared(shared_world, f"benign:{design.id}", grace=1.0) as world:
-        bench = Bench(world, tmp_path, targets[design.id], inputs=folder)
+        bench = Bench(world, tmp_path, targets[design.id], inputs=variants)
         outcomes = bench.judge(design.cell, one_rank=design.one_rank, deadline=design.deadline)
     red = {rule: [f.message for f in outcome.findings] for rule, outcome in outcomes.items() if outcome.findings}
     assert {rule: said for rule, said in red.items() if rule not in SHOULD} == {}
@@ -48,11 +43,11 @@ def test_no_must_calls_it_wrong(design: Benign, folder: Path, tmp_path: Path, sh
     assert untested - required <= {"GRD-001"}, {rule: outcomes[rule].untested for rule in untested}
 
 
-def test_cp_may_cut_in_runs(folder: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
+def test_cp_may_cut_in_runs(variants: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
     """On the records of the good target: what the MoE layers of both CP ranks saw is joined, and cut in runs."""
     one = cell("qwen3_moe", "cp2", replay="R3")
     with Shared(shared_world, "moeref", grace=1.0) as world:
-        bench = Bench(world, tmp_path, MoerefTarget(), inputs=folder)
+        bench = Bench(world, tmp_path, MoerefTarget(), inputs=variants)
         case = bench.case(one)
     files = [record.dir / "replay.safetensors" for record in case.observation.ranks]  # type: ignore[union-attr]
     held = [load_file(file) for file in files]
@@ -69,10 +64,10 @@ def test_cp_may_cut_in_runs(folder: Path, tmp_path: Path, shared_world: ForkedWo
         assert {rule for rule in rules if JUDGES[rule](case).findings} == red
 
 
-def test_a_vocabulary_may_be_padded_by_tp_alone(folder: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
+def test_a_vocabulary_may_be_padded_by_tp_alone(variants: Path, tmp_path: Path, shared_world: ForkedWorld) -> None:
     """131 rows become 132: an odd number, and none of the multiples of 128 that the good target has elsewhere."""
     with Shared(shared_world, "moeref_conformance.targets.moeref:unpadded", grace=1.0) as world:
-        outcomes = Bench(world, tmp_path, unpadded(), inputs=folder).judge(cell("qwen3_moe", "tp2"))
+        outcomes = Bench(world, tmp_path, unpadded(), inputs=variants).judge(cell("qwen3_moe", "tp2"))
     assert {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings} == {}
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 RUN = """
 import sys
 from types import SimpleNamespace
 import torch, torch.distributed as dist
-from moeref_conformance.worlds import cpu
-cpu.install("cpu", "torch")
-import megatron.core
 from moeref.layout import sequence
 from moeref.megatron.attention import CausalAttention
 
@@ -45,7 +42,6 @@ dist.barrier()
 """
 
 
-def test_output_and_gradients_are_those_of_one_rank(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RUN]
-    ranks = [subprocess.Popen([*command, str(r), str(tmp_path / "store")]) for r in range(2)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+def test_output_and_gradients_are_those_of_one_rank(tmp_path: Path, megatron_on_cpu: warm.Prepared) -> None:
+    done = megatron_on_cpu.run_all(warm.of_ranks(RUN, 2, str(tmp_path / "store")), cwd=tmp_path)
+    assert [rank.returncode for rank in done] == [0, 0], [rank.stderr[-2000:] for rank in done]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 RUN = """
@@ -93,9 +93,8 @@ store.with_name(f"said{rank}.json").write_text(json.dumps(said))
 
 
 def test_what_one_rank_does_otherwise_fails_on_all(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", DISAGREE]
-    ranks = [subprocess.Popen([*command, str(r), str(tmp_path / "store")]) for r in range(2)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    done = warm.run_all(warm.of_ranks(DISAGREE, 2, str(tmp_path / "store")), cwd=tmp_path)
+    assert [rank.returncode for rank in done] == [0, 0], [rank.stderr[-2000:] for rank in done]
     one, other = (json.loads((tmp_path / f"said{r}.json").read_text()) for r in range(2))
     not_sent, not_written = "; nothing was sent", "; nothing was written"
     refused = "refused (their own error says why)"
@@ -123,6 +122,5 @@ def test_what_one_rank_does_otherwise_fails_on_all(tmp_path: Path) -> None:
 
 
 def test_layout_ranks_are_ranks_of_the_group(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RUN]
-    ranks = [subprocess.Popen([*command, str(r), str(tmp_path / "store")]) for r in range(3)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
+    done = warm.run_all(warm.of_ranks(RUN, 3, str(tmp_path / "store")), cwd=tmp_path)
+    assert [rank.returncode for rank in done] == [0, 0, 0], [rank.stderr[-2000:] for rank in done]

@@ -48,16 +48,16 @@ REPORTS = (
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld, variants: Path) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("faults")
     with (
         Shared(shared_world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0) as world,
         ThreadPoolExecutor(1) as pool,
     ):
         # Both sides import for seconds: the oracle makes its first model while the world starts.
-        pool.submit(expected, next(iter(FAULTS.values())).cell, folder)
+        pool.submit(expected, next(iter(FAULTS.values())).cell, variants)
         world.start()
-        yield Bench(world, folder, by_tag)
+        yield Bench(world, folder, by_tag, inputs=variants)
 
 
 def tagged(cell: Cell, *faults: Fault) -> Cell:

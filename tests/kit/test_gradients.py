@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +25,9 @@ WRONG = tuple(int(part) for part in version("megatron-core").split(".")[:2]) < (
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld, variants: Path) -> Iterator[Bench]:
     with Shared(shared_world, "moeref_conformance.selftest.training:silent", grace=1.0) as world:
-        yield Bench(world, tmp_path_factory.mktemp("silent"), silent)
+        yield Bench(world, tmp_path_factory.mktemp("silent"), silent, inputs=variants)
 
 
 @pytest.mark.cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from moeref_conformance.resolve import resolve
@@ -17,9 +18,9 @@ TARGET = "moeref_conformance.selftest.megatron_replay:target"
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld, variants: Path) -> Iterator[Bench]:
     with Shared(shared_world, TARGET, grace=1.0) as world:
-        yield Bench(world, tmp_path_factory.mktemp("naive"), resolve(TARGET))
+        yield Bench(world, tmp_path_factory.mktemp("naive"), resolve(TARGET), inputs=variants)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2"])

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 RUN = """
 import sys
 import torch.distributed as dist
-from moeref_conformance.worlds import cpu
-cpu.install("cpu", "torch")
-import megatron.core
-cpu.install("cpu", "megatron")
 from moeref import megatron
 from moeref.config import MoEConfig
 from moeref.layout import Layout
 from moeref.record import Record
 from tests.unit.models import model
 
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
 rank = megatron.initialise(Layout())
 small = model("qwen3_moe", num_hidden_layers=2)
 built = megatron.build(Record.of(small, Layout()), rank)
@@ -41,7 +37,6 @@ else:
 """
 
 
-def test_overrides_win(tmp_path: Path) -> None:
-    assert (
-        subprocess.run([sys.executable, "-c", RUN, str(tmp_path / "store")], timeout=200, check=False).returncode == 0
-    )
+def test_overrides_win(tmp_path: Path, megatron_on_cpu: warm.Prepared) -> None:
+    (done,) = megatron_on_cpu.run_all(warm.of_ranks(RUN, 1, str(tmp_path / "store")), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from moeref_conformance.selftest.faults.base import cell
@@ -18,9 +19,9 @@ CELL = cell("qwen3_moe", "tp2-ep2", replay="R3", dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld) -> Iterator[Bench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld, variants: Path) -> Iterator[Bench]:
     with Shared(shared_world, "moeref_conformance.selftest.training:scaled", grace=1.0) as world:
-        yield Bench(world, tmp_path_factory.mktemp("scaled"), scaled)
+        yield Bench(world, tmp_path_factory.mktemp("scaled"), scaled, inputs=variants)
 
 
 def test_replayed_logits_and_gradients_are_transformers(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,18 @@ def real(shared_world: ForkedWorld) -> ForkedWorld:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layout", "layers"),  # the fewest that the layout and the family's kinds of layers need
     [
-        ("qwen3_moe", "tp2-pp2-vpp2-ep2-etp1"),
-        ("deepseek_v3", "ep2-etp4"),
-        ("deepseek_v3", "cp2-pp2-vpp2-ep2"),
-        ("qwen3_moe", "pp4-vpp2"),
+        ("qwen3_moe", "tp2-pp2-vpp2-ep2-etp1", 4),
+        ("deepseek_v3", "ep2-etp4", 3),
+        ("deepseek_v3", "cp2-pp2-vpp2-ep2", 4),
+        ("qwen3_moe", "pp4-vpp2", 8),
     ],
 )
-def test_whole_cells(real: ForkedWorld, tmp_path: Path, family: str, layout: str) -> None:
-    cell = next(c for c in matrix.load("cpu").cells if c.id == f"{family}/{layout}/gloo")
-    inputs, claims = expected(cell, tmp_path).inputs, resolve("moeref").claims
+def test_whole_cells(real: ForkedWorld, tmp_path: Path, variants: Path, family: str, layout: str, layers: int) -> None:
+    found = next(c for c in matrix.load("cpu").cells if c.id == f"{family}/{layout}/gloo")
+    cell = replace(found, layers=layers)
+    inputs, claims = expected(cell, variants).inputs, resolve("moeref").claims
     seen = []
     for staged in (False, True):
         real.staged = staged

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
+from multiprocessing import resource_tracker
+from multiprocessing.context import ForkProcess
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,46 +16,46 @@ from moeref.exporter import Bucket, BucketError, SharedBuffer, buckets
 
 pytestmark = pytest.mark.cpu
 
-#: The other process: `role` is put or take; it is killed before step `at` of bucket 3, or in the middle of its bytes.
-OTHER = """
-import os, signal, sys
-import torch
-from moeref.exporter import buckets
-from moeref.exporter.shared import SharedBuffer
+FORK = multiprocessing.get_context("fork")  # a fresh interpreter would import torch for seconds
 
-name, role, at = sys.argv[1], sys.argv[2], sys.argv[3]
-shared = SharedBuffer(name=name, timeout=20)
 
-def die(*_):
+def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
-def torn(half, message):
-    shared._half(half)[: message.numel() // 2].copy_(message[: message.numel() // 2])
-    die()
 
-def unread(number, written):
-    def record(which, n, nbytes):
-        return die() if n == number else written(which, n, nbytes)
-    return record
+def spoil(shared: SharedBuffer, at: str) -> None:
+    """This process is killed before step `at` of the next bucket, or in the middle of its bytes."""
+    room, written = cast("Any", shared), shared._write_record
 
-for number in (1, 2, 3, 4):
-    if number == 3:
-        if at == "begin":
+    def torn(half: int, message: torch.Tensor) -> None:
+        shared._half(half)[: message.numel() // 2].copy_(message[: message.numel() // 2])
+        die()
+
+    match at:
+        case "begin":
             die()
-        elif at == "bytes":
-            shared._fill = die
-        elif at == "middle":
-            shared._fill = torn
-        elif at == "record":
-            shared._write_record = unread(3, shared._write_record)
-    if role == "put":
-        (bucket,) = buckets([("a", torch.full((1000,), float(number)))], 1 << 16)
-        shared.put(bucket, 7)
-    else:
-        (taken,) = shared.take(7).tensors()
-        assert torch.equal(taken[1], torch.full((1000,), float(number)))
-shared.close()
-"""
+        case "bytes":
+            room._fill = die
+        case "middle":
+            room._fill = torn
+        case "record":
+            room._write_record = lambda which, n, nbytes: die() if n == 3 else written(which, n, nbytes)
+
+
+def exchange(name: str, role: str, at: str) -> None:
+    """The other process: `role` is put or take; it is killed at bucket 3."""
+    tracker = cast("Any", resource_tracker)._resource_tracker
+    tracker._fd = tracker._pid = None  # as any process that does not descend from the first, it has its own
+    shared = SharedBuffer(name=name, timeout=20)
+    for number in (1, 2, 3, 4):
+        if number == 3:
+            spoil(shared, at)
+        if role == "put":
+            shared.put(of(float(number)), 7)
+        else:
+            (taken,) = shared.take(7).tensors()
+            assert torch.equal(taken[1], torch.full((1000,), float(number)))
+    shared.close()
 
 
 def of(value: float) -> Bucket:
@@ -60,8 +63,16 @@ def of(value: float) -> Bucket:
     return bucket
 
 
-def other(shared: SharedBuffer, role: str, at: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", OTHER, shared.name, role, at])
+def other(shared: SharedBuffer, role: str, at: str) -> ForkProcess:
+    process = FORK.Process(target=exchange, args=(shared.name, role, at))
+    process.start()
+    return process
+
+
+def code(process: ForkProcess) -> int | None:
+    """The exit code, or the signal's number below zero."""
+    process.join(60)
+    return process.exitcode
 
 
 @pytest.mark.parametrize(("at", "whole"), [("begin", 2), ("bytes", 2), ("middle", 2), ("record", 2), ("never", 4)])
@@ -72,7 +83,7 @@ def test_a_reader_has_whole_buckets_whenever_the_writer_dies(at: str, whole: int
             ((name, tensor),) = shared.take(7).tensors()
             assert name == "a"
             assert torch.equal(tensor, torch.full((1000,), float(number)))
-        assert writer.wait(60) == (0 if at == "never" else -signal.SIGKILL)
+        assert code(writer) == (0 if at == "never" else -signal.SIGKILL)
         shared._timeout = 0.2
         with pytest.raises(BucketError, match=rf"waited 0.2 s until bucket {whole + 1} is written; the other is gone"):
             shared.take(7)
@@ -84,7 +95,7 @@ def test_a_writer_is_told_when_the_reader_is_gone(at: str) -> None:
         reader = other(shared, "take", at)
         for number in range(1, 5):
             shared.put(of(float(number)), 7)
-        assert reader.wait(60) == (0 if at == "never" else -signal.SIGKILL)
+        assert code(reader) == (0 if at == "never" else -signal.SIGKILL)
         shared._timeout = 0.2
         if at == "never":
             shared.put(of(5.0), 7)

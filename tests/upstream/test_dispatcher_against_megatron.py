@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import dispatcher_outcomes
 
 pytestmark = pytest.mark.cpu
+HERE = str(Path(__file__).parent)
 
 #: Every rule by which moeref refuses what megatron-core constructs, with the reason that its text has to give.
 STRICTER = {
@@ -61,12 +62,11 @@ class Run:
         return ((*found, refused) for found, refused in zip(self.found, self.refused, strict=True))
 
 
-def run(folder: Path, only: str = "", path: str = "") -> Run:
-    out = folder / "outcomes.jsonl"
-    # megatron-core is imported anew: after the kit's substitutions, and with the packages on the path.
-    program = f"import dispatcher_outcomes\ndispatcher_outcomes.main({str(out)!r}, {only!r})"
-    paths = [path, str(Path(__file__).parent)]
-    done = warm.run(program, cwd=folder, path=paths, forget=["megatron", "moeref_conformance"])
+def program(out: Path, only: str = "") -> str:
+    return f"import dispatcher_outcomes\ndispatcher_outcomes.main({str(out)!r}, {only!r})"
+
+
+def outcomes(done: warm.Done, out: Path, only: str = "") -> Run:
     assert done.returncode == 0, done.stderr
     head, *lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
     environment = Environment(core=head["core"], packages=frozenset(head["packages"]))
@@ -74,8 +74,9 @@ def run(folder: Path, only: str = "", path: str = "") -> Run:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(tmp_path_factory.mktemp("plain"))
+def plain(tmp_path_factory: pytest.TempPathFactory, megatron_on_cpu: warm.Prepared) -> Run:
+    out = tmp_path_factory.mktemp("plain") / "outcomes.jsonl"
+    return outcomes(megatron_on_cpu.run(program(out), cwd=out.parent, path=[HERE]), out)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,11 @@ def with_packages(tmp_path_factory: pytest.TempPathFactory) -> Run:
     (path / "deep_ep").mkdir()
     for name, text in NAMES_OF_DEEP_EP.items():
         (path / "deep_ep" / name).write_text(text, encoding="utf-8")
-    return run(tmp_path_factory.mktemp("with_packages"), "flex", str(path))
+    out = tmp_path_factory.mktemp("with_packages") / "outcomes.jsonl"
+    # megatron-core is imported anew: after the kit's substitutions, and with the packages on the path.
+    forget = ["megatron", "moeref_conformance"]
+    done = warm.run(program(out, "flex"), cwd=out.parent, path=[str(path), HERE], forget=forget)
+    return outcomes(done, out, "flex")
 
 
 def setup(combination: dict[str, Any]) -> Setup:

@@ -98,9 +98,9 @@ class Transfer:
 
     def __init__(self, peer: Peer, held: Mapping[str, torch.Tensor]) -> None:
         self._peer, self._held = peer, held
-        self._unsent = deque(batch for batch in peer.plan.batches if batch.messages)
-        self._sizes = {id(b): sum(m.nbytes for m in mine(b, peer.rank)) for b in self._unsent}
-        self._buffers = Buffers(peer, list(self._sizes.values()))
+        batches = [batch for batch in peer.plan.batches if batch.messages]
+        self._unsent = deque((batch, sum(m.nbytes for m in mine(batch, peer.rank))) for batch in batches)
+        self._buffers = Buffers(peer, [nbytes for _, nbytes in self._unsent])
         self._going = deque[_Travel]()
         self._here: _Travel | None = None
         self._sources: dict[tuple[int, int], Source] = {}
@@ -115,7 +115,7 @@ class Transfer:
             return
         if not self._going:
             self._send()
-        if self._unsent and self._fit(batch, self._unsent[0]):
+        if self._unsent and self._fit(batch, self._unsent[0][0]):
             self._send()
         self._here = self._going[0]
         self._here.wait()
@@ -128,8 +128,8 @@ class Transfer:
 
     def _send(self) -> None:
         """Let the next batch begin to travel."""
-        batch = self._unsent[0]
-        travel = _Travel(self._peer, batch, self._buffers.take(self._sizes[id(batch)]))
+        batch, nbytes = self._unsent[0]
+        travel = _Travel(self._peer, batch, self._buffers.take(nbytes))
         for parcel in travel.sent:
             with self._peer.naming([parcel.message]):
                 self._pack(parcel)

@@ -32,8 +32,8 @@ def gradients(
     The loss is the mean over the tokens of all replicas of the cross entropy of the next token over the unpadded
     vocabulary; the label of the last token is the first token. Multi-token prediction layers add what megatron-core
     makes of these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over the tokens that have a
-    label k positions on. Each `micro_batch` rows that follow each other are a
-    microbatch; data-parallel replicas may have different ones. Weights and buffers do not change.
+    label k positions on. Each `micro_batch` rows that follow each other are a microbatch; data-parallel replicas may
+    have different ones. Weights and buffers do not change.
 
     Raises ValueError for multi-token prediction layers under CP or with packed samples, where megatron-core divides
     their loss by other numbers of tokens, and under VPP for a number of microbatches that is not a multiple of PP;

@@ -12,7 +12,7 @@ import torch
 
 from moeref_conformance.contract.api import TensorMeta
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.records import Observation, RankRecord
+from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.export import CHANGE
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.diagnosis.diagnose import diagnose
@@ -59,11 +59,12 @@ class _Together(RankRecord):
         return {name: tensor for record in self.records for name, tensor in record.tensors(step).items()}
 
 
-def _writer(run: Observation | None, receivers: str = "writer", step: str = "export") -> RankRecord | None:
+def _writer(case: Case, step: str = "export", *, baseline: bool = False) -> RankRecord | None:
     """The lowest rank that was given a tensor in this step; where ranks receive shares, all of them as one."""
+    run = case.baseline if baseline else case.observation
     ranks = [r for r in run.ranks if r.has(step)] if run else []
     given = [r for r in ranks if any(row["materialised"] for row in r.value(step))]
-    if given and receivers == "share":
+    if given and case.claims.receivers == "share":
         return _Together(given[0].rank, given[0].dir, tuple(given))
     return next(iter(given), None)
 
@@ -78,7 +79,7 @@ def _of_writer(step: str) -> Callable[[Callable[[Case, RankRecord], Answer]], Ca
     def called(judge: Callable[[Case, RankRecord], Answer]) -> Callable[[Case], Answer]:
         @functools.wraps(judge)
         def judged(case: Case) -> Answer:
-            record = _writer(case.observation, case.claims.receivers, step)
+            record = _writer(case, step)
             return _no_writer(case, step) if record is None else judge(case, record)
 
         return judged
@@ -95,7 +96,7 @@ def _against_one_rank(judge: Callable[[Case, RankRecord, RankRecord], Answer]) -
             return NO_BASELINE
         if case.baseline is case.observation:
             return Outcome(met=ITSELF)
-        one = _writer(case.baseline)
+        one = _writer(case, baseline=True)
         if one is None:
             return Outcome(untested="the one-rank run exported nothing")
         return _of_writer("export")(lambda case, record: judge(case, record, one))(case)
@@ -191,7 +192,7 @@ def one_order_everywhere(case: Case) -> Outcome:
     """Plan and both streams of every rank, against the first rank's export; a target without a plan records None."""
     findings, ranks = without(case, "plan", "export", "export_changed"), records(case, "export")
     silent = case.claims.non_writers == "nothing"
-    writer = _writer(case.observation, case.claims.receivers) if silent else None
+    writer = _writer(case) if silent else None
     for record in ranks:
         one = writer or ranks[0]
         first, whose = _metas(one, "export"), f"the export of rank {one.rank}"
@@ -237,7 +238,7 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
 
 def _wrong_before(case: Case) -> set[str]:
     """Names that the first export lacked or repeated, or gave other tensors for."""
-    record = _writer(case.observation, case.claims.receivers)
+    record = _writer(case)
     found = [*_complete(case, record, "export"), *_unlike(case, record, context(case), kinds=KINDS)] if record else []
     return {finding.hf_name for finding in found}
 
@@ -297,7 +298,7 @@ def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
 @judges("EXP-009")
 def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
     """The tensors of every other rank that was given some, against the writer's."""
-    writer = _writer(case.observation, case.claims.receivers)
+    writer = _writer(case)
     yield from without(case, "export") if writer else _no_writer(case)
     if writer is None:
         return

@@ -137,7 +137,7 @@ def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _in_turn(session: Session, cell: Cell, world: World) -> Any:
-    """Each rank is given every so-manieth tensor."""
+    """The ranks are given the tensors in turn."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         for number, (meta, tensor) in enumerate(pairs):
@@ -358,7 +358,7 @@ def _logits_as_views(session: Any, cell: Cell, world: World) -> Any:
 
 
 def _draws(session: Any, cell: Cell, world: World) -> Any:
-    """Every forward and step draws numbers, as many as the rank has coordinates for."""
+    """Every forward and step draws numbers, on each rank one more than on the rank before."""
     forward, training = session.forward, session.gradients
 
     def drawn(call: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -360,6 +360,8 @@ def lint(session: nox.Session) -> None:
     for schema, files in GITHUB.items():
         paths = sorted(str(path) for path in Path(".github").glob(files))
         session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *paths)
+    session.run("actionlint")  # with shellcheck for the scripts in workflows
+    session.run("shellcheck", ".ci/run")
     session.run("zizmor", "--offline", "--no-progress", "--quiet", ".github")
 
 

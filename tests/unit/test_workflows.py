@@ -46,20 +46,24 @@ def test_every_input_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cells", "known", "wanted"),
+    ("given", "wanted"),
     [
-        ("", "", {"cell": [], "known": None}),
-        ("qwen3_moe/* moe", "my known.toml", {"cell": ["qwen3_moe/*", "moe"], "known": Path("my known.toml")}),
+        ({}, {"cell": [], "known": None, "profile": []}),
+        ({"CELLS": "a\nb\n", "PROFILE": "weights logits"}, {"cell": ["a", "b"], "profile": ["weights", "logits"]}),
+        (
+            {"CELLS": "qwen3_moe/* moe", "KNOWN": "my known.toml"},
+            {"cell": ["qwen3_moe/*", "moe"], "known": Path("my known.toml")},
+        ),
     ],
 )
-def test_the_command_takes_the_inputs(tmp_path: Path, cells: str, known: str, wanted: dict[str, Any]) -> None:
+def test_the_command_takes_the_inputs(tmp_path: Path, given: dict[str, str], wanted: dict[str, Any]) -> None:
     """The step's script, run by bash, with a command that writes down its arguments."""
     (step,) = [step for step in _steps("conformance") if step.get("name") == "Judge"]
     stub = tmp_path / "moeref-conformance"
     stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > arguments\n', encoding="utf-8")
     stub.chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GITHUB_OUTPUT": str(tmp_path / "output")}
-    inputs = {"TARGET": "a.b:c", "MATRIX": "smoke", "PYTHON": "3.12", "CELLS": cells, "KNOWN": known}
+    inputs = {"TARGET": "a.b:c", "MATRIX": "smoke", "PYTHON": "3.12", "CELLS": "", "KNOWN": "", "PROFILE": "", **given}
     subprocess.run(["bash", "-eo", "pipefail", "-c", step["run"]], cwd=tmp_path, env={**env, **inputs}, check=True)
     options = _parser().parse_args((tmp_path / "arguments").read_text(encoding="utf-8").splitlines())
     assert {name: getattr(options, name) for name in wanted} == wanted

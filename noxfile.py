@@ -53,6 +53,12 @@ ENV = {
 #: With nox's own --no-install the GPU session takes the machine's Python as it is.
 AS_IT_IS = "--no-install" in sys.argv[: sys.argv.index("--") if "--" in sys.argv else None]
 GPU = "conformance-report/gpu"
+#: The framework whose own sync docs/examples/skyrl_sync.py hands to the kit.
+SKYRL = {
+    "repository": "https://github.com/NovaSky-AI/SkyRL",
+    "commit": "a9564572eb8e91076be43c1bd5e4615e3de17265",
+    "package": "skyrl",
+}
 #: Bytes of the wheel, at most.
 WHEEL = 1_000_000
 #: The kit's exit code where a claimed cell could not be judged.
@@ -195,12 +201,12 @@ for _core in PYTHON_OF_CORE:
     status_with(_core)
 
 
-def put_on_path(session: nox.Session, name: str) -> dict[str, str]:
-    """The peer's source at its pinned commit, if it has one, and the environment in which Python finds it.
+def put_on_path(session: nox.Session, source: dict[str, str] | None) -> dict[str, str]:
+    """A source at its pinned commit, if there is one, and the environment in which Python finds it.
 
     MOEREF_MIRRORS may name a folder with bare copies as `owner/name`, for a machine that does not reach them.
     """
-    if not (source := PEERS[name].get("source")):
+    if not source:
         return ENV
     folder = Path(session.create_tmp()).resolve() / source["commit"]
     if not (folder / source["package"]).is_dir():
@@ -226,7 +232,7 @@ def peers_with(name: str) -> None:
         install(session, "-e", ".[kit]", *PEERS[name]["install"], peer=name)
         if alone := PEERS[name].get("without_dependencies"):
             session.install("--no-deps", *alone, env={**ENV, **index_settings()})
-        env = put_on_path(session, name)
+        env = put_on_path(session, PEERS[name].get("source"))
         kit, out = ["python", "-m", "moeref_conformance"], f"conformance-report/peers/{name}"
         chosen = [word for word in session.posargs if word not in ("--shards", "--scripts")]
         asked = set(session.posargs).difference(chosen)
@@ -296,6 +302,9 @@ def rollout_slow(session: nox.Session) -> None:
 def sync(session: nox.Session) -> None:
     """Judge how moeref updates a real vLLM, in matrices/rollout.toml; `-- --faults` proves that the kit can fail."""
     env = with_vllm(session)
+    if "--faults" in session.posargs or any("skyrl" in word for word in session.posargs):
+        skyrl = put_on_path(session, SKYRL)["PYTHONPATH"]
+        env["PYTHONPATH"] = os.pathsep.join((env["PYTHONPATH"], skyrl))
     if "--faults" in session.posargs:
         words = [word for word in session.posargs if word != "--faults"]
         session.run("pytest", "-m", "sync", "tests/rollout", *words, env=env)

@@ -29,12 +29,13 @@ from moeref.vllm import cpu
 class Served:
     """The engine, in its process. A version is that which vLLM says that it has when a token comes."""
 
-    def __init__(self, folder: str, mode: str, packed: bool) -> None:
+    def __init__(self, folder: str, mode: str, packed: bool, **more: Any) -> None:
         from vllm import LLM
 
         self._packed = packed
         size = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20}
-        self._llm, self._mode = LLM(folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, **size), mode
+        self._llm = LLM(folder, dtype="float32", enforce_eager=True, skip_tokenizer_init=True, **size, **more)
+        self._mode = mode
         self._outputs: dict[str, Any] = {}
         self._versions: dict[str, list[int]] = {}
         self._asked = 0
@@ -72,21 +73,25 @@ class Served:
     def reload(self, folder: str, version: int) -> None:
         self._llm.sleep(level=0, mode=self._mode)
         try:
-            if self._packed:
-                self._llm.collective_rpc(_forget_packed_experts)
+            self.forget_packed()
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
             self._llm.reset_prefix_cache(reset_running_requests=True)
             self._llm.update_weight_version(str(version))
         finally:
             self._llm.wake_up(tags=["scheduling"])
 
+    def forget_packed(self) -> None:
+        """moeref's workaround for the CPU, before an update."""
+        if self._packed:
+            self._llm.collective_rpc(_forget_packed_experts)
+
 
 def _forget_packed_experts(worker: Any) -> None:
     cpu.forget_packed_experts(worker.model_runner.model)
 
 
-def _serve(connection: Connection[Any, Any], folder: str, mode: str, packed: bool) -> None:
-    served = Served(folder, mode, packed)
+def _serve(connection: Connection[Any, Any], kind: type[Served], folder: str, mode: str, packed: bool) -> None:
+    served = kind(folder, mode, packed)
     connection.send((None, os.getpid()))
     while (asked := connection.recv()) is not None:
         try:
@@ -99,7 +104,9 @@ def _serve(connection: Connection[Any, Any], folder: str, mode: str, packed: boo
 class Engine:
     """The trainer's side."""
 
-    def __init__(self, connection: Connection[Any, Any], mode: str) -> None:
+    served = Served
+
+    def __init__(self, connection: Connection[Any, Any], checkpoint: Path, mode: str) -> None:
         self._connection, self._mode = connection, mode
         self._pid = self._answer()
 
@@ -142,20 +149,21 @@ class Engine:
 class Sync:
     """Facet `sync`."""
 
-    def __init__(self, packed: bool) -> None:
-        self._packed = packed
+    def __init__(self, kind: type[Engine], modes: Sequence[str], packed: bool) -> None:
+        self._kind, self._modes, self._packed = kind, modes, packed
 
     def modes(self) -> Sequence[str]:
-        return ("abort", "keep")
+        return self._modes
 
     @contextmanager
     def open(self, checkpoint: Path, mode: str) -> Iterator[Engine]:
         mine, theirs = mp.Pipe()
-        process = mp.get_context("fork").Process(target=_serve, args=(theirs, str(checkpoint), mode, self._packed))
+        given = (theirs, self._kind.served, str(checkpoint), mode, self._packed)
+        process = mp.get_context("fork").Process(target=_serve, args=given)
         process.start()
         theirs.close()
         try:
-            yield Engine(mine, mode)
+            yield self._kind(mine, checkpoint, mode)
         finally:
             process.kill()
             process.join()
@@ -167,6 +175,7 @@ class Target:
     claims = Claims(
         facets=frozenset({"sync"}), families=frozenset({"qwen3_moe", "glm4_moe"}), backends=frozenset({"engine"})
     )
+    name, engine, modes = "vllm-reload", Engine, ("abort", "keep")
 
     def __init__(self, packed: bool = False) -> None:
         self._packed = packed
@@ -175,7 +184,7 @@ class Target:
     def info(self) -> Info:
         import vllm
 
-        return Info(name="vllm-reload", version=vllm.__version__)
+        return Info(name=self.name, version=vllm.__version__)
 
     def preload(self) -> None:
         """Import vllm once, and not in every engine."""
@@ -184,7 +193,8 @@ class Target:
 
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[Any]:
-        yield SimpleNamespace(**{**dict.fromkeys(FACETS), "sync": Sync(self._packed)})
+        served = Sync(self.engine, self.modes, self._packed)
+        yield SimpleNamespace(**{**dict.fromkeys(FACETS), "sync": served})
 
 
 target = Target

@@ -361,7 +361,10 @@ class DeltaSender(Protocol):
         """
 
     def acknowledge(self, receipt: Any) -> None:
-        """A receiver holds the version of which `apply` gave this receipt. The same one may come twice."""
+        """A receiver holds the version of which `apply` gave this receipt.
+
+        The same one may come twice. That of an earlier version than the last may be refused; it changes nothing.
+        """
 
 
 class DeltaReceiver(Protocol):
@@ -385,7 +388,10 @@ class Delta(Protocol):
     """
 
     def sender(self, version: int, weights: Mapping[str, torch.Tensor]) -> DeltaSender:
-        """A sender for receivers that hold `weights` as `version`. The tensors may change in place afterwards."""
+        """A sender for receivers that hold `weights` as `version`.
+
+        The tensors may change in place afterwards. They need not be contiguous, nor those of later versions.
+        """
 
     def receiver(self, version: int, weights: Mapping[str, torch.Tensor]) -> DeltaReceiver:
         """A receiver that holds `weights` as `version`. It may write to these tensors, which are contiguous."""

@@ -32,8 +32,9 @@ def followed(script: Script, refused: Sequence[Any]) -> Iterator[Expected]:
             yield Expected(f"apply version {version}, made of {bases[version]}", held, version, taken)
             held = held if no else version
             continue
-        yield Expected(f"{action} version {version}", held, held, taken=True)
+        # A receipt of an earlier version than the last may be refused or ignored, and takes nothing back.
+        yield Expected(f"{action} version {version}", held, held, taken=action == "make" or version >= acknowledged)
         if action == "make":
             bases[version] = acknowledged
         else:
-            acknowledged = version
+            acknowledged = max(acknowledged, version)

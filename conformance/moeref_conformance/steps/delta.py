@@ -37,6 +37,11 @@ def _copy(weights: Weights) -> Weights:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
+def _strided(weights: Weights) -> Weights:
+    """A copy in which a matrix is the transpose of a contiguous one, as exports may hand it out."""
+    return {name: t.t().contiguous().t() if t.dim() == 2 else t.clone() for name, t in weights.items()}
+
+
 def walked(delta: Delta, context: Context) -> dict[str, Any]:
     """What each action of every script was refused for, what the receiver holds after it, and the sizes of deltas."""
     weights = versions(context.cell)
@@ -44,7 +49,7 @@ def walked(delta: Delta, context: Context) -> dict[str, Any]:
 
 
 def _walk(delta: Delta, weights: Sequence[Weights], script: Script) -> list[dict[str, Any]]:
-    live = _copy(weights[script.start])
+    live = _strided(weights[script.start])
     sender = delta.sender(script.start, live)
     receiver = delta.receiver(script.start, _copy(weights[script.start]))
     messages: dict[int, list[bytes]] = {}

@@ -61,6 +61,19 @@ SKIPPED = {
     "a receipt that comes late": Script(
         9, (("make", 10), ("apply", 10), ("make", 11), ("acknowledge", 10), ("make", 12), ("apply", 12))
     ),
+    "a delta that comes after the next was made": Script(
+        7, (("make", 8), ("make", 9), ("apply", 8), ("acknowledge", 8), ("make", 10), ("apply", 10))
+    ),
+    "a step that changes nothing, and the next": Script(
+        1, (("make", 2), ("apply", 2), ("acknowledge", 2), ("make", 3), ("apply", 3))
+    ),
+    "a receipt that comes again after the next one": Script(
+        7,
+        (
+            *(("make", 8), ("apply", 8), ("acknowledge", 8), ("make", 9), ("apply", 9), ("acknowledge", 9)),
+            *(("acknowledge", 8), ("make", 10), ("apply", 10)),
+        ),
+    ),
 }
 TWICE = {
     "applied twice": Script(0, (("make", 1), ("apply", 1), ("apply", 1))),

@@ -10,7 +10,7 @@ import torch
 
 from moeref_conformance.selftest.border import Tensors
 from moeref_conformance.selftest.faults.base import Fault, cell
-from moeref_conformance.selftest.plain_delta import Parts, Receiver, Sender, bits, design, everywhere, parts_of
+from moeref_conformance.selftest.plain_delta import Parts, Receiver, Sender, bits, design, digest, everywhere, parts_of
 
 _CELL = cell("qwen3_moe", "one", backend="static")
 
@@ -186,6 +186,67 @@ class _NeverWhole(Sender):
         return where.to(torch.int32)
 
 
+class _OneStagingBuffer(Sender):
+    """Puts every delta into the same memory, which a receiver reads when it gets to it."""
+
+    buffer = bytearray()
+
+    def sealed(self, parts: Parts) -> list[Any]:
+        (message,) = super().sealed(parts)
+        self.buffer = self.buffer or bytearray(2**21)
+        self.buffer[: len(message)] = message
+        return [memoryview(self.buffer)[: len(message)]]
+
+
+class _ReadsTheBuffer(Receiver):
+    """Takes the bytes out of a sender's memory as they are now."""
+
+    def unsealed(self, messages: Sequence[bytes]) -> Parts:
+        return super().unsealed([bytes(message) for message in messages])
+
+
+class _NothingToSend(Sender):
+    """Sends no message where nothing changed, and counts an answer to it."""
+
+    last = 0
+
+    def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
+        messages, self.last = super().delta(version, weights), version
+        return [] if digest(self.base[1]) == digest(weights) else messages
+
+    def acknowledge(self, receipt: int | None) -> None:
+        super().acknowledge(self.last if receipt is None else receipt)
+
+
+class _NothingToDo(Receiver):
+    """Answers an empty list of messages, and stays at its version."""
+
+    def apply(self, messages: Sequence[bytes]) -> Any:
+        return super().apply(messages) if messages else None
+
+
+class _AnyReceipt(Sender):
+    """Takes the receipt that came last for the newest."""
+
+    def acknowledge(self, receipt: int) -> None:
+        self.made.setdefault(*self.base)
+        self.base = receipt, self.made[receipt]
+
+
+class _ReadsARun(Sender):
+    """Reads as many elements as a tensor has from where it begins, whatever its strides."""
+
+    def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
+        return super().delta(version, self.kept(weights))
+
+    def kept(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        return {name: _run(tensor).clone() for name, tensor in weights.items()}
+
+
+def _run(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(tensor, tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+
+
 FAULTS = (
     Fault(
         id="delta-compares-values",
@@ -329,5 +390,37 @@ FAULTS = (
         cell=_CELL,
         wrap=design(_NeverWhole),
         says="a delta of",
+    ),
+    Fault(
+        id="delta-in-one-staging-buffer",
+        bug="verl#7083 in a delta: the next one is written over a delta that is still on its way",
+        rules=("DLT-004",),
+        cell=_CELL,
+        wrap=design(_OneStagingBuffer, _ReadsTheBuffer),
+        says="a delta that comes after the next was made: apply version 8",
+    ),
+    Fault(
+        id="delta-empty-and-counted",
+        bug="TRL#5937: nothing is sent where nothing changed, and the sender counts a version that no receiver has",
+        rules=("DLT-004",),
+        cell=_CELL,
+        wrap=design(_NothingToSend, _NothingToDo),
+        says="a step that changes nothing, and the next: apply version 3",
+    ),
+    Fault(
+        id="delta-back-to-an-old-receipt",
+        bug="a receipt that is repeated late takes the sender's base back, and no later delta fits",
+        rules=("DLT-004",),
+        cell=_CELL,
+        wrap=design(_AnyReceipt),
+        says="a receipt that comes again after the next one: apply version 10",
+    ),
+    Fault(
+        id="delta-reads-views-as-runs",
+        bug="prime-rl#3113 in a delta: a strided tensor is read as one run",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_ReadsARun, _Unverified),
+        says="apply version 1, made of 0: taken, and holds model.embed_tokens.weight",
     ),
 )

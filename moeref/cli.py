@@ -1,19 +1,17 @@
-"""The command line: `moeref check`, `moeref audit` and `moeref convert`.
-
-Exit codes of check: 0 it will work, 1 it will not, 2 bad input, 3 not known: moeref cannot map it, or nothing here
-verifies it. Of audit: 0 equal, 1 not equal, 2 bad input. Of convert: 0 done, 2 bad input.
-"""
+"""The command line: `moeref check`, `moeref audit` and `moeref convert`. `EXIT_CODES` says what each ends with."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from moeref.arguments import EXAMPLES, EXIT_CODES, Completion, Parser
 from moeref.check import CheckError, Report, UnmappedError, check
 from moeref.check.readers import FORMATS, check_reading, read
 from moeref.check.report import EXIT
@@ -59,22 +57,28 @@ def printable(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="moeref", description="The glue between Megatron and an inference engine.")
+    ends = "\n".join(f"exit codes of {name}: {codes}" for name, codes in EXIT_CODES.items())
+    what = f"The glue between Megatron and an inference engine.\n\n{EXAMPLES}"
+    parser = Parser(prog="moeref", description=what, epilog=ends)
     parser.add_argument("--version", action="version", version=f"moeref {version('moeref')}")
     shells = ("bash", "zsh", "tcsh")
     parser.add_argument(
         "--completion",
-        action=_Completion,
+        action=Completion,
         dest=argparse.SUPPRESS,
         choices=shells,
         metavar="SHELL",
         help=f"print a completion script for {', '.join(shells)}",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    _audit_parser(commands.add_parser("audit", help="compare the weights of two models, every byte"))
-    _convert_parser(commands.add_parser("convert", help="write a checkpoint as the shards of a layout, or back"))
-    known = f"Known models: {', '.join(published())}."
-    _check_parser(commands.add_parser("check", help="predict whether a run will work, without a GPU", epilog=known))
+
+    def command(name: str, text: str, more: str = "") -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, epilog=f"{more}exit codes: {EXIT_CODES[name]}")
+
+    _audit_parser(command("audit", "compare the weights of two models, every byte"))
+    _convert_parser(command("convert", "write a checkpoint as the shards of a layout, or back"))
+    known = textwrap.fill(f"Known models: {', '.join(published())}.", 80, break_on_hyphens=False)
+    _check_parser(command("check", "predict whether a run will work, without a GPU", f"{known}\n\n"))
     return parser
 
 
@@ -118,19 +122,6 @@ def _check_parser(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="machine-readable")
     command.add_argument("--all", action="store_true", help="show every setting, not only those of the MoE layers")
     command.set_defaults(run=_check)
-
-
-class _Completion(argparse.Action):
-    """Print a completion script and end."""
-
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        try:
-            import shtab  # takes longer than a check
-        except ImportError:
-            parser.error("completions need the package shtab: pip install shtab")
-
-        print(shtab.complete(parser, shell=values))
-        parser.exit()
 
 
 def _cost_arguments(command: argparse.ArgumentParser) -> None:

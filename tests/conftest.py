@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: What all tests import beyond moeref's own dependencies, and what those outside tests/peers do, by module.
 NEEDED = {"megatron": "megatron-core", "transformers": "transformers", "jinja2": "jinja2", "hypothesis": "hypothesis"}
-NEEDED_HERE = {name: name for name in ("nox", "omegaconf", "zstandard")}
+NEEDED_HERE = {name: name for name in ("hatchling", "jsonschema", "nox", "omegaconf", "zstandard")}
 
 
 def missing(paths: Iterable[str]) -> list[str]:

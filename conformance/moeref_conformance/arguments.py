@@ -24,8 +24,14 @@ look closer:
   moeref-conformance list --target adapter:target        what it claims
   moeref-conformance diff old/results.jsonl new/results.jsonl
 """
+#: What a verdict ends with, and what a command without one does; `WORSE` says what 1 is of those that compare.
 EXIT_CODES = "exit codes: " + ", ".join(f"{code} {word}" for code, word in enumerate(EXIT_WORDS))
 EXIT_CODES += " (2 also for bad input)"
+DONE = "exit codes: 0 done, 2 bad input or an error of the kit"
+WORSE = {
+    "diff": "exit codes: 0 nothing is worse, 1 something is, 2 bad input or an error of the kit",
+    "shards": "exit codes: 0 the same shards, known failures excepted, 1 not, 2 bad input or an error of the kit",
+}
 
 
 class Completion(argparse.Action):
@@ -61,7 +67,7 @@ class Parser(argparse.ArgumentParser):
             names = [word.partition("=")[0] for word in self._given if word.startswith("--")]
             wrong = [name for name in names if not any(known.startswith(name) for known in self._options())]
             message += "".join(f"; unknown option {name!r}{nearest(name, self._options())}" for name in wrong)
-        elif unknown := re.match(r"argument \S+: invalid choice: '([^']*)'", message):
+        elif unknown := re.match(r"argument command: invalid choice: '([^']*)'", message):
             message = f"unknown command {unknown[1]!r}{nearest(unknown[1], self._commands())}"
         super().error(message)
 
@@ -74,4 +80,4 @@ class Parser(argparse.ArgumentParser):
             yield from parser._option_string_actions
 
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "Completion", "Parser"]
+__all__ = ["DONE", "EXAMPLES", "EXIT_CODES", "WORSE", "Completion", "Parser"]

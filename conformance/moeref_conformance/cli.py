@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from moeref_conformance.arguments import EXAMPLES, Completion, Parser
+from moeref_conformance.arguments import DONE, EXAMPLES, EXIT_CODES, WORSE, Completion, Parser
 from moeref_conformance.contract import shards
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput, NothingRecorded, read_toml
@@ -96,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, act: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text)
+        judges = act in (_run, _report)
+        made = commands.add_parser(name, help=text, epilog=EXIT_CODES if judges else WORSE.get(name, DONE))
         made.set_defaults(command=act)
         return made
 
@@ -107,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--backends", action="store_true", help=counting)
     _add_selection(made)
     _add_judging(command("run", _run, "judge a target"), matrix="cpu")
-    _add_judging(command("smoke", _run, "judge the adapter in seconds"), matrix="smoke")
+    _add_judging(command("smoke", _run, "judge an adapter in a few cells"), matrix="smoke")
     made = command("init", _init, "write an adapter to start from")
     made.add_argument("file", type=Path, nargs="?", default=Path("adapter.py"), help="default: adapter.py")
     made = command("inputs", _inputs, "write the checkpoint and tokens of a cell, for a run recorded elsewhere")
@@ -286,10 +287,7 @@ def _inputs(options: argparse.Namespace) -> int:
     require("transformers")
     if options.out.exists():
         raise BadInput(f"{options.out} exists; name a folder that does not")
-    cells = matrices.load(options.matrix).select(options.cell)
-    sizes = sorted({cell.size for cell in cells} - {TINY})
-    if sizes:
-        raise BadInput(f"published models ({', '.join(sizes)}) have no weights here; name cells of a tiny model")
+    cells = _with_weights(options)
     with tempfile.TemporaryDirectory() as temporary:
         for variant, cell in {cell.variant: cell for cell in cells}.items():
             inputs, folder = expected(cell, Path(temporary)).inputs, options.out / variant
@@ -300,13 +298,21 @@ def _inputs(options: argparse.Namespace) -> int:
     return 0
 
 
+def _with_weights(options: argparse.Namespace) -> list[Cell]:
+    """The cells that are chosen; BadInput if there are some of published models."""
+    cells = list(matrices.load(options.matrix).select(options.cell))
+    if sizes := sorted({cell.size for cell in cells} - {TINY}):
+        raise BadInput(f"published models ({', '.join(sizes)}) have no weights here; name cells of a tiny model")
+    return cells
+
+
 def _vectors(options: argparse.Namespace) -> int:
     require("transformers", "megatron.core")
     from moeref_conformance.run.vectors import write
 
     if options.out.exists():
         raise BadInput(f"{options.out} exists; name a folder that does not")
-    cells = [cell for cell in matrices.load(options.matrix).select(options.cell) if cell.size == TINY]
+    cells = _with_weights(options)
     with tempfile.TemporaryDirectory() as temporary:
         for path in write(cells, options.out, Path(temporary)):
             print(path)

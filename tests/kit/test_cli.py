@@ -69,6 +69,11 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
         (["smoke", "--target", "kit_toy:target", "--cell", "nothing"], "no cell or tag matches 'nothing'"),
         (["run", "--target", "kit_toy:target", "--known", "no.toml"], "cannot be read"),
         (["report", "no.jsonl"], "cannot be read"),
+        (["inputs", "--matrix", "static", "--cell", "kimi-k2", "--out", "x"], "published models (kimi-k2) have"),
+        (
+            ["vectors", "--matrix", "static", "--cell", "kimi-k2", "--out", "x"],
+            "published models (kimi-k2) have no",
+        ),
     ],
 )
 def test_bad_input_exits_with_2_and_writes_nothing(words, message, capsys, tmp_path, monkeypatch):
@@ -151,6 +156,7 @@ def test_listing_needs_neither_torch_nor_megatron():
     ("words", "said"),
     [
         (["smok"], "unknown command 'smok'; did you mean 'smoke'?"),
+        (["--completion", "bsh"], "argument --completion: invalid choice: 'bsh'"),
         (["list", "--backend"], None),  # an abbreviation of --backends
         (["list", "--targett", "x"], "unrecognized arguments: --targett x; did you mean '--target'?"),
         (["diff", "a", "b", "--zzz"], "unrecognized arguments: --zzz"),
@@ -168,12 +174,26 @@ def test_a_word_that_is_not_known_brings_the_nearest(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["diff", "--help"]])
-def test_help_tells_exit_codes_and_begins_with_examples_that_parse(words, capsys):
+VERDICT = "exit codes: 0 conformant, 1 not conformant, 2 error of the kit, 3 incomplete"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        *((command, VERDICT) for command in ("", "run", "smoke", "report")),
+        *((command, "exit codes: 0 done, 2 bad input") for command in ("list", "init", "inputs", "vectors", "table")),
+        ("diff", "exit codes: 0 nothing is worse, 1 something is, 2 bad input"),
+        ("shards", "exit codes: 0 the same shards, known failures excepted, 1 not, 2 bad input"),
+    ],
+)
+def test_help_of_every_command_tells_its_exit_codes(command, said, capsys):
     with pytest.raises(SystemExit):
-        cli._parser().parse_args(words)
-    out = capsys.readouterr().out
-    assert "exit codes: 0 conformant, 1 not conformant, 2 error of the kit, 3 incomplete" in out
+        cli._parser().parse_args([*command.split(), "--help"])
+    assert said in capsys.readouterr().out
+
+
+def test_help_begins_with_examples_that_parse():
+    assert cli._parser().description == arguments.EXAMPLES
     examples = [line.split("   ")[0].split()[1:] for line in arguments.EXAMPLES.splitlines() if "moeref-conf" in line]
     assert len(examples) == 7
     for example in examples:

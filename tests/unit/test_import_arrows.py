@@ -39,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "sync": {"layout", "families", "bridge", "exporter"},
     "provenance": set(),
     "costs": {"layout", "families", "config", "dispatcher", "bridge", "dtypes"},
+    "arguments": {"config"},
     # The preflight asks every room that is arithmetic.
     "check": {"layout", "seeds", "families", "config", "dispatcher", "bridge", "dtypes", "record", "costs"},
 }

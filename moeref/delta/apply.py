@@ -7,19 +7,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import xxhash
 
 from moeref.delta import forms
+from moeref.delta.changes import Positions
 from moeref.delta.errors import DeltaError
-from moeref.delta.forms import Part, Positions
+from moeref.delta.forms import Part
 from moeref.delta.messages import Reader
 from moeref.delta.state import Bits, Fingerprint, State, bits_of
 from moeref.torch_dtypes import BITS
 
+T = TypeVar("T")
 #: `map`, or that of a pool of threads.
 Each = Callable[..., Iterable[Any]]
 
@@ -40,25 +42,32 @@ class Span(NamedTuple):
     parts: Sequence[Part]
     zstd: bool
 
+    def check(self) -> None:
+        """Raise DeltaError, with the tensor's name, for parts that are not of its form."""
+        self._read(forms.check)
+
     def change(self) -> Change:
-        """What is to be written. Raises DeltaError, with the tensor's name, for parts that are not of its form."""
+        """What is to be written. Raises DeltaError as `check` does."""
+        return Change(self.fields["name"], self.fields["start"], *self._read(forms.decode))
+
+    def _read(self, read: Callable[..., T]) -> T:
+        form, elements, changed = (self.fields[key] for key in ("form", "elements", "changed"))
+        dtype = np.dtype(f"i{getattr(torch, self.fields['dtype']).itemsize}")
         try:
-            return self._change()
+            return read(form, self._opened(form, elements, dtype.itemsize, changed), elements, dtype, changed)
         except DeltaError as error:
             raise DeltaError(f"{self.fields['name']}, from element {self.fields['start']}: {error}") from None
 
-    def _change(self) -> Change:
-        name, form, elements, changed = (self.fields[key] for key in ("name", "form", "elements", "changed"))
-        width, parts = getattr(torch, self.fields["dtype"]).itemsize, self.parts
+    def _opened(self, form: str, elements: int, width: int, changed: int) -> Sequence[Part]:
+        """The parts, without zstd, each of a size that its form allows."""
         bounds = forms.sizes(form, elements, width, changed, self.zstd)
-        if len(parts) != len(bounds):
-            raise DeltaError(f"{form} has {len(bounds)} parts, not {len(parts)}")
+        if len(self.parts) != len(bounds):
+            raise DeltaError(f"{form} has {len(bounds)} parts, not {len(self.parts)}")
         if self.zstd:
-            parts = forms.decompress(parts, bounds, width)
-        elif any(not least <= len(part) <= most for part, (least, most) in zip(parts, bounds, strict=True)):
+            return forms.decompress(self.parts, bounds, width)
+        if any(not least <= len(part) <= most for part, (least, most) in zip(self.parts, bounds, strict=True)):
             raise DeltaError(f"{form} of {changed} changes has parts of {self.fields['bytes']} bytes")
-        kind = np.dtype(f"i{width}")
-        return Change(name, self.fields["start"], *forms.decode(form, parts, elements, kind, changed))
+        return self.parts
 
 
 class Receiver:
@@ -94,18 +103,20 @@ class Receiver:
         kept = list(messages) if isinstance(messages, Iterator) else messages
         with ThreadPoolExecutor(threads) as pool:
             each: Each = pool.map if threads > 1 else map
-            after = self._check(kept, each)
+            held: list[list[Span]] | None = [] if isinstance(kept, Sequence) else None
+            after = self._check(kept, each, held)
             self._begun = (after.version, after.hash)
-            for spans in _all_spans(kept):
+            # What is not held in memory anyway, a file, is read again, and its checksums with it.
+            for spans in _all_spans(kept) if held is None else held:
                 deque(each(self._write, spans), maxlen=0)
             if verify:
                 deque(each(self._verify, self._changed(after), itertools.repeat(after)), maxlen=0)
         self._state, self._begun = after, None
         return after
 
-    def _check(self, messages: Iterable[bytes], each: Each) -> State:
+    def _check(self, messages: Iterable[bytes], each: Each, held: list[list[Span]] | None) -> State:
         """Read all of a delta; the state after it. Raises DeltaError if it cannot be applied."""
-        header, after = check(messages, self._state, each)
+        header, after = _checked(messages, self._state, each, held)
         whole = (after.version, after.hash)
         if self._begun and whole != self._begun:
             raise DeltaError(f"version {self._begun[0]} is half applied: {_AGAIN}")
@@ -150,6 +161,13 @@ def check(messages: Iterable[bytes], state: State, each: Each = map) -> tuple[di
 
     Bases are not compared: `Receiver.apply` does that.
     """
+    return _checked(messages, state, each, None)
+
+
+def _checked(
+    messages: Iterable[bytes], state: State, each: Each, held: list[list[Span]] | None
+) -> tuple[dict[str, Any], State]:
+    """See `check`; adds the spans of each message to `held`, if given."""
     reader, hashes = Reader(), dict[str, str]()
     touched: dict[str, int] = {}
     ended: str | None = None
@@ -161,7 +179,9 @@ def check(messages: Iterable[bytes], state: State, each: Each = map) -> tuple[di
             spans = list(_spans(fields, body, reader.header["zstd"]))
             for span in spans:
                 _check_span(span.fields, state.tensors, touched)
-            deque(each(Span.change, spans), maxlen=0)
+            deque(each(Span.check, spans), maxlen=0)
+            if held is not None:
+                held.append(spans)
             if again := hashes.keys() & fields["hashes"].keys():
                 raise DeltaError(f"{min(again)} has a hash twice")
             hashes |= fields["hashes"]

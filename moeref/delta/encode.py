@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
 from moeref.delta import forms
 from moeref.delta.apply import Receiver
+from moeref.delta.changes import Changes, between, joined
 from moeref.delta.errors import DeltaError
 from moeref.delta.forms import Part
 from moeref.delta.messages import FORMAT, Writer
 from moeref.delta.state import Bits, Named, State, bits_of, dtype_of, named
 
-#: Elements of a span, and how many of them are compared and hashed at once, so that their bytes stay in the cache.
+#: Elements of a span, and bytes that are compared and hashed at once, so that those of both versions stay in the cache.
 SPAN = 1 << 20
-BLOCK = 1 << 17
+PIECE = 1 << 19
 BUCKET = 64 << 20
 Streamed = Iterable[Named] | Mapping[str, torch.Tensor]
 
@@ -57,7 +56,6 @@ class Delta:
         self._hashes: dict[str, str] = {}  # not yet written
         self._changed: dict[str, str] = {}
         self._seen: set[str] = set()
-        self._mask = np.empty(SPAN, np.bool_)
         self._state: State | None = None
 
     @property
@@ -86,19 +84,14 @@ class Delta:
     def _tensor(self, name: str, old: torch.Tensor, new: torch.Tensor) -> Iterator[bytes]:
         self._compare(name, old, new)
         before, after = bits_of(name, old), bits_of(name, new)
-        was, now = xxhash.xxh3_64(), xxhash.xxh3_64()
+        was, now, dtype = xxhash.xxh3_64(), xxhash.xxh3_64(), dtype_of(new)
         changed = 0
         for start in range(0, before.size, SPAN):
             a, b = before[start : start + SPAN], after[start : start + SPAN]
-            mask = self._mask[: a.size]
-            for at in range(0, a.size, BLOCK):
-                np.not_equal(a[at : at + BLOCK], b[at : at + BLOCK], out=mask[at : at + BLOCK])
-                now.update(b[at : at + BLOCK])
-                if not self._trusted:
-                    was.update(a[at : at + BLOCK])
-            described = {"name": name, "dtype": dtype_of(new), "shape": list(new.shape), "start": start}
-            if count := self._span(b, mask, described):
-                changed += count
+            changes = self._changes(a, b, was, now)
+            if changes.count:
+                changed += changes.count
+                self._span(changes, {"name": name, "dtype": dtype, "shape": [*new.shape], "start": start})
                 if self._bytes >= self._limit:
                     yield self._emit()
         if not self._trusted and was.hexdigest() != self._base.tensors[name].hash:
@@ -118,18 +111,26 @@ class Delta:
                 found = f"{dtype_of(tensor)} {list(tensor.shape)}"
                 raise DeltaError(f"{name} is {found}, in version {self._base.version} {known.dtype} {[*known.shape]}")
 
-    def _span(self, new: Bits, mask: npt.NDArray[np.bool_], described: dict[str, Any]) -> int:
-        """Write the changes of one span; how many there are."""
-        count = int(np.count_nonzero(mask))
-        if count:
-            form, parts = self._encode(new, mask, count)
-            lengths = [len(part) for part in parts]
-            place = {"elements": new.size, "form": form, "changed": count, "bytes": lengths}
-            self._spans.append(described | place)
-            # A full span is a view of the caller's memory, which may change before the message is made.
-            self._body += [bytes(part) for part in parts] if form == "full" else parts
-            self._bytes += sum(lengths)
-        return count
+    def _changes(self, old: Bits, new: Bits, was: xxhash.xxh3_64, now: xxhash.xxh3_64) -> Changes:
+        """Of one span. Both hashes are continued with it."""
+        pieces, elements = [], PIECE // new.itemsize
+        for at in range(0, new.size, elements):
+            a, b = old[at : at + elements], new[at : at + elements]
+            pieces.append(between(a, b))
+            now.update(b)
+            if not self._trusted:
+                was.update(a)
+        return joined(new, pieces)
+
+    def _span(self, changes: Changes, described: dict[str, Any]) -> None:
+        """Note the changes of one span for the next message."""
+        form, parts = self._encode(changes)
+        lengths = [len(part) for part in parts]
+        place = {"elements": changes.new.size, "form": form, "changed": changes.count, "bytes": lengths}
+        self._spans.append(described | place)
+        # A full span is a view of the caller's memory, which may change before the message is made.
+        self._body += [bytes(part) for part in parts] if form == "full" else parts
+        self._bytes += sum(lengths)
 
     def _emit(self) -> bytes:
         message = self._writer.message({"kind": "tensors", "spans": self._spans, "hashes": self._hashes}, self._body)

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moeref.delta.changes import Changes, Positions
 from moeref.delta.errors import DeltaError
 from moeref.delta.state import Bits
 
-Positions = npt.NDArray[np.int64]
 Part = bytes | memoryview
 FORMS = ("index", "gaps", "bitmask", "full")
 BLOCK = 1 << 16
@@ -32,25 +32,13 @@ SKIP = 255
 LEVEL = 1
 
 
-def find(mask: npt.NDArray[np.bool_], count: int) -> Positions:
-    """Where `mask` is true, ascending; `count` of them. Where few are, words of 8 are looked at first."""
-    whole = mask.size - mask.size % 8
-    if count * 16 > mask.size or not whole:
-        return np.flatnonzero(mask)
-    words = mask[:whole].view(np.uint64)
-    hit = np.flatnonzero(words != 0)
-    inner = np.flatnonzero(words.take(hit).view(np.bool_))
-    found = (hit.take(inner >> 3) << 3) + (inner & 7)
-    return np.concatenate([found, np.flatnonzero(mask[whole:]) + whole]) if whole < mask.size else found
-
-
-def encode(new: Bits, mask: npt.NDArray[np.bool_], count: int) -> tuple[str, list[Part]]:
+def encode(changes: Changes) -> tuple[str, list[Part]]:
     """The smallest form without compression, by arithmetic alone, and its parts."""
-    form = smallest(new.size, new.itemsize, count)
+    new = changes.new
+    form = smallest(new.size, new.itemsize, changes.count)
     if form == "full":
         return form, [_raw(new)]
-    positions = find(mask, count)
-    return form, [*_where(form, mask, positions), _raw(new.take(positions))]
+    return form, [*_where(form, changes), _raw(changes.values)]
 
 
 def smallest(elements: int, width: int, count: int) -> str:
@@ -64,29 +52,32 @@ def smallest(elements: int, width: int, count: int) -> str:
     return min(sizes, key=lambda form: sizes[form])
 
 
-def encode_zstd(new: Bits, mask: npt.NDArray[np.bool_], count: int) -> tuple[str, list[Part]]:
+def encode_zstd(changes: Changes) -> tuple[str, list[Part]]:
     """The smallest form with zstd: where two may be, both are made."""
-    positions, density = find(mask, count), count / new.size
+    density = changes.count / changes.new.size
     made: dict[str, list[Part]] = {}
-    values = _planes(new.take(positions)) if density <= 0.97 else []
+    values = _planes(changes.values) if density <= 0.97 else []
     for form, low, high in (("gaps", 0.0, 0.3), ("bitmask", 0.03, 0.97)):
         if low <= density <= high:
-            made[form] = [*(_compress(part) for part in _where(form, mask, positions)), *values]
+            made[form] = [*(_compress(part) for part in _where(form, changes)), *values]
     if density >= 0.5:
-        made["full"] = _planes(new)
+        made["full"] = _planes(changes.new)
     form = min(made, key=lambda one: sum(map(len, made[one])))
     return form, made[form]
 
 
-def _where(form: str, mask: npt.NDArray[np.bool_], positions: Positions) -> Iterator[Part]:
+def _where(form: str, changes: Changes) -> Iterator[Part]:
     """The parts that say which elements changed."""
     if form == "index":
-        yield _raw(np.bincount(positions >> 16, minlength=-(-mask.size // BLOCK)).astype("<u4"))
-        yield _raw(positions.astype("<u2"))
+        blocks = -(-changes.new.size // BLOCK)
+        # Ascending positions are cut where each block begins.
+        cuts = np.searchsorted(changes.positions, np.arange(blocks + 1) << 16)
+        yield _raw((cuts[1:] - cuts[:-1]).astype("<u4"))
+        yield _raw(changes.positions.astype("<u2"))
     elif form == "gaps":
-        yield _raw(_gaps(positions))
+        yield _raw(_gaps(changes.positions))
     else:
-        yield _raw(np.packbits(mask, bitorder="little"))
+        yield _raw(np.packbits(changes.mask, bitorder="little"))
 
 
 def _gaps(positions: Positions) -> npt.NDArray[np.uint8]:
@@ -97,50 +88,77 @@ def _gaps(positions: Positions) -> npt.NDArray[np.uint8]:
     return written
 
 
+def check(form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any], count: int) -> None:
+    """Raise DeltaError unless the parts of a span without zstd are as `encode` writes them. Makes no positions."""
+    wanted = elements if form == "full" else count
+    held = len(parts[-1]) / dtype.itemsize if parts else 0
+    if len(parts) != (3 if form == "index" else 1 if form == "full" else 2) or held != wanted:
+        raise DeltaError(f"{form} of {count} changes in {len(parts)} parts with {held:g} values")
+    if form == "full":
+        return
+    found, last = {"index": _check_index, "gaps": _check_gaps, "bitmask": _check_bitmask}[form](parts, elements)
+    if found != count or last >= elements:
+        raise DeltaError(f"{form} gives {found} positions for {count} changes of {elements} elements")
+
+
 def decode(
     form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any], count: int
 ) -> tuple[Positions | None, Bits]:
-    """Positions (None: all) and values of a span without zstd. Raises DeltaError unless they are as `encode` writes."""
-    values = np.frombuffer(parts[-1], dtype.newbyteorder("<"))
-    if not values.flags.aligned:  # parts begin at any byte, where numpy is slow
-        values = values.copy()
-    wanted = elements if form == "full" else count
-    if len(parts) != (3 if form == "index" else 1 if form == "full" else 2) or values.size != wanted:
-        raise DeltaError(f"{form} of {count} changes in {len(parts)} parts with {values.size} values")
+    """Positions (None: all) and values of a span without zstd. Raises DeltaError as `check` does."""
+    check(form, parts, elements, dtype, count)
+    values = _numbers(parts[-1], dtype.newbyteorder("<"))
     if form == "full":
         return None, values
-    read = {"index": _read_index, "gaps": _read_gaps, "bitmask": _read_bitmask}[form]
-    positions = read(parts, elements)
-    # Gaps and bits ascend by themselves. Positions below 0 there are none: all are sums of unsigned numbers.
-    if positions.size != count or (count and int(positions[-1]) >= elements):
-        raise DeltaError(f"{form} gives {positions.size} positions for {count} changes of {elements} elements")
-    if form == "index" and not bool((positions[1:] > positions[:-1]).all()):
+    return {"index": _read_index, "gaps": _read_gaps, "bitmask": _read_bitmask}[form](parts, elements), values
+
+
+def _check_index(parts: Sequence[Part], elements: int) -> tuple[int, int]:
+    """Of an index: how many positions, and the last. Each `_check` raises DeltaError for what is none of its form."""
+    counts, inner = _numbers(parts[0], "<u4"), _numbers(parts[1], "<u2")
+    if counts.size != -(-elements // BLOCK) or int(counts.sum(dtype=np.int64)) != inner.size:
+        raise DeltaError(f"an index of {counts.size} blocks and {inner.size} positions for {elements} elements")
+    ascends = inner[1:] > inner[:-1]
+    if counts.size > 1:
+        begins = np.cumsum(counts, dtype=np.int64)[:-1]  # a block may begin anew
+        ascends[begins[(begins > 0) & (begins < inner.size)] - 1] = True
+    if not ascends.all():
         raise DeltaError("positions of an index do not ascend")
-    return positions, values
+    # Only those of the last block may lie behind the end.
+    return inner.size, (counts.size - 1) * BLOCK + int(inner[-1]) if counts[-1:].any() else 0
 
 
 def _read_index(parts: Sequence[Part], elements: int) -> Positions:
-    counts, inner = np.frombuffer(parts[0], "<u4"), np.frombuffer(parts[1], "<u2")
-    if counts.size != -(-elements // BLOCK) or int(counts.sum(dtype=np.int64)) != inner.size:
-        raise DeltaError(f"an index of {counts.size} blocks and {inner.size} positions for {elements} elements")
-    positions: Positions = np.repeat(np.arange(counts.size, dtype=np.int64) << 16, counts) + inner
+    counts, inner = _numbers(parts[0], "<u4"), _numbers(parts[1], "<u2")
+    positions: Positions = np.repeat(np.arange(counts.size, dtype=np.int64) << 16, counts)
+    positions += inner
     return positions
+
+
+def _check_gaps(parts: Sequence[Part], elements: int) -> tuple[int, int]:
+    written = np.frombuffer(parts[0], np.uint8)
+    if written.size and written[-1] == SKIP:
+        raise DeltaError("gaps end without a change")
+    count = written.size - int(np.count_nonzero(written == SKIP))
+    return count, int(written.sum(dtype=np.int64)) + count - 1
 
 
 def _read_gaps(parts: Sequence[Part], elements: int) -> Positions:
     written = np.frombuffer(parts[0], np.uint8)
-    change = written != SKIP
-    if written.size and not change[-1]:
-        raise DeltaError("gaps end without a change")
-    positions: Positions = (np.cumsum(written, dtype=np.int64) + np.cumsum(change) - 1)[change]
+    ends: Positions = np.cumsum(written, dtype=np.int64)
+    positions: Positions = ends.take((written != SKIP).nonzero()[0])
+    positions += np.arange(positions.size)
     return positions
 
 
+def _check_bitmask(parts: Sequence[Part], elements: int) -> tuple[int, int]:
+    if len(parts[0]) != -(-elements // 8):
+        raise DeltaError(f"a bitmask of {len(parts[0])} bytes for {elements} elements")
+    number = int.from_bytes(parts[0], "little")
+    return number.bit_count(), number.bit_length() - 1
+
+
 def _read_bitmask(parts: Sequence[Part], elements: int) -> Positions:
-    packed = np.frombuffer(parts[0], np.uint8)
-    if packed.size != -(-elements // 8):
-        raise DeltaError(f"a bitmask of {packed.size} bytes for {elements} elements")
-    return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+    return np.flatnonzero(np.unpackbits(np.frombuffer(parts[0], np.uint8), bitorder="little"))
 
 
 def sizes(form: str, elements: int, width: int, count: int, zstd: bool) -> list[tuple[int, int]]:
@@ -183,6 +201,12 @@ def _compress(part: Part) -> bytes:
     import zstandard
 
     return bytes(zstandard.ZstdCompressor(level=LEVEL).compress(part))
+
+
+def _numbers(part: Part, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The numbers of a part, copied where it begins at an odd byte: numpy is slow there."""
+    numbers = np.frombuffer(part, dtype)
+    return numbers if numbers.flags.aligned else numbers.copy()
 
 
 def _raw(array: npt.NDArray[Any]) -> memoryview:

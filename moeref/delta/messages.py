@@ -64,13 +64,13 @@ class Writer:
 
             text = zstandard.ZstdCompressor(level=3).compress(text)
         parts = [text, *body]
-        whole = bytearray(_FRONT.pack(MAGIC, len(text), sum(map(len, parts)) - len(text)))
+        parts.insert(0, _FRONT.pack(MAGIC, len(text), sum(map(len, parts)) - len(text)))
+        digest = xxhash.xxh3_64(seed=self._sum)
         for part in parts:
-            whole += part
-        self._sum = xxhash.xxh3_64_intdigest(whole, self._sum)
+            digest.update(part)
+        self._sum = digest.intdigest()
         self.count += 1
-        whole += _SUM.pack(self._sum)
-        return bytes(whole)
+        return b"".join([*parts, _SUM.pack(self._sum)])
 
 
 class Reader:

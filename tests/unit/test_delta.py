@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from moeref import delta
 from moeref.delta import Delta, DeltaError, File, Receiver, Sender, State, forms
 from moeref.delta import encode as encoding
+from moeref.delta.changes import Changes, between, find, joined
 from moeref.delta.messages import FIELDS
 from tests.unit import deltas
 from tests.unit.deltas import Tensors, bits, changed, copy, messages, rewritten, same, versions
@@ -58,22 +59,31 @@ def test_nan_infinity_and_minus_zero_are_changes_like_others() -> None:
     mask=st.lists(st.booleans(), min_size=1, max_size=200).map(lambda some: np.array(some)),
     repeat=st.sampled_from([1, 7, 400]),
     apart=st.sampled_from([0, 1, 254, 255, 256, 511, 70_000]),
+    width=st.sampled_from([1, 2, 4, 8]),
 )
-def test_every_form_gives_back_its_positions_and_values(mask: Any, repeat: int, apart: int) -> None:
+def test_every_form_gives_back_its_positions_and_values(mask: Any, repeat: int, apart: int, width: int) -> None:
     mask = np.concatenate([np.zeros(apart, bool), np.tile(mask, repeat), np.zeros(apart, bool), mask])
     count = int(mask.sum())
     if not count:
         return
-    new = np.random.default_rng(0).integers(0, 60_000, mask.size).astype(np.int16)
-    positions = forms.find(mask, count)
+    new = np.random.default_rng(0).integers(0, 60_000, mask.size).astype(f"i{width}")
+    positions = find(mask, count)
     assert positions.tolist() == np.flatnonzero(mask).tolist()
+    old = new.copy()
+    old[mask] ^= 1
+    changes = between(old, new)
+    in_two = joined(new, [between(old[:apart], new[:apart]), between(old[apart:], new[apart:])])
+    for one in (changes, in_two):
+        assert (one.new.size, one.count) == (mask.size, count)
+        assert one.values.tolist() == new[mask].tolist()
+        assert (one.positions.tolist(), one.mask.tolist()) == (positions.tolist(), mask.tolist())
     for form in ("index", "gaps", "bitmask"):
-        parts = [*forms._where(form, mask, positions), forms._raw(new[mask])]
+        parts = [*forms._where(form, changes), forms._raw(new[mask])]
         found, values = forms.decode(form, parts, mask.size, new.dtype, count)
         assert found is not None
         assert found.tolist() == positions.tolist()
         assert values.tolist() == new[mask].tolist()
-        bounds = forms.sizes(form, mask.size, 2, count, False)
+        bounds = forms.sizes(form, mask.size, width, count, False)
         assert all(low <= len(part) <= high for part, (low, high) in zip(parts, bounds, strict=True))
 
 
@@ -82,10 +92,10 @@ def test_the_form_is_the_smallest_at_every_density(width: int) -> None:
     new = np.zeros(70_000, f"i{width}")
     for count in [1, *range(700, 70_001, 700)]:
         mask = np.arange(70_000) < count
-        form, parts = forms.encode(new, mask, count)
+        form, parts = forms.encode(Changes(new, flags=mask))
         sizes = {"full": new.nbytes}
         for other in ("index", "bitmask"):
-            sizes[other] = sum(map(len, forms._where(other, mask, np.flatnonzero(mask)))) + count * width
+            sizes[other] = sum(map(len, forms._where(other, Changes(new, flags=mask)))) + count * width
         assert sum(map(len, parts)) == min(sizes.values()) == sizes[form]
 
 

@@ -197,24 +197,20 @@ def of_moeref(name: str, groups: reference.Groups) -> Callable[..., Any]:
 def by_rows(case: Case, members: list[int], me: int, mine: range) -> Iterator[tuple[str, torch.Tensor]]:
     """Counts, output and gradients from one loop over experts and the rows they are sent, without any communication."""
     one, two = (p.requires_grad_() for p in parameters(case))
-    counts, loss, own = torch.zeros(case.experts, dtype=torch.int64), 0 * one.sum(), None
-    for rank in members:
-        given = inputs(case, rank)
-        weights, chosen = dropped(case, given)
-        counts += chosen.sum(0)
-        out = torch.zeros_like(given.rows)
-        for expert in range(case.experts):
-            at = chosen[:, expert].nonzero()[:, 0]
-            sent = torch.tanh(given.rows[at] @ one[expert]) @ two[expert]
-            out = out.index_add(0, at, weights[at, expert, None] * sent)
-        loss = loss + (out * given.loss).sum()
-        if rank == me:
-            own = given, out
-    assert own is not None
-    given, out = own
+    everyone = [inputs(case, rank) for rank in members]
+    weights, chosen = map(torch.cat, zip(*(dropped(case, given) for given in everyone), strict=True))
+    rows = torch.cat([given.rows for given in everyone])
+    out = torch.zeros_like(rows)
+    for expert in range(case.experts):
+        at = chosen[:, expert].nonzero()[:, 0]
+        sent = torch.tanh(rows[at] @ one[expert]) @ two[expert]
+        out = out.index_add(0, at, weights[at, expert, None] * sent)
+    loss = (out * torch.cat([given.loss for given in everyone])).sum()
+    here = members.index(me)
+    given = everyone[here]
     gradients = torch.autograd.grad(loss, (given.rows, given.weights, one, two), materialize_grads=True)
-    yield "counts", counts[mine.start : mine.stop]
-    yield "out", out
+    yield "counts", chosen.sum(0)[mine.start : mine.stop]
+    yield "out", out.split([len(each.rows) for each in everyone])[here]
     for name, gradient in zip(("rows", "weights", "one", "two"), gradients, strict=True):
         yield name, gradient if name in ("rows", "weights") else gradient[mine.start : mine.stop]
 

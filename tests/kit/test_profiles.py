@@ -21,7 +21,7 @@ FROZEN = {
     "delta 1.0": "1a1285fe",
     "seeds 1.0": "dba98425",
     "replay 1.0": "1a43a86a",
-    "sync 1.0": "d1c98f56",
+    "sync 1.0": "1deabf86",
 }
 
 

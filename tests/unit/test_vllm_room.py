@@ -120,6 +120,7 @@ def test_arguments_ask_for_routes_and_for_updates(monkeypatch: pytest.MonkeyPatc
         ("0.31.0", True, {}, "its workarounds are known for 0.30.0"),
         ("0.30.0", False, {"pipeline_parallel_size": 2}, "vLLM returns no routes then"),
         ("0.30.0", False, {"speculative_config": {"method": "mtp"}}, "leave drafts behind"),
+        ("0.30.0", False, {"enable_eplb": True}, "writes experts to their first places"),
         ("0.30.0", False, {"kv_transfer_config": {"kv_connector": "x"}}, "no routes with a KV connector"),
     ],
 )

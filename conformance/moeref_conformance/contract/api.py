@@ -303,11 +303,14 @@ class Sampled:
     """What an engine sampled after one prompt: its tokens, and of each the logprob and the version of the weights.
 
     Logprobs are natural logarithms of the probability over the unpadded vocabulary, before temperature and the like.
+    `routes` are those of prompt and sample: of every token but the last, which was not run, the experts in each MoE
+    layer, in any order. A target that claims `engine_routes` gives them of every sample that no update has met.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    routes: tuple[tuple[tuple[int, ...], ...], ...] | None = None
 
 
 @runtime_checkable

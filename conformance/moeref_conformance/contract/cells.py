@@ -20,6 +20,7 @@ ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "begins": ("random", "unset"),
     "cp_cut": ("zigzag", "runs"),
+    "engine_routes": (False, True),
     "lasts": ("stream", "next"),
     "lends": (False, True),
     "memory": ("now", "built"),
@@ -181,6 +182,7 @@ class Claims:
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP
+    engine_routes: bool = False  # samples of an engine carry its routes
     lasts: str = "stream"  # what `Export.stream` gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
     memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in

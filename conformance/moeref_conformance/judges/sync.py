@@ -1,4 +1,4 @@
-"""SYN: what an engine serves after updates of its weights, by the logprobs of transformers on the same weights."""
+"""SYN: what an engine serves after updates of its weights, by transformers' logprobs and routes on the same weights."""
 
 from __future__ import annotations
 
@@ -178,13 +178,13 @@ def a_killed_engine_is_noticed(case: Case) -> Iterable[Finding]:
 
 @judges("SYN-009")
 def a_failed_update_changes_nothing(case: Case) -> Iterable[Finding]:
-    """Or the engine is dead. What comes twice or is unknown may also be taken, with the whole rest."""
+    """Or the engine is dead. What comes twice, is unknown or a draft's may also be taken, with the whole rest."""
     yield from unanswered(case, "sync_failed")
     for rank, value in values(case, "sync_failed"):
         for what, state in value.items():
             if "version" not in state:
                 continue
-            if state["refused"] is None and what not in ("twice", "unknown"):
+            if state["refused"] is None and what not in ("twice", "unknown", "draft"):
                 yield finding(case, rank, "sync_failed", f"an update with a tensor {what} raised nothing")
             elif told := _torn(case, state, OLD if state["refused"] else WHOLE):
                 yield finding(case, rank, "sync_failed", f"after an update with a tensor {what} {told}")
@@ -201,3 +201,36 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
                 yield finding(case, rank, "sync_failed", told)
             elif told := _torn(case, again, (2, "second")) or "the engine is dead" * isinstance(again["version"], dict):
                 yield finding(case, rank, "sync_failed", f"after {what} and a whole update {told}")
+
+
+@judges("SYN-011")
+def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
+    """Of every row and MoE layer, whatever the order of the experts."""
+    yield from unanswered(case, "sync")
+    for rank, value in values(case, "sync"):
+        for phase, samples in value["sampled"].items():
+            folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]
+            for sample in samples:
+                if told := _misrouted(folder, sample):
+                    yield finding(case, rank, "sync", f"{phase}: {told}")
+
+
+def _misrouted(folder: Path, sample: dict[str, Any]) -> str:
+    """What is wrong with the routes of a sample of these weights; empty if nothing is."""
+    want = sync.routes(folder, sample["prompt"], sample["tokens"])
+    if (found := sample["routes"]) is None:
+        return "no routes came, which the target claims"
+    if [len(row) for row in found] != [len(row) for row in want]:
+        layers = sorted({len(row) for row in found})
+        return f"routes have {len(found)} rows of {layers} layers, not {len(want)} of {len(want[0])}"
+    wrong = [
+        (token, layer)
+        for token, row in enumerate(want)
+        for layer, taken in enumerate(row)
+        if frozenset(found[token][layer]) != taken
+    ]
+    if not wrong:
+        return ""
+    token, layer = wrong[0]
+    pairs = f"{sorted(found[token][layer])}, not {sorted(want[token][layer])}"
+    return f"{len(wrong)} routes are others, first that of token {token} in MoE layer {layer}: {pairs}"

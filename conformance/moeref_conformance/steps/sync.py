@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import signal
 import threading
 import time
@@ -22,6 +24,7 @@ NEW, LONG = 6, 12
 #: How many tensors are sent before something happens.
 SENT = 60
 #: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
 
 
@@ -148,15 +151,28 @@ def _changed(what: str, sent: Iterable[Named]) -> Iterator[Named]:
             yield name.replace("o_proj", "kit_proj"), tensor
 
 
+def _with_draft(sent: Iterable[Named]) -> Iterator[Named]:
+    """These, and as the layer after the last one what a draft (a multi-token prediction layer) has under its name."""
+    layers: dict[int, list[Named]] = {}
+    for name, tensor in sent:
+        yield name, tensor
+        if found := LAYER.match(name):
+            layers.setdefault(int(found[1]), []).append((name[found.end() :], -tensor))
+    draft = max(layers) + 1
+    yield from ((f"model.layers.{draft}.{name}", tensor) for name, tensor in layers[draft - 1])
+
+
+def _wrong(what: str, sent: Iterable[Named]) -> Iterator[Named]:
+    return {"broken off": _breaks_off, "draft": _with_draft}.get(what, functools.partial(_changed, what))(sent)
+
+
 def failed(sync: Sync, context: Context) -> dict[str, Any]:
     """Updates with something wrong; what is served after each, and after a whole update where the engine lives on."""
     found: dict[str, Any] = {}
     first, *_, last = prompts(context)
-    for what in ("broken off", "lost", "cut", "twice", "unknown"):
+    for what in ("broken off", "lost", "cut", "twice", "unknown", "draft"):
         with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-            second = tensors(context.input("second"))
-            sent = _breaks_off(second) if what == "broken off" else _changed(what, second)
-            refused = refusal(engine.update, sent, 1)
+            refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
             found[what] = {"refused": refused, **_state(engine, first)}
             if not isinstance(found[what]["version"], dict):
                 found[what]["again"] = _again(engine, context, last)

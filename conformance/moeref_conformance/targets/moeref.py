@@ -319,7 +319,7 @@ class _Engine:
     def __init__(self, process: engines.Process, checkpoint: Path, mode: str) -> None:
         self._model = families.read(checkpoint, "float32")
         size = {"max_num_seqs": 8, "kv_cache_memory_bytes": 32 << 20}
-        process.start(engines.engine_args(checkpoint, self._model, max_model_len=256, routes=False, **size))
+        process.start(engines.engine_args(checkpoint, self._model, max_model_len=256, routes=True, **size))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             place = engines.Place("127.0.0.1", free.getsockname()[1], 2, seconds=20)
@@ -336,6 +336,8 @@ class _Engine:
         self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
     ) -> list[facets.Sampled]:
         self._alive()
+        # vLLM has no routes of requests that end early, and those of an update's samples are of two versions.
+        routes = during is None
         self._process.call("submit", prompts=prompts, sampling=engines.sampling(tokens, ignore_eos=True))
         if during:
             self._process.call("advance", tokens=1)
@@ -347,8 +349,9 @@ class _Engine:
                 tokens=tuple(one.tokens_T[one.prompt :].tolist()),
                 logprobs=tuple(one.logprobs_G.tolist()),
                 versions=tuple(one.versions_G.tolist()),
+                routes=_rows(one.routes) if one.routes else None,
             )
-            for one in self._process.call("collect", model=self._model, routes=False)
+            for one in self._process.call("collect", model=self._model, routes=routes)
         ]
 
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -360,6 +363,11 @@ class _Engine:
 
     def pids(self) -> Sequence[int]:
         return [] if self._process.pid is None else [self._process.pid]
+
+
+def _rows(routes: replay.Routes) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The rows of all tokens but the last, of which moeref makes one of its own."""
+    return tuple(tuple(tuple(taken) for taken in row) for row in routes.idx_TLK[:-1].tolist())
 
 
 class _Sync:
@@ -420,6 +428,7 @@ class MoerefTarget:
         backends=frozenset({"static", "gloo", "gloo-cuda", "nccl", "engine"}),
         expert_formats=frozenset({"per_expert", "fused"}),
         norms=frozenset({"separate", "fused"}),
+        engine_routes=True,
         mtp=2,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset(dispatcher.Choice),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -104,6 +105,53 @@ class _Remembers(_Wrong):
         return [replace(one, versions=(version,) * len(one.tokens)) for one in known]
 
 
+class _CachedRoutes(_Wrong):
+    """Gives a prompt that it has seen the routes of then, beside the tokens and logprobs of now."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.seen: dict[tuple[int, ...], Any] = {}
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        found = []
+        for prompt, one in zip(prompts, self.good.sample(prompts, *asked), strict=True):
+            then = self.seen.setdefault(tuple(prompt), one.routes)
+            rows = one.routes and (*then[: len(prompt)], *one.routes[len(prompt) :])
+            found.append(replace(one, routes=rows))
+        return found
+
+
+class _Buffer(_Wrong):
+    """Captures routes in a buffer for so many tokens at once, and breaks at a prompt of more."""
+
+    tokens = 4
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        if (longest := max(map(len, prompts))) > self.tokens:
+            raise IndexError(f"{longest} tokens are larger than the buffer of routes")
+        return list(self.good.sample(prompts, *asked))
+
+
+class _FirstLogprob(_Wrong):
+    """Reads the logprob of another token than the one that was sampled: the first of a table."""
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        found = self.good.sample(*asked)
+        return [replace(one, logprobs=one.logprobs[:1] * len(one.logprobs)) for one in found]
+
+
+def _place(name: str) -> str:
+    """Where an expert stood before two of its layer were exchanged."""
+    return re.sub(r"(?<=\.experts\.)([01])(?=\.)", lambda found: str(1 - int(found[0])), name)
+
+
+class _Moved(_Wrong):
+    """Writes experts to their first places after the engine has moved two of each layer."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.good.update(((_place(name), tensor) for name, tensor in tensors), version)
+
+
 def _bf16_bias(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16().float() if name.endswith("e_score_correction_bias") else tensor
 
@@ -201,6 +249,16 @@ class _KeepsHalf(_Wrong):
             raise failure
 
 
+class _LoadsDraft(_Wrong):
+    """Takes the layer of a draft, which comes after the last one of the model, for that one."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        last = max(int(name.split(".")[2]) for name in self.first if name.startswith("model.layers."))
+        draft, layer = f"model.layers.{last + 1}.", f"model.layers.{last}."
+        sent = {name.replace(draft, layer): tensor for name, tensor in tensors}
+        self.good.update(sent.items(), version)
+
+
 def _stays_paused(session: Any, cell: Cell, world: World) -> Any:
     """Once an update has failed for good, no later one of any engine is taken."""
     lost: list[Exception] = []
@@ -236,6 +294,22 @@ FAULTS = (
         cell=QWEN,
         wrap=_loads_swapped,
         says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="logprob-of-another-token",
+        bug="NeMo-RL#3297: the logprob is that of the first entry, and not of the sampled token",
+        rules=("SYN-001",),
+        cell=QWEN,
+        wrap=engine(_FirstLogprob),
+        says="before any update: logprobs are",
+    ),
+    Fault(
+        id="buffer-of-routes-too-small",
+        bug="sglang#26860: a prompt that is larger than the buffer for routes kills the engine",
+        rules=("RUN-001",),
+        cell=QWEN,
+        wrap=engine(_Buffer),
+        says="larger than the buffer of routes",
     ),
     Fault(
         id="update-dropped",
@@ -278,6 +352,14 @@ FAULTS = (
         says="neither the first nor the second weights",
     ),
     Fault(
+        id="experts-in-their-first-places",
+        bug="vLLM#55228: after experts were moved, an update writes them to where they were at first",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_Moved),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
         id="experts-transposed-on-the-way",
         bug="ms-swift#9828: one side transposes, and shapes that are square hide it",
         rules=("SYN-002",),
@@ -308,6 +390,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_Remembers),
         says="for a prompt that was sampled before it",
+    ),
+    Fault(
+        id="routes-of-a-cached-prefix",
+        bug="sglang#26975: routes of a cached prompt are those of before the update",
+        rules=("SYN-011",),
+        cell=QWEN,
+        wrap=engine(_CachedRoutes),
+        says="second known: ",
     ),
     Fault(
         id="labels-of-the-first-version",
@@ -349,6 +439,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_KeepsHalf),
         says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="draft-taken-for-a-layer",
+        bug="NeMo-RL#3619: the layer of a draft (MTP) is loaded as a layer of the model",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_LoadsDraft),
+        says="with a tensor draft the engine says version 1",
     ),
     Fault(
         id="paused-after-a-failure",

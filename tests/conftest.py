@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if lacking := missing(config.args):
         raise pytest.UsageError(
             f"the tests need {', '.join(lacking)}, which {'is' if len(lacking) == 1 else 'are'} not installed here: "
-            "pip install -e '.[kit]' --group test"
+            "pip install -e '.[kit]' --group test (pip 25.1 or newer)"
         )
     _load_hypothesis_profile()
     if config.getoption("dist", default="no") == "loadgroup" and pytest.version_tuple >= (9, 2):

@@ -44,6 +44,19 @@ def test_no_page_is_wider_than_its_window(tmp_path, page):
     assert {width: int(found) <= width for width, found in widths.items()} == dict.fromkeys(WIDTHS, True)
 
 
+def test_the_overview_and_the_profiles_end_within_the_window(tmp_path, page):
+    """Though what is wider could be scrolled: a column out of sight is not seen."""
+    cells = "[...page.querySelectorAll('.overview td, .overview th, .profiles td')]"
+    ends = measured(tmp_path, page, f"Math.max(...{cells}.map(e => e.getBoundingClientRect().right))", widths=WIDTHS)
+    assert {width: 0 < float(found) <= width for width, found in ends.items()} == dict.fromkeys(WIDTHS, True)
+    shown = (
+        "page.querySelectorAll('.overview thead th').length + ' ' + page.querySelector('.overview thead').offsetHeight"
+    )
+    columns, height = measured(tmp_path, page, shown)[1280].split()
+    assert int(columns) > 10
+    assert int(height) > 0
+
+
 @pytest.mark.parametrize("choice", ["", "EXP", "EXP-002"])
 def test_the_choice_of_rules_hides_all_other_columns(tmp_path, page, choice):
     act = f"page.querySelector('option[value={choice}]').selected = true;" if choice else ""

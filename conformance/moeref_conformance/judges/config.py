@@ -21,9 +21,9 @@ _TRAINING = (
     "mtp_loss_scaling_factor",
     "recompute_",
 )
-#: megatron-core's experts hold a copy of the config whose MLP width is their own.
 #: Of the part of attention that has one group a rank, where TP ranks share them (megatron-core's Attention.__init__).
 _GROUPS = "num_query_groups"
+#: megatron-core's experts hold a copy of the config whose MLP width is their own.
 _WIDTH, _WIDTHS = "ffn_hidden_size", ("ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 
@@ -32,7 +32,7 @@ def _said(case: Case, rank: int, message: str, want: Any, have: Any) -> Finding:
 
 
 def _differ(case: Case, rank: int, name: str, want: Any, have: Mapping[str, Any], where: str) -> Iterator[Finding]:
-    if name not in have and name in settings.NEUTRAL and want == settings.NEUTRAL[name]:
+    if name not in have and settings.may_lack(name, want):
         return
     if name not in have:
         yield finding(case, rank, STEP, f"{where} says nothing of {name}", expected=repr(want), got="nothing")
@@ -197,8 +197,8 @@ def _arrived(case: Case, wanted: Mapping[str, Mapping[str, Any]]) -> Iterator[Fi
                 continue
             effective = {**value["nothing"], **answer["changed"]}
             for name, want in named.items():
-                have = effective.get(name, "nothing")
-                if name in answer["gone"] or name not in effective or not same(have, want):
+                have = "nothing" if name in answer["gone"] else effective.get(name, "nothing")
+                if not same(have, want) and not (have == "nothing" and settings.may_lack(name, want)):
                     yield _said(case, rank, f"asked for {title}: {name} is {have!r}, not {want!r}", want, have)
 
 

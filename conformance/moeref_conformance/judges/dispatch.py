@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -111,8 +112,8 @@ def kept_or_refused(case: Case) -> Iterator[Finding]:
                 continue
             dispatcher, _, backend = asked.partition("-")
             have = [answer["given"].get(name, "nothing") for name in FIELDS]
-            # Without flex nothing reads the backend; megatron-core's default for it is deepep.
-            if have[0] != dispatcher or have[1] not in ([backend] if backend else [None, "deepep"]):
+            # Without flex nothing reads the backend, which may be left out; megatron-core's default for it is deepep.
+            if have[0] != dispatcher or have[1] not in ([backend] if backend else ["nothing", None, "deepep"]):
                 message = f"{title}: {FIELDS[0]} is {have[0]!r} with {FIELDS[1]} {have[1]!r}"
                 yield finding(case, rank, "dispatchers", message, expected=asked)
 
@@ -152,7 +153,8 @@ def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
     for rank, exchange, want, have in _exchanges(case):
         padding = {row for rows in want.padding.values() for row in rows}
         for expert, rows in want.received.items():
-            got = Counter(row_bytes(row) for row in have.get(f"received.{expert}", ()))
+            # Rows of zeros fill an expert's share up to what a GEMM or a capacity takes; no row that was sent is zero.
+            got = Counter(row_bytes(row) for row in have.get(f"received.{expert}", ()) if row.any())
             real = Counter({row: count for row, count in got.items() if row not in padding})
             if real != rows:
                 what = f"{real.total()} rows, not {rows.total()}"
@@ -165,7 +167,9 @@ def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
         keep = ~_padding(case, exchange, rank)
         if problem := _apart(have["y"], want.y_TH, keep):
             message = f"{exchange.name}: rows come back {problem}"
-            findings.append(finding(case, rank, "exchange", message, diagnosis=_scaled(have["y"], want.y_TH, keep)))
+            weights_TK = given(exchange, case.cell.layout, case.cell.dispatcher, rank).rows.weights_TK.detach()
+            why = _explained(have["y"], want, weights_TK, keep)
+            findings.append(finding(case, rank, "exchange", message, diagnosis=why))
     return outcome(findings, met=f"rtol {RTOL:g}")
 
 
@@ -179,15 +183,41 @@ def _unsent(case: Case, exchange: Exchange, rank: int, got: Counter[bytes]) -> s
     return f"{len(strange)} rows {'rounded to bfloat16' if rounded else 'that nobody sent'}" if strange else ""
 
 
-def _scaled(have: torch.Tensor, want: torch.Tensor, rows: torch.Tensor) -> str:
+def _explained(have_TH: torch.Tensor, want: Looped, weights_TK: torch.Tensor, rows_T: torch.Tensor) -> str:
+    """What was done to the weights of rows that come back wrong; empty if nothing known explains all of them."""
+    if have_TH.shape != want.y_TH.shape:
+        return ""
+    for dtype in (torch.float32, torch.bfloat16):
+        rounded_TK = weights_TK.to(dtype).double()
+        if not _apart(have_TH, (rounded_TK[..., None] * want.parts_TKH).sum(1), rows_T):
+            return f"as with weights rounded to {str(dtype).removeprefix('torch.')}"
+    lacking = [_lacking(*row) for row in zip(have_TH[rows_T], weights_TK[rows_T], want.parts_TKH[rows_T], strict=True)]
+    if all(number is not None for number in lacking):
+        return f"{sum(map(bool, lacking))} of {len(lacking)} rows lack the output of some of their experts"
+    return _scaled(have_TH, want.y_TH, rows_T)
+
+
+def _lacking(have_H: torch.Tensor, weights_K: torch.Tensor, parts_KH: torch.Tensor) -> int | None:
+    """How many experts' outputs a row lacks; None if it is no sum of some of them."""
+    for kept in sorted(itertools.product((0.0, 1.0), repeat=len(weights_K)), key=sum, reverse=True):
+        if not _apart(have_H, (weights_K * weights_K.new_tensor(kept)) @ parts_KH):
+            return len(kept) - int(sum(kept))
+    return None
+
+
+def _scaled(have: torch.Tensor, want: torch.Tensor, rows: torch.Tensor | slice = slice(None)) -> str:
     """Whether each row is the right one times a number of its own, as with weights that were changed on the way."""
     if have.shape != want.shape:
         return ""
-    have, want = have.double()[rows], want[rows]
-    factor_T1 = (have * want).sum(1, keepdim=True) / (want * want).sum(1, keepdim=True).clamp_min(1e-30)
-    if not len(have) or not torch.allclose(have, factor_T1 * want, rtol=1e-9, atol=ATOL):
+    have, want = have.double()[rows].flatten(1), want[rows].flatten(1)
+    there = want.any(1)
+    factor_T1 = (have * want)[there].sum(1, keepdim=True) / (want * want)[there].sum(1, keepdim=True)
+    if not factor_T1.any() or have[~there].any():
         return ""
-    return f"each row is {float(factor_T1.min()):.2g} to {float(factor_T1.max()):.2g} times the right one"
+    if not torch.allclose(have[there], factor_T1 * want[there], rtol=1e-9, atol=ATOL):
+        return ""
+    low, high = (f"{float(factor):.2g}" for factor in (factor_T1.min(), factor_T1.max()))
+    return f"each row is {low if low == high else f'{low} to {high}'} times the right one"
 
 
 @judges("DSP-007")
@@ -199,7 +229,8 @@ def gradients_are_the_loop_s(case: Case) -> Outcome:
         for name in GRADIENTS:
             if problem := _apart(have[name], want.gradients[name]):
                 message = f"{exchange.name}: the gradient of the {titles[name]} is {problem}"
-                findings.append(finding(case, rank, "exchange", message))
+                why = _scaled(have[name], want.gradients[name])
+                findings.append(finding(case, rank, "exchange", message, diagnosis=why))
     return outcome(findings, met=f"rtol {RTOL:g}")
 
 

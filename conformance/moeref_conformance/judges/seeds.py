@@ -45,7 +45,14 @@ def installed_states_are_related(case: Case) -> Iterator[Finding]:
 
 
 def _relations(case: Case, step: str) -> Iterator[Finding]:
-    """One finding for generators with the same values, and axes along which these are wrong."""
+    """One finding for generators with the same values, and axes along which these are wrong.
+
+    One more for those that another seed leaves as they are.
+    """
+    for rank, value in values(case, step):
+        if fixed := [name for name, held in value["plain"].items() if held and held == value["other"].get(name)]:
+            message = f"{', '.join(fixed)} seeded alike whatever the seed"
+            yield finding(case, rank, step, message, got=value["plain"][fixed[0]])
     places = {rank: topology.coords(case.cell.layout, rank) for rank, _ in values(case, step)}
     for way, per_dp in WAYS.items():
         of = {rank: value[way] for rank, value in values(case, step)}

@@ -107,10 +107,12 @@ def cannot_work(layout: Layout, request: DispatcherRequest) -> str:
 class Looped:
     """The loop's results for one rank. `received` counts rows by their bytes; `gradients` has the keys GRADIENTS.
 
+    `parts_TKH` are the outputs of each row's experts before they are weighted, zero for padding rows.
     `padding` has the bytes of the padding rows of each rank of the group.
     """
 
     y_TH: torch.Tensor
+    parts_TKH: torch.Tensor
     counts_E: torch.Tensor
     received: dict[int, Counter[bytes]]
     gradients: dict[str, torch.Tensor]
@@ -133,35 +135,39 @@ def _group(layout: Layout, dispatcher: str, number: int, members: tuple[int, ...
     starts = {rank: given(EXCHANGES[number], layout, dispatcher, rank) for rank in members}
     experts = starts[members[0]].rows.experts
     one, two = (parameter.requires_grad_() for parameter in parameters(experts))
-    loss, outputs, counts = 0 * one.sum(), dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+    loss, counts = 0 * one.sum(), dict[int, torch.Tensor]()
+    parts, outputs = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     received: dict[int, Counter[bytes]] = {expert: Counter() for expert in range(experts)}
     padding: dict[int, list[bytes]] = {rank: [] for rank in members}
     for rank, start in starts.items():
         rows = start.rows
         counts[rank], out = torch.zeros(experts, dtype=torch.int64), list[torch.Tensor]()
         for place, row in enumerate(rows.x_TH):
-            y = torch.zeros_like(row)
+            mine = row.new_zeros(rows.experts_TK.shape[1], len(row))
             if rows.padding_T[place]:
                 padding[rank].append(row_bytes(row))
             else:
-                for weight, expert in zip(rows.weights_TK[place], rows.experts_TK[place].tolist(), strict=True):
-                    y = y + weight * (torch.tanh(row @ one[expert]) @ two[expert])
+                chosen = rows.experts_TK[place].tolist()
+                mine = torch.stack([torch.tanh(row @ one[expert]) @ two[expert] for expert in chosen])
+                for expert in chosen:
                     counts[rank][expert] += 1
                     received[expert][row_bytes(row)] += 1
-            out.append(y)
-        outputs[rank] = torch.stack(out) if out else torch.zeros_like(rows.x_TH)
+            out.append(mine)
+        parts[rank] = torch.stack(out) if out else rows.x_TH.new_zeros(0, rows.experts_TK.shape[1], rows.x_TH.shape[1])
+        outputs[rank] = (rows.weights_TK[..., None] * parts[rank]).sum(1)
         loss = loss + (outputs[rank] * start.loss_TH).sum()
     leaves = [leaf for start in starts.values() for leaf in (start.rows.x_TH, start.rows.weights_TK)]
     gradients = torch.autograd.grad(loss, (one, two, *leaves), materialize_grads=True)
     made = {}
     for place, rank in enumerate(members):
-        mine, share = local_experts(layout, rank, experts)
-        cut = slice(mine.start, mine.stop)
+        local, share = local_experts(layout, rank, experts)
+        cut = slice(local.start, local.stop)
         of_rows = {"x": gradients[2 + 2 * place], "weights": gradients[3 + 2 * place]}
         made[rank] = Looped(
             y_TH=outputs[rank].detach(),
+            parts_TKH=parts[rank].detach(),
             counts_E=counts[rank],
-            received={expert: received[expert] for expert in mine},
+            received={expert: received[expert] for expert in local},
             gradients={**of_rows, "one": gradients[0][cut, :, share], "two": gradients[1][cut, share]},
             padding=padding,
         )

@@ -145,8 +145,20 @@ def of_the_layout(layout: Layout) -> dict[str, Any]:
     }
 
 
+def may_lack(name: str, want: Any) -> bool:
+    """Whether a config that leaves a setting out has `want`: megatron-core's default, or what an older one does.
+
+    Where None is as good as what is wanted, None is the default there (tests/kit/test_settings.py).
+    """
+    if name in NEUTRAL:
+        return bool(want == NEUTRAL[name])
+    return want is None or want in _SAME.get(name, ())
+
+
 def fits(name: str, want: Any, have: Any) -> bool:
-    """Whether megatron-core makes the same of both."""
+    """Whether megatron-core makes the same of both. A size is no float."""
+    if type(want) is int and isinstance(have, float):
+        return False
     alike = _SAME.get(name, ())
     if want in alike and have in alike:
         return True

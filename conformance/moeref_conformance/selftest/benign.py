@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from moeref_conformance.contract.api import (
     Cell,
+    DispatcherRequest,
     NameRow,
     Padding,
     PadRequest,
@@ -50,6 +52,9 @@ from moeref_conformance.selftest.faults.stream import one_buffer, reading
 from moeref_conformance.selftest.faulty import FaultyTarget
 from moeref_conformance.selftest.plain_delta import Receiver, Sender, design
 from moeref_conformance.selftest.slicing import walked
+
+#: Computes one expert, by its number, for rows [R, H].
+Expert = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +119,57 @@ def _contradiction_refused(session: Any, cell: Cell, world: World) -> Any:
         return resolved
 
     return facet(session, "config", resolve=resolve)
+
+
+def _experts(change: Callable[[Expert, int, torch.Tensor], torch.Tensor]) -> Callable[[Session, Cell, World], Any]:
+    """Experts are computed by `change(expert, number, rows_RH)`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good = session.dispatch
+
+        def round_trip(rows: RoutedRows, expert: Expert) -> RoundTrip:
+            sent: RoundTrip = good.round_trip(rows, lambda number, rows_RH: change(expert, number, rows_RH))
+            return sent
+
+        return facet(session, "dispatch", round_trip=round_trip)
+
+    return wrap
+
+
+def _recomputed(expert: Expert, number: int, rows_RH: torch.Tensor) -> torch.Tensor:
+    output_RH: torch.Tensor = torch.utils.checkpoint.checkpoint(expert, number, rows_RH, use_reentrant=False)
+    return output_RH
+
+
+def _filled_to_16(expert: Expert, number: int, rows_RH: torch.Tensor) -> torch.Tensor:
+    """An expert computes a multiple of 16 rows, of which the last are zero."""
+    filled_FH = torch.nn.functional.pad(rows_RH, (0, 0, 0, -len(rows_RH) % 16))
+    return expert(number, filled_FH)[: len(rows_RH)]
+
+
+def _type_alone(session: Any, cell: Cell, world: World) -> Any:
+    """A backend is given for flex alone."""
+    good = session.dispatch
+
+    def settings(request: DispatcherRequest) -> dict[str, Any]:
+        return {name: value for name, value in good.settings(request).items() if value is not None}
+
+    return facet(session, "dispatch", settings=settings)
+
+
+def _without_none(session: Any, cell: Cell, world: World) -> Any:
+    """Settings that are None are left out, which is what Megatron's config has without them."""
+    good = session.config
+
+    def there(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in settings.items() if value is not None}
+
+    return facet(
+        session,
+        "config",
+        given=lambda: there(good.given()),
+        resolve=lambda request, role: there(good.resolve(request, role)),
+    )
 
 
 def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
@@ -560,6 +616,30 @@ _DESIGNS = (
         cell=cell("glm4_moe", "tp1", backend="static"),
         wrap=_contradiction_refused,
         should=("CFG-010",),
+    ),
+    Benign(
+        id="experts-recomputed",
+        why="Megatron's moe_layer_recompute computes experts once more in the backward pass",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_experts(_recomputed),
+    ),
+    Benign(
+        id="experts-filled-with-zero-rows",
+        why="grouped GEMMs take so many rows, as do experts under moe_pad_expert_input_to_capacity",
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_experts(_filled_to_16),
+    ),
+    Benign(
+        id="backend-for-flex-alone",
+        why="without flex Megatron reads no backend",
+        cell=cell("qwen3_moe", "tp2-cp2-ep2", backend="static"),
+        wrap=_type_alone,
+    ),
+    Benign(
+        id="none-left-out",
+        why="frameworks pass on what is set, and leave None to Megatron's defaults",
+        cell=cell("glm4_moe", "tp1", backend="static"),
+        wrap=_without_none,
     ),
     Benign(
         id="padding-stays",

@@ -38,10 +38,11 @@ def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
         start = given(exchange, cell.layout, cell.dispatcher, rank, device)
         experts = LocalExperts(cell.layout, rank, start.rows.experts, device)
         trip = dispatch.round_trip(start.rows, experts.compute)
+        # Before the backward pass, in which a target that saves memory computes its experts once more.
+        received = {f"received.{number}": torch.cat(rows) for number, rows in experts.received.items()}
         leaves = (start.rows.x_TH, start.rows.weights_TK, experts.one, experts.two)
         gradients = torch.autograd.grad((trip.y_TH * start.loss_TH).sum(), leaves, materialize_grads=True)
-        kept = {"y": trip.y_TH, "counts": trip.counts_E, **dict(zip(GRADIENTS, gradients, strict=True))}
-        kept |= {f"received.{number}": torch.cat(rows) for number, rows in experts.received.items()}
+        kept = {"y": trip.y_TH, "counts": trip.counts_E, **dict(zip(GRADIENTS, gradients, strict=True)), **received}
         observed |= {f"{exchange.name}.{key}": tensor.detach() for key, tensor in kept.items()}
     context.save("exchange", observed)
     rows = given(EXCHANGES[0], cell.layout, cell.dispatcher, rank, device).rows

@@ -10,25 +10,28 @@ import numpy as np
 import torch
 
 from moeref_conformance.contract.api import Seeds
-from moeref_conformance.contract.requests.seeds import BAD, SEED, WAYS
+from moeref_conformance.contract.requests.seeds import BAD, OTHER, SEED, WAYS
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
 
 
 def planned(seeds: Seeds, context: Context) -> dict[str, Any]:
-    """The seeds of the context's rank, both ways, and the refusal of each bad seed; None if it was taken."""
+    """The seeds of the context's rank, both ways and of another seed; the refusal of each bad one, None if taken."""
     rank = context.rank
     plans: dict[str, Any] = {way: dict(seeds.planned(rank, SEED, per_dp)) for way, per_dp in WAYS.items()}
+    plans["other"] = dict(seeds.planned(rank, OTHER, False))
     return {**plans, "refused": {repr(bad): refusal(seeds.planned, rank, bad, False) for bad in BAD}}
 
 
 def installed(seeds: Seeds, context: Context) -> dict[str, Any]:
-    """Digests of all generator states after seeding, both ways, and of what megatron-core itself installs."""
+    """Digests of all generator states after seeding, both ways and with another seed, and of megatron-core's own."""
     value: dict[str, Any] = {}
     for way, per_dp in WAYS.items():
         # Building the model may have left the very seeds that are asked for.
         value["spoiled"] = seeded(SEED + 1)
         seeds.install(SEED, per_dp)
         value[way] = states()
+    seeds.install(OTHER, False)
+    value["other"] = states()
     value["refused"] = {repr(bad): refusal(seeds.install, bad, False) for bad in BAD}
     value["megatron"] = {way: _megatron(per_dp) for way, per_dp in WAYS.items()}
     return value

@@ -61,10 +61,13 @@ def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int, device
     padding_T = torch.arange(rows) >= count
     if exchange.padding:
         padding_T |= torch.arange(rows) % exchange.padding == 1
+    x_TH, weights_TK = draw(rows, HIDDEN), draw(rows, exchange.topk) + 0.1
+    if exchange.topk > 1:
+        weights_TK[:1, -1] = 0  # a probability that underflowed: the row is sent, and its weight has a gradient
     return Given(
         RoutedRows(
-            x_TH=draw(rows, HIDDEN).to(device).requires_grad_(),
-            weights_TK=(draw(rows, exchange.topk) + 0.1).to(device).requires_grad_(),
+            x_TH=x_TH.to(device).requires_grad_(),
+            weights_TK=weights_TK.to(device).requires_grad_(),
             experts_TK=chosen_TE[:, : exchange.topk].contiguous().to(device),
             padding_T=padding_T.to(device),
             experts=experts,

@@ -116,6 +116,12 @@ def _always(**values: Any) -> Wrap:
     return wrap
 
 
+def _with_a_float(session: Session, cell: Cell, world: World) -> Any:
+    """The number of experts is a float."""
+    given: Mapping[str, Any] = session.config.given()  # type: ignore[union-attr]
+    return _always(num_moe_experts=float(given["num_moe_experts"]))(session, cell, world)
+
+
 def _own_reference(config: Any, request: Request, role: str) -> Mapping[str, Any]:
     chosen = {name: value for name, value in request.fields.items() if name == _DISPATCHER[0]}
     good: Mapping[str, Any] = config.resolve(request if role == "policy" else Request(fields=chosen), role)
@@ -313,6 +319,14 @@ FAULTS = (
         cell=ONE,
         wrap=_always(moe_router_topk_scaling_factor=None),
         says="moe_router_topk_scaling_factor=None, not 1.7",
+    ),
+    Fault(
+        id="sizes-as-floats",
+        bug="a number that was computed, or read from YAML, arrives as a float, and Megatron takes it until it counts",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_with_a_float,
+        says="the config has num_moe_experts=",
     ),
     Fault(
         id="dense-prefix-not-detected",

@@ -184,6 +184,29 @@ def _weights_made_to_sum_to_1(good: Dispatch, rows: RoutedRows, expert: Expert) 
     return good.round_trip(replace(rows, weights_TK=rows.weights_TK / rows.weights_TK.sum(1, keepdim=True)), expert)
 
 
+def _probs_in_bf16(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    return good.round_trip(replace(rows, weights_TK=rows.weights_TK.bfloat16().to(rows.weights_TK.dtype)), expert)
+
+
+def _over_capacity(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """What an expert is given beyond an even share weighs nothing."""
+    share = -(-rows.experts_TK.numel() // rows.experts)
+    flat = rows.experts_TK.flatten().tolist()
+    kept = torch.tensor([flat[:place].count(one) < share for place, one in enumerate(flat)], dtype=torch.bool)
+    return good.round_trip(replace(rows, weights_TK=rows.weights_TK * kept.view_as(rows.experts_TK)), expert)
+
+
+def _map_from_weights(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """A row goes to the experts whose weights are not zero: one that underflowed gets no gradient."""
+    there_TK = rows.weights_TK != 0
+    return good.round_trip(replace(rows, weights_TK=torch.where(there_TK, rows.weights_TK, 0.0)), expert)
+
+
+def _twice_back(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """Gradients of rows are summed over two ranks that computed the same."""
+    return good.round_trip(replace(rows, x_TH=torch.lerp(rows.x_TH.detach(), rows.x_TH, 2.0)), expert)
+
+
 def _counts(experts_TK: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.bincount(experts_TK.flatten(), minlength=experts)
 
@@ -337,6 +360,38 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_sending(_weights_made_to_sum_to_1),
         diagnosis="times the right one",
+    ),
+    Fault(
+        id="probs-rounded-on-the-way",
+        bug="Megatron-LM#1716 in kind: weights travel beside the rows, in the dtype of these, here bf16",
+        rules=("DSP-006",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_probs_in_bf16),
+        diagnosis="as with weights rounded to bfloat16",
+    ),
+    Fault(
+        id="rows-over-capacity-dropped",
+        bug="Megatron-LM#1756 in kind: a dispatcher with a capacity drops what it cannot hold",
+        rules=("DSP-006",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_over_capacity),
+        diagnosis="rows lack the output of some of their experts",
+    ),
+    Fault(
+        id="map-made-of-weights",
+        bug="a routing map that is made of weights: a row whose weight underflowed is not of its expert any more",
+        rules=("DSP-007",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_map_from_weights),
+        says="the gradient of the weights is off a loop over rows",
+    ),
+    Fault(
+        id="gradients-of-rows-doubled",
+        bug="slime#1748, miles#852: the backward pass sums gradients of ranks that computed the same",
+        rules=("DSP-007",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_twice_back),
+        diagnosis="each row is 2 times the right one",
     ),
     Fault(
         id="shares-not-summed-over-etp",

@@ -58,6 +58,19 @@ class _NeverByReplica(_Seeds):
         self.good.install(seed, False)
 
 
+class _AlwaysTheSame(_Seeds):
+    """Seeds everything with a number of its own: the seed that is asked for is not passed on."""
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> Mapping[str, int]:
+        self.good.planned(rank, seed, per_dp)  # which refuses a bad seed
+        good: Mapping[str, int] = self.good.planned(rank, 42, per_dp)
+        return good
+
+    def install(self, seed: int, per_dp: bool) -> None:
+        self.good.install(seed, per_dp)
+        self.good.install(42, per_dp)
+
+
 class _UniqueExperts(_Seeds):
     """Plans an expert seed that no other rank has."""
 
@@ -229,6 +242,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp1"),
         wrap=_with(_Offset),
         says="seeded otherwise",
+    ),
+    Fault(
+        id="seed-not-passed-on",
+        bug="B3 in kind: the launcher's seed is in a section that nobody reads, and every run begins with the same one",
+        rules=("SED-001", "SED-002"),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_with(_AlwaysTheSame),
+        says="seeded alike whatever the seed",
     ),
     Fault(
         id="null-taken-as-a-seed",

@@ -1,0 +1,49 @@
+"""The oracle of settings: what may be left out of a config, and when two values are the same to megatron-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from moeref_conformance.contract.api import Layout
+from moeref_conformance.contract.requests.config import HONOURED
+from moeref_conformance.oracles import settings
+from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.selftest.faults.base import cell
+
+pytestmark = pytest.mark.cpu
+FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
+
+
+def test_what_is_wanted_none_is_megatrons_default(variants: Path) -> None:
+    wanted = dict(settings.of_the_layout(Layout()))
+    for family in FAMILIES:
+        one = cell(family, "one", layers=4)
+        wanted |= settings.of_the_model(one, expected(one, variants))
+    for request in HONOURED.values():
+        wanted |= {name: value for name, value in request.overrides.items() if value is None}
+    default = {field.name: field.default for field in dataclasses.fields(MLATransformerConfig)}
+    left_out = {name for name, value in wanted.items() if settings.may_lack(name, value)} & default.keys()
+    left_out -= settings.NEUTRAL.keys()
+    assert {name: default[name] for name in left_out} == dict.fromkeys(left_out)
+    assert {"moe_router_num_groups", "moe_shared_expert_intermediate_size", "mtp_num_layers"} <= left_out
+
+
+@pytest.mark.parametrize(
+    ("want", "have", "same"),
+    [(8, 8, True), (8, 8.0, False), (8.0, 8, True), (1, True, False), (None, 1.0, False), (0.5, 0.5, True)],
+)
+def test_a_size_is_no_float_and_no_bool(want: object, have: object, same: bool) -> None:
+    assert settings.fits("num_moe_experts", want, have) is same
+
+
+def test_what_may_be_left_out() -> None:
+    assert settings.may_lack("moe_router_num_groups", None)
+    assert settings.may_lack("virtual_pipeline_model_parallel_size", 1)
+    assert not settings.may_lack("virtual_pipeline_model_parallel_size", 2)
+    assert settings.may_lack("moe_expert_capacity_factor", None)
+    assert settings.may_lack("glu_linear_offset", 0.0)
+    assert not settings.may_lack("glu_linear_offset", 1.0)
+    assert not settings.may_lack("num_layers", 2)

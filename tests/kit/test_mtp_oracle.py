@@ -8,6 +8,7 @@ from moeref_conformance.oracles import mtp, routed
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.selftest.faults.base import cell
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.cpu
 
@@ -49,3 +50,16 @@ def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
             return float(mtp._loss(mtp._model(want, 3), 2, around, want.tokens_BS).detach())
 
     assert loss(1) - loss(-1) == pytest.approx(2 * float((gradient * step).sum()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next"]
+)
+def test_transformers_builds_no_such_layer(family: str) -> None:
+    """Once it does, its autograd is the better oracle."""
+    config = AutoConfig.for_model(family, num_hidden_layers=4, num_nextn_predict_layers=1)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = [name for name, _ in model.named_modules()]
+    assert not [name for name in names if "mtp" in name or "nextn" in name or ".layers.4" in name]
+    assert f"model.layers.{config.num_hidden_layers - 1}" in names

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from moeref_conformance.contract.api import Cell, Layout, Target
+from moeref_conformance.contract.api import Cell, Claims, Layout, Target
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.selftest.faulty import ByTag
 from moeref_conformance.worlds.forked import ForkedWorld
 from moeref_conformance.worlds.inputs import given
 from moeref_conformance.worlds.static import StaticWorld
@@ -39,7 +40,7 @@ class Bench:
             self._world.deadline = deadline
             world = self._static if cell.backend == "static" else self._world
             with given(expected(cell, self._inputs).inputs) as own:
-                outcome = world.run(cell, where, own.paths, self._target.claims)
+                outcome = world.run(cell, where, own.paths, self._claims(cell))
                 outcome = replace(outcome, written=own.written())
             assert not outcome.error, outcome.error
             self._seen[key] = Observation.read(cell, where, outcome)
@@ -53,7 +54,7 @@ class Bench:
         case = self.case(cell, one_rank=one_rank, deadline=deadline)
         outcomes: dict[str, Outcome] = {}
         for rule in RULES.values():
-            if not rule.applies(cell.backend, cell.replay, cell.layout.world) or rule.unclaimed(self._target.claims):
+            if not rule.applies(cell.backend, cell.replay, cell.layout.world) or rule.unclaimed(case.claims):
                 continue
             unmet = [r for r in rule.requires if r in outcomes and (outcomes[r].findings or outcomes[r].untested)]
             outcomes[rule.id] = Outcome(untested=f"requires {unmet}") if unmet else JUDGES[rule.id](case)
@@ -69,5 +70,8 @@ class Bench:
             observation=observation,
             # Rules that look at it require RUN-001.
             baseline=None if observation.crashes or cell.backend == "static" else self.observe(one, deadline),
-            claims=self._target.claims,
+            claims=self._claims(cell),
         )
+
+    def _claims(self, cell: Cell) -> Claims:
+        return self._target.claims_in(cell) if isinstance(self._target, ByTag) else self._target.claims

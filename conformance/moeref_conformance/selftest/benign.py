@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from moeref_conformance.selftest.border import (
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.delta import Differences
 from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
-from moeref_conformance.selftest.faults.roles import aliases, everywhere
+from moeref_conformance.selftest.faults.roles import aliases, everywhere, in_turn
 from moeref_conformance.selftest.faults.stream import one_buffer, reading
 from moeref_conformance.selftest.faulty import FaultyTarget
 from moeref_conformance.selftest.plain_delta import Receiver, Sender, design
@@ -59,11 +59,10 @@ Expert = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Benign(Variant):
-    """One design. `why` says who has it or what it is good for, `claims` are what it claims other than the good target,
-    and `should` are the SHOULD rules that it does not follow, all of them."""
+    """One design. `why` says who has it or what it is good for, and `should` are the SHOULD rules that it does not
+    follow, all of them."""
 
     why: str
-    claims: Mapping[str, Any] = field(default_factory=dict)
     should: tuple[str, ...] = ()
     one_rank: bool = True
 
@@ -190,17 +189,6 @@ def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
         return RoundTrip(y_TH=y_TH, counts_E=sent.counts_E)
 
     return facet(session, "dispatch", round_trip=round_trip)
-
-
-def _in_turn(session: Session, cell: Cell, world: World) -> Any:
-    """The ranks are given the tensors in turn."""
-
-    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
-        for number, (meta, tensor) in enumerate(pairs):
-            yield meta, tensor if number % world.size == world.rank else None
-            del tensor
-
-    return stream(everywhere(session, cell, world), rewrite)
 
 
 def _silent(session: Session, cell: Cell, world: World) -> Any:
@@ -486,7 +474,7 @@ _DESIGNS = (
         id="each-rank-its-share",
         why="ranks that save or send on in parallel: each tensor goes to one of them",
         cell=cell("qwen3_moe", "pp2"),
-        wrap=_in_turn,
+        wrap=in_turn,
         claims={"receivers": "share"},
     ),
     Benign(
@@ -758,12 +746,6 @@ _DESIGNS = (
 BENIGN: dict[str, Benign] = {design.id: design for design in _DESIGNS}
 
 
-def _target(design: Benign) -> FaultyTarget:
-    target = FaultyTarget(design, kind="benign")
-    target.claims = replace(target.claims, **design.claims)
-    return target
-
-
-targets: Mapping[str, FaultyTarget] = {name: _target(design) for name, design in BENIGN.items()}
+targets: Mapping[str, FaultyTarget] = {name: FaultyTarget(design, kind="benign") for name, design in BENIGN.items()}
 
 __all__ = ["BENIGN", "Benign", "targets"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
-from moeref_conformance.contract.api import Cell, Info, Session, World
+from moeref_conformance.contract.api import Cell, Claims, Info, Session, World
 from moeref_conformance.contract.checks import BadInput, nearest
 from moeref_conformance.selftest.faults import FAULTS, Fault
 from moeref_conformance.selftest.faults.base import Variant
@@ -18,13 +19,18 @@ from moeref_conformance.targets.moeref import MoerefTarget
 _GOOD = MoerefTarget()
 
 
+def claimed(faults: Sequence[Variant]) -> Claims:
+    """The good target's claims, changed as the faults say."""
+    return replace(_GOOD.claims, **{name: value for fault in faults for name, value in fault.claims.items()})
+
+
 class FaultyTarget:
     """The good target with `faults` in every session."""
 
-    claims, preload = _GOOD.claims, staticmethod(_GOOD.preload)
+    preload = staticmethod(_GOOD.preload)
 
     def __init__(self, *faults: Variant, kind: str = "faulty") -> None:
-        self.faults = faults
+        self.faults, self.claims = faults, claimed(faults)
         self.info = Info(name=f"{kind}:" + "+".join(fault.id for fault in faults), version=_GOOD.info.version)
 
     def chosen(self, cell: Cell) -> Sequence[Variant]:
@@ -78,6 +84,10 @@ class ByTag(FaultyTarget):
     def chosen(self, cell: Cell) -> Sequence[Variant]:
         """The faults of the cell's tags, which may be none."""
         return [FAULTS[tag.removeprefix("fault:")] for tag in cell.tags if tag.startswith("fault:")]
+
+    def claims_in(self, cell: Cell) -> Claims:
+        """What the target of the cell's faults alone would claim."""
+        return claimed(self.chosen(cell))
 
 
 by_tag = ByTag()

@@ -5,9 +5,9 @@ A benign target (`selftest.benign`) is another variant of the good one, which no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Layout, Session, World
@@ -20,7 +20,8 @@ class Variant:
     `wrap` gets the good session and gives the other one (see `selftest.border`). `given` changes the cell and the world
     that the good target is opened with. `patch` is entered around the session, for changes in how Megatron itself is
     used: it changes megatron-core's or torch's public API. `one_rank` says that the change also shows in what a single
-    rank exports or computes; otherwise the one-rank run to compare with is the good target's.
+    rank exports or computes; otherwise the one-rank run to compare with is the good target's. `claims` are what it
+    claims other than the good target.
     """
 
     id: str
@@ -29,6 +30,7 @@ class Variant:
     given: Callable[[Cell, World], tuple[Cell, World]] | None = None
     patch: Callable[[Cell, World], AbstractContextManager[Any]] | None = None
     one_rank: bool = False
+    claims: Mapping[str, Any] = field(default_factory=dict)
     deadline: float = 60.0
 
 

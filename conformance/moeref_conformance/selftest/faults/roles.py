@@ -27,6 +27,21 @@ def everywhere(session: Session, cell: Cell, world: World) -> Any:
     return stream(session, rewrite)
 
 
+def in_turn(session: Session, cell: Cell, world: World, receivers: int = 0) -> Any:
+    """The ranks, or as many as the `receivers` that are counted, are given the tensors in turn."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for number, (meta, tensor) in enumerate(pairs):
+            yield meta, tensor if number % (receivers or world.size) == world.rank else None
+            del tensor
+
+    return stream(everywhere(session, cell, world), rewrite)
+
+
+def _one_receiver_too_many(session: Session, cell: Cell, world: World) -> Any:
+    return in_turn(session, cell, world, world.size + 1)
+
+
 def _every_stage_sends(session: Session, cell: Cell, world: World) -> Any:
     """The first rank of every pipeline stage opens a sender for the tensors of its stage."""
     first_layer = cell.layers // cell.layout.pp
@@ -132,6 +147,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_others_not_filled,
         diagnosis="all zero",
+    ),
+    Fault(
+        id="share-of-nobody",
+        bug="reported nowhere: shares are dealt out to one rank more than there are, and nobody has what it is dealt",
+        rules=("EXP-001",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_one_receiver_too_many,
+        claims={"receivers": "share"},
+        says="was never sent",
     ),
     Fault(
         id="one-rank-ends-early",

@@ -15,7 +15,7 @@ from moeref.config.precision import PRECISIONS, recipe
 from moeref.dispatcher import AUTO, DispatcherError, Environment, Setup, refusals, select
 from moeref.dispatcher.backends import BACKENDS
 from moeref.dispatcher.setup import PACKAGES
-from moeref.layout import LayoutError, UnmappedLayoutError
+from moeref.layout import LayoutError
 from moeref.record import Draft, Record, settings_of
 from moeref.seeds import SeedError
 
@@ -48,7 +48,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         return report
     except LayoutError as error:
         if str(error) not in {problem.text for problem in problems}:
-            problems.append(Problem("layout", str(error), refused=not isinstance(error, UnmappedLayoutError)))
+            problems.append(Problem("layout", str(error)))
         return report
     except ConfigError as error:
         for text in error.problems:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moeref.config import core_rules
 from moeref.config.precision import FORMATS
@@ -18,13 +19,13 @@ from moeref.config.setting import Setting
 from moeref.dispatcher import DispatcherError, setup_of
 from moeref.dispatcher import contradictions as contradictions_of
 from moeref.families.model import Model
-from moeref.layout import Layout, LayoutError, UnmappedLayoutError
+from moeref.layout import Layout, LayoutError
 
 _REPLAY, _BALANCING = "moe_enable_routing_replay", "moe_router_load_balancing_type"
 _DISPATCHER, _BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
 _SCORES, _BIAS = "moe_router_score_function", "moe_router_enable_expert_bias"
 _TOPK, _PRE, _COEFFICIENT = "moe_router_topk", "moe_router_pre_softmax", "moe_aux_loss_coeff"
-_GROUPED, _P2P = "moe_grouped_gemm", "overlap_p2p_comm"
+_GROUPED, _P2P, _CP_KIND = "moe_grouped_gemm", "overlap_p2p_comm", "cp_comm_type"
 
 
 def _one_softmax(now: Effective) -> bool:
@@ -43,6 +44,21 @@ def _ignored_backend(now: Effective) -> bool:
 
 def _unbatched(now: Effective) -> bool:
     return now.layout.vpp > 1 and now.layout.pp == 2 and now.asked(_P2P) and not now[_P2P]
+
+
+def _cp_kinds(now: Effective) -> set[str]:
+    """How Transformer Engine exchanges under CP, over all layers; empty where it does not. Its default is p2p."""
+    if now["kernels"] != "te" or now.layout.cp == 1:
+        return set()
+    kinds: Any = now[_CP_KIND] or "p2p"
+    return set(kinds if isinstance(kinds, list) else [kinds])
+
+
+def _heads_left(now: Effective) -> bool:
+    """Whether a TP rank's heads or KV groups do not divide over CP; TP ranks that share a group have one each."""
+    heads, groups = (now[name] or 0 for name in ("num_attention_heads", "num_query_groups"))
+    each = heads // now.layout.tp, max(1, groups // now.layout.tp)
+    return not now["multi_latent_attention"] and any(count % now.layout.cp for count in each)
 
 
 RULES: tuple[Rule, ...] = (
@@ -130,6 +146,24 @@ RULES: tuple[Rule, ...] = (
         and now.layout.cp > 1,
     ),
     Rule(
+        "te-sinks-under-cp-by-a2a", "run", ("softmax_type", _CP_KIND),
+        "Transformer Engine takes attention sinks under context parallelism by all-to-all only",
+        f"ask for {_CP_KIND}='a2a'", "Transformer Engine's attn_forward_func_with_cp",
+        lambda now: now["softmax_type"] not in (None, "vanilla") and not _cp_kinds(now) <= {"a2a"},
+    ),
+    Rule(
+        "te-windows-under-cp-by-a2a-or-all-gather", "run", ("window_size", _CP_KIND),
+        "Transformer Engine takes a sliding window under context parallelism by all-to-all or all-gather only",
+        f"ask for {_CP_KIND}='a2a'", "Transformer Engine's attn_forward_func_with_cp",
+        lambda now: bool(now["window_size"]) and not _cp_kinds(now) <= {"a2a", "all_gather"},
+    ),
+    Rule(
+        "a2a-deals-heads-over-cp", "run", (_CP_KIND, "num_attention_heads", "num_query_groups"),
+        "all-to-all deals a TP rank's heads, and its KV groups, out over the CP ranks, and they do not divide",
+        "give a tp·cp that divides both", "Transformer Engine's AttnFuncWithCPAndQKVOA2A",
+        lambda now: "a2a" in _cp_kinds(now) and _heads_left(now),
+    ),
+    Rule(
         "quantising-needs-te", "run", ("fp8", "fp4", "kernels", "parameters"),
         "only Transformer Engine's layers quantise; others would compute in the parameters' precision",
         "give kernels='te'", "get_fp8_context, get_fp4_context",
@@ -178,14 +212,13 @@ def _dispatcher(now: Effective) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class LayoutRule:
-    """A layout that a kind of model cannot have; if `unmapped`, megatron-core builds it and moeref does not map it."""
+    """A layout that a kind of model cannot have."""
 
     id: str
     text: str
     fix: str
     source: str
     refuses: Callable[[Model, Layout], bool]
-    unmapped: bool = False
 
 
 LAYOUT_RULES: tuple[LayoutRule, ...] = (
@@ -203,22 +236,14 @@ LAYOUT_RULES: tuple[LayoutRule, ...] = (
         and layout.cp > 1
         and model.gated_delta_net.key_heads % (layout.tp * layout.cp) != 0,
     ),
-    LayoutRule(
-        "sinks-need-cp1",
-        "attention sinks under context parallelism are not mapped",
-        "give cp=1", "attention in plain torch has no sinks under CP",
-        lambda model, layout: model.sinks and layout.cp > 1,
-        unmapped=True,
-    ),
 )  # fmt: skip
 
 
 def check_layout(model: Model, layout: Layout) -> None:
-    """Raise LayoutError for a layout under which megatron-core or moeref cannot compute `model`."""
+    """Raise LayoutError for a layout under which megatron-core cannot compute `model`."""
     for rule in LAYOUT_RULES:
         if rule.refuses(model, layout):
-            kind = UnmappedLayoutError if rule.unmapped else LayoutError
-            raise kind(f"{model.family}: {rule.text} ({layout.text}); {rule.fix} [{rule.id}]")
+            raise LayoutError(f"{model.family}: {rule.text} ({layout.text}); {rule.fix} [{rule.id}]")
 
 
 def derive(settings: Mapping[str, Setting], layout: Layout) -> dict[str, Setting]:

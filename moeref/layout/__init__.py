@@ -4,9 +4,9 @@ Nothing here needs torch or megatron-core. `tests/upstream` compares every answe
 """
 
 from moeref.layout import sequence
-from moeref.layout.errors import LayoutError, UnmappedLayoutError
+from moeref.layout.errors import LayoutError
 from moeref.layout.grid import Coords
 from moeref.layout.layout import Layout
 from moeref.layout.stages import Stages
 
-__all__ = ["Coords", "Layout", "LayoutError", "Stages", "UnmappedLayoutError", "sequence"]
+__all__ = ["Coords", "Layout", "LayoutError", "Stages", "sequence"]

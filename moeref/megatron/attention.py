@@ -1,12 +1,13 @@
 """Attention in plain torch, where megatron-core needs Transformer Engine.
 
-megatron-core's DotProductAttention supports neither context parallelism nor packed samples nor head sizes that differ
+megatron-core's DotProductAttention takes neither context parallelism nor packed samples nor head sizes that differ
 between keys and values. Its local spec of multi-latent attention splits the down projections over TP; with Transformer
 Engine they are replicated.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from moeref.megatron.marks import mark_sequence_parallel
 
 
 class CausalAttention(torch.nn.Module):
-    """Causal attention over `[S, B, heads, channels]`, with grouped queries, values of another width, and CP.
+    """Causal attention over `[S, B, heads, channels]` whose values may have another width, as MLA's have.
 
     Under context parallelism S is this rank's part, and keys and values are gathered from all CP ranks.
     """
@@ -35,32 +36,44 @@ class CausalAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale  # None: 1 / sqrt(width of the queries)
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = groups.cp if config.context_parallel_size > 1 else None
+        self.cp_group = _cp_group(config, pg_collection)
 
     def forward(
         self, query_SBHQ: torch.Tensor, key_SBHQ: torch.Tensor, value_SBHV: torch.Tensor, mask: Any, **kwargs: Any
     ) -> torch.Tensor:
         """`[S, B, heads · V]`, or of packed samples `[S, heads · V]`. `mask` is ignored: attention is causal."""
-        return _attend(
-            query_SBHQ, key_SBHQ, value_SBHV, self.softmax_scale, self.cp_group, kwargs.get("packed_seq_params")
-        )
+        inputs = query_SBHQ, key_SBHQ, value_SBHV
+        return _attend(*inputs, self.softmax_scale, self.cp_group, kwargs.get("packed_seq_params"))
 
 
-class DotProductOrPackedAttention(DotProductAttention):  # type: ignore[misc]
-    """megatron-core's own attention, and plain torch's for packed samples, which it does not take."""
+class GroupedQueryAttention(DotProductAttention):  # type: ignore[misc]
+    """megatron-core's own attention, and plain torch's for what that does not take: CP and packed samples."""
+
+    def __init__(self, *, config: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any) -> None:
+        whole = copy.copy(config)
+        whole.context_parallel_size = 1  # it refuses any other
+        super().__init__(config=whole, pg_collection=pg_collection, **kwargs)
+        self.config = config
+        self.cp_group = _cp_group(config, pg_collection)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """As DotProductAttention. Raises ValueError for packed samples with attention sinks or a sliding window."""
+        """As DotProductAttention; under CP and of packed samples as CausalAttention, with sinks and the window."""
         packed = kwargs.get("packed_seq_params")
-        if packed is None:
+        if packed is None and self.cp_group is None:
             out: torch.Tensor = super().forward(query, key, value, mask, *args, **kwargs)
             return out
-        if self.softmax_offset is not None or self.scale_mask_softmax.window_size is not None:
-            raise ValueError("packed samples with attention sinks or a sliding window need Transformer Engine")
-        return _attend(query, key, value, self.softmax_scale, None, packed)
+        window = self.scale_mask_softmax.window_size
+        extra = {"sinks_H": self.softmax_offset, "before": window[0] if window and window[0] >= 0 else None}
+        return _attend(query, key, value, self.softmax_scale, self.cp_group, packed, **extra)
+
+
+def _cp_group(config: Any, groups: ProcessGroupCollection | None) -> Any:
+    """The group of CP ranks; None without context parallelism."""
+    if config.context_parallel_size == 1:
+        return None
+    return (groups or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])).cp
 
 
 def _attend(
@@ -70,29 +83,49 @@ def _attend(
     scale: float | None,
     cp_group: Any,
     packed: PackedSeqParams | None,
+    *,
+    sinks_H: torch.Tensor | None = None,
+    before: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries `[S, B, heads, Q]` to all keys; packed tensors come without B."""
+    """Causal attention of this rank's queries `[S, B, heads, Q]` to all keys; packed tensors come without B.
+
+    sinks_H: a score of each head that takes attention and has no value. before: how many keys before its own a query
+    sees; None for all. Both count under CP and for packed samples only.
+    """
     if packed is not None:
         query_SBHQ, key_SBHQ, value_SBHV = (t.unsqueeze(1) for t in (query_SBHQ, key_SBHQ, value_SBHV))
     if cp_group is not None:
         key_SBHQ, value_SBHV = (context.gather(t, cp_group) for t in (key_SBHQ, value_SBHV))
-    allowed_QS = None
+    seen = None
     if cp_group is not None or packed is not None:
         cp, rank = (cp_group.size(), cp_group.rank()) if cp_group is not None else (1, 0)
         ends = [0, len(key_SBHQ)] if packed is None else packed.cu_seqlens_q.tolist()
-        allowed_QS = context.causal_mask(ends, cp, rank, query_SBHQ.device)
+        seen = context.causal_mask(ends, cp, rank, query_SBHQ.device, before)
+        if sinks_H is not None:
+            seen, key_SBHQ, value_SBHV = _with_sinks(seen, key_SBHQ, value_SBHV, sinks_H)
     q_BHSQ, k_BHSQ, v_BHSV = (t.permute(1, 2, 0, 3) for t in (query_SBHQ, key_SBHQ, value_SBHV))
     out_BHSV = torch.nn.functional.scaled_dot_product_attention(
         q_BHSQ,
         k_BHSQ,
         v_BHSV,
-        attn_mask=allowed_QS,
-        is_causal=allowed_QS is None,
+        attn_mask=seen,
+        is_causal=seen is None,
         scale=scale,
         enable_gqa=query_SBHQ.shape[2] != key_SBHQ.shape[2],
     )
     out_SBO = out_BHSV.permute(2, 0, 1, 3).flatten(2).contiguous()
     return out_SBO if packed is None else out_SBO[:, 0]
+
+
+def _with_sinks(
+    seen_QS: torch.Tensor, key_SBHQ: torch.Tensor, value_SBHV: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores to add `[1, H, Q, S + 1]`, keys and values, with a key more: zero, so that its score is the sink alone."""
+    hidden_QS = torch.zeros_like(seen_QS, dtype=sinks_H.dtype).masked_fill(~seen_QS, -torch.inf)
+    heads, queries = len(sinks_H), len(seen_QS)
+    scores_HQS = torch.cat([hidden_QS.expand(heads, -1, -1), sinks_H[:, None, None].expand(-1, queries, 1)], dim=2)
+    key_SBHQ, value_SBHV = (torch.cat([t, torch.zeros_like(t[:1])]) for t in (key_SBHQ, value_SBHV))
+    return scores_HQS[None].to(key_SBHQ.dtype), key_SBHQ, value_SBHV
 
 
 class ReplicatedLinear(torch.nn.Module):

@@ -173,7 +173,7 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
         mla = model.mla is not None
         return block, te_layers.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
     fused = shard_map.names.norms == "fused"
-    kind = {"mla": model.mla is not None, "fused": fused, "cp": layout.cp > 1}
+    kind = {"mla": model.mla is not None, "fused": fused}
     block.layer_norm = norms_of_torch.TorchNorm
     block.layer_specs = [
         layer_spec(local, moe=moe[i], **kind) for i, local in zip(layers, block.layer_specs, strict=True)

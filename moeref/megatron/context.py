@@ -28,10 +28,13 @@ def gather(local_S: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return whole_S
 
 
-def causal_mask(cu_seqlens: Sequence[int], cp: int, cp_rank: int, device: torch.device) -> torch.Tensor:
+def causal_mask(
+    cu_seqlens: Sequence[int], cp: int, cp_rank: int, device: torch.device, before: int | None = None
+) -> torch.Tensor:
     """`[S/CP, S]`: whether each of this rank's queries attends to each key: not later, and of the same sequence.
 
-    Keys are in the order of `gather`. `cu_seqlens` cuts S into sequences.
+    Keys are in the order of `gather`. `cu_seqlens` cuts S into sequences. `before`: of a sliding window, how many keys
+    before its own a query sees.
     """
     ends = torch.tensor(cu_seqlens[1:], device=device)
     keys_S, queries_Q = (
@@ -39,4 +42,5 @@ def causal_mask(cu_seqlens: Sequence[int], cp: int, cp_rank: int, device: torch.
         for ranks in (range(cp), [cp_rank])
     )
     same_QS = torch.bucketize(queries_Q, ends, right=True)[:, None] == torch.bucketize(keys_S, ends, right=True)
-    return same_QS & (keys_S <= queries_Q[:, None])
+    seen_QS = same_QS & (keys_S <= queries_Q[:, None])
+    return seen_QS if before is None else seen_QS & (keys_S >= queries_Q[:, None] - before)

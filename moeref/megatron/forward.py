@@ -39,8 +39,8 @@ def packed_logits(
 ) -> list[list[torch.Tensor]] | None:
     """As `logits`, of samples `tokens_S` that are packed: a microbatch for each of `packs`. Logits [S, V] by sample.
 
-    Samples are padded as `moeref.dispatcher.padding.plan` says. Attention with sinks or windows and gated delta nets
-    take no packed samples. Raises ValueError for a pack without tokens.
+    Samples are padded as `moeref.dispatcher.padding.plan` says. Gated delta nets take no packed samples. Raises
+    ValueError for a pack without tokens.
     """
     packed = batches.of_samples(on_device(packs, chunks), packing_plan(chunks, shard_map.layout))
     found = _outputs(chunks, shard_map, packed)

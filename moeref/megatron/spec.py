@@ -22,7 +22,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from moeref.megatron import norms
-from moeref.megatron.attention import CausalAttention, DotProductOrPackedAttention, LatentAttention
+from moeref.megatron.attention import CausalAttention, GroupedQueryAttention, LatentAttention
 from moeref.megatron.marks import mark_sequence_parallel
 
 
@@ -54,19 +54,17 @@ class _FusedNorms(LocalSpecProvider):  # type: ignore[misc]
         return LayerNormColumnParallelLinear
 
 
-def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, cp: bool) -> ModuleSpec:
+def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool) -> ModuleSpec:
     """A layer of megatron-core's local spec with MLA in plain torch and, if `fused`, norms inside the linears that
     follow them.
 
     An MoE layer keeps `pre_mlp_layernorm`, because a router and experts follow it. MLA keeps `input_layernorm`, because
-    two linears follow it. `cp`: whether to use CausalAttention, as megatron-core's local attention has no context
-    parallelism. MLA always uses it.
+    two linears follow it.
     """
     local = norms.in_layer(local)
     layer = local.submodules
     if not mla:
-        core = CausalAttention if cp else DotProductOrPackedAttention
-        parts = replace(layer.self_attention.submodules, core_attention=core)
+        parts = replace(layer.self_attention.submodules, core_attention=GroupedQueryAttention)
         layer = replace(layer, self_attention=replace(layer.self_attention, submodules=parts))
     if mla:
         layer = replace(layer, self_attention=_latent(layer.self_attention, fused))
@@ -89,7 +87,7 @@ def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:
     return replace(local, module=LatentAttention, submodules=parts)
 
 
-def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, cp: bool, vp_stage: int | None) -> Any:
+def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, vp_stage: int | None) -> Any:
     """The spec of a block of MTP layers, each with a `layer_spec` inside."""
     local = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
@@ -97,7 +95,7 @@ def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, cp: bool, vp_sta
         multi_latent_attention=mla,
         normalization="RMSNorm",
     )
-    inner = layer_spec(local, moe=moe, mla=mla, fused=fused, cp=cp)
+    inner = layer_spec(local, moe=moe, mla=mla, fused=fused)
     return norms.in_mtp(get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage))
 
 

@@ -91,6 +91,26 @@ def test_gated_delta_nets_under_cp_work_where_megatron_computes_them() -> None:
         assert any(f"[{rule}]" in problem.text + problem.fix for problem in refused.problems)
 
 
+@pytest.mark.parametrize(
+    ("layout", "asked", "rule"),
+    [
+        ("tp=2,cp=2,ep=4,etp=1", {"cp_comm_type": "a2a"}, ""),
+        ("tp=2,cp=2,ep=4,etp=1", {}, "te-sinks-under-cp-by-a2a"),
+        ("tp=2,cp=2,ep=4,etp=1", {"cp_comm_type": "all_gather"}, "te-sinks-under-cp-by-a2a"),
+        ("tp=2,cp=2,ep=4,etp=1", {"cp_comm_type": "p2p"}, "te-windows-under-cp-by-a2a-or-all-gather"),
+        ("tp=4,cp=4,ep=16,etp=1", {"cp_comm_type": "a2a"}, "a2a-deals-heads-over-cp"),
+    ],
+)
+def test_sinks_and_windows_under_cp_work_as_transformer_engine_takes_them(
+    layout: str, asked: dict[str, str], rule: str
+) -> None:
+    """gpt-oss has 8 KV groups: at TP 4 a rank has 2, which all-to-all cannot deal out over 4 CP ranks."""
+    report = check("gpt-oss-20b", layout, kernels="te", asked=MoEConfig(transformer_config_kwargs=asked), verify=False)
+    assert report.verdict == ("refused" if rule else "works")
+    assert any(f"[{rule}]" in problem.text + problem.fix for problem in report.problems) == bool(rule)
+    assert check("gpt-oss-20b", layout, kernels="torch", verify=False).verdict == "works"
+
+
 def test_settings_that_rules_cover_work_and_the_report_says_by_what_it_knows() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     report = judged({**full, "moe_router_dtype": "fp32", "moe_z_loss_coeff": 1e-3})
@@ -132,8 +152,7 @@ def test_megatron_is_asked_about_what_no_rule_covers(
     assert len(asked) == 1  # the rules cover it
 
 
-def test_a_model_or_layout_that_is_not_mapped_is_not_refused() -> None:
-    assert check("gpt-oss-20b", "cp=2", verify=False).verdict == "unknown"
+def test_a_model_that_is_not_mapped_is_not_refused() -> None:
     assert check("gpt-oss-20b", "tp=2,ep=2,etp=2", verify=False).verdict == "refused"
     with pytest.raises(UnmappedError, match="rope type"):
         check(known(QWEN) | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "ep=8")

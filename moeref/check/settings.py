@@ -58,6 +58,12 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
     # Linear layers of multi-latent attention have no biases, whatever is asked for.
     apart = frozenset({"add_qkv_bias"}) if report.model.mla else frozenset[str]()
     trails = {name: trail for name, trail in settings.trails.items() if name not in apart}
+    if "mtp." in report.model.ignored and settings.values.get("mtp_num_layers"):
+        trails.pop("mtp_num_layers")
+        text = (
+            f"mtp_num_layers: {report.model.family}'s files may hold these layers (mtp.*), and moeref does not map them"
+        )
+        problems.append(Problem("config", text, "leave them out to have a verdict", refused=False))
     _of_the_checkpoint(trails, problems, notes)
     return replace(report, record=record)
 

@@ -160,6 +160,14 @@ def test_a_model_that_is_not_mapped_is_not_refused() -> None:
         check({"model_type": "qwen9"}, "ep=8")
 
 
+def test_mtp_layers_that_files_may_hold_and_moeref_does_not_map_are_not_refused() -> None:
+    asked = MoEConfig(transformer_config_kwargs={"mtp_num_layers": 1})
+    report = check("qwen3-next-80b-a3b", "ep=4", asked=asked, verify=False)
+    assert (report.verdict, report.record) == ("unknown", None)
+    assert "qwen3_next's files may hold these layers (mtp.*)" in report.problems[0].text
+    assert check(QWEN, "ep=4", asked=asked, verify=False).verdict == "refused"  # Qwen3-MoE has none
+
+
 def test_each_verdict_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> tuple[int, str]:
         code = main(["check", *arguments])

@@ -166,9 +166,16 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _convert_parser(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, or a folder of shards")
-    command.add_argument("target", metavar="TARGET", help="the folder of folders of shards, or a new Hugging Face one")
-    command.add_argument("--layout", help="of the shards, such as tp=2,pp=2,ep=2,etp=1")
+    command.add_argument(
+        "source", metavar="SOURCE", help="a Hugging Face folder, a folder of shards, or a torch_dist one"
+    )
+    command.add_argument("target", metavar="TARGET", help="the folder of folders of shards, or a new folder")
+    formats = (
+        "of the target: a folder by topology, or megatron-core's distributed checkpoint, which needs megatron-core"
+    )
+    command.add_argument("--format", default="shards", choices=("shards", "torch_dist"), help=formats)
+    command.add_argument("--layout", help="of the shards, such as tp=2,pp=2,ep=2,etp=1; with torch_dist, of the ranks")
+    command.add_argument("--config", metavar="FOLDER", help="of a config.json that the torch_dist source lacks")
     command.add_argument("--norms", default="separate", choices=("separate", "fused"), help="Megatron's norm modules")
     command.add_argument("--experts", default="sequential", choices=("sequential", "grouped"), help="expert modules")
     command.add_argument("--divisible-by", type=int, default=128, metavar="N", help="as of moeref check")
@@ -180,7 +187,16 @@ def _convert(options: argparse.Namespace) -> int:
     from moeref.shards import command  # needs torch
 
     try:
-        print(printable(command.convert(options)))
+        convert = command.convert
+        if options.format == "torch_dist" or (Path(options.source) / ".metadata").exists():
+            from moeref.megatron import convert as distributed
+
+            convert = distributed.convert
+        if said := convert(options):
+            print(printable(said))
+    except ImportError as error:
+        print(f"moeref: a distributed checkpoint needs megatron-core: {error}", file=sys.stderr)
+        return BAD_INPUT
     except (ValueError, OSError) as error:
         _say(error)
         return BAD_INPUT

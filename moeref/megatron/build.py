@@ -64,13 +64,17 @@ def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
     return {name: one for name, one in found.items() if name not in asked}
 
 
-def transformer_config(record: Record, device: str = "cpu") -> tuple[TransformerConfig, EffectiveSettings]:
+def transformer_config(
+    record: Record, device: str = "cpu", *, drawn: bool = True
+) -> tuple[TransformerConfig, EffectiveSettings]:
     """megatron-core's TransformerConfig for a record on a type of device, and its values, read back from it.
 
     Raises ConfigError if a value differs from the record's, and the config's own errors.
     """
     kind = MLATransformerConfig if record.model.mla else TransformerConfig
     settings = record.settings.with_settings(_of_the_machine(record, device))
+    if not drawn:
+        settings = settings.with_settings({"perform_initialization": Setting(False, "default", "weights are loaded")})
     given = {name: s.value for name, s in settings.by_name.items() if s.origin != "provider default"}
     if isinstance(given.get("attention_backend"), str):
         given["attention_backend"] = AttnBackend[given["attention_backend"]]
@@ -80,21 +84,24 @@ def transformer_config(record: Record, device: str = "cpu") -> tuple[Transformer
     return config, read_back(settings, config)
 
 
-def build(record: Record, rank: int, device: str = "cpu") -> Built:
+def build(record: Record, rank: int, device: str = "cpu", *, drawn: bool = True) -> Built:
     """Seed this rank's generators and build its chunks. Call `groups.initialise(record.layout)` first.
 
-    device: "cpu" or the current CUDA device. The weights are drawn as megatron-core draws them, until `bridge.load`.
+    device: "cpu" or the current CUDA device.
+    drawn: the weights are drawn as megatron-core draws them, until `bridge.load`. If not, they hold anything, and no
+    generator is seeded, for which megatron-core needs CUDA.
 
     Raises ConfigError for what cannot be built in this process, DispatcherError for a flex dispatcher whose kernels are
     missing, LayoutError for process groups of another layout, and SeedError for refused seeds.
     """
     where = on.checked(device)
     _check_here(record, where)
-    config, settings = transformer_config(record, where.type)
+    config, settings = transformer_config(record, where.type, drawn=drawn)
     shard_map = ShardMap(record.model, record.layout, record.names, divisible_by=record.divisible_by)
     recipes.check_widths(shard_map, rank, config)
     dispatch.let_router_run()
-    seeding.seed_rank(record.layout, record.seeds.seed, per_dp=record.seeds.per_dp, formula=record.seeds.formula)
+    if drawn:
+        seeding.seed_rank(record.layout, record.seeds.seed, per_dp=record.seeds.per_dp, formula=record.seeds.formula)
     pp = record.layout.coords(rank).pp
     chunks = [_chunk(record, shard_map, config, pp, vp, where) for vp in range(record.layout.vpp)]
     return Built(chunks, config, record, settings, shard_map)

@@ -6,7 +6,8 @@ Only this module decides on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -35,3 +36,21 @@ def checked(device: str) -> torch.device:
 def of(chunks: Sequence[torch.nn.Module]) -> torch.device:
     """The device of the chunks' parameters, to which inputs are moved; the CPU without parameters."""
     return next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def host_for_cuda() -> Iterator[None]:
+    """While this is open, megatron-core allocates on the host where torch has no GPU.
+
+    Routers with an expert bias, latent attention and gated delta nets allocate on `torch.cuda.current_device()`,
+    whatever `use_cpu_initialization` says. With a GPU nothing is changed.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    real = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = real

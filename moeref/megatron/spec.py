@@ -73,6 +73,8 @@ def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool) -> Modul
         layer = replace(
             layer, input_layernorm=IdentityOp, self_attention=replace(layer.self_attention, submodules=parts)
         )
+    if fused:  # parameters have Transformer Engine's names already, and an MoE layer keeps pre_mlp_layernorm
+        layer = replace(layer, sharded_state_dict_keys_map={})
     if fused and not moe:
         mlp = get_mlp_module_spec_for_backend(backend=_FusedNorms(), num_experts=None)
         layer = replace(layer, pre_mlp_layernorm=IdentityOp, mlp=mlp)

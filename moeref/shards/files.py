@@ -129,7 +129,7 @@ def begin(target: Path, source: Mapping[str, Any]) -> Path:
 
 def publish(part: Path, target: Path) -> None:
     """Give a whole folder its name."""
-    (part / _SOURCE).unlink()
+    (part / _SOURCE).unlink(missing_ok=True)
     sync(part)
     part.rename(target)
     sync(target.parent)

@@ -34,21 +34,31 @@ def join(
     """
     out = Path(target)
     with ShardFolder(source) as folder:
-        parts = list(_files(hf_tensors(folder.shard_map), file_bytes))
-        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-        total, done = sum(nbytes(t) for part in parts for t in part), 0
+        listed = checkpoint_files(hf_tensors(folder.shard_map), file_bytes)
+        total, done = sum(nbytes(t) for tensors in listed.values() for t in tensors), 0
         holders = _holders(folder.shard_map)
         with staged(out, {"source": source_of(folder.folder), "file_bytes": file_bytes}) as part:
-            for name, tensors in zip(names, parts, strict=True):
+            for name, tensors in listed.items():
                 if not (part / name).exists():
                     write_file(part / name, tensors, (_joined(folder, t, holders[t.name]) for t in tensors))
                 done += sum(map(nbytes, tensors))
                 progress(done, total)
-            weight_map = {t.name: name for name, tensors in zip(names, parts, strict=True) for t in tensors}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_json(part / "model.safetensors.index.json", index)
-            shutil.copyfile(folder.folder / CONFIG, part / CONFIG)
+            write_index(part, listed, folder.folder / CONFIG)
     return out
+
+
+def checkpoint_files(tensors: list[HFTensor], file_bytes: int = FILE) -> dict[str, list[HFTensor]]:
+    """The files of a Hugging Face checkpoint, each with its tensors in order."""
+    runs = list(_files(tensors, file_bytes))
+    return {f"model-{n:05d}-of-{len(runs):05d}.safetensors": run for n, run in enumerate(runs, 1)}
+
+
+def write_index(part: Path, listed: dict[str, list[HFTensor]], config: Path) -> None:
+    """Write the index of a checkpoint's files, and copy its config."""
+    total = sum(nbytes(t) for tensors in listed.values() for t in tensors)
+    weight_map = {t.name: name for name, tensors in listed.items() for t in tensors}
+    write_json(part / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+    shutil.copyfile(config, part / CONFIG)
 
 
 def _files(tensors: list[HFTensor], limit: int) -> Iterator[list[HFTensor]]:

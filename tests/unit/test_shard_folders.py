@@ -196,10 +196,10 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_commands_of_the_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    source(tmp_path / "checkpoints" / "published")
+    source(tmp_path / "checkpoints" / "published", dtype="bfloat16")
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "convert-checkpoints.md").read_text(encoding="utf-8")
     commands = [line for line in page.splitlines() if line.startswith("moeref ")]
-    assert [cli.main(shlex.split(line)[1:]) for line in commands] == [0] * 4
+    assert [cli.main(shlex.split(line)[1:]) for line in commands] == [0] * 7
 
 
 @pytest.mark.ranks

@@ -1,0 +1,204 @@
+"""Megatron's distributed checkpoint (`torch_dist`) of a model: written by all ranks, and read under any layout.
+
+megatron-core names and places every tensor (`sharded_state_dict`), checks that each element is written once, and reads.
+Only the files are written by torch: megatron-core's writer synchronises with a GPU, and has none on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as write_plan
+
+from moeref.bridge import ShardMap, bind
+from moeref.bridge.agreement import all_or_none, check_place, device_of
+from moeref.families import ExpertFormat
+from moeref.megatron.grouped_names import GroupedNames
+from moeref.shards.files import part_of, publish, sync, write_json
+from moeref.shards.folder import CONFIG, MANIFEST
+
+#: The `format` in the folder's moeref.json.
+FORMAT = "torch_dist"
+#: What a training run's checkpoint also holds; a model has none of it.
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
+
+
+class TorchDistError(ValueError):
+    """A distributed checkpoint that cannot be written or read; the message names the folder and the tensors."""
+
+
+class _Writer(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """megatron-core's plan of a checkpoint, written by torch's own writer."""
+
+    def __init__(self) -> None:
+        super().__init__(FORMAT, 1)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Write the tensors and objects of which this rank has the main replica. All ranks call it."""
+        mine: dict[str, list[Any]] = defaultdict(list)
+        for one in nested_values(sharded_state_dict):
+            if is_main_replica(one.replica_id):
+                mine[one.unique_key if isinstance(one, ShardedObject) else one.key].append(one)
+        write_plan(
+            mcore_to_pyt_state_dict(mine, False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+
+
+def save(
+    shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], target: str | Path, config: str | Path
+) -> Path:
+    """Write the model of all ranks to the new folder `target`, which they share. Returns its path.
+
+    config: the model's `config.json`. All ranks of the world call this. The folder has its name once every rank has
+    written, and all raise if one does. Raises TorchDistError if it exists already, for modules whose names
+    megatron-core cannot place, and for what megatron-core refuses; BridgeError as `bind`.
+    """
+    folder, part = Path(target), part_of(Path(target))
+    together = _agreement(shard_map, rank, chunks, folder)
+    with together("nothing was written"):
+        bind(shard_map, rank, chunks)
+        sharded = _sharded(shard_map, chunks, None)
+        if folder.exists():
+            raise TorchDistError(f"{folder} exists; remove it, or write elsewhere")
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+    with together("the folder is not whole"), _as_ours(folder):
+        dist_checkpointing.save(sharded, str(part), _Writer())
+    with together("the folder is not whole"):
+        if rank == 0:
+            shutil.copyfile(config, part / CONFIG)
+            write_json(part / MANIFEST, {"format": FORMAT, "expert_format": shard_map.expert_format})
+            sync(part)
+            publish(part, folder)
+    return folder
+
+
+def load(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:
+    """Fill the chunks of `rank` from a distributed checkpoint of any layout; vocabulary padding that it lacks is zero.
+
+    All ranks of the world call this, and all raise if one does. Optimizer and random states in it are not read.
+
+    Raises TorchDistError if it is not whole, lacks a tensor of the model, has it in another dtype or shape, or holds
+    weights that the model does not; BridgeError as `bind`.
+    """
+    folder = Path(folder)
+    together = _agreement(shard_map, rank, chunks, folder)
+    with together("nothing was read"), _as_ours(folder):
+        check_folder(folder)
+        pairs = bind(shard_map, rank, chunks)
+        sharded = _sharded(shard_map, chunks, dist_checkpointing.load_content_metadata(str(folder)))
+        _check_held(sharded, dist_checkpointing.load_tensors_metadata(str(folder)), folder)
+    with together("the model is loaded in part"), _as_ours(folder):
+        for _, tensor in pairs:
+            tensor.zero_()
+        state, left, _ = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RETURN_ALL)
+        if unread := sorted(name for name in left if _is_weight(name)):
+            raise TorchDistError(f"{folder} holds {len(unread)} that the model does not: {', '.join(unread[:3])}")
+        for key, chunk in _keys(chunks):
+            chunk.load_state_dict(state[key], strict=False)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise TorchDistError unless `folder` is a distributed checkpoint that is whole."""
+    if folder.name.endswith(".part") or not is_torch_dist(folder) or not (folder / ".metadata").is_file():
+        raise TorchDistError(f"{folder}: no whole distributed checkpoint: it lacks its metadata, or is still written")
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether megatron-core's own note in `folder` says that it is a distributed checkpoint of this format."""
+    try:
+        note = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(note, dict) and note.get("sharded_backend") == FORMAT
+
+
+def expert_format(folder: Path) -> ExpertFormat:
+    """The expert format of the Hugging Face checkpoint that `folder` was written from; `per_expert` if not known."""
+    note = folder / MANIFEST
+    said = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
+    return "fused" if said.get("expert_format") == "fused" else "per_expert"
+
+
+def _agreement(
+    shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], folder: Path
+) -> Callable[[str], AbstractContextManager[None]]:
+    check_place(shard_map.layout, rank, None)
+    where, device = f"{folder}, rank {rank}", device_of(chunks, None)
+    # Padding of the vocabulary may differ from the folder's, but not between ranks.
+    return lambda what: all_or_none(
+        shard_map.digest, device, None, lambda reason: TorchDistError(f"{where}: {reason}; {what}")
+    )
+
+
+@contextmanager
+def _as_ours(folder: Path) -> Iterator[None]:
+    """What megatron-core and torch raise, as a TorchDistError. torch's CheckpointException is no Exception."""
+    try:
+        yield
+    except (CheckpointingException, CheckpointException) as error:
+        raise TorchDistError(f"{folder}: {error}") from error
+
+
+def _keys(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
+    """The chunks by their key in a state dict of Megatron-LM. Keys in the files do not have it."""
+    return [("model" if len(chunks) == 1 else f"model{number}", chunk) for number, chunk in enumerate(chunks)]
+
+
+def _sharded(shard_map: ShardMap, chunks: Sequence[torch.nn.Module], metadata: Any) -> dict[str, Any]:
+    """The chunks as megatron-core shards them, under the names of Transformer Engine's modules."""
+    if shard_map.names.norms != "fused" or any(isinstance(m, GroupedNames) for c in chunks for m in c.modules()):
+        raise TorchDistError(
+            "a distributed checkpoint has the names of Transformer Engine's modules; without them build the model "
+            "with norms='fused' and experts='sequential'"
+        )
+    return {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _keys(chunks)}
+
+
+def _check_held(sharded: dict[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
+    """Raise TorchDistError if the folder lacks a tensor of this rank, or has it in another dtype."""
+    for one in _tensors(sharded):
+        if one.key not in stored:
+            raise TorchDistError(f"{folder} has no {one.key}")
+        if stored[one.key].dtype != one.dtype:
+            raise TorchDistError(f"{folder}: {one.key} is {stored[one.key].dtype}, the model holds {one.dtype}")
+
+
+def _tensors(sharded: dict[str, Any]) -> Iterator[Any]:
+    """The sharded tensors, also those into which megatron-core cuts a parameter."""
+    for one in nested_values(sharded):
+        if isinstance(one, ShardedTensorFactory):
+            yield from nested_values(one.build())
+        elif isinstance(one, ShardedTensor):
+            yield one
+
+
+def _is_weight(name: str) -> bool:
+    return not name.startswith(_NOT_WEIGHTS) and "_extra_state" not in name

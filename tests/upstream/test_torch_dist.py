@@ -1,0 +1,239 @@
+"""Megatron's distributed checkpoint, written and read by the installed megatron-core on a CPU."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import warm
+from tests.unit.test_shard_folders import source, tensors
+
+pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
+ROOT = Path(__file__).parents[2]
+BF16 = {"dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Iterator[warm.Prepared]:
+    """A process that has imported megatron-core, in which the kit has replaced nothing."""
+    program = "import moeref.cli, moeref.megatron.convert"
+    with warm.prepare(program, cwd=ROOT, path=[str(ROOT)], forget=["megatron", "moeref"]) as process:
+        yield process
+
+
+def convert(prepared: warm.Prepared, *arguments: object, ranks: int = 1) -> list[warm.Done]:
+    """`moeref convert` in each of `ranks` processes, as torchrun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    return prepared.run_all([_program(arguments, world | {"RANK": str(rank)}) for rank in range(ranks)], cwd=ROOT)
+
+
+def _program(arguments: tuple[object, ...], world: dict[str, str]) -> str:
+    argv = ["convert", *map(str, arguments)]
+    return f"import os\nos.environ.update({world})\nfrom moeref.cli import main\nraise SystemExit(main({argv}))"
+
+
+def done(results: list[warm.Done]) -> str:
+    """What rank 0 printed, if all ranks ended well; the other ranks print nothing."""
+    assert [one.returncode for one in results] == [0] * len(results), "\n".join(one.stderr for one in results)
+    assert {one.stdout for one in results[1:]} <= {""}
+    return results[0].stdout
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "ranks", "read", "readers"),
+    [
+        ("qwen3_moe", "world=1", 1, "tp=2,pp=2,ep=2,etp=1", 4),
+        ("qwen3_moe", "tp=2,pp=2,ep=2,etp=1", 4, "pp=2,vpp=2", 2),
+        ("glm4_moe", "tp=2,ep=2,etp=1", 2, "pp=2", 2),
+        ("deepseek_v3", "tp=2", 2, "ep=2,world=2", 2),
+        ("gpt_oss", "pp=2", 2, "tp=2,ep=2,etp=1", 2),
+        ("qwen3_next", "tp=2,ep=2,etp=1", 2, "pp=2", 2),
+    ],
+)
+def test_a_model_written_under_one_layout_is_read_under_another(
+    prepared: warm.Prepared, tmp_path: Path, family: str, written: str, ranks: int, read: str, readers: int
+) -> None:
+    hf = source(tmp_path / "hf", family, **BF16)
+    done(convert(prepared, hf, tmp_path / "dist", "--format=torch_dist", f"--layout={written}", ranks=ranks))
+    done(convert(prepared, tmp_path / "dist", tmp_path / "again", f"--layout={read}", ranks=readers))
+    assert tensors(tmp_path / "again") == tensors(hf)
+
+
+def folder_of(prepared: warm.Prepared, tmp_path: Path) -> tuple[Path, Path]:
+    """A Hugging Face folder, and the distributed checkpoint of it."""
+    hf = source(tmp_path / "hf", "mixtral", **BF16)
+    done(convert(prepared, hf, tmp_path / "dist", "--format=torch_dist"))
+    return hf, tmp_path / "dist"
+
+
+def refused(prepared: warm.Prepared, *arguments: object) -> str:
+    """What `moeref convert` says, which writes nothing."""
+    (result,) = convert(prepared, *arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stderr.startswith("moeref: "), result.stderr
+    return result.stderr
+
+
+def test_bad_input_is_refused_before_anything_is_written(prepared: warm.Prepared, tmp_path: Path) -> None:
+    hf, dist = folder_of(prepared, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    new = tmp_path / "new"
+    assert "exists; remove it" in refused(prepared, hf, dist, "--format=torch_dist")
+    assert "torchrun --nproc-per-node 2" in refused(prepared, hf, new, "--format=torch_dist", "--layout=tp=2")
+    assert "none has no config.json" in refused(prepared, tmp_path / "none", new, "--format=torch_dist")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_of_another_model_is_refused(prepared: warm.Prepared, tmp_path: Path) -> None:
+    hf, dist = folder_of(prepared, tmp_path)
+    config = json.loads((hf / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+
+    def with_config(**changes: object) -> str:
+        (other / "config.json").write_text(json.dumps({**config, **changes}))
+        said = refused(prepared, dist, tmp_path / "again", "--config", other)
+        assert not (tmp_path / "again").exists()
+        return said
+
+    layers = config["num_hidden_layers"]
+    assert f"decoder.layers.{layers}." in with_config(num_hidden_layers=layers + 1)
+    assert "that the model does not: decoder.layers." in with_config(num_hidden_layers=layers - 1)
+    assert "embedding.word_embeddings.weight" in with_config(hidden_size=2 * config["hidden_size"])
+
+
+def test_a_folder_that_is_not_whole_is_refused(prepared: warm.Prepared, tmp_path: Path) -> None:
+    _, dist = folder_of(prepared, tmp_path)
+    part = dist.rename(tmp_path / "dist.part")
+    assert "is still written" in refused(prepared, part, tmp_path / "again")
+    dist = part.rename(tmp_path / "dist")
+    (dist / "__0_0.distcp").unlink()
+    assert "__0_0.distcp" in refused(prepared, dist, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+OF_TRANSFORMER_ENGINE = """
+import sys
+from pathlib import Path
+from moeref_conformance import authors
+authors.megatron_on_cpu(plain_te=True)
+import torch
+import torch.distributed as dist
+from moeref import megatron
+from moeref.check import check
+from moeref.config import MoEConfig
+from moeref.exporter import Plan, export
+from moeref.megatron import torch_dist
+from moeref.record import installed_core
+from moeref_conformance.targets.peers import te_modules
+from safetensors.torch import load_file
+
+# What megatron-core asks of a grouped linear's quantisation state when it is not quantised.
+grouped = te_modules.GroupedLinear
+grouped.fp8_meta, grouped.fp8, grouped.fp8_calibration = {"fp8_checkpoint": False}, False, False
+grouped.get_extra_state = lambda self: torch.empty(0, dtype=torch.uint8)
+grouped.set_extra_state = lambda self, state: None
+
+hf, folder = sys.argv[1:]
+asked = MoEConfig(transformer_config_kwargs={"moe_grouped_gemm": True})
+report = check(hf, "world=1", asked=asked, kernels="te", dispatcher="allgather", core=installed_core(), verify=False)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+megatron.initialise(report.record.layout)
+built = megatron.build(report.record, 0)
+assert any(type(m).__name__ == "TEGroupedMLP" for m in built.chunks[0].modules())
+torch_dist.load(built.shard_map, 0, built.chunks, folder)
+want = {name: full for file in Path(hf).glob("*.safetensors") for name, full in load_file(file).items()}
+for tensor, full in export(Plan(built.shard_map), 0, built.chunks):
+    assert torch.equal(full.view(torch.uint8), want.pop(tensor.name).view(torch.uint8)), tensor.name
+assert not want
+"""
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3"])
+def test_a_model_of_transformer_engines_modules_reads_it(prepared: warm.Prepared, tmp_path: Path, family: str) -> None:
+    """Megatron's own specs, whose parameters have other names than plain torch modules have."""
+    hf = source(tmp_path / "hf", family, **BF16)
+    done(convert(prepared, hf, tmp_path / "dist", "--format=torch_dist"))
+    program = f"import sys\nsys.argv[1:] = {[str(hf), str(tmp_path / 'dist')]}\n{OF_TRANSFORMER_ENGINE}"
+    path = [str(ROOT), str(ROOT / "conformance")]
+    result = warm.run(program, cwd=ROOT, path=path, forget=["megatron", "moeref", "moeref_conformance"])
+    assert result.returncode == 0, result.stderr
+
+
+FP32 = """
+import sys
+from pathlib import Path
+from megatron.core import dist_checkpointing
+from moeref.bridge import load
+from moeref.megatron import convert, torch_dist
+hf, target = map(Path, sys.argv[1:])
+with convert._model(convert._record(hf, "world=1", 128)) as (built, rank):
+    load(built.shard_map, rank, built.chunks, hf)
+    target.mkdir()
+    sharded = torch_dist._sharded(built.shard_map, [chunk.float() for chunk in built.chunks], None)
+    dist_checkpointing.save(sharded, str(target), torch_dist._Writer())
+"""
+
+
+def test_a_folder_in_another_dtype_is_refused(prepared: warm.Prepared, tmp_path: Path) -> None:
+    """megatron-core alone would round while it reads."""
+    hf = source(tmp_path / "hf", "mixtral", **BF16)
+    program = f"import sys\nsys.argv[1:] = {[str(hf), str(tmp_path / 'dist')]}\n{FP32}"
+    assert prepared.run(program, cwd=ROOT).returncode == 0
+    assert "has no config.json: give the folder" in refused(prepared, tmp_path / "dist", tmp_path / "again")
+    said = refused(prepared, tmp_path / "dist", tmp_path / "again", "--config", hf)
+    assert "is torch.float32, the model holds torch.bfloat16" in said
+
+
+RANK = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from moeref.bridge import load
+from moeref.megatron import convert, torch_dist
+hf, target, port, rank = sys.argv[1:]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2", RANK=rank)
+with convert._model(convert._record(Path(hf), "tp=2", 128)) as (built, number):
+    load(built.shard_map, number, built.chunks, hf)
+    try:
+        torch_dist.save(built.shard_map, number, built.chunks, target, hf + "/config.json")
+    except torch_dist.TorchDistError as error:
+        print(error)
+    else:
+        raise SystemExit("written")
+"""
+
+
+def test_all_ranks_raise_if_one_cannot_write(prepared: warm.Prepared, tmp_path: Path) -> None:
+    hf = source(tmp_path / "hf", "mixtral", **BF16)
+    (tmp_path / "file").touch()
+    targets = tmp_path / "dist", tmp_path / "file" / "dist"  # rank 1 cannot make a folder in a file
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    programs = [
+        f"import sys\nsys.argv[1:] = {[str(hf), str(target), str(port), str(rank)]}\n{RANK}"
+        for rank, target in enumerate(targets)
+    ]
+    for result in prepared.run_all(programs, cwd=ROOT):
+        assert result.returncode == 0, result.stderr
+        assert "dist" in result.stdout
+    assert not (tmp_path / "dist").exists()
+
+
+def test_megatrons_own_writer_needs_cuda(prepared: warm.Prepared) -> None:
+    """Why torch's writer is used: before megatron-core's own writes, it waits for a GPU, if there is one or not."""
+    program = (
+        "from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync\n"
+        "FileSystemWriterAsync.preload_tensors([])\n"
+    )
+    if not torch.cuda.is_available():
+        result = prepared.run(program, cwd=ROOT)
+        assert result.returncode == 1
+        assert "cuda" in result.stderr.lower()

@@ -183,12 +183,15 @@ def _sharded(shard_map: ShardMap, chunks: Sequence[torch.nn.Module], metadata: A
 
 
 def _check_held(sharded: dict[str, Any], stored: Mapping[str, Any], folder: Path) -> None:
-    """Raise TorchDistError if the folder lacks a tensor of this rank, or has it in another dtype."""
+    """Raise TorchDistError if the folder lacks a tensor of this rank, or has it in another dtype or shape."""
     for one in _tensors(sharded):
         if one.key not in stored:
             raise TorchDistError(f"{folder} has no {one.key}")
         if stored[one.key].dtype != one.dtype:
             raise TorchDistError(f"{folder}: {one.key} is {stored[one.key].dtype}, the model holds {one.dtype}")
+        shape = stored[one.key].global_shape
+        if shape != one.global_shape and not one.allow_shape_mismatch:
+            raise TorchDistError(f"{folder}: {one.key} is {[*shape]}, the model holds {[*one.global_shape]}")
 
 
 def _tensors(sharded: dict[str, Any]) -> Iterator[Any]:

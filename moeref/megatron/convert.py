@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.transformer import multi_latent_attention
 from torch._C._distributed_c10d import HashStore
 
 from moeref.bridge import load
@@ -86,6 +87,11 @@ def _record(config: Path, layout: str, divisible_by: int) -> Record:
     report = check(config, layout, divisible_by=divisible_by, core=installed_core(), verify=False, **names)
     if report.record is None:
         raise TorchDistError(f"{config}: " + "; ".join(problem.text for problem in report.problems))
+    if report.record.model.mla and not isinstance(multi_latent_attention.TELinear, type | None):
+        raise TorchDistError(
+            f"{config}: megatron-core {installed_core()} builds latent attention only where Transformer Engine is "
+            "installed; install it, or megatron-core 0.19"
+        )
     return report.record
 
 

@@ -106,7 +106,7 @@ def _check_nox(arguments: list[str]) -> None:
 def _checkpoints() -> Iterator[None]:
     """A folder with the checkpoints and the manifest that pages name."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for name in ("published", "exported", "step-7", "again"):
+        for name in ("published", "exported", "step-7", "again", "from-distributed"):
             Path("checkpoints", name).mkdir(parents=True)
             save_file({"model.norm.weight": torch.ones(4)}, Path("checkpoints", name, "model.safetensors"))
         audit.read("checkpoints/published").save("published.json")

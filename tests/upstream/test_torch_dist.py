@@ -6,10 +6,14 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from megatron.core.transformer import multi_latent_attention
 
+from moeref.megatron import convert as distributed
+from moeref.megatron import torch_dist
 from tests import warm
 from tests.unit.test_shard_folders import source, tensors
 
@@ -237,3 +241,11 @@ def test_megatrons_own_writer_needs_cuda(prepared: warm.Prepared) -> None:
         result = prepared.run(program, cwd=ROOT)
         assert result.returncode == 1
         assert "cuda" in result.stderr.lower()
+
+
+def test_latent_attention_that_cannot_be_built_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.16.1 has a mock in place of a class that only Transformer Engine gives it."""
+    hf = source(tmp_path / "hf", "deepseek_v3", **BF16)
+    monkeypatch.setattr(multi_latent_attention, "TELinear", MagicMock())
+    with pytest.raises(torch_dist.TorchDistError, match="builds latent attention only where Transformer Engine is"):
+        distributed._record(hf, "world=1", 128)

@@ -251,7 +251,7 @@ def mask_on_the_host(target: Target, cell: Cell, world: World, inputs: Mapping[s
     from moeref.megatron import context
 
     real = context.causal_mask
-    context.causal_mask = lambda length, cp, cp_rank, device: real(length, cp, cp_rank, HOST)
+    context.causal_mask = lambda ends, cp, cp_rank, device, before=None: real(ends, cp, cp_rank, HOST, before)
     run_rank(target, cell, world, inputs, record_dir)
 
 

@@ -151,5 +151,6 @@ def test_a_missing_test_dependency_is_one_sentence(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 4
-    said = "the tests need hypothesis, which is not installed here: pip install -e '.[kit]' --group test"
+    pip = "pip install -e '.[kit]' --group test (pip 25.1 or newer)"
+    said = f"the tests need hypothesis, which is not installed here: {pip}"
     assert (done.stdout + done.stderr).strip().splitlines() == [f"ERROR: {said}"]

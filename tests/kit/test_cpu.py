@@ -47,7 +47,8 @@ def test_layouts(world: ForkedWorld, tmp_path: Path) -> None:
             assert len(found) == layout.world // layout.pp
             for path in found:
                 worst = (torch.load(path) - reference).abs().max().item()
-                assert worst <= 5e-6, f"{name} {path.parent.name}: {worst}"
+                # Logits reach 4. Sums in another order make 5.6e-6 of that on one CPU, less on another.
+                assert worst <= 1e-5, f"{name} {path.parent.name}: {worst}"
 
 
 def test_nothing_is_installed_for_a_gpu() -> None:

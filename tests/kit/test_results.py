@@ -1,6 +1,8 @@
 """The results file, the headline and the exit code."""
 
 import json
+import platform
+from pathlib import Path
 
 import pytest
 from kit_toy import failing, run
@@ -143,6 +145,8 @@ def test_header_says_what_decided_the_run(tmp_path):
     assert header["settings"]["deadline"] == 120.0
     assert len(header["rules"]["hash"]) == len(header["matrix"]["hash"]) == 8
     assert {"seed", "date", "platform", "kit"} <= set(header)
+    processor = header["platform"].removeprefix(f"{platform.platform()}, ")
+    assert processor.partition(",")[0] in Path("/proc/cpuinfo").read_text()
 
 
 def test_crash_leaves_a_readable_file_without_footer(tmp_path):

@@ -25,8 +25,9 @@ from moeref_conformance.judges.common import (
     without,
 )
 
+# Largest differences seen on three kinds of CPU: 2.2e-6 and 2.4e-6, both of Qwen3-Next under TP and EP.
 TRANSFORMERS = 2e-5
-LAYOUT = 2e-6
+LAYOUT = 1e-5
 
 
 def _logits(run: Observation) -> dict[int, torch.Tensor]:

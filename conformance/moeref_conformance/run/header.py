@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from moeref_conformance.contract.api import to_plain
@@ -23,7 +24,7 @@ def header(plan: Plan) -> dict[str, Any]:
     return {
         "kit": version_of("moeref") or "from source",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "platform": platform.platform(),
+        "platform": f"{platform.platform()}, {_processor()}",
         "versions": versions() | dict(plan.machine.versions if plan.machine else {}),
         "target": {"spec": settings.target, **info, "claims": to_plain(claims)},
         "matrix": {"name": plan.matrix.name, "hash": plan.matrix.hash, "cells": len(plan.matrix.cells)},
@@ -53,3 +54,12 @@ def header(plan: Plan) -> dict[str, Any]:
         ],
         "excluded": [{"cell": cell_id, "reason": reason} for cell_id, reason in plan.matrix.excluded],
     }
+
+
+def _processor() -> str:
+    """The kind of CPU, on which rounding depends, as in `AMD EPYC, family 26, model 2`."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8").partition("\n\n")[0] if path.exists() else ""
+    said = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
+    family = [f"{key.removeprefix('cpu ')} {said[key]}" for key in ("cpu family", "model") if key in said]
+    return ", ".join([said.get("model name") or platform.machine(), *family])

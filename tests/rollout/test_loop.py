@@ -11,8 +11,8 @@ from docs.examples import grpo_moe
 from docs.examples.grpo_moe import Loop, Size
 from moeref.layout import Layout
 
-#: Rollout against training in fp32: sums in other orders.
-CLOSE = 5e-6
+#: Rollout against training in fp32: sums in other orders. docs/status/rollout.md has the largest seen on two kinds of CPU.
+CLOSE = 1e-5
 CELLS = (
     ("qwen3_moe", "tp=2,pp=2,ep=2,etp=1"),
     ("glm4_moe", "pp=2"),

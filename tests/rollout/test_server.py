@@ -27,7 +27,7 @@ from moeref.provenance import ProvenanceError
 from moeref.vllm.control import PauseMode
 
 pytestmark = pytest.mark.slow
-CLOSE = 5e-6
+CLOSE = 1e-5  # see test_loop
 LONG = 450
 
 

@@ -11,7 +11,7 @@ from docs.examples import grpo_moe
 from docs.examples.grpo_moe import Loop, Size
 from moeref.layout import Layout
 
-#: Rollout against training in fp32: sums in other orders. docs/status/rollout.md has the largest seen on two kinds of CPU.
+#: Rollout against training in fp32: sums in other orders. The largest seen are in docs/status/rollout.md.
 CLOSE = 1e-5
 CELLS = (
     ("qwen3_moe", "tp=2,pp=2,ep=2,etp=1"),

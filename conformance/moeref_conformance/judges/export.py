@@ -297,18 +297,23 @@ def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
 
 @judges("EXP-009")
 def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
-    """The tensors of every other rank that was given some, against the writer's."""
-    writer = _writer(case)
-    yield from without(case, "export") if writer else _no_writer(case)
-    if writer is None:
-        return
+    """The tensors of every other rank that was given some, against the writer's, in both exports."""
+    yield from without(case, "export") if _writer(case) else _no_writer(case)
+    for step in ("export", "export_changed"):
+        if writer := _writer(case, step):
+            yield from _of_receivers(case, writer, step)
+
+
+def _of_receivers(case: Case, writer: RankRecord, step: str) -> Iterator[Finding]:
+    """Findings where the ranks that were given tensors in this step lack some, or have others than the writer."""
     want: Context | None = None
-    for record in records(case, "export"):
+    for record in records(case, step):
         if case.claims.receivers == "all":
-            yield from _complete(case, record, "export")
-        if record.rank != writer.rank and any(row["materialised"] for row in record.value("export")):
-            want = want or context(case, of=writer.tensors("export"))
-            yield from _unlike(case, record, want, kinds=KINDS)
+            yield from _complete(case, record, step)
+        if record.rank != writer.rank and any(row["materialised"] for row in record.value(step)):
+            want = want or context(case, of=writer.tensors(step))
+            stale = expected(case).tensors if step == "export_changed" else None
+            yield from _unlike(case, record, want, step=step, kinds=KINDS, stale=stale)
 
 
 @judges("EXP-010")

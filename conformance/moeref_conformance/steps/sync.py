@@ -42,12 +42,18 @@ def prompts(context: Context) -> list[list[int]]:
 
 def ask(engine: Engine, given: Sequence[list[int]]) -> list[dict[str, Any]]:
     """What is sampled after each prompt, with the prompt."""
-    return said(given, engine.sample(given, NEW))
+    return said(given, engine.sample(given, NEW), range(NEW, NEW + 1))
 
 
-def said(given: Sequence[list[int]], sampled: Any) -> list[dict[str, Any]]:
-    """Samples as plain values. Raises TypeError or ValueError for an answer of another form."""
-    pairs = zip(given, checked_rows(sampled, Sampled), strict=True)
+def said(given: Sequence[list[int]], sampled: Any, numbers: range) -> list[dict[str, Any]]:
+    """Samples of so many tokens as plain values. Raises TypeError or ValueError for an answer of another form."""
+    pairs = list(zip(given, checked_rows(sampled, Sampled), strict=True))
+    for number, (_, one) in enumerate(pairs):
+        tokens, logprobs, versions = len(one.tokens), len(one.logprobs), len(one.versions)
+        if tokens not in numbers or not tokens == logprobs == versions:
+            asked = f"{numbers.start} to {numbers[-1]}" if len(numbers) > 1 else numbers.start
+            told = f"sample {number} has {tokens} tokens, {logprobs} logprobs and {versions} versions"
+            raise ValueError(f"{told}; asked for {asked} of each")
     return [{"prompt": prompt, **to_plain(one)} for prompt, one in pairs]
 
 
@@ -73,7 +79,7 @@ def under_way(sync: Sync, context: Context) -> dict[str, Any]:
     for mode in sync.modes():
         with sync.open(context.input("checkpoint"), mode) as engine:
             meanwhile = engine.sample(given, LONG, lambda: engine.update(tensors(context.input("second")), 1))
-            found[mode] = {"meanwhile": said(given, meanwhile), "then": ask(engine, [fresh])}
+            found[mode] = {"meanwhile": said(given, meanwhile, range(1, LONG + 1)), "then": ask(engine, [fresh])}
     return found
 
 

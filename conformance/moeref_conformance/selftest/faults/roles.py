@@ -72,6 +72,20 @@ def _others_not_filled(session: Session, cell: Cell, world: World) -> Any:
     return stream(session, rewrite)
 
 
+def _others_keep_the_first(session: Session, cell: Cell, world: World) -> Any:
+    """Ranks other than the writer hand on what they were given in the first export."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
+            if world.rank and tensor is not None:
+                tensor = kept.setdefault(meta.name, tensor.clone()).clone()
+            yield meta, tensor
+            del tensor
+
+    return stream(everywhere(session, cell, world), rewrite)
+
+
 def _one_rank_ends_early(session: Session, cell: Cell, world: World) -> Any:
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         for meta, tensor in pairs:
@@ -147,6 +161,16 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_others_not_filled,
         diagnosis="all zero",
+    ),
+    Fault(
+        id="other-receivers-stay-at-the-first",
+        bug="SkyRL#1345 in kind: every rank has an engine, and all but the writer's are sent the first weights again",
+        rules=("EXP-009",),
+        also=("EXP-013",),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_others_keep_the_first,
+        claims={"receivers": "all"},
+        diagnosis="stale",
     ),
     Fault(
         id="share-of-nobody",

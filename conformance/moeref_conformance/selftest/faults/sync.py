@@ -140,6 +140,16 @@ class _FirstLogprob(_Wrong):
         return [replace(one, logprobs=one.logprobs[:1] * len(one.logprobs)) for one in found]
 
 
+def _answering(change: Callable[[Sampled], Sampled]) -> type[_Wrong]:
+    """An engine whose samples pass through `change`."""
+
+    class _Answers(_Wrong):
+        def sample(self, *asked: Any) -> Sequence[Sampled]:
+            return [change(one) for one in self.good.sample(*asked)]
+
+    return _Answers
+
+
 def _place(name: str) -> str:
     """Where an expert stood before two of its layer were exchanged."""
     return re.sub(r"(?<=\.experts\.)([01])(?=\.)", lambda found: str(1 - int(found[0])), name)
@@ -310,6 +320,22 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_Buffer),
         says="larger than the buffer of routes",
+    ),
+    Fault(
+        id="samples-end-at-once",
+        bug="reported nowhere: an engine that takes an end of sequence for one although it was told to go on",
+        rules=("RUN-001",),
+        cell=QWEN,
+        wrap=engine(_answering(lambda one: replace(one, tokens=(), logprobs=(), versions=()))),
+        says="sample 0 has 0 tokens",
+    ),
+    Fault(
+        id="tokens-without-labels",
+        bug="AReaL#1569 in kind: samples carry no version, which an empty set of labels does not contradict",
+        rules=("RUN-001",),
+        cell=QWEN,
+        wrap=engine(_answering(lambda one: replace(one, versions=()))),
+        says="6 tokens, 6 logprobs and 0 versions",
     ),
     Fault(
         id="update-dropped",

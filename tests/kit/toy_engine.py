@@ -1,0 +1,149 @@
+"""A target of the facet `sync` without an inference engine: tokens are drawn, and their logprobs are transformers'.
+
+The weights of each version lie in a folder, and the engine's process is one that sleeps. What the kit does with an
+engine, and what judges say of it, needs no more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from moeref_conformance.contract.api import FACETS, Cell, Claims, Info, Sampled, World
+from moeref_conformance.contract.backends import ENGINE
+from moeref_conformance.oracles import sync as oracle
+from moeref_conformance.selftest.border import checkpoint
+from moeref_conformance.selftest.faults import FAULTS
+from safetensors.torch import save_file
+
+
+@dataclass
+class Engine:
+    """Serves the Hugging Face folder `weights`. An update with `mode` abort ends the samples that are under way."""
+
+    weights: Path
+    mode: str
+    scratch: Path
+    process: subprocess.Popen[bytes]
+    served: int = 0
+    updating: threading.Lock = field(default_factory=threading.Lock)
+
+    def _check_alive(self) -> None:
+        if self.process.poll() is not None:
+            raise RuntimeError("the process of the engine has ended")
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
+    ) -> list[Sampled]:
+        self._check_alive()
+        drawn = [tuple(random.Random(str(prompt)).choices(range(100), k=tokens)) for prompt in prompts]
+        before = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
+        if during is None:
+            return before
+        during()
+        after = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
+        return [_joined(*pair, 1 if self.mode == "abort" else tokens) for pair in zip(before, after, strict=True)]
+
+    def _sampled(self, prompt: Sequence[int], row: tuple[int, ...]) -> Sampled:
+        return Sampled(
+            tokens=row,
+            logprobs=tuple(oracle.logprobs(self.weights, prompt, row).tolist()),
+            versions=(self.served,) * len(row),
+            routes=tuple(tuple(map(tuple, token)) for token in oracle.routes(self.weights, prompt, row)),
+        )
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self._check_alive()
+        if not self.updating.acquire(blocking=False):
+            raise RuntimeError("an update is under way")
+        try:
+            came = self._received(tensors)
+            self._check_alive()
+            self.weights, self.served = self._saved(came), version
+        finally:
+            self.updating.release()
+
+    def _received(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        held, came = checkpoint(self.weights), dict[str, torch.Tensor]()
+        for name, tensor in tensors:
+            if name in came or name not in held or tensor.shape != held[name].shape:
+                raise ValueError(f"{name} {list(tensor.shape)} comes twice, or is none of the model's")
+            came[name] = tensor.clone()
+        if lost := sorted(held.keys() - came.keys()):
+            raise ValueError(f"{len(lost)} tensors did not come, first {lost[0]}")
+        return came
+
+    def _saved(self, came: dict[str, torch.Tensor]) -> Path:
+        """A folder with these tensors, the same for the same ones: a module is made of each once."""
+        digest = hashlib.sha256(b"".join(came[name].numpy().tobytes() for name in sorted(came))).hexdigest()
+        folder = self.scratch / digest
+        if not folder.exists():
+            folder.mkdir()
+            shutil.copyfile(self.weights / "config.json", folder / "config.json")
+            save_file(came, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    def version(self) -> int:
+        self._check_alive()
+        return self.served
+
+    def pids(self) -> Sequence[int]:
+        return [self.process.pid]
+
+
+def _joined(old: Sampled, new: Sampled, tokens: int) -> Sampled:
+    """The first token of `old`, and those of `new` up to so many in all."""
+    parts = {name: getattr(old, name)[:1] + getattr(new, name)[1:tokens] for name in ("logprobs", "versions")}
+    return Sampled(tokens=old.tokens[:tokens], **parts)
+
+
+@dataclass
+class Sync:
+    """Engines, one after the other."""
+
+    scratch: Path
+
+    def modes(self) -> Sequence[str]:
+        return ("abort", "keep")
+
+    @contextmanager
+    def open(self, folder: Path, mode: str) -> Iterator[Engine]:
+        process = subprocess.Popen(["sleep", "600"])
+        try:
+            yield Engine(folder, mode, self.scratch, process)
+        finally:
+            process.kill()
+            process.wait()
+
+
+class Target:
+    """The toy engine, changed by the faults that the cell's tags name."""
+
+    info = Info(name="toy engine", version="0")
+    claims = Claims(
+        facets=frozenset({"sync"}),
+        families=frozenset({"qwen3_moe", "glm4_moe"}),
+        backends=frozenset({ENGINE}),
+        engine_routes=True,
+    )
+
+    @contextmanager
+    def open(self, cell: Cell, world: World) -> Iterator[Any]:
+        session: Any = SimpleNamespace(**dict.fromkeys(FACETS))
+        session.sync = Sync(world.workdir)
+        for fault in (FAULTS[tag.removeprefix("fault:")] for tag in cell.tags):
+            session = fault.wrap(session, cell, world) if fault.wrap else session
+        yield session
+
+
+target = Target()

@@ -69,6 +69,30 @@ def test_a_bad_line_of_a_dump_is_an_error_of_its_cell(tmp_path):
     assert results.exit_code == 2
 
 
+def lacking(case):
+    """A judge that reads what the records of a newer version have."""
+    return Outcome(met=str([record.value("topology")["newer"] for record in case.observation.ranks]))
+
+
+def test_a_dump_that_an_older_version_recorded_is_to_be_recorded_again(tmp_path):
+    told = '{"step": "topology", "phase": "ok", "value": {}}'
+    closed = '{"step": "close", "phase": "ok", "value": false}'
+    for rank in (0, 1):
+        record(tmp_path / "dump", TP2, rank, told, closed)
+    spec = f"dump:{tmp_path / 'dump'}"
+    results = run(tmp_path, nullcontext(DumpWorld(resolve(spec))), {"target": spec}, TOP_001=lacking)
+    verdict = results.table[TP2]["TOP-001"]
+    assert (verdict.status, results.table[TP2]["RUN-001"].status) == ("untested", "pass")
+    assert verdict.reason.startswith("the record of topology lacks what TOP-001 reads")
+    assert verdict.reason.endswith("(KeyError: 'newer'): record again with this version of the kit")
+    assert results.exit_code != 2
+
+
+def test_a_judge_that_fails_on_a_run_is_an_error_of_the_kit(tmp_path):
+    results = run(tmp_path, ToyWorld(), TOP_001=lambda case: {}["newer"])
+    assert results.table[TP2]["TOP-001"].status == "error"
+
+
 def test_cells_are_judged_although_their_one_rank_run_has_an_error(tmp_path):
     trouble = lambda cell: RunOutcome((), 0.1, error="it broke") if cell.layout.world == 1 else None  # noqa: E731
 

@@ -63,13 +63,23 @@ def judged(
     try:
         outcome = judge(case)
     except Exception as error:  # the kit's own failure, reported as such
-        return verdict(plan, case.cell, rule, "error", reason=f"the judge raised {describe(error)}")
+        status, reason = _of_raised(plan, rule, error)
+        return verdict(plan, case.cell, rule, status, reason=reason)
     say = partial(verdict, plan, case.cell, rule, seconds=round(time.monotonic() - began, 3))
     if outcome.untested:
         reason = f"{outcome.untested} ({no_baseline})" if no_baseline and case.baseline is None else outcome.untested
         return say("untested", reason=reason)
     plain = say("fail", findings=outcome.findings) if outcome.findings else say("pass", met=outcome.met)
     return _with_known_failures(plan, case.cell, rule, plain)
+
+
+def _of_raised(plan: Plan, rule: Rule, error: Exception) -> tuple[str, str]:
+    """Status and reason of a rule whose judge raised. The record of a dump may be of an older version of the kit."""
+    if plan.recorded is None or isinstance(error, BadInput):
+        return "error", f"the judge raised {describe(error)}"
+    steps, said = " and ".join(rule.steps), f"{type(error).__name__}: {error}"
+    told = f"the record of {steps} lacks what {rule.id} reads, or has it in another form ({said})"
+    return "untested", f"{told}: record again with this version of the kit"
 
 
 def _unmet(rule: Rule, so_far: Mapping[str, Verdict]) -> str:

@@ -75,18 +75,18 @@ def _part_rotary(theta: float, part: float) -> dict[str, Any]:
     return {"partial_rotary_factor": part, "rope_parameters": {**_rotary(theta), "partial_rotary_factor": part}}
 
 
-#: One of Qwen3's 3 frequencies stays, one is mixed, one slows down; where they part is rounded, unlike gpt-oss's.
+#: Two of Qwen3's 3 frequencies stay, and one is mixed; where they part is rounded, unlike gpt-oss's. Every number tells.
 _LONG: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 3_000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 16,
-    "beta_fast": 2.0,
-    "beta_slow": 0.05,
+    "beta_fast": 0.035,
+    "beta_slow": 0.0025,
 }
 
 _FAMILY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0), "rms_norm_eps": 2e-5},
+    "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0), "rms_norm_eps": 1e-4},
     # Mixtral's only width is intermediate_size. Its sizes divide by 3 and 6, and by 8 ranks into one expert each.
     "mixtral": {
         "head_dim": 6,
@@ -100,6 +100,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         **_part_rotary(2_000.0, 0.75),
         "head_dim": 8,
+        "rms_norm_eps": 1e-4,  # Megatron's default of 1e-5 shows in the norms of queries and keys alone
         "n_routed_experts": 16,
         "n_shared_experts": 1,
         "n_group": 1,
@@ -109,7 +110,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
-    # 16 experts in 4 groups of which 2 are chosen, and YaRN with two different mscales.
+    # 16 experts in 4 groups of which 2 are chosen, and YaRN with two different mscales: two of its 4 frequencies stay, one
+    # is mixed, one slows down.
     "deepseek_v3": {
         **_LATENT,
         "vocab_size": 256,
@@ -127,8 +129,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
             "rope_theta": 8_000.0,
             "factor": 4.0,
             "original_max_position_embeddings": 16,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
+            "beta_fast": 0.05,
+            "beta_slow": 0.004,
             "mscale": 0.8,
             "mscale_all_dim": 1.0,
         },

@@ -28,11 +28,23 @@ def _with_theta_of_the_class(inv_freq: torch.Tensor) -> torch.Tensor:
     return 10_000.0 ** -torch.linspace(0, 1, len(inv_freq) + 1, dtype=inv_freq.dtype)[:-1]
 
 
-def _norms_of_the_class(chunk: Any) -> None:
-    """Every norm has the epsilon of transformers' Qwen3MoeConfig."""
+def _norms(epsilon: float, part: str = "") -> Change:
+    """The norms whose name contains `part` have this epsilon."""
+
+    def change(chunk: Any) -> None:
+        for name, module in chunk.named_modules():
+            if part in name and isinstance(module, torch.nn.RMSNorm):
+                module.eps = epsilon
+
+    return each_chunk(change)
+
+
+def _yarn_of_the_class(chunk: Any) -> None:
+    """YaRN's frequencies part where megatron-core's class has it by default."""
     for module in chunk.modules():
-        if isinstance(module, torch.nn.RMSNorm):
-            module.eps = 1e-6
+        if hasattr(module, "beta_fast"):
+            module.beta_fast, module.beta_slow = 32.0, 1.0
+            module.forward.cache_clear()
 
 
 FAULTS = (
@@ -61,7 +73,15 @@ FAULTS = (
         bug="rms_norm_eps of the checkpoint is not read, and the class has a default",
         rules=("FWD-001",),
         cell=cell("qwen3_moe", "one"),
-        wrap=each_chunk(_norms_of_the_class),
+        wrap=_norms(1e-6),
+        one_rank=True,
+    ),
+    Fault(
+        id="query-norm-epsilon-of-megatron",
+        bug="norms of queries and keys that are built without the config's epsilon, and have Megatron's default",
+        rules=("FWD-001",),
+        cell=cell("glm4_moe", "one"),
+        wrap=_norms(1e-5, "q_layernorm"),
         one_rank=True,
     ),
     Fault(
@@ -80,6 +100,14 @@ FAULTS = (
         rules=("FWD-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_rotary(_with_theta_of_the_class),
+        one_rank=True,
+    ),
+    Fault(
+        id="yarn-of-the-class",
+        bug="beta_fast and beta_slow of rope_scaling are parsed and never passed on, and the class has defaults",
+        rules=("FWD-001",),
+        cell=cell("deepseek_v3", "one", layers=3),
+        wrap=each_chunk(_yarn_of_the_class),
         one_rank=True,
     ),
     Fault(

@@ -75,7 +75,7 @@ def _part_rotary(theta: float, part: float) -> dict[str, Any]:
     return {"partial_rotary_factor": part, "rope_parameters": {**_rotary(theta), "partial_rotary_factor": part}}
 
 
-#: Two of Qwen3's 3 frequencies stay, and one is mixed; where they part is rounded, unlike gpt-oss's. Every number tells.
+#: Two of Qwen3's 3 frequencies stay, one is mixed; where they part is rounded, unlike gpt-oss's. Every number tells.
 _LONG: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 3_000.0,
@@ -110,8 +110,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
-    # 16 experts in 4 groups of which 2 are chosen, and YaRN with two different mscales: two of its 4 frequencies stay, one
-    # is mixed, one slows down.
+    # 16 experts in 4 groups of which 2 are chosen, and YaRN with two mscales. Two of its 4 frequencies stay, one is mixed,
+    # one slows down.
     "deepseek_v3": {
         **_LATENT,
         "vocab_size": 256,

@@ -110,8 +110,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "use_qk_norm": True,
     },
-    # 16 experts in 4 groups of which 2 are chosen, and YaRN with two mscales. Two of its 4 frequencies stay, one is mixed,
-    # one slows down.
+    # 16 experts in 4 groups of which 2 are chosen, and YaRN with two mscales: two of its 4 frequencies stay, one is
+    # mixed, one slows down.
     "deepseek_v3": {
         **_LATENT,
         "vocab_size": 256,

@@ -73,6 +73,8 @@ def test_replay_closes_the_gap_in_bf16(family: str, layout: str, tmp_path: Path)
     finally:
         loop.close()
     with_R3, without = report.mismatches["R3"], report.mismatches["no replay"]
+    both = [f"{of.k3:.1e} | {of.max_abs:.1e}" for of in (without, with_R3)]
+    print(f"| {family} | {layout} | {report.agreement:.3f} | {' | '.join(both)} |")
     assert report.agreement < 1
     assert without.k3 >= 5 * with_R3.k3
     assert without.max_abs >= 4 * with_R3.max_abs

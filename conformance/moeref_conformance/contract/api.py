@@ -293,8 +293,8 @@ class Dispatch(Protocol):
         """Send rows to their experts by the cell's dispatcher, and the weighted outputs back; differentiable.
 
         Called by all ranks, not in the static world. `expert(number, rows_RH)` computes one of this rank's experts
-        (numbered globally), or its share of one under ETP, and is called for each of them. Raises on every rank for
-        a row that names an expert twice or one that does not exist.
+        (numbered globally), or its share of one under ETP, and is called for each of them. Raises for a row of
+        this rank that names an expert twice or one that does not exist.
         """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -191,10 +191,24 @@ def _explained(have_TH: torch.Tensor, want: Looped, weights_TK: torch.Tensor, ro
         rounded_TK = weights_TK.to(dtype).double()
         if not _apart(have_TH, (rounded_TK[..., None] * want.parts_TKH).sum(1), rows_T):
             return f"as with weights rounded to {str(dtype).removeprefix('torch.')}"
-    lacking = [_lacking(*row) for row in zip(have_TH[rows_T], weights_TK[rows_T], want.parts_TKH[rows_T], strict=True)]
+    rows = list(zip(have_TH[rows_T], weights_TK[rows_T], want.parts_TKH[rows_T], strict=True))
+    lacking = [_lacking(*row) for row in rows]
     if all(number is not None for number in lacking):
         return f"{sum(map(bool, lacking))} of {len(lacking)} rows lack the output of some of their experts"
+    for what, others in _OTHER_WEIGHTS.items():
+        if all(any(not _apart(have, w @ parts) for w in others(own, weights_TK)) for have, own, parts in rows):
+            return f"as with {what}"
     return _scaled(have_TH, want.y_TH, rows_T)
+
+
+#: What may have become of the weights of a row `[K]`, given those of all rows `[T, K]`.
+_OTHER_WEIGHTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Iterable[torch.Tensor]]] = {
+    "weights squared": lambda own_K, _: [own_K * own_K],
+    "weights of 1": lambda own_K, _: [torch.ones_like(own_K)],
+    "equal weights": lambda own_K, _: [torch.full_like(own_K, 1 / len(own_K))],
+    "a row's weights in another order": lambda own_K, _: map(torch.stack, itertools.permutations(own_K)),
+    "the weights of other rows": lambda _, weights_TK: weights_TK,
+}
 
 
 def _lacking(have_H: torch.Tensor, weights_K: torch.Tensor, parts_KH: torch.Tensor) -> int | None:
@@ -286,7 +300,7 @@ def _spread(case: Case, rank: int, exchange: Exchange, chosen: list[list[int]]) 
 
 @judges("DSP-009")
 def malformed_routes_are_refused(case: Case) -> list[Finding]:
-    """On every rank, so that no rank waits for another."""
+    """On every rank, since each is given such a row."""
     return unanswered(case, "exchange") + not_refused(case, "exchange", "a row with {} was dispatched")
 
 

@@ -61,7 +61,8 @@ def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int, device
     padding_T = torch.arange(rows) >= count
     if exchange.padding:
         padding_T |= torch.arange(rows) % exchange.padding == 1
-    x_TH, weights_TK = draw(rows, HIDDEN), draw(rows, exchange.topk) + 0.1
+    # From 1 down to a millionth, as routers have them: what drops or rounds small weights shows.
+    x_TH, weights_TK = draw(rows, HIDDEN), 10.0 ** (-6 * draw(rows, exchange.topk))
     if exchange.topk > 1:
         weights_TK[:1, -1] = 0  # a probability that underflowed: the row is sent, and its weight has a gradient
     return Given(

@@ -188,6 +188,20 @@ def _probs_in_bf16(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTri
     return good.round_trip(replace(rows, weights_TK=rows.weights_TK.bfloat16().to(rows.weights_TK.dtype)), expert)
 
 
+def _weighed_twice(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    return good.round_trip(replace(rows, weights_TK=rows.weights_TK * rows.weights_TK), expert)
+
+
+def _weights_sorted(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    return good.round_trip(replace(rows, weights_TK=rows.weights_TK.sort(1, descending=True).values), expert)
+
+
+def _small_ones_dropped(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    """A weight that is small, and not zero, is taken for zero."""
+    small_TK = (rows.weights_TK > 0) & (rows.weights_TK < 1e-2)
+    return good.round_trip(replace(rows, weights_TK=rows.weights_TK.masked_fill(small_TK, 0)), expert)
+
+
 def _over_capacity(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
     """What an expert is given beyond an even share weighs nothing."""
     share = -(-rows.experts_TK.numel() // rows.experts)
@@ -368,6 +382,30 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_sending(_probs_in_bf16),
         diagnosis="as with weights rounded to bfloat16",
+    ),
+    Fault(
+        id="weights-squared-on-the-way",
+        bug="weights that megatron-core applies at the activation of experts are applied again where rows are combined",
+        rules=("DSP-006",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_weighed_twice),
+        diagnosis="as with weights squared",
+    ),
+    Fault(
+        id="weights-in-another-order",
+        bug="reported nowhere: top-k sorts the weights of a row, and its experts stay in the order that they were in",
+        rules=("DSP-006",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_weights_sorted),
+        diagnosis="a row's weights in another order",
+    ),
+    Fault(
+        id="small-weights-dropped",
+        bug="reported nowhere: an expert that weighs little is left out to save its way",
+        rules=("DSP-006",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_sending(_small_ones_dropped),
+        diagnosis="rows lack the output of some of their experts",
     ),
     Fault(
         id="rows-over-capacity-dropped",

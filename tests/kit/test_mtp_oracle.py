@@ -27,9 +27,13 @@ def test_every_parameter_has_one_and_copies_have_that_of_both_uses(want: Expecte
     assert torch.equal(found["model.layers.2.shared_head.head.weight"], found["lm_head.weight"])
 
 
-def test_without_their_factor_the_decoder_has_its_own(want: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("which", ["native", "a"])
+def test_without_their_factor_the_decoder_has_its_own(
+    want: Expected, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mtp, "FACTOR", 0.0)
-    alone, decoder = mtp._gradients(want), routed.under(want, "native").gradients
+    routes = () if which == "native" else routed.given_routes(want, which)
+    alone, decoder = mtp._gradients(want, routes), routed.under(want, which).gradients
     for name, gradient in alone.items():
         if ".layers.2." in name:
             assert name.endswith(("embed_tokens.weight", "head.weight", "correction_bias")) or not gradient.any()

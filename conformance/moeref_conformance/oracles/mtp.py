@@ -9,7 +9,7 @@ k + 1 positions on. The layer itself is transformers' own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, rms_norm
 from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.published import COPIES
+from moeref_conformance.oracles.routed import forcing, given_routes, unlisted
 
 #: Megatron-Core's default of `mtp_loss_scaling_factor`, which the losses of all layers share.
 FACTOR = 0.1
@@ -26,22 +27,25 @@ AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[str, Mapping[str, torch.Tensor]] = {}
+_DONE: dict[tuple[str, str, bool], Mapping[str, torch.Tensor]] = {}
 
 
-def gradients(expected: Expected) -> Mapping[str, torch.Tensor]:
+def gradients(expected: Expected, which: str = "native", missing: bool = True) -> Mapping[str, torch.Tensor]:
     """By the checkpoint's names, those of `routed` and of the layers; computed once for equal checkpoints.
+
+    Under the route set `a` or `b`, or with `native` routes; these layers' own routers choose always.
 
     The loss is the decoder's mean over tokens, and FACTOR times the mean over layers of each layer's mean over the
     tokens that have a label. Samples have one length. The copies of embedding and head have the gradient of both uses.
     """
     with _ONE_AT_A_TIME:
-        if expected.digest not in _DONE:
-            _DONE[expected.digest] = _gradients(expected)
-        return _DONE[expected.digest]
+        key = expected.digest, which, missing
+        if key not in _DONE:
+            _DONE[key] = _gradients(expected, () if which == "native" else given_routes(expected, which, missing))
+        return _DONE[key]
 
 
-def _gradients(expected: Expected) -> dict[str, torch.Tensor]:
+def _gradients(expected: Expected, routes: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
     layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     model = _model(expected, layers + number)
     around = {
@@ -50,7 +54,8 @@ def _gradients(expected: Expected) -> dict[str, torch.Tensor]:
         if any(name == f"model.layers.{layers + k}.{part}.weight" for k in range(number) for part in AROUND)
     }
     parameters = {**dict(model.named_parameters()), **around}
-    loss = _loss(model, layers, around, expected.tokens_BS)
+    with forcing(expected, routes, more=number):
+        loss = _loss(model, layers, around, expected.tokens_BS)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     by_module = dict(zip(parameters, found, strict=True))
     own = in_files(model, {name: by_module[name] for name in by_module if name not in around})
@@ -92,19 +97,15 @@ def _mean(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, ahead: int) -> torc
 def _model(expected: Expected, layers: int) -> Any:
     """transformers' module with so many decoder layers, those of multi-token prediction among them, in fp32."""
     import transformers
-    from transformers.utils import logging
 
-    folder, before = expected.inputs["checkpoint"], logging.get_verbosity()
+    folder = expected.inputs["checkpoint"]
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     for name in ("layer_types", "mlp_layer_types"):  # of each layer
         if kinds := getattr(config, name, None):
             setattr(config, name, [*kinds, *kinds[-1:] * (layers - len(kinds))])
     config.num_hidden_layers = layers
-    logging.set_verbosity_error()  # it would list the tensors in AROUND and COPIES
-    try:
+    with unlisted():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
-    finally:
-        logging.set_verbosity(before)
     return model.eval()

@@ -86,7 +86,7 @@ _LONG: dict[str, Any] = {
 }
 
 _FAMILY: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0), "rms_norm_eps": 1e-4},
+    "qwen3_moe": {"head_dim": 6, "num_experts": 16, "rope_parameters": _rotary(3_000.0), "rms_norm_eps": 5e-5},
     # Mixtral's only width is intermediate_size. Its sizes divide by 3 and 6, and by 8 ranks into one expert each.
     "mixtral": {
         "head_dim": 6,

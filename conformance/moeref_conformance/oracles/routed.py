@@ -49,7 +49,7 @@ class Routed:
     gradients: Mapping[str, torch.Tensor]
 
 
-class _Forced(TorchFunctionMode):
+class Forced(TorchFunctionMode):
     """Replaces the indices of every `topk(scores [T, E], k)` of a forward, one a MoE layer, in rows that have a route.
 
     `target_TLK` has the routes of the MoE layers, `chosen` what was chosen, layer by layer.
@@ -171,16 +171,9 @@ def routed(
     dtype: torch.dtype = torch.float32,
 ) -> Routed:
     """transformers' step with the cell's tokens under `routes` as `given_routes` makes them; native without."""
-    model, shape = _model(str(expected.inputs["checkpoint"]), dtype), _shape(expected)
+    model, layers = _model(str(expected.inputs["checkpoint"]), dtype), _shape(expected).routed
     samples, length = expected.tokens_BS.shape
-    target_BSLK = np.full((samples, length, shape.layers, shape.top_k), MISSING, np.int64)
-    for number, sample in enumerate(routes):
-        target_BSLK[number, : len(sample)] = sample
-    for layer, row, position, own in chosen:
-        target_BSLK[row, position, layer] = sorted(own)
-    layers = [layer for layer, moe in enumerate(shape.moe) if moe]
-    target_TLK = torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k))
-    with torch.enable_grad(), _Forced(shape.experts, target_TLK) as forced, _entering(model, layers) as entering:
+    with torch.enable_grad(), forcing(expected, routes, chosen) as forced, _entering(model, layers) as entering:
         logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
         gradients = _gradients(model, logits_BSV, expected)
     experts = {}
@@ -188,6 +181,20 @@ def routed(
         rows = chosen_TK.reshape(samples, length, -1).tolist()
         experts[layer] = {(b, s): frozenset(rows[b][s]) for b, n in enumerate(expected.lengths) for s in range(n)}
     return Routed(logits_BSV.detach().contiguous(), experts, entering, gradients)
+
+
+def forcing(
+    expected: Expected, routes: Sequence[np.ndarray[Any, Any]] = (), chosen: Chosen = frozenset(), more: int = 0
+) -> Forced:
+    """What forces the routes on the next forward of the cell's tokens; `more` routers behind the decoder's are free."""
+    shape, (samples, length) = _shape(expected), expected.tokens_BS.shape
+    target_BSLK = np.full((samples, length, shape.layers + more, shape.top_k), MISSING, np.int64)
+    for number, sample in enumerate(routes):
+        target_BSLK[number, : len(sample), : shape.layers] = sample
+    for layer, row, position, own in chosen:
+        target_BSLK[row, position, layer] = sorted(own)
+    layers = [*shape.routed, *range(shape.layers, shape.layers + more)]
+    return Forced(shape.experts, torch.from_numpy(target_BSLK[:, :, layers].reshape(-1, len(layers), shape.top_k)))
 
 
 @contextmanager
@@ -229,6 +236,11 @@ class _Shape:
     top_k: int
     moe: tuple[bool, ...]
 
+    @property
+    def routed(self) -> list[int]:
+        """The layers with a router."""
+        return [layer for layer, moe in enumerate(self.moe) if moe]
+
 
 def _shape(expected: Expected) -> _Shape:
     config, names = expected.config, expected.tensors.keys()
@@ -244,7 +256,21 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
     """transformers' module with the checkpoint's weights."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        Path(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
-    )
+    with unlisted():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            Path(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
+        )
     return model.eval()
+
+
+@contextmanager
+def unlisted() -> Iterator[None]:
+    """transformers does not list the tensors of multi-token prediction layers, which its modules lack."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

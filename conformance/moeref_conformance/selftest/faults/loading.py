@@ -302,6 +302,14 @@ def _loaded_once(session: Any, cell: Cell, world: World) -> Any:
     return border.facet(session, "export", load=load)
 
 
+def _of_a_layer_that_begins_alike(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tensor | None:
+    """The last norm whose name begins with that of the layer: `layers.10` begins with `layers.1`."""
+    if len(row.hf) != 1 or not row.hf[0].endswith(norm := ".input_layernorm.weight"):
+        return None
+    of_layer = row.hf[0].removesuffix(norm)
+    return [tensor for name, tensor in sorted(tensors.items()) if name.startswith(of_layer) and name.endswith(norm)][-1]
+
+
 FAULTS = (
     Fault(
         id="loaded-once",
@@ -375,6 +383,16 @@ FAULTS = (
         cell=cell("glm4_moe", "pp2", layers=4),
         wrap=loaded(_bias_of_the_layer_before),
         diagnosis="is layer -1",
+        one_rank=True,
+    ),
+    Fault(
+        id="layer-1-found-in-layer-10",
+        bug="reported nowhere: tensors of a layer are found by a prefix that lacks its dot",
+        rules=("LOD-001", "EXP-002"),
+        also=("FWD-001",),
+        cell=cell("qwen3_moe", "one", layers=11),
+        wrap=loaded(_of_a_layer_that_begins_alike),
+        diagnosis="is layer +9",
         one_rank=True,
     ),
     Fault(

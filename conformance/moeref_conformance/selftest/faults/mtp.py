@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,6 +46,39 @@ def _hidden_state_first(chunk: Any) -> None:
     for name, module in chunk.named_modules():
         if name.endswith("eh_proj"):
             module.register_forward_pre_hook(swapped)
+
+
+def _replayed_too(session: Any, cell: Cell, world: World) -> Any:
+    """The routers of MTP layers take the routes of the decoder's last layer, in each microbatch of a step."""
+    good = session.replay
+
+    def step(tokens_BS: torch.Tensor, routes: Any) -> Any:
+        with ExitStack() as stack:
+            for chunk in session.export.chunks():
+                routers = [module.router_replay for name, module in chunk.named_modules() if _routes_mtp(name, module)]
+                arm = partial(_arm, routers, iter(routes))
+                stack.callback(chunk.register_forward_pre_hook(arm).remove)
+                for router in routers:
+                    stack.callback(router.clear_router_replay_action)
+            return good.step(tokens_BS, routes)
+
+    return facet(session, "replay", step=step)
+
+
+def _routes_mtp(name: str, module: Any) -> bool:
+    return "mtp" in name.split(".") and getattr(module, "router_replay", None) is not None
+
+
+def _arm(routers: Sequence[Any], routes: Iterator[Any], *_: Any) -> None:
+    """Set what routers take in the next forward. The last token has the route of the one before."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    rows_TK = torch.from_numpy(next(routes)[:, -1]).long()
+    rows_TK = torch.cat((rows_TK, rows_TK[-1:]))
+    rows_TK = torch.where(rows_TK < 0, torch.arange(rows_TK.shape[1]), rows_TK)
+    for router in routers:
+        router.set_target_indices(rows_TK)
+        router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
 def _never_scaled(cell: Cell, world: World) -> AbstractContextManager[Any]:
@@ -86,6 +121,15 @@ FAULTS = (
         cell=cell("glm4_moe", "pp2", mtp=1),
         patch=_first_stage_alone,
         says="embedding.word_embeddings.weight",
+    ),
+    Fault(
+        id="mtp-routers-replayed",
+        bug="B23: NeMo-RL#4057, routers of multi-token prediction layers take the routes of a layer of the decoder",
+        rules=("RPL-008",),
+        cell=cell("glm4_moe", "one", mtp=1, replay="R3"),
+        wrap=_replayed_too,
+        says="the gradient of ",
+        one_rank=True,
     ),
     Fault(
         id="mtp-experts-under-decoder-names",

@@ -458,9 +458,11 @@ class Recorded(Protocol):
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass of this module as JSON-ready plain values (tuples become lists, paths strings)."""
+    """A dataclass of this module as JSON-ready plain values: tuples and arrays become lists, paths strings."""
     if value is None or type(value) in (str, int, bool, float):  # nearly all values of a table are
         return value
+    if hasattr(value, "tolist"):  # a number or an array of numpy or torch
+        return value.tolist()
     if hasattr(value, "__dataclass_fields__"):
         return {k: to_plain(getattr(value, k)) for k in value.__dataclass_fields__}
     if isinstance(value, Mapping):

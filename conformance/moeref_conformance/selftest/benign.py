@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
@@ -445,6 +446,28 @@ def _in_another_default_dtype(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "export", load=load)
 
 
+def _numbers_of_numpy(session: Any, cell: Cell, world: World) -> Any:
+    """Seeds, padded lengths, shapes and settings are numbers of numpy."""
+    seeds, config, dispatch = session.seeds, session.config, session.dispatch
+
+    def padded(request: PadRequest) -> Padding:
+        made: Padding = dispatch.padded(request)
+        return replace(made, totals=tuple(np.array(made.totals)))
+
+    def settings(given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: np.array(value)[()] if type(value) in (int, float) else value for name, value in given.items()}
+
+    session = facet(session, "seeds", planned=lambda *asked: {k: np.int64(v) for k, v in seeds.planned(*asked).items()})
+    session = facet(
+        session,
+        "config",
+        given=lambda: settings(config.given()),
+        resolve=lambda request, role: settings(config.resolve(request, role)),
+    )
+    session = described(lambda meta: replace(meta, shape=tuple(np.array(meta.shape))))(session, cell, world)
+    return facet(session, "dispatch", padded=padded)
+
+
 def _loads_once(session: Any, cell: Cell, world: World) -> Any:
     """A model that has its weights takes no others."""
     loaded: list[Path] = []
@@ -728,6 +751,12 @@ _DESIGNS = (
         why="transformers' from_pretrained sets torch's default dtype while it builds and loads",
         cell=cell("qwen3_moe", "one"),
         wrap=_in_another_default_dtype,
+    ),
+    Benign(
+        id="numbers-of-numpy",
+        why="least common multiples, seeds and sizes that numpy has computed are its integers",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_numbers_of_numpy,
     ),
     Benign(
         id="loaded-but-once",

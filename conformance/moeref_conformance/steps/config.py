@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from moeref_conformance.contract.api import Config, Request
 from moeref_conformance.contract.requests.config import OF_THE_REFERENCE, REQUESTS, same
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, answer
@@ -46,8 +48,9 @@ def held_by(chunks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain ones of `values`: None, bool, numbers, strings, and lists of them."""
-    return {str(k): list(v) if isinstance(v, tuple) else v for k, v in values.items() if _is_plain(v)}
+    """The plain ones of `values`: None, bool, numbers, also numpy's, strings, and lists of them."""
+    made = {str(k): v.item() if isinstance(v, np.generic) else v for k, v in values.items()}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in made.items() if _is_plain(v)}
 
 
 def _is_plain(value: Any) -> bool:

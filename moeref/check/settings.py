@@ -42,6 +42,8 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         chosen, report, refused = _dispatcher(report, draft, setup, problems)
         settings = draft.resolve(chosen)
         report = replace(report, settings=settings)
+        if draft.kernels == "torch" and settings.values.get("gradient_accumulation_fusion"):
+            report = replace(report, needs=(*report.needs, "apex's fused_weight_gradient_mlp_cuda"))
         record = _record(draft, report, problems)
     except DispatcherError as error:
         problems.append(Problem("config", *split(str(error))))

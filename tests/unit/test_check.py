@@ -66,6 +66,13 @@ def test_a_trillion_parameters_on_1024_ranks() -> None:
     assert report.weights[1] == pytest.approx(4 * 6 * 3 * 2048 * 7168 * 2, rel=0.15)
 
 
+@pytest.mark.parametrize(("kernels", "needs"), [("torch", ("apex's fused_weight_gradient_mlp_cuda",)), ("te", ())])
+def test_fused_accumulation_in_plain_modules_needs_apex(kernels: str, needs: tuple[str, ...]) -> None:
+    fused = MoEConfig(transformer_config_kwargs={"gradient_accumulation_fusion": True})
+    assert check("qwen3-30b-a3b", "ep=8,world=8", asked=fused, kernels=kernels).needs == needs
+    assert check("qwen3-30b-a3b", "ep=8,world=8", kernels=kernels).needs == ()
+
+
 def test_61_layers_on_16_even_stages_will_not_work_and_the_splits_offered_do() -> None:
     report = check("kimi-k2", KIMI)
     assert not report.works

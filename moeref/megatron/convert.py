@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer import multi_latent_attention
 from torch._C._distributed_c10d import HashStore
@@ -20,10 +22,11 @@ from moeref.megatron import device, groups, torch_dist
 from moeref.megatron.build import Built, build
 from moeref.megatron.torch_dist import TorchDistError
 from moeref.record import Record, installed_core
-from moeref.shards.files import staged, write_file
+from moeref.shards.command import bar
+from moeref.shards.files import nbytes, staged, write_file
 from moeref.shards.folder import CONFIG
 from moeref.shards.join import checkpoint_files, write_index
-from moeref.shards.split import checked
+from moeref.shards.split import Progress, checked, source_of
 
 
 def convert(options: Any) -> str:
@@ -42,7 +45,9 @@ def _to_torch_dist(source: Path, target: Path, config: Path, record: Record, dry
             return _said(rank, f"would write {number} tensors, {elements} elements, to {target}")
         load(built.shard_map, rank, built.chunks, source)
         shard_map = checked(built.shard_map, source)  # in the expert format of the source
-        return _said(rank, f"written: {torch_dist.save(shard_map, rank, built.chunks, target, config)}")
+        with bar(shown=rank == 0) as progress:
+            torch_dist.save(shard_map, rank, built.chunks, target, config, progress=progress)
+        return _said(rank, f"written: {target}")
 
 
 def _to_hugging_face(source: Path, target: Path, config: Path, record: Record, dry_run: bool) -> str:
@@ -63,16 +68,31 @@ def _to_hugging_face(source: Path, target: Path, config: Path, record: Record, d
 
 
 def _write(streamed: Stream, source: Path, target: Path, config: Path) -> None:
-    """Write what comes as a Hugging Face checkpoint, file by file."""
+    """Write what comes as a Hugging Face checkpoint, file by file. Files that are whole are not written again."""
     listed = checkpoint_files(list(streamed.plan.tensors))
-    with staged(target, {"live": str(source)}) as part:
-        for old in part.glob("*.safetensors"):  # of a run that was interrupted: the stream begins anew
-            old.unlink()
+    begun = {"source": source_of(source, "*.distcp"), "expert_format": streamed.plan.shard_map.expert_format}
+    with staged(target, begun) as part, bar() as progress:
+        weights = _told(streamed, sum(nbytes(t) for tensors in listed.values() for t in tensors), progress)
         for name, tensors in listed.items():
-            write_file(part / name, tensors, (full for _, full in islice(streamed, len(tensors)) if full is not None))
+            mine = islice(weights, len(tensors))
+            if (part / name).exists():
+                deque(mine, maxlen=0)
+            else:
+                write_file(part / name, tensors, mine)
         write_index(part, listed, config)
-        for _ in streamed:  # at its end all ranks wait for each other, before the folder has its name
+        for _ in weights:  # at its end all ranks wait for each other, before the folder has its name
             pass
+
+
+def _told(streamed: Stream, total: int, progress: Progress) -> Iterator[torch.Tensor]:
+    """The tensors of a stream of which this rank receives all; tells `progress` of their bytes."""
+    done = 0
+    for tensor, full in streamed:
+        if full is not None:
+            yield full
+            del full
+        done += nbytes(tensor)
+        progress(done, total)
 
 
 def _said(rank: int, text: str) -> str:

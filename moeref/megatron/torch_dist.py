@@ -11,12 +11,14 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -38,8 +40,9 @@ from moeref.bridge import ShardMap, bind
 from moeref.bridge.agreement import all_or_none, check_place, device_of
 from moeref.families import ExpertFormat
 from moeref.megatron.grouped_names import GroupedNames
-from moeref.shards.files import part_of, publish, sync, write_json
+from moeref.shards.files import SOURCE, part_of, publish, sync, write_json
 from moeref.shards.folder import CONFIG, MANIFEST
+from moeref.shards.split import Progress
 
 #: The `format` in the folder's moeref.json.
 FORMAT = "torch_dist"
@@ -51,46 +54,83 @@ class TorchDistError(ValueError):
     """A distributed checkpoint that cannot be written or read; the message names the folder and the tensors."""
 
 
-class _Writer(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """megatron-core's plan of a checkpoint, written by torch's own writer."""
+class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """megatron-core's plan of a checkpoint: what this rank has the main replica of, for torch's writer.
+
+    megatron-core asks for an asynchronous save and gets one that is not begun. Between its own steps a rank that fails
+    would leave the others at a barrier.
+    """
 
     def __init__(self) -> None:
         super().__init__(FORMAT, 1)
+        self.state: dict[str, Any] = {}
+        self.finalize_fns: list[Callable[[], None]] = []
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write the tensors and objects of which this rank has the main replica. All ranks call it."""
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path, *_: Any) -> _Planned:
+        """Note the tensors and objects that this rank writes."""
         mine: dict[str, list[Any]] = defaultdict(list)
         for one in nested_values(sharded_state_dict):
             if is_main_replica(one.replica_id):
                 mine[one.unique_key if isinstance(one, ShardedObject) else one.key].append(one)
-        write_plan(
-            mcore_to_pyt_state_dict(mine, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
-            planner=MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        )
+        self.state = mcore_to_pyt_state_dict(mine, False)
+        return self
+
+
+class _Told(MCoreSavePlanner):  # type: ignore[misc]
+    """Tells `progress` of the bytes of weights that this rank writes."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._progress, self._done, self._total = progress, 0, 0
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        """Also know how many bytes there are."""
+        written = [one.tensor_data for one in new_plan.items if one.tensor_data is not None]
+        self._total = sum(prod(one.chunk.sizes) * one.properties.dtype.itemsize for one in written)
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """Also tell that this tensor is about to be written."""
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            self._done += data.nbytes
+            self._progress(self._done, self._total)
+        return data
 
 
 def save(
-    shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], target: str | Path, config: str | Path
+    shard_map: ShardMap,
+    rank: int,
+    chunks: Sequence[torch.nn.Module],
+    target: str | Path,
+    config: str | Path,
+    *,
+    progress: Progress = lambda done, total: None,
 ) -> Path:
     """Write the model of all ranks to the new folder `target`, which they share. Returns its path.
 
-    config: the model's `config.json`. All ranks of the world call this. The folder has its name once every rank has
-    written, and all raise if one does. Raises TorchDistError if it exists already, for modules whose names
-    megatron-core cannot place, and for what megatron-core refuses; BridgeError as `bind`.
+    config: the model's `config.json`. progress: called with the bytes of weights that this rank has written, and all
+    that it writes. All ranks of the world call this. The folder has its name once every rank has written, and all raise
+    if one does. Raises TorchDistError if it exists already, for modules whose names megatron-core cannot place, and for
+    what megatron-core refuses; BridgeError as `bind`.
     """
     folder, part = Path(target), part_of(Path(target))
     together = _agreement(shard_map, rank, chunks, folder)
+    planned = _Planned()
     with together("nothing was written"):
         bind(shard_map, rank, chunks)
         sharded = _sharded(shard_map, chunks, None)
         if folder.exists():
             raise TorchDistError(f"{folder} exists; remove it, or write elsewhere")
+        if (part / SOURCE).exists():
+            raise TorchDistError(f"{part} was begun by another conversion; remove it")
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
     with together("the folder is not whole"), _as_ours(folder):
-        dist_checkpointing.save(sharded, str(part), _Writer())
+        dist_checkpointing.save(sharded, str(part), planned, async_sharded_save=True)
+    with together("the folder is not whole"), _as_ours(folder):
+        _write(planned, part, progress)
     with together("the folder is not whole"):
         if rank == 0:
             shutil.copyfile(config, part / CONFIG)
@@ -98,6 +138,13 @@ def save(
             sync(part)
             publish(part, folder)
     return folder
+
+
+def _write(planned: _Planned, part: Path, progress: Progress) -> None:
+    """The files, by torch's writer, which raises on all ranks if it fails on one, and megatron-core's note of them."""
+    write_plan(planned.state, storage_writer=FileSystemWriter(part), planner=_Told(progress))
+    if dist.get_rank() == 0:
+        save_config(CheckpointingConfig(planned.backend, planned.version), str(part))
 
 
 def load(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module], folder: str | Path) -> None:

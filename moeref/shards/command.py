@@ -34,7 +34,7 @@ def convert(options: Any) -> str:
         listed = files(checked(shard_map, source))
         total = sum(map(size, listed))
         return f"would write {len(listed)} files, {total} bytes, to {target / folder_name(layout)}"
-    with _bar() as progress:
+    with bar() as progress:
         return f"written: {split(shard_map, source, target, progress=progress)}"
 
 
@@ -45,15 +45,15 @@ def _back(source: Path, target: Path, options: Any) -> str:
         with ShardFolder(source) as folder:
             number, elements, _ = folder.shard_map.hf_sizes()
         return f"would write {number} tensors, {elements} elements, to {target}"
-    with _bar() as progress:
+    with bar() as progress:
         return f"written: {join(source, target, progress=progress)}"
 
 
 @contextmanager
-def _bar() -> Iterator[Progress]:
-    """A bar on standard error, if that is a terminal."""
+def bar(*, shown: bool = True) -> Iterator[Progress]:
+    """A bar on standard error, if that is a terminal. Until `progress` is called first it has no length."""
     columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
     console = Console(stderr=True)
-    with bars.Progress(*columns, console=console, disable=not console.is_terminal) as shown:
-        task = shown.add_task("")
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+    with bars.Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as drawn:
+        task = drawn.add_task("", total=None)
+        yield lambda done, total: drawn.update(task, completed=done, total=total)

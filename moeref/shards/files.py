@@ -85,7 +85,8 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-_SOURCE = "source.json"
+#: In a folder that is being written: what it is written from.
+SOURCE = "source.json"
 
 
 @contextmanager
@@ -111,7 +112,7 @@ def begin(target: Path, source: Mapping[str, Any]) -> Path:
     """Make or find the folder in which `target` is written."""
     part = part_of(target)
     part.mkdir(parents=True, exist_ok=True)
-    marker = part / _SOURCE
+    marker = part / SOURCE
     wanted = json.loads(json.dumps(source))
     try:
         left = json.loads(marker.read_text(encoding="utf-8")) if marker.exists() else None
@@ -129,7 +130,7 @@ def begin(target: Path, source: Mapping[str, Any]) -> Path:
 
 def publish(part: Path, target: Path) -> None:
     """Give a whole folder its name."""
-    (part / _SOURCE).unlink(missing_ok=True)
+    (part / SOURCE).unlink(missing_ok=True)
     sync(part)
     part.rename(target)
     sync(target.parent)

@@ -55,7 +55,7 @@ def size(file: ShardFile) -> int:
     return sum(map(nbytes, file.described()))
 
 
-def source_of(folder: Path) -> dict[str, Any]:
+def source_of(folder: Path, pattern: str = "*.safetensors") -> dict[str, Any]:
     """What tells whether a folder has changed: its path, and size and time of each file."""
-    stats = {path.name: path.stat() for path in sorted(folder.glob("*.safetensors"))}
+    stats = {path.name: path.stat() for path in sorted(folder.glob(pattern))}
     return {"path": str(folder.resolve()), "files": {n: [s.st_size, s.st_mtime_ns] for n, s in stats.items()}}

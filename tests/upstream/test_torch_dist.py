@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -14,11 +17,14 @@ from megatron.core.transformer import multi_latent_attention
 
 from moeref.megatron import convert as distributed
 from moeref.megatron import torch_dist
+from moeref.shards.files import begin
 from tests import warm
 from tests.unit.test_shard_folders import source, tensors
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 ROOT = Path(__file__).parents[2]
+#: In which ranks end with an error, models of this size and a busy machine included.
+SECONDS = 60
 BF16 = {"dtype": "bfloat16"}
 
 
@@ -30,17 +36,21 @@ def prepared() -> Iterator[warm.Prepared]:
         yield process
 
 
-def convert(prepared: warm.Prepared, *arguments: object, ranks: int = 1) -> list[warm.Done]:
-    """`moeref convert` in each of `ranks` processes, as torchrun starts them."""
+def convert(prepared: warm.Prepared, *arguments: object, ranks: int = 1, before: str = "") -> list[warm.Done]:
+    """`moeref convert` in each of `ranks` processes, as torchrun starts them, after the program `before`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    return prepared.run_all([_program(arguments, world | {"RANK": str(rank)}) for rank in range(ranks)], cwd=ROOT)
+    return prepared.run_all(
+        [_program(arguments, world | {"RANK": str(rank)}, before) for rank in range(ranks)], cwd=ROOT
+    )
 
 
-def _program(arguments: tuple[object, ...], world: dict[str, str]) -> str:
+def _program(arguments: tuple[object, ...], world: dict[str, str], before: str) -> str:
     argv = ["convert", *map(str, arguments)]
-    return f"import os\nos.environ.update({world})\nfrom moeref.cli import main\nraise SystemExit(main({argv}))"
+    return (
+        f"import os\nos.environ.update({world})\n{before}\nfrom moeref.cli import main\nraise SystemExit(main({argv}))"
+    )
 
 
 def done(results: list[warm.Done]) -> str:
@@ -182,7 +192,9 @@ with convert._model(convert._record(hf, "world=1", 128)) as (built, rank):
     load(built.shard_map, rank, built.chunks, hf)
     target.mkdir()
     sharded = torch_dist._sharded(built.shard_map, [chunk.float() for chunk in built.chunks], None)
-    dist_checkpointing.save(sharded, str(target), torch_dist._Writer())
+    planned = torch_dist._Planned()
+    dist_checkpointing.save(sharded, str(target), planned, async_sharded_save=True)
+    torch_dist._write(planned, target, lambda done, total: None)
 """
 
 
@@ -229,6 +241,96 @@ def test_all_ranks_raise_if_one_cannot_write(prepared: warm.Prepared, tmp_path: 
         assert result.returncode == 0, result.stderr
         assert "dist" in result.stdout
     assert not (tmp_path / "dist").exists()
+
+
+NO_SPACE = """
+import os, sys
+failing = {failing!r}
+def no_space(event, arguments):
+    if event == "open" and os.path.basename(str(arguments[0])).startswith(failing):
+        raise OSError(28, "No space left on device", failing)
+if os.environ["RANK"] == {rank!r}:
+    sys.addaudithook(no_space)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failing", "rank"),
+    [("metadata.json", 0), (".metadata.tmp", 0), ("moeref.json", 0), ("__0_0.distcp", 0), ("__1_0.distcp", 1)],
+)
+def test_all_ranks_end_if_a_disk_fills(prepared: warm.Prepared, tmp_path: Path, failing: str, rank: int) -> None:
+    """On one rank one file cannot be opened: whoever waits for that rank would wait for the group's time-out."""
+    hf = source(tmp_path / "hf", "mixtral", **BF16)
+    before = NO_SPACE.format(failing=failing, rank=str(rank))
+    options = (hf, tmp_path / "dist", "--format=torch_dist", "--layout=tp=2")
+    began = time.monotonic()
+    for result in convert(prepared, *options, ranks=2, before=before):
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.splitlines()[-1].startswith("moeref: "), result.stderr
+    assert time.monotonic() - began < SECONDS
+    assert not (tmp_path / "dist").exists()
+    done(convert(prepared, *options, ranks=2))
+
+
+@pytest.mark.parametrize("failing", ["metadata.json", ".metadata", "__0_0.distcp"])
+def test_all_ranks_end_if_one_cannot_read(prepared: warm.Prepared, tmp_path: Path, failing: str) -> None:
+    _, dist = folder_of(prepared, tmp_path)
+    before = NO_SPACE.format(failing=failing, rank="1")
+    began = time.monotonic()
+    for result in convert(prepared, dist, tmp_path / "again", "--layout=pp=2", ranks=2, before=before):
+        assert result.returncode == 2, result.stderr
+    assert time.monotonic() - began < SECONDS
+    assert not (tmp_path / "again").exists()
+
+
+def test_what_another_conversion_has_begun_is_kept(prepared: warm.Prepared, tmp_path: Path) -> None:
+    hf, dist = folder_of(prepared, tmp_path)
+    begun = begin(tmp_path / "new", {"of": "another"})
+    assert "new.part was begun by another conversion" in refused(prepared, hf, tmp_path / "new", "--format=torch_dist")
+    assert "was begun from another source" in refused(prepared, dist, tmp_path / "new")
+    assert [path.name for path in begun.iterdir()] == ["source.json"]
+
+
+def test_a_checkpoint_that_was_half_written_is_written_anew(prepared: warm.Prepared, tmp_path: Path) -> None:
+    hf = source(tmp_path / "hf", "mixtral", **BF16)
+    half = tmp_path / "dist.part"
+    half.mkdir()
+    (half / "__7_0.distcp").write_bytes(b"half")
+    done(convert(prepared, hf, tmp_path / "dist", "--format=torch_dist"))
+    assert not half.exists()
+    assert not (tmp_path / "dist" / "__7_0.distcp").exists()
+
+
+def test_a_conversion_back_goes_on_where_it_stopped(prepared: warm.Prepared, tmp_path: Path) -> None:
+    """Files that have their names are whole, and not written again."""
+    hf, dist = folder_of(prepared, tmp_path)
+    small = "from moeref.shards.join import checkpoint_files\ncheckpoint_files.__defaults__ = (100_000,)\n"
+    before = small + NO_SPACE.format(failing="model-00003-of", rank="0")
+    (result,) = convert(prepared, dist, tmp_path / "again", before=before)
+    assert (result.returncode, "No space left" in result.stderr) == (2, True), result.stderr
+    first, second = sorted((tmp_path / "again.part").glob("*.safetensors"))
+    whole = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in (first, second)}
+    done(convert(prepared, dist, tmp_path / "again", before=small))
+    for name, stat in whole.items():
+        again = (tmp_path / "again" / name).stat()
+        assert (again.st_ino, again.st_mtime_ns) == stat
+    assert tensors(tmp_path / "again") == tensors(hf)
+    os.utime(dist / "__0_0.distcp")
+    convert(prepared, dist, tmp_path / "third", before=before)
+    os.utime(dist / "__0_0.distcp")
+    assert "was begun from another source" in refused(prepared, dist, tmp_path / "third")
+
+
+def test_a_bar_shows_bytes_of_the_weights(prepared: warm.Prepared, tmp_path: Path) -> None:
+    """All of them at its end; the distributed checkpoint has those of the padded vocabulary too."""
+    hf, dist = folder_of(prepared, tmp_path)
+    nbytes = sum(len(raw) for _, raw in tensors(hf).values())
+    for arguments in ((hf, tmp_path / "new", "--format=torch_dist"), (dist, tmp_path / "again")):
+        (result,) = convert(prepared, *arguments, before="import os\nos.environ['TTY_COMPATIBLE'] = '1'\n")
+        assert result.returncode == 0, result.stderr
+        assert (last := re.findall(r"([0-9.]+)/\1 kB", result.stderr)), result.stderr
+        assert 0 <= float(last[-1]) - nbytes / 1000 < 0.1 * nbytes / 1000
+    assert float(last[-1]) == round(nbytes / 1000, 1)
 
 
 def test_megatrons_own_writer_needs_cuda(prepared: warm.Prepared) -> None:

@@ -62,6 +62,10 @@ class Filled(NamedTuple):
     memory: torch.Tensor
 
 
+#: Runs, other copies, and all copies as the plan has them, by the id of these.
+_Alike = dict[int, tuple[tuple[Run, ...], tuple[Copy, ...], tuple[Copy, ...]]]
+
+
 def segments(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tuple[Segment, ...]:
     """What `rank` receives of an export of `plan`, in buckets, in order. Worked out once.
 
@@ -86,13 +90,13 @@ def _cuts(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tupl
 
 def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment]:
     where = {entry.name: (entry, number) for number, cut in enumerate(found) for entry in cut.entries}
-    alike: dict[int, tuple[tuple[Run, ...], tuple[Copy, ...]]] = {}
+    alike: _Alike = {}
     begun = -1
     for batch in plan.batches:
         in_cut: dict[int, list[Piece]] = {}
         for number in batch.params:
-            for piece in _pieces(plan, number, where, alike) if rank in plan.to[number] else ():
-                in_cut.setdefault(where[piece.entry.name][1], []).append(piece)
+            if rank in plan.to[number]:
+                _add_pieces(in_cut, plan, number, where, alike)
         if not in_cut:
             yield Segment(batch, None, (), False, False)
         starts: Batch | None = batch
@@ -104,21 +108,22 @@ def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment
             starts, begun = None, cut
 
 
-def _pieces(
-    plan: Plan,
-    number: int,
-    where: dict[str, tuple[Entry, int]],
-    alike: dict[int, tuple[tuple[Run, ...], tuple[Copy, ...]]],
-) -> Iterator[Piece]:
+def _add_pieces(
+    in_cut: dict[int, list[Piece]], plan: Plan, number: int, where: dict[str, tuple[Entry, int]], alike: _Alike
+) -> None:
+    """What each shard of parameter `number` has of each of its tensors."""
     param = plan.params[number][1]
     parts = [plan.copies(param, part) for part in range(len(plan.shard_map.owners(param)))]
     for index, tensor in enumerate(param.hf):
+        entry, cut = where[tensor.name]
+        pieces = in_cut.setdefault(cut, [])
         for part, copies in enumerate(parts):
             mine = copies[index]
-            # The plan keeps its copies, so that an id stays that of one tuple.
-            if id(mine) not in alike:
-                alike[id(mine)] = _sorted(mine, DTYPES[param.dtype].bytes)
-            yield Piece(number, part, where[tensor.name][0], *alike[id(mine)], mine)
+            # By id, as experts share theirs. The copies are kept too, so that their id stays their own.
+            moved = alike.get(id(mine))
+            if not moved:
+                moved = alike[id(mine)] = *_sorted(mine, DTYPES[param.dtype].bytes), mine
+            pieces.append(Piece(number, part, entry, *moved))
 
 
 def _sorted(copies: tuple[Copy, ...], width: int) -> tuple[tuple[Run, ...], tuple[Copy, ...]]:

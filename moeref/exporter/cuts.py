@@ -47,8 +47,14 @@ def side_by_side(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> t
     end = 0
     for name, shape, dtype in tensors:
         entries.append(Entry(name, tuple(shape), dtype, end))
-        end += aligned(entries[-1].nbytes)
+        end += padded(entries[-1].shape, dtype)
     return tuple(entries)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor of this shape, up to where the next one begins."""
+    return aligned(prod(shape) * dtype.itemsize)
 
 
 class Cut(NamedTuple):
@@ -63,35 +69,34 @@ def cuts(tensors: Iterable[HFTensor], limit: int, unit: Callable[[str], str]) ->
 
     Raises BucketError if tensors of a unit are apart.
     """
-    groups: list[list[HFTensor]] = [[]]
-    used = 0
+    groups: list[tuple[list[HFTensor], int]] = []
     for mine in _units(tensors, unit):
-        size = _size(mine)
-        if groups[-1] and used + size + FIXED > limit:
-            groups.append([])
-            used = 0
-        groups[-1] += mine
-        used += size
-    made = (side_by_side((name, shape, TORCH[dtype]) for name, shape, dtype in group) for group in groups)
-    return tuple(Cut(entries, _size(group) + FIXED) for entries, group in zip(made, groups, strict=True) if group)
+        # Their bytes and those of their descriptions.
+        size = sum([padded(shape, TORCH[dtype]) + text_bytes(name, shape) for name, shape, dtype in mine])
+        group, used = groups[-1] if groups else ([], limit)
+        if used + size + FIXED > limit:
+            groups.append((mine, size))
+        else:
+            groups[-1] = group + mine, used + size
+    return tuple(Cut(_entries(group), used + FIXED) for group, used in groups)
 
 
-def _size(tensors: Sequence[HFTensor]) -> int:
-    """Bytes of tensors and their descriptions."""
-    described = sum(text_bytes(tensor.name, tensor.shape) for tensor in tensors)
-    return described + sum(aligned(prod(t.shape) * TORCH[t.dtype].itemsize) for t in tensors)
+def _entries(group: list[HFTensor]) -> tuple[Entry, ...]:
+    return side_by_side([(name, shape, TORCH[dtype]) for name, shape, dtype in group])
 
 
 def _units(tensors: Iterable[HFTensor], unit: Callable[[str], str]) -> Iterable[list[HFTensor]]:
     """Tensors that follow each other and are one unit."""
     found: dict[str, list[HFTensor]] = {}
-    last = None
+    last, mine = None, list[HFTensor]()
     for tensor in tensors:
         key = unit(tensor.name)
-        if key != last and key in found:
-            raise apart(tensor.name, key)
-        found.setdefault(key, []).append(tensor)
-        last = key
+        if key != last:
+            if key in found:
+                raise apart(tensor.name, key)
+            found[key] = mine = []
+            last = key
+        mine.append(tensor)
     return found.values()
 
 
@@ -100,10 +105,11 @@ def apart(name: str, key: str) -> BucketError:
     return BucketError(f"{name}: other tensors came since the last of {key}, which a loader needs whole")
 
 
-@functools.lru_cache(maxsize=1 << 17)
 def text_bytes(name: str, shape: Sequence[int]) -> int:
     """Bytes, at most, of a tensor in the metadata: its name as JSON, shape, dtype, offset."""
-    return len(json.dumps(name)) + 20 * len(shape) + 50
+    # Printable ASCII is written as it is, but for two characters.
+    is_plain = name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
+    return (len(name) + 2 if is_plain else len(json.dumps(name))) + 20 * len(shape) + 50
 
 
 def aligned(nbytes: int) -> int:

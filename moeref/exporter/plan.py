@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from moeref.bridge.regions import Shard
 from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap, hashed
 from moeref.bridge.uncollected import uncollected
 from moeref.exporter import batches
@@ -54,10 +55,9 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     receivers: Receivers = "writer"
     ranks_per_node: int | None = None
-    _copies: dict[int, tuple[tuple[Copy, ...], ...]] = field(
+    _copies: dict[int, tuple[Shard, tuple[tuple[Copy, ...], ...]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
     _moves: dict[int, tuple[Moves, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -114,10 +114,11 @@ class Plan:
     def copies(self, param: GlobalParam, part: int) -> tuple[tuple[Copy, ...], ...]:
         """For each Hugging Face tensor of `param` the copies that move shard `part` into it."""
         shard = self.shard_map.shard(param, part)
-        # The shard map keeps its shards, so that an id stays that of one shard.
-        if id(shard) not in self._copies:
-            self._copies[id(shard)] = copies(shard, [tensor.shape for tensor in param.hf])
-        return self._copies[id(shard)]
+        # By id, as a hash walks all regions. The shard is kept too, so that its id stays its own.
+        found = self._copies.get(id(shard))
+        if not found:
+            found = self._copies[id(shard)] = shard, copies(shard, [tensor.shape for tensor in param.hf])
+        return found[1]
 
     def moves(self, number: int) -> tuple[Moves, ...]:
         """For each Hugging Face tensor of parameter `number` the copies that fill it, each with its part."""

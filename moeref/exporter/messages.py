@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,8 @@ class Peer(NamedTuple):
 
     def bytes(self, count: int) -> torch.Tensor:
         """Memory for messages."""
+        if count and self.device.type == "cpu":  # NumPy asks the kernel for huge pages, which PyTorch does not
+            return torch.from_numpy(np.empty(count, np.uint8))
         return torch.empty(count, dtype=torch.uint8, device=self.device)
 
     def all_well(self, is_well: bool) -> bool:

@@ -161,7 +161,9 @@ class Transfer:
         arrived = self._sources.get((number, part))
         if arrived:
             memory, offset = arrived
-            return memory.data_ptr() + offset * memory.itemsize if memory.device.type == "cpu" else 0
+            if memory.device.type != "cpu":
+                return 0
+            return memory.data_ptr() + (offset - int(memory.storage_offset())) * memory.itemsize
         own = self._held[self._peer.plan.params[number][1].name]
         # A tensor of another class may keep its elements elsewhere; one without storage has address 0.
         is_plain = type(own) in _PLAIN and own.is_cpu and own.is_contiguous()

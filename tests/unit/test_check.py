@@ -73,6 +73,15 @@ def test_fused_accumulation_in_plain_modules_needs_apex(kernels: str, needs: tup
     assert check("qwen3-30b-a3b", "ep=8,world=8", kernels=kernels).needs == ()
 
 
+def test_grouped_gemm_of_plain_modules_is_refused_for_0_16() -> None:
+    grouped = MoEConfig(transformer_config_kwargs={"moe_grouped_gemm": True})
+    run = {"asked": grouped, "verify": False, "core": "0.16.1"}
+    (problem,) = check("qwen3-30b-a3b", "ep=8,world=8", **run).problems
+    assert "weight1" in problem.text
+    assert check("qwen3-30b-a3b", "ep=8,world=8", **run, kernels="te").works
+    assert check("qwen3-30b-a3b", "ep=8,world=8", **run | {"core": "0.19.2"}).works
+
+
 def test_61_layers_on_16_even_stages_will_not_work_and_the_splits_offered_do() -> None:
     report = check("kimi-k2", KIMI)
     assert not report.works

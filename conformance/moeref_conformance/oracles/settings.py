@@ -29,17 +29,21 @@ _SAME: dict[str, tuple[Any, ...]] = {
 #: families want those of `_computing` alone. An older megatron-core that lacks one does the same.
 NEUTRAL: dict[str, Any] = {
     "activation_func_clamp_value": None,
+    "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
     "glu_linear_offset": 0.0,
     "layernorm_zero_centered_gamma": False,
     "moe_expert_capacity_factor": None,
     "moe_input_jitter_eps": None,
     "moe_latent_size": None,
+    "moe_mlp_glu_interleave_size": None,
     "moe_router_force_biased": None,
     "moe_router_force_load_balancing": False,
+    "moe_token_dropping": False,
     "no_rope_freq": None,
     "qk_l2_norm": False,
     "rotary_interleaved": False,
+    "use_mup": False,
 }
 #: Lists of a number a layer, for which megatron-core takes one number too: whether layer i has a 1 then.
 _EVERY: dict[str, Callable[[int, int], bool]] = {

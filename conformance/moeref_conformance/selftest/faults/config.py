@@ -385,6 +385,14 @@ FAULTS = (
         says="moe_expert_capacity_factor=1.0, not None",
     ),
     Fault(
+        id="residual-after-the-norm",
+        bug="reported nowhere: a flag of another architecture's recipe changes where every layer's residual is taken",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_always(apply_residual_connection_post_layernorm=True),
+        says="apply_residual_connection_post_layernorm=True, not False",
+    ),
+    Fault(
         id="activation-not-clamped",
         bug="Megatron-LM#5940: gpt-oss's clamp and offset reach one of the paths of the experts, or none",
         rules=("CFG-001",),

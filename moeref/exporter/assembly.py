@@ -17,10 +17,7 @@ from moeref.exporter.batches import Batch, Ranks
 from moeref.exporter.copies import Copy
 from moeref.exporter.cuts import BucketError, Cut, Entry, cuts
 from moeref.exporter.plan import Plan
-from moeref.exporter.transfer import Transfer
-
-#: Longer runs are copied by torch, which may use several threads.
-_LONG = 1 << 20
+from moeref.exporter.transfer import LONG, Transfer
 
 
 class Run(NamedTuple):
@@ -128,7 +125,7 @@ def _add_pieces(
 
 def _sorted(copies: tuple[Copy, ...], width: int) -> tuple[tuple[Run, ...], tuple[Copy, ...]]:
     """The copies that are runs of bytes, and the others."""
-    is_run = [c.into.strides == c.source.strides == (1,) and c.size[0] * width < _LONG for c in copies]
+    is_run = [c.into.strides == c.source.strides == (1,) and c.size[0] * width < LONG for c in copies]
     pairs = list(zip(copies, is_run, strict=True))
     runs = (Run(c.into.offset * width, c.source.offset * width, c.size[0] * width) for c, run in pairs if run)
     return tuple(runs), tuple(c for c, run in pairs if not run)

@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 import importlib
+import traceback
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
@@ -83,15 +84,25 @@ def _of_the_selftest(spec: str) -> Any:
 def _attribute(spec: str, module: str, attribute: str) -> Any:
     if not module or not attribute:
         raise BadInput(f"target {spec!r}: expected module:attr")
-    try:
-        value: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise BadInput(f"target {spec!r}: cannot import {module}: {error}") from error
+    value = imported(spec, module)
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise BadInput(f"target {spec!r}: {module} has no {attribute!r}{nearest(part, vars(value))}")
+            public = [name for name in vars(value) if not name.startswith("_")]
+            raise BadInput(f"target {spec!r}: {module} has no {attribute!r}{nearest(part, public)}")
         value = getattr(value, part)
     return value
+
+
+def imported(spec: str, module: str) -> Any:
+    """The module of a target. Raises `BadInput` with whatever its import raises, and where."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise BadInput(f"target {spec!r}: cannot import {module}: {error}") from error
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        at = "" if isinstance(error, SyntaxError) else f", at {frame.filename}:{frame.lineno}"
+        raise BadInput(f"target {spec!r}: importing {module} raises {type(error).__name__}: {error}{at}") from error
 
 
 def _checked(spec: str, candidate: Any) -> Target:

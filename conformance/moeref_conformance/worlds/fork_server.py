@@ -13,7 +13,6 @@ While ranks run, it takes `END` and `LEAVE`. Losing the connection means that th
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import importlib.util
@@ -166,15 +165,11 @@ def prepare(spec: str, entry: str, backend: str) -> Prepared:
 
 
 def _import_adapter(spec: str) -> None:
-    """Import the module of a user's target while it can still say what megatron-core finds; see `authors`.
-
-    `resolve` tells of an import that fails.
-    """
-    from moeref_conformance.resolve import adapter
+    """Import the module of a user's target while it can still say what megatron-core finds; see `authors`."""
+    from moeref_conformance.resolve import adapter, imported
 
     if module := adapter(spec):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+        imported(spec, module)
         no_cuda(f"importing the target {spec!r}")
 
 

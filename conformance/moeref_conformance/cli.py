@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -145,7 +146,9 @@ def _add_judging(parser: argparse.ArgumentParser, matrix: str) -> None:
     backend = "gloo, gloo-cuda or nccl for all cells (default: auto, by GPUs for cells that leave it open)"
     add("--backend", default="auto", metavar="BACKEND", help=backend)
     add("--known", type=Path, metavar="FILE", help="known failures (default: known/<target>.toml)")
-    add("--deadline", type=float, default=DEADLINE, metavar="S", help="seconds a cell may take")
+    add(
+        "--deadline", type=float, default=DEADLINE, metavar="S", help=f"seconds a cell may take (default: {DEADLINE:g})"
+    )
     add("--jobs", type=int, default=0, metavar="N", help="cells side by side (default: by cores)")
     add("--strict", action="store_true", help="known failures and SHOULD rules count as failures")
     add("--keep", type=Path, metavar="DIR", help="keep the records of all ranks here")
@@ -275,9 +278,12 @@ def _init(options: argparse.Namespace) -> int:
         raise BadInput(f"{options.file} exists; name a file that does not") from None
     except FileNotFoundError:
         raise BadInput(f"{options.file.parent}: no such folder") from None
-    place = ".".join([*options.file.parent.parts, options.file.stem])
+    folder = options.file.parent
+    importable = not folder.is_absolute() and all(part.isidentifier() for part in folder.parts)
+    place = ".".join([*folder.parts, options.file.stem]) if importable else options.file.stem
+    there = "" if importable else f"cd {shlex.quote(str(folder))} && "
     print(f"{options.file}: an adapter that builds a model and loads nothing yet; `yours` marks what to write. Run it:")
-    print(f"moeref-conformance smoke --target {place}:target --cell qwen3_moe/tp2/gloo")
+    print(f"{there}moeref-conformance smoke --target {place}:target --cell qwen3_moe/tp2/gloo")
     return 0
 
 

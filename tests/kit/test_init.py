@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,19 @@ def test_nothing_is_written_over(
     assert (tmp_path / "here.py").read_text() == "mine"
 
 
-def test_the_command_it_prints_names_the_module(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("where", ["package", "my work", "..", "absolute"])
+def test_the_command_it_prints_finds_the_module(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "package").mkdir()
-    assert cli.main(["init", "package/adapter.py"]) == 0
-    assert "--target package.adapter:target " in capsys.readouterr().out
+    """From the folder in which `init` ran: by the name of a package, else after a step into the folder."""
+    here = tmp_path / "here"
+    folder = tmp_path if where == "absolute" else here / where
+    folder.mkdir(parents=True, exist_ok=True)
+    here.mkdir(exist_ok=True)
+    monkeypatch.chdir(here)
+    named = folder if where == "absolute" else Path(where)
+    assert cli.main(["init", str(named / "adapter.py")]) == 0
+    step, _, run = capsys.readouterr().out.splitlines()[1].rpartition(" && ")
+    module = run.split("--target ")[1].split(":target ")[0]
+    printed = f"{step or 'true'} && test -e {module.replace('.', '/')}.py"
+    assert subprocess.run(["bash", "-c", printed], check=False).returncode == 0

@@ -127,7 +127,9 @@ def test_squares_say_exact_or_the_tolerance_met(failed):
     (block, _) = view(failed).blocks
     (row,) = [row for row in block.rows if row.id == "qwen3_moe/tp2/gloo"]
     texts = {rule: mark.text for rule, mark in row.marks.items()}
-    assert (texts["RUN-001"], texts["NAM-001"], texts["EXP-002"], texts["LOD-001"]) == ("exact", "7e-7", "✗ 7", "!")
+    assert (texts["NAM-001"], texts["NAM-002"], texts["EXP-002"], texts["LOD-001"]) == ("7e-7", "exact", "✗ 7", "!")
+    assert (texts["RUN-001"], row.marks["RUN-001"].title) == ("✓", "RUN-001: pass")  # nothing is compared there
+    assert block.tallies["RUN"].text == "pass"
 
 
 def test_a_recommendation_that_is_not_followed_is_shown_apart(tmp_path):
@@ -139,7 +141,9 @@ def test_a_recommendation_that_is_not_followed_is_shown_apart(tmp_path):
     assert not shown.red
     assert [failure.rule.id for failure in shown.advice] == ["EXP-005"]
     assert (shown.counts["fail"], shown.counts["advice"], results.advice) == (0, 3, 3)
-    assert shown.blocks[0].rows[0].marks["EXP-005"].text == "△ 1"
+    mark = shown.blocks[0].rows[0].marks["EXP-005"]
+    assert mark.text == "△ 1"
+    assert f'<a id="{mark.href}">' in html.render(results)
     tallies = shown.blocks[0].tallies
     assert (tallies["EXP"].text, tallies["SHOULD"].text) == ("exact", "3 not followed")
     assert "### Recommendations not followed" in markdown.render(results)

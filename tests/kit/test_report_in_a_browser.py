@@ -64,3 +64,13 @@ def test_the_choice_of_rules_hides_all_other_columns(tmp_path, page, choice):
     found = set(re.findall(r"r-([A-Z]+-\d+)", shown))
     assert found == {rule for rule in found if rule.startswith(choice)} != set()
     assert ("LOD-001" in found) == (not choice)
+
+
+def test_a_link_to_a_cell_shows_it_though_the_filters_hide_it(tmp_path, page):
+    hide = "page.querySelector('#only-open').click();"
+    rows = "[...page.querySelectorAll('tr.good')].filter(e => e.offsetHeight).length"
+    count = int(measured(tmp_path, page, rows)[1280])
+    assert count > 0
+    assert measured(tmp_path, page, rows, hide)[1280] == "0"
+    follow = "page.defaultView.location.hash = page.querySelector('tr.good').id;"
+    assert measured(tmp_path, page, rows, hide + follow)[1280] == "1"

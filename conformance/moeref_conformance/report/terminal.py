@@ -30,7 +30,7 @@ def _failure(failure: Failure) -> Iterator[str]:
             yield f"    {_short(finding.message)}"
         yield f"    in {first.verdict.cell}{rank}"
     if others:
-        yield f"    and {len(others)} more causes"
+        yield f"    and {len(others)} more cause{'s' * (len(others) > 1)}"
     if failure.follows:
         yield f"    follows from it: {', '.join(other.rule.id for other in failure.follows)}"
     if first.verdict.repeat:

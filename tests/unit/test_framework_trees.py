@@ -75,7 +75,7 @@ def test_a_scalar_is_read_as_hydra_reads_it(text: str, value: object) -> None:
 
 def test_overrides_come_in_order_and_replace_branches() -> None:
     tree = Tree()
-    words = ["a.b=1", "+a.c=x", "++a.b=2", "d=3", "d.e=4", "f.g=5", "f=null", "~a.c", "plain"]
+    words = ["a.b=1", "+a.c=x", "++a.b=2", "d=3", "d.e=4", "f.g=5", "f=null", "h.i=6", "~a.c", "~h", "plain"]
     others = tree.overrides(Word(word, f"w:{number}") for number, word in enumerate(words))
     assert {path: (value.value, value.source) for path, value in tree.values.items()} == {
         "a.b": (2, "w:2"),
@@ -83,6 +83,17 @@ def test_overrides_come_in_order_and_replace_branches() -> None:
         "f": (None, "w:6"),
     }
     assert [word.text for word in others] == ["plain"]
+
+
+def test_the_command_line_takes_values_away(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "trainer: {n_gpus_per_node: 8, nnodes: 4}\n"
+        "actor_rollout_ref: {model: {path: Qwen/Qwen3-30B-A3B}, actor: {strategy: megatron}}\n"
+    )
+    for words, world in (((), 32), (("~trainer.nnodes",), 8), (("~trainer.nnodes=4",), 8), (("~trainer",), 8)):
+        report = check_reading(read("verl", [str(config), *words], "0.19.2"))
+        assert report.layout.endswith(f"world={world}"), (words, report.layout)
 
 
 def test_verl_end_to_end(tmp_path: Path) -> None:

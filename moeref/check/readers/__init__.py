@@ -14,7 +14,7 @@ from moeref.check.readers.reading import Reading
 from moeref.check.report import CheckError
 from moeref.config.errors import nearest
 
-#: Name -> (files, overrides as NAME=VALUE, version of megatron-core) -> Reading.
+#: Name -> (files, values by NAME or ~NAME that override them, version of megatron-core) -> Reading.
 FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] = {
     "megatron-lm": megatron_lm.read,
     "slime": slime.read,
@@ -27,7 +27,7 @@ FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] 
 
 
 def read(framework: str, arguments: Sequence[str], core: str) -> Reading:
-    """The reading of a framework's files; an argument NAME=VALUE that is no file overrides a value.
+    """The reading of a framework's files; an argument NAME=VALUE or ~NAME that is no file overrides a value or takes it away.
 
     Raises CheckError for an unknown framework, and for files that are missing or cannot be read.
     """
@@ -37,7 +37,7 @@ def read(framework: str, arguments: Sequence[str], core: str) -> Reading:
     paths: list[Path] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if equals and not Path(argument).is_file():
+        if (equals or name.startswith("~")) and not Path(argument).is_file():
             given[name] = value
         else:
             paths.append(Path(argument))

@@ -44,7 +44,7 @@ class Tree:
         others = []
         for word in words:
             if word.text.startswith("~"):
-                self.values.pop(word.text[1:].partition("=")[0], None)
+                self._take_away(word.text[1:].partition("=")[0])
             elif found := _OVERRIDE.fullmatch(word.text):
                 value = scalar(found[2]) if word.known else found[2]
                 self._put(found[1], value, word.where, known=word.known)
@@ -53,13 +53,13 @@ class Tree:
         return others
 
     def given(self, values: Mapping[str, str]) -> None:
-        """Put what the command line gives of dotted names."""
-        self.overrides(Word(f"{name}={value}", GIVEN) for name, value in values.items() if "." in name)
+        """Put what the command line gives of dotted names, and take away what it has with `~`."""
+        self.overrides(Word(f"{name}={value}", GIVEN) for name, value in values.items() if _in_the_tree(name))
 
     @staticmethod
     def variables(values: Mapping[str, str]) -> dict[str, str]:
         """What the command line gives of other names: variables of scripts."""
-        return {name: value for name, value in values.items() if "." not in name}
+        return {name: value for name, value in values.items() if not _in_the_tree(name)}
 
     def read(self, path: Path, depth: int = 0, inherits: str = "") -> None:
         """Put the values of a YAML file, and before them those of the files that its key `inherits` names."""
@@ -73,13 +73,16 @@ class Tree:
         for name, value in _leaves(container):
             self._put(name, value, f"{path.name}:{lines.get(name, 1)}", known=True)
 
+    def _take_away(self, name: str) -> None:
+        for path in [path for path in self.values if path == name or path.startswith(f"{name}.")]:
+            del self.values[path]
+
     def _put(self, name: str, value: Any, source: str, *, known: bool) -> None:
         if name not in self.values:
             parts = name.split(".")
             for end in range(1, len(parts)):  # a leaf that becomes a branch
                 self.values.pop(".".join(parts[:end]), None)
-            for path in [path for path in self.values if path.startswith(f"{name}.")]:  # a branch that becomes a leaf
-                del self.values[path]
+            self._take_away(name)  # a branch that becomes a leaf
         if isinstance(value, Mapping) and value:
             for path, inner in _leaves(value):
                 self.values[f"{name}.{path}"] = Value(f"{name}.{path}", inner, source, known)
@@ -221,6 +224,10 @@ def _leaves(container: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{path}.")
         elif not isinstance(value, Mapping):
             yield path, value
+
+
+def _in_the_tree(name: str) -> bool:
+    return "." in name or name.startswith("~")
 
 
 def _interpolates(value: Any) -> bool:

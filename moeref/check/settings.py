@@ -66,6 +66,16 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
             f"mtp_num_layers: {report.model.family}'s files may hold these layers (mtp.*), and moeref does not map them"
         )
         problems.append(Problem("config", text, "leave them out to have a verdict", refused=False))
+    if (
+        settings.values.get("moe_grouped_gemm")
+        and draft.kernels == "torch"
+        and draft.options.environment.minor == "0.16"
+    ):
+        text = (
+            "moe_grouped_gemm: plain modules of megatron-core 0.16 are GroupedMLP then, which needs the package "
+            "grouped_gemm, and moeref does not map its parameters (weight1, weight2)"
+        )
+        problems.append(Problem("config", text, "ask for kernels='te' or experts='grouped' instead", refused=False))
     _of_the_checkpoint(trails, problems, notes)
     return replace(report, record=record)
 

@@ -21,6 +21,7 @@ _SHARED_OVERLAP, _WGRAD, _DEFER = "moe_shared_expert_overlap", "delay_wgrad_comp
 _MTP, _ROPE, _LATENT = "mtp_num_layers", "apply_rope_fusion", "multi_latent_attention"
 _FLUSH, _RELEASE = "overlap_p2p_comm_warmup_flush", "ep_overlap_early_attn_memory_release"
 _DISPATCHER, _ACTIVATION = "moe_token_dispatcher_type", "use_te_activation_func"
+_YARN = ("beta_fast", "beta_slow", "rotary_base", "rotary_scaling_factor", "original_max_position_embeddings")
 
 #: What may be computed again, and what may be offloaded; the last name of each is new in 0.19.
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
@@ -85,6 +86,12 @@ def _cp_kinds(now: Effective) -> bool:
     if now.layout.cp == 1 or kinds is None:
         return False
     return len(kinds) != now["num_layers"] if isinstance(kinds, list) else not isinstance(kinds, str)
+
+
+def _not_positive(now: Effective) -> bool:
+    if not now[_LATENT] or now["rope_type"] != "yarn":
+        return False
+    return any(now[name] is not None and now[name] <= (name == "rotary_base") for name in _YARN)
 
 
 def _bf16_ends(now: Effective) -> bool:
@@ -358,6 +365,12 @@ RULES: tuple[Rule, ...] = (
         lambda now: now[_ROPE] and now[_LATENT] and now["rope_type"] != "yarn",
     ),
     Rule(
+        "yarn-takes-positive-numbers", "run", ("rope_type", *_YARN),
+        "YaRN of multi-latent attention divides by them and takes their logarithms",
+        "give positive numbers, and a rotary_base above 1", "YarnRotaryEmbedding",
+        _not_positive,
+    ),
+    Rule(
         "mla-is-not-interleaved", "run", (_LATENT, "rotary_interleaved"),
         "multi-latent attention has its own order",
         "drop rotary_interleaved", _CONFIG,
@@ -392,6 +405,12 @@ RULES: tuple[Rule, ...] = (
         "it is one name, or a list with a name for every layer",
         "write one name", _CONFIG,
         _cp_kinds,
+    ),
+    Rule(
+        "cp-kind-each-from-0.19", "run", ("cp_comm_type", "core"),
+        "every layer would get the name of the next one, and the last layer none",
+        "write one name, or use megatron-core 0.19", "TransformerLayer.__init__ of 0.16",
+        lambda now: now["core"] == "0.16" and now.layout.cp > 1 and isinstance(now["cp_comm_type"], list),
     ),
     # Activation
     Rule(

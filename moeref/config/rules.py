@@ -124,13 +124,6 @@ RULES: tuple[Rule, ...] = (
         lambda now: now[_GROUPED] and now["experts"] != "grouped",
     ),
     Rule(
-        "plain-grouped-gemm-is-legacy", "run", (_GROUPED, "kernels", "core"),
-        "plain modules of megatron-core 0.16 are then GroupedMLP, which needs the package grouped_gemm and has other "
-        "parameters (weight1, weight2) than moeref maps",
-        "ask for kernels='te', or for experts='grouped' instead", "LocalSpecProvider.grouped_mlp_modules",
-        lambda now: now[_GROUPED] and now["kernels"] == "torch" and now["core"] == "0.16",
-    ),
-    Rule(
         "te-groups-by-its-switch", "run", (_GROUPED, "experts"),
         "Transformer Engine's experts are grouped by moe_grouped_gemm alone",
         "drop one of them", "get_moe_module_spec",

@@ -73,13 +73,29 @@ def test_fused_accumulation_in_plain_modules_needs_apex(kernels: str, needs: tup
     assert check("qwen3-30b-a3b", "ep=8,world=8", kernels=kernels).needs == ()
 
 
-def test_grouped_gemm_of_plain_modules_is_refused_for_0_16() -> None:
+def test_grouped_gemm_of_plain_modules_is_not_known_for_0_16() -> None:
     grouped = MoEConfig(transformer_config_kwargs={"moe_grouped_gemm": True})
     run = {"asked": grouped, "verify": False, "core": "0.16.1"}
-    (problem,) = check("qwen3-30b-a3b", "ep=8,world=8", **run).problems
-    assert "weight1" in problem.text
+    report = check("qwen3-30b-a3b", "ep=8,world=8", **run)
+    assert report.verdict == "unknown"
+    assert "weight1" in report.problems[0].text
     assert check("qwen3-30b-a3b", "ep=8,world=8", **run, kernels="te").works
     assert check("qwen3-30b-a3b", "ep=8,world=8", **run | {"core": "0.19.2"}).works
+
+
+def test_a_list_of_cp_kinds_is_refused_for_0_16() -> None:
+    kinds = MoEConfig(transformer_config_kwargs={"cp_comm_type": ["p2p"] * 48})
+    run = {"asked": kinds, "verify": False, "kernels": "te"}
+    (problem,) = check("qwen3-30b-a3b", "cp=2,ep=2,world=2", **run, core="0.16.1").problems
+    assert "cp-kind-each-from-0.19" in problem.fix
+    assert check("qwen3-30b-a3b", "cp=2,ep=2,world=2", **run, core="0.19.2").works
+
+
+@pytest.mark.parametrize(("name", "value"), [("beta_fast", 0.0), ("beta_slow", 0.0), ("rotary_base", 1.0)])
+def test_numbers_of_yarn_are_positive(name: str, value: float) -> None:
+    asked = MoEConfig(transformer_config_kwargs={name: value})
+    (problem,) = check("deepseek-v3", "pp=1,ep=1,world=1", asked=asked, verify=False).problems
+    assert "yarn-takes-positive-numbers" in problem.fix
 
 
 def test_61_layers_on_16_even_stages_will_not_work_and_the_splits_offered_do() -> None:

@@ -66,6 +66,7 @@ def nemo(tmp_path: Path, text: str, *given: str, **options: Any) -> Report:
         ("[a, 'b,c', 3]", ["a", "b,c", 3]),
         ("[]", []),
         ("fp32", "fp32"),
+        pytest.param("1" * 5000, "1" * 5000, id="more digits than Python reads"),
     ],
 )
 def test_a_scalar_is_read_as_hydra_reads_it(text: str, value: object) -> None:
@@ -83,6 +84,14 @@ def test_overrides_come_in_order_and_replace_branches() -> None:
         "f": (None, "w:6"),
     }
     assert [word.text for word in others] == ["plain"]
+
+
+def test_a_default_below_a_value_is_not_taken() -> None:
+    tree = Tree()
+    tree.overrides([Word("a=null", "w"), Word("b.c=1", "w"), Word("d=${b.c}", "w")])
+    tree.defaults("F", {"a.x": 1, "b": 2, "b.c": 2, "b.e": 3})
+    tree.resolve()
+    assert {path: value.value for path, value in tree.values.items()} == {"a": None, "b.c": 1, "d": 1, "b.e": 3}
 
 
 def test_the_command_line_takes_values_away(tmp_path: Path) -> None:

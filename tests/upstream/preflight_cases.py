@@ -44,7 +44,7 @@ def explained(text: str) -> str:
         for rule in (*rules.RULES, *rules.LAYOUT_RULES, *core_rules.RULES)
         if "__post_init__" not in rule.source
     }
-    for found in re.findall(r"\[([a-z0-9-]+)\]", text):
+    for found in re.findall(r"\[([a-z0-9.-]+)\]", text):
         if found in later or found in own:
             return found
     return next((why for said, why in EXPLAINED.items() if re.search(said, text)), "")

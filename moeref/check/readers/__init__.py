@@ -27,7 +27,7 @@ FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] 
 
 
 def read(framework: str, arguments: Sequence[str], core: str) -> Reading:
-    """The reading of a framework's files; an argument NAME=VALUE or ~NAME that is no file overrides a value or takes it away.
+    """The reading of a framework's files; an argument NAME=VALUE that is no file replaces a value, ~NAME takes it away.
 
     Raises CheckError for an unknown framework, and for files that are missing or cannot be read.
     """

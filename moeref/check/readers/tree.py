@@ -22,6 +22,7 @@ from moeref.check.value import Value
 _OVERRIDE = re.compile(r"(?:\+{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 #: Numbers, truth values and null as YAML and Hydra read them; lists and quotations are read apart.
 _SCALARS = {"true": True, "false": False, "null": None}
+_DIGITS = 4300  # of an integer that Python reads
 #: Words of a command that say where the tree is, and not what is in it.
 _WHERE = re.compile(r"--config[\w-]*(=.*)?|-m|.*\.ya?ml")
 #: An interpolation that calls a resolver, such as `${oc.env:HOME}`.
@@ -35,9 +36,13 @@ class Tree:
     values: dict[str, Value] = field(default_factory=dict)
 
     def defaults(self, framework: str, values: Mapping[str, Any]) -> None:
-        """Put the framework's defaults where nothing is said."""
+        """Put the framework's defaults where nothing is said, neither of it nor above or below it."""
+        said = {".".join(path.split(".")[:end]) for path in self.values for end in range(1, path.count(".") + 2)}
         for path, value in values.items():
-            self.values.setdefault(path, Value(path, value, f"default of {framework}"))
+            parts = path.split(".")
+            above = (".".join(parts[:end]) for end in range(1, len(parts)))
+            if path not in said and not any(name in self.values for name in above):
+                self.values[path] = Value(path, value, f"default of {framework}")
 
     def overrides(self, words: Iterable[Word]) -> list[Word]:
         """Put overrides such as `a.b=1` and `+a.c=[x]`; `~a.b` takes a value away. Returns the other words."""
@@ -201,7 +206,7 @@ def scalar(text: str) -> Any:
     if stripped.lower() in _SCALARS:
         return _SCALARS[stripped.lower()]
     if re.fullmatch(r"[+-]?\d+", stripped):
-        return int(stripped)
+        return int(stripped) if len(stripped) < _DIGITS else stripped
     if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", stripped):
         return float(stripped)
     if len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\"":

@@ -6,6 +6,7 @@ Exit codes: 0 conformant, 1 not conformant, 2 bad input or an error of the kit, 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shlex
@@ -47,6 +48,9 @@ RANK_SECONDS = 1.6
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and give its exit code. Only the verdict "not conformant", or a difference, gives 1."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✗ gets ? in its place
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
     # As with `python -m`: an adapter in the current folder can be named by module:attr.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:

@@ -242,3 +242,14 @@ def test_a_run_says_at_once_what_it_prepares_and_keeps_warnings_of_imports_out(t
     first, *cells = done.stderr.splitlines()
     assert first == "1 cell of matrix smoke, up to 1 rank; importing megatron-core and the target moeref"
     assert [line.split()[:3] for line in cells] == [["1/1", "pass", "qwen3_moe/one/static"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["moeref", "check", "qwen3-30b-a3b", "--layout", "tp=2,ep=8,etp=1"], ["moeref_conformance", "list", "--backends"]],
+)
+def test_a_terminal_without_unicode_gets_question_marks(words):
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    end = subprocess.run([sys.executable, "-m", *words], capture_output=True, env=env, check=False)
+    assert (end.returncode, end.stderr) == (0, b"")
+    assert b"?" in end.stdout

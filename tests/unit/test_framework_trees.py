@@ -268,7 +268,11 @@ def test_what_skyrl_s_tree_says(tmp_path: Path, given: list[str], verdict: str, 
         (("--padding_free", "--pading_free"), "unknown", "pading_free True (run.sh:4) is not known"),
         (("--padding_free", "--tuner_type lora"), "unknown", "tuner_type lora (run.sh:4): adapters"),
         (("--padding_free", "--decoder_first_pipeline_num_layers 4"), "refused", "at one pipeline stage"),
-        (("--padding_free", "--global_batch_size 3"), "refused", "global_batch_size=3 (run.sh:4) is no multiple of 2"),
+        (
+            ("--padding_free", "--global_batch_size 3"),
+            "refused",
+            "global_batch_size=3 is not divisible",
+        ),
         (("--padding_free", "--expert_tensor_parallel_size 4"), "refused", "etp·ep·pp = 4·8·1"),
         (("NPROC_PER_NODE=8", "NPROC_PER_NODE=$GPUS"), "unknown", "NPROC_PER_NODE"),
         (("none", "full --recompute_method uniform"), "refused", "recompute_num_layers"),
@@ -286,6 +290,20 @@ def test_what_ms_swift_s_command_line_says(tmp_path: Path, change: tuple[str, st
         assert report.settings["recompute_granularity"] is None
         assert report.settings["moe_router_load_balancing_type"] == "aux_loss"
         assert report.read["sequence_parallel"].source == "run.sh:4"
+
+
+def test_a_batch_divides_over_the_replicas_of_the_layout_that_is_given(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SWIFT)
+    reading = read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2")
+    report = check_reading(reading, layout="tp=4,ep=8,etp=1,world=96", verify=False)
+    assert "global_batch_size=16 is not divisible by micro_batch_size·dp = 1·24" in report.problems[0].text
+
+
+def test_a_file_among_ms_swift_s_arguments_is_not_dropped(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SWIFT.replace("rlhf", "rlhf more.yaml", 1))
+    report = check_reading(read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2"), verify=False)
+    assert report.verdict == "unknown"
+    assert "more.yaml" in "; ".join(problem.text for problem in report.problems)
 
 
 def trained(report: Report) -> tuple[bool, bool, str, int]:

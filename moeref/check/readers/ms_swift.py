@@ -7,6 +7,7 @@ Names and defaults: ms-swift at 3602360a5623, mcore-bridge at f020e479a20b.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -126,8 +127,9 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
         before, words = entry(read_script([path], given), PROGRAM, reading)
         tree.overrides(word for word in before if word.text.startswith(tuple(f"{name}=" for name in _RANKS)))
         tree.overrides(_override(*found) for found in flags(words))
-        if words and not words[0].text.startswith("-") and words[0].text not in _COMMANDS:
-            reading.unread.append(Value(words[0].text, "", words[0].where))
+        leading = list(itertools.takewhile(lambda word: not word.text.startswith("-"), words))
+        others = leading[1:] if leading and leading[0].text in _COMMANDS else leading
+        reading.unread += [Value(word.text, "", word.where) for word in others]
     tree.overrides(Word(f"{name}={given[name]}", GIVEN) for name in _RANKS if name in given)
     tree.given(given)
     tree.defaults(NAME, DEFAULTS)
@@ -160,6 +162,8 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
         none = at[name].value == "none"
         reading.settings[name] = Value(at[name].name, None, at[name].source) if none else at[name]
     reading.training["micro_batch_size"], grads = at["micro_batch_size"], at["main_grads_dtype"]
+    if type(at["global_batch_size"].value) is int:
+        reading.training["global_batch_size"] = at["global_batch_size"]
     reading.training["grad_reduce_in_fp32"] = Value(grads.name, grads.value == "fp32", grads.source)
     balancing, backend = at["moe_router_load_balancing_type"], at["attention_backend"]
     if balancing.value is not None:
@@ -192,11 +196,3 @@ def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
     end = reading.layout.get("first") or reading.layout.get("last")
     if end and at["pipeline_model_parallel_size"].value == 1:
         reading.problems.append(Problem(NAME, f"{end.name} ({end.source}) at one pipeline stage", "leave it out"))
-    sizes = [at[f"{axis}_parallel_size"].value for axis in ("tensor_model", "pipeline_model", "context")]
-    world, micro, batch = reading.layout.get("world"), at["micro_batch_size"], at["global_batch_size"]
-    if world and all(type(value) is int and value > 0 for value in (*sizes, micro.value, batch.value)):
-        replicas = max(1, world.value // (sizes[0] * sizes[1] * sizes[2]))
-        if batch.value % (micro.value * replicas):
-            text = f"global_batch_size={batch.value} ({batch.source}) is no multiple of {micro.value * replicas}"
-            fix = f"a micro-batch has {micro.value} samples on each of {replicas} replicas"
-            reading.problems.append(Problem(NAME, text, fix))

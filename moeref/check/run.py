@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os.path
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> 
         if isinstance(model, Mapping):
             return str(model.get("model_type", "config")), families.read(model, dtype)
         path = Path(model)
-        if _there(path):
+        if os.path.exists(path):  # noqa: PTH110 -- it may be no name of a file, where Path raises
             return path.name if path.is_dir() else path.parent.name or path.name, families.read(path, dtype)
         if path.suffix == ".json" or len(path.parts) > 2:
             raise CheckError(f"{model}: no such file or folder")
@@ -53,13 +54,6 @@ def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> 
         raise UnmappedError(str(error)) from error
     except FamilyError as error:
         raise CheckError(str(error)) from error
-
-
-def _there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have, such as one too long
-        return False
 
 
 def check(

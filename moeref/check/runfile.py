@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os.path
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def is_run_file(model: str) -> bool:
     path = Path(model)
     if path.suffix in (".yaml", ".yml"):
         return True
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not os.path.isfile(path):  # noqa: PTH113 -- no name of a file, where Path raises
         return False
     found = _parsed(path)
     return isinstance(found, Mapping) and "policy" in found

@@ -56,4 +56,4 @@ def _free(field: Mapping[str, Any], value: Any) -> bool:
         return False
     if value is None:
         return False  # the default is another value, so this field may have no None
-    return not isinstance(value, int | float) or (math.isfinite(value) and value >= 0)
+    return not isinstance(value, int | float) or 0 <= value < math.inf

@@ -67,10 +67,10 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     """
     if not isinstance(config, Mapping):
         path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        if path.exists() and not path.is_file():  # a pipe would block the reader for ever
-            raise FamilyError(f"cannot read a Hugging Face config from {path}: not a regular file")
         try:
+            path = path / "config.json" if path.is_dir() else path
+            if path.exists() and not path.is_file():  # a pipe would block the reader for ever
+                raise OSError("not a regular file")
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise FamilyError(f"cannot read a Hugging Face config from {path}: {error}") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +46,7 @@ def _wanted(name: str, value: Any) -> str:
         least, most = _RANGES[name]
         return "" if type(value) is int and least <= value <= most else f"a whole number from {least} to {most}"
     if name in _NUMBERS:
-        fits = type(value) in (int, float) and math.isfinite(value) and value > 0
+        fits = type(value) in (int, float) and 0 < value <= sys.float_info.max
         return "" if fits else "a number above 0"
     kinds: tuple[tuple[tuple[str, ...], type, str], ...] = (
         (_SWITCHES, bool, "true or false"),

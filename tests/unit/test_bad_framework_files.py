@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from moeref import families
 from moeref.check.readers import FORMATS
 from moeref.check.report import EXIT
 from moeref.cli import BAD_INPUT, LONGEST, main
@@ -109,6 +110,36 @@ def test_no_recipe_and_override_ends_in_a_traceback(data: st.DataObject | None) 
     words = [data.draw(damaged(word)) if data.draw(st.booleans()) else word for word in run["arguments"].split()]
     words = [word for word in words if not word.startswith("-")] or ["x"]
     assert fine(*asked(["--from", framework, *words, "--model", run["model"]]))
+
+
+NUMBER, TEXT = "9" * 400, "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("framework", "name", "text"),
+    [
+        ("nemo-rl", "run.yaml", "a scalar"),
+        ("verl", "run.yaml", "- a list"),
+        ("verl", "run.sh", "python -m verl.trainer.main_ppo a.b='${2 policy' x=${a.b}"),
+        ("slime", "run.sh", f"python train.py --moe-router-topk {NUMBER} --rotary-base {NUMBER}"),
+        ("slime", "run.sh", f"source {TEXT}\npython train.py --tensor-model-parallel-size 2"),
+        ("ms-swift", "run.sh", f"megatron rlhf --model {TEXT}"),
+        (
+            "nemo-rl",
+            "run.sh",
+            f"uv run examples/run_grpo.py policy.megatron_cfg.tensor_model_parallel_size={NUMBER * 25}'2",
+        ),
+    ],
+)
+def test_what_was_found_by_chance_stays_mended(framework: str, name: str, text: str, tmp_path: Path) -> None:
+    assert fine(*asked(["--from", framework, written(str(tmp_path), name, text), "--model", "qwen3-30b-a3b"]))
+    assert fine(*asked(["--from", framework, written(str(tmp_path), name, text), f"a.b={TEXT}"]))
+    assert fine(*asked([f"{TEXT}.json", "--layout", "tp=2"]))
+
+
+def test_a_model_may_be_named_with_more_than_a_path_takes() -> None:
+    with pytest.raises(families.FamilyError, match="cannot read a Hugging Face config"):
+        families.read("x" * 5000)
 
 
 @pytest.mark.parametrize("framework", FORMATS)

@@ -5,6 +5,7 @@ Each framework has a module with one table of names. FORMATS has them by the nam
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def read(framework: str, arguments: Sequence[str], core: str) -> Reading:
     paths: list[Path] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if (equals or name.startswith("~")) and not Path(argument).is_file():
+        is_file = os.path.isfile(argument)  # noqa: PTH113 -- a value may be no name of a file, where Path raises
+        if (equals or name.startswith("~")) and not is_file:
             given[name] = value
         else:
             paths.append(Path(argument))

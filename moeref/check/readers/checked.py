@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from moeref.check.readers.reading import Reading
@@ -135,7 +135,7 @@ def _model(reading: Reading) -> str:
     if not name or "$" in name or "`" in name:
         why = next((f": {problem.text}" for problem in reading.problems if problem.about == "script"), "")
         raise CheckError(f"the configuration does not name a model{why}; give --model")
-    if Path(text).exists():
+    if os.path.exists(text):  # noqa: PTH110 -- it may be no name of a file, where Path raises
         return text
     try:
         known(name)

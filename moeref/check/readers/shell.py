@@ -6,6 +6,7 @@ the environment. Such text stays as it is written.
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -123,7 +124,7 @@ class Script:
         # A folder that only the shell can compute is nearly always the script's own.
         tail = text if "$" not in text else re.split(r"[)}\"]|\$\w+", text)[-1].lstrip("/")
         for found in (path.parent / tail, Path(tail)):
-            if tail and found.is_file():
+            if tail and os.path.isfile(found):  # noqa: PTH113 -- it may be no name of a file, where Path raises
                 return self.read(found, depth + 1)
         if not (self._conditions or self._guarded):
             self.missing.append(Word(tail or text, raw.where))

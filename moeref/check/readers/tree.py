@@ -102,7 +102,8 @@ class Tree:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        config = OmegaConf.create(_nested({path: value.value for path, value in self.values.items() if value.known}))
+        sound = {path: value.value for path, value in self.values.items() if value.known and _parses(value.value)}
+        config = OmegaConf.create(_nested(sound))
         for path, value in open_.items():
             try:
                 # Resolvers may read the environment or files; only references to other values are followed.
@@ -207,7 +208,7 @@ def scalar(text: str) -> Any:
         return _SCALARS[stripped.lower()]
     if re.fullmatch(r"[+-]?\d+", stripped):
         return int(stripped) if len(stripped) < _DIGITS else stripped
-    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", stripped):
+    if re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", stripped):
         return float(stripped)
     if len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\"":
         return stripped[1:-1]
@@ -237,6 +238,18 @@ def _in_the_tree(name: str) -> bool:
 
 def _interpolates(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
+
+
+def _parses(value: Any) -> bool:
+    """Whether OmegaConf can read a value's interpolations."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        OmegaConf.create({"value": value} if _interpolates(value) else {})
+    except OmegaConfBaseException:
+        return False
+    return True
 
 
 def _closure(config: Any, path: str, depth: int = 0) -> str:
@@ -276,7 +289,7 @@ def _parsed(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
         container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:  # PyYAML's and OmegaConf's errors; neither package is imported here
         raise CheckError(f"{path}: {in_a_line(error)}") from error
-    if not isinstance(container, dict) or node is None:
+    if not isinstance(container, dict) or not isinstance(node, yaml.MappingNode):
         raise CheckError(f"{path}: a configuration is a mapping")
     return {str(key): value for key, value in container.items()}, dict(_lines(node))
 

@@ -299,6 +299,68 @@ def test_a_batch_divides_over_the_replicas_of_the_layout_that_is_given(tmp_path:
     assert "global_batch_size=16 is not divisible by micro_batch_size·dp = 1·24" in report.problems[0].text
 
 
+VERL_MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+ROLLOUTS = "data.train_batch_size · actor_rollout_ref.rollout.n"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([], ""),  # what a replica takes at a time is given elsewhere
+        ([f"{VERL_MICRO}=2"], ""),
+        (
+            [f"{VERL_MICRO}=16"],
+            f"global_batch_size=32 is not divisible by micro_batch_size·dp = 16·4 ({ROLLOUTS}, run.sh:4)",
+        ),
+        ([f"{VERL_MICRO}=16", "actor_rollout_ref.rollout.n=8"], ""),
+        ([f"{VERL_MICRO}=16", "actor_rollout_ref.actor.use_dynamic_bsz=True"], ""),
+    ],
+)
+def test_verl_s_samples_divide_over_its_replicas(tmp_path: Path, given: list[str], says: str) -> None:
+    assert _said(verl(tmp_path, VERL, *given)) == says
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([], ""),
+        (
+            ["trainer.policy_mini_batch_size=7"],
+            "global_batch_size=35 is not divisible by micro_batch_size·dp = 1·4 "
+            "(trainer.policy_mini_batch_size · generator.n_samples_per_prompt, command line)",
+        ),
+        (["trainer.policy_mini_batch_size=7", "trainer.max_tokens_per_microbatch=4096"], ""),
+        (["trainer.policy_mini_batch_size=7", "generator.n_samples_per_prompt=4"], ""),
+    ],
+)
+def test_skyrl_s_samples_divide_over_its_replicas(tmp_path: Path, given: list[str], says: str) -> None:
+    (tmp_path / "run.sh").write_text(SKYRL)
+    report = check_reading(read("skyrl", [str(tmp_path / "run.sh"), *given], "0.19.2"), verify=False)
+    assert _said(report) == says
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("", ""),
+        ("train_global_batch_size: 7", ""),  # the size of a microbatch is not known
+        (
+            "train_global_batch_size: 6, train_micro_batch_size: 2",
+            "global_batch_size=6 is not divisible by micro_batch_size·dp = 2·2 "
+            "(policy.train_global_batch_size, run.yaml:2)",
+        ),
+        ("train_global_batch_size: 6, train_micro_batch_size: 2, sequence_packing: {enabled: true}", ""),
+        ("train_global_batch_size: 8, train_micro_batch_size: 2", ""),
+    ],
+)
+def test_nemo_rl_s_samples_divide_over_its_replicas(tmp_path: Path, more: str, says: str) -> None:
+    assert _said(nemo(tmp_path, f"defaults: base.yaml\npolicy: {{{more}}}\n")) == says
+
+
+def _said(report: Report) -> str:
+    return "; ".join(problem.text for problem in report.problems)
+
+
 def test_a_file_among_ms_swift_s_arguments_is_not_dropped(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SWIFT.replace("rlhf", "rlhf more.yaml", 1))
     report = check_reading(read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2"), verify=False)

@@ -54,15 +54,24 @@ def check_reading(
         _computed(field, value, draft, problems, notes)
     if "world" not in text and "world" not in reading.computed:
         problems.append(Problem("layout", "the number of ranks is not given", "NAME=VALUE, or --layout", refused=False))
+    found = tuple(_with_its_place(reading, problem) for problem in report.problems)
     problems = [*reading.problems, *(_unread(value) for value in reading.unread), *problems]
     return replace(
         report,
-        problems=(*report.problems, *problems),
+        problems=(*found, *problems),
         notes=(*report.notes, *notes),
         record=None if problems else report.record,
         read=dict(reading.values),
         elsewhere=tuple(reading.elsewhere),
     )
+
+
+def _with_its_place(reading: Reading, problem: Problem) -> Problem:
+    """A problem of the batch with what the framework calls it."""
+    size = reading.training.get("global_batch_size")
+    if problem.about != "batch" or size is None:
+        return problem
+    return replace(problem, text=f"{problem.text} ({size.name}, {size.source})")
 
 
 def _offloaded(reading: Reading, report: Report) -> Report:

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, Reading, under
-from moeref.check.readers.tree import Names, Tree, ranks, read_all
+from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all
 from moeref.check.report import CheckError
 from moeref.check.value import Value
 
@@ -20,6 +20,9 @@ NAME = "NeMo-RL"
 PROGRAM = r"(?:.*/)?run_\w+\.py"
 _POLICY, _MEGATRON = "policy.", "policy.megatron_cfg."
 _FP8, _DDP = f"{_MEGATRON}fp8_cfg.", f"{_MEGATRON}distributed_data_parallel_config."
+#: `batched_data_dict.py` divides the samples of an update over replicas, and a replica's over microbatches.
+_BATCH = (f"{_POLICY}train_micro_batch_size", f"{_POLICY}train_global_batch_size")
+_DYNAMIC = (f"{_POLICY}dynamic_batching.enabled", f"{_POLICY}sequence_packing.enabled")
 _RANKS = ("cluster.num_nodes", "cluster.gpus_per_node")
 
 #: Settings of `megatron_cfg` under TransformerConfig's names -> default; None has none.
@@ -66,6 +69,7 @@ DEFAULTS: dict[str, Any] = {
     "policy.router_replay.enabled": False,
     f"{_MEGATRON}optimizer.use_precision_aware_optimizer": True,
     f"{_DDP}grad_reduce_in_fp32": False,
+    **dict.fromkeys(_DYNAMIC, False),
     "cluster.num_nodes": 1,
     "cluster.gpus_per_node": 1,
     **{f"{_MEGATRON}{name}": default for name, default in FIELDS.items()},
@@ -87,7 +91,8 @@ NAMES = Names(
     },
     read=frozenset(
         {
-            *(*_RANKS, "policy.precision", "policy.router_replay.enabled", f"{_MEGATRON}enabled", "defaults"),
+            *(*_RANKS, *_BATCH, *_DYNAMIC, "defaults"),
+            *("policy.precision", "policy.router_replay.enabled", f"{_MEGATRON}enabled"),
             *(f"{_MEGATRON}activation_checkpointing", f"{_MEGATRON}recompute_granularity"),
             *(f"{_MEGATRON}recompute_modules", f"{_MEGATRON}pipeline_dtype"),
             *(f"{_FP8}{name}" for name in ("enabled", "fp8", "fp8_recipe", "fp8_param")),
@@ -125,6 +130,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
 def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     """The reading after what NeMo-RL derives."""
     ranks(reading, at, *_RANKS)
+    batch(reading, at, *_BATCH, by_tokens=any(at[path].value for path in _DYNAMIC))
     precision = at["policy.precision"]
     if precision.value not in ("bfloat16", "float32"):
         raise CheckError(f"{precision.source}: {precision.name}={precision.value}: moeref knows bfloat16 and float32")

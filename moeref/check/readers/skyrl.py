@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
-from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
+from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all, sequence_parallel
 from moeref.check.value import Value
 
 NAME = "SkyRL"
@@ -21,6 +21,9 @@ _POLICY = "trainer.policy."
 _MEGATRON = f"{_POLICY}megatron_config."
 _KWARGS = f"{_MEGATRON}transformer_config_kwargs."
 _RANKS = ("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gpus_per_node")
+#: `train/utils/utils.py validate_batch_sizes` and `dispatch.py` divide the samples of an update.
+_BATCH = ("trainer.micro_train_batch_size_per_gpu", "trainer.policy_mini_batch_size", "generator.n_samples_per_prompt")
+_TOKENS = "trainer.max_tokens_per_microbatch"  # above 0 it makes the microbatches
 _MTP, _REPLAY = "trainer.mtp.enabled", f"{_MEGATRON}moe_enable_routing_replay"
 
 #: Settings of `megatron_config` under TransformerConfig's names -> default.
@@ -46,6 +49,8 @@ DEFAULTS: dict[str, Any] = {
     f"{_KWARGS}recompute_method": "uniform",
     f"{_KWARGS}recompute_num_layers": 1,
     f"{_KWARGS}gradient_accumulation_fusion": False,
+    **dict(zip(_BATCH, (1, 256, 5), strict=True)),
+    _TOKENS: -1,
     "trainer.seed": 42,
     "trainer.bf16": True,
     "trainer.flash_attn": True,
@@ -67,7 +72,9 @@ NAMES = Names(
         f"{_POLICY}model.fake_int4_qat.enabled": "weights are rounded to INT4",
         f"{_POLICY}language_model_only": "a part of a multimodal model",
     },
-    read=frozenset({_REPLAY, _MTP, *_RANKS, "trainer.bf16", "trainer.flash_attn", f"{_MEGATRON}mtp_num_layers"}),
+    read=frozenset(
+        {_REPLAY, _MTP, _TOKENS, *_BATCH, *_RANKS, "trainer.bf16", "trainer.flash_attn", f"{_MEGATRON}mtp_num_layers"}
+    ),
     training={
         **{f"{_MEGATRON}optimizer_config_kwargs.{name}": name for name in OPTIMIZER},
         f"{_MEGATRON}ddp_config.grad_reduce_in_fp32": "grad_reduce_in_fp32",
@@ -104,6 +111,7 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     """The reading after what SkyRL derives."""
     ranks(reading, at, *_RANKS)
     sequence_parallel(reading)
+    batch(reading, at, *_BATCH, by_tokens=type(at[_TOKENS].value) is not int or at[_TOKENS].value > 0)
     if "etp" not in reading.layout and (tp := reading.layout.get("tp")):
         reading.layout["etp"] = Value(tp.name, tp.value, "derived: as TP, where unset")
     bf16, flash, replay = at["trainer.bf16"], at["trainer.flash_attn"], at[_REPLAY]

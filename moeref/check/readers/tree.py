@@ -6,6 +6,7 @@ YAML needs OmegaConf, which resolves interpolations. No resolver is called, so t
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -192,6 +193,21 @@ def ranks(reading: Reading, at: Mapping[str, Value], nodes: str, each: str) -> N
         return
     source = one.source if one.given else other.source
     reading.layout["world"] = Value(f"{nodes}, {each}", one.value * other.value, source)
+
+
+def batch(reading: Reading, at: Mapping[str, Value], micro: str, *factors: str, by_tokens: object = False) -> None:
+    """Put in what a replica takes at a time, and the samples that are dealt out: the product of `factors`.
+
+    Where tokens make the microbatches, or one of the numbers is not known, they decide nothing here.
+    """
+    found = [at[path] for path in (micro, *factors) if path in at and type(at[path].value) is int]
+    if by_tokens or len(found) <= len(factors):
+        reading.elsewhere += [value for value in found if value.given]
+        return
+    size, *parts = found
+    source = next((value.source for value in parts if value.given), parts[0].source)
+    total = Value(" · ".join(factors), math.prod(value.value for value in parts), source)
+    reading.training |= {"micro_batch_size": size, "global_batch_size": total}
 
 
 def sequence_parallel(reading: Reading) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
-from moeref.check.readers.tree import Names, Tree, ranks, read_all, sequence_parallel
+from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
@@ -23,6 +23,9 @@ _MEGATRON = f"{_ACTOR}megatron."
 _OVERRIDE = f"{_MEGATRON}override_transformer_config."
 _REPLAY, _MTP = f"{_ACTOR}router_replay.mode", "actor_rollout_ref.model.mtp.enable"
 _BRIDGE = (f"{_MEGATRON}use_mbridge", f"{_MEGATRON}vanilla_mbridge")
+_DYNAMIC = f"{_ACTOR}use_dynamic_bsz"
+#: `utils/config.py validate_config` divides all samples of a step over replicas and microbatches.
+_BATCH = (f"{_ACTOR}ppo_micro_batch_size_per_gpu", "data.train_batch_size", "actor_rollout_ref.rollout.n")
 _RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 DEFAULTS: dict[str, Any] = {
@@ -44,6 +47,9 @@ DEFAULTS: dict[str, Any] = {
     f"{_OVERRIDE}attention_backend": "flash",
     _REPLAY: "disabled",
     _MTP: False,
+    _DYNAMIC: False,
+    "data.train_batch_size": 1024,
+    "actor_rollout_ref.rollout.n": 1,
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
 }
@@ -60,7 +66,10 @@ NAMES = Names(
         "actor_rollout_ref.model.external_lib": "code of its own",
     },
     read=frozenset(
-        {_REPLAY, _MTP, *_BRIDGE, *_RANKS, f"{_MEGATRON}dtype", f"{_MEGATRON}sequence_parallel", f"{_ACTOR}strategy"}
+        {
+            *(_REPLAY, _MTP, _DYNAMIC, *_BATCH, *_BRIDGE, *_RANKS),
+            *(f"{_MEGATRON}dtype", f"{_MEGATRON}sequence_parallel", f"{_ACTOR}strategy"),
+        }
     ),
     training={
         **{f"{_ACTOR}optim.override_optimizer_config.{name}": name for name in OPTIMIZER},
@@ -99,6 +108,7 @@ def _finished(reading: Reading, tree: Tree) -> Reading:
     at = tree.values
     ranks(reading, at, *_RANKS)
     sequence_parallel(reading)
+    batch(reading, at, *_BATCH, by_tokens=at[_DYNAMIC].value)
     if "etp" not in reading.layout and "tp" in reading.layout:
         reading.layout["etp"] = Value(
             reading.layout["tp"].name, reading.layout["tp"].value, "derived: as TP, where unset"

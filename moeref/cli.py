@@ -215,7 +215,9 @@ def _check(options: argparse.Namespace) -> int:
     if options.framework:
         reports = {"": _read(options)}
     elif len(options.model) > 1 or options.name:
-        raise CheckError("one MODEL is checked at a time; several files and --model go with --from")
+        layouts = [word for word in options.model[1:] if "=" in word]
+        hint = f"write --layout {layouts[0]}" if layouts else "several files and --model go with --from"
+        raise CheckError(f"one MODEL is checked at a time; {hint}")
     elif is_run_file(options.model[0]):
         reports = _of_file(read_run_file(options.model[0]), options)
     else:

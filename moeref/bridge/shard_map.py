@@ -141,8 +141,8 @@ class ShardMap:
         self.layout.experts(0, self.model.experts)
         if self.model.heads % self.layout.tp:
             raise BridgeError(
-                f"{self.model.family}: {self.model.heads} attention heads do not divide over tp={self.layout.tp} "
-                f"(layout {self.layout.text})"
+                f"{self.model.family}: {self.model.heads} attention heads do not divide over tp={self.layout.tp}; "
+                f"use a tp that divides {self.model.heads} (layout {self.layout.text})"
             )
 
     def for_checkpoint(self, names: set[str]) -> ShardMap:

@@ -232,6 +232,7 @@ def test_bad_input_is_one_sentence(
         (["--from", "slime", "/no/such.sh"], "/no/such.sh"),
         (["--from", "slime", "/dev/zero"], "not a regular file"),
         (["a", "b", "--layout", "world=1"], "one MODEL"),
+        (["qwen3-30b-a3b", "tp=2,ep=8"], "write --layout tp=2,ep=8"),
     ],
 )
 def test_bad_arguments(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

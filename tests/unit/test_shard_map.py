@@ -79,7 +79,10 @@ def test_a_shard_that_cannot_be_names_the_layout() -> None:
     shard_map = ShardMap(model("qwen3_moe", num_attention_heads=24, num_key_value_heads=12), Layout.parse("tp=8"))
     with pytest.raises(BridgeError, match=r"linear_qkv.*12 KV groups are neither a .* of 8 ranks \(layout tp=8,"):
         shard_map.local_shards(0)
-    with pytest.raises(BridgeError, match=r"^qwen3_moe: 16 attention heads do not divide over tp=3 \(layout tp=3,"):
+    with pytest.raises(
+        BridgeError,
+        match=r"^qwen3_moe: 16 attention heads do not divide over tp=3; use a tp that divides 16 \(layout tp=3,",
+    ):
         ShardMap(model("qwen3_moe"), Layout.parse("tp=3"))
 
 

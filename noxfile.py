@@ -331,6 +331,7 @@ def preflight_with(core: str) -> None:
         install(session, "-e", ".[kit]", groups=("test",))
         cases = session.posargs or ["5000", "300"]
         session.run("python", "-m", "tests.upstream.preflight_cases", *cases, env=ENV)
+        session.run("pytest", "tests/upstream/test_costs_against_megatron.py", env=ENV)
         bad = ("tests/unit/test_bad_input.py", "tests/unit/test_bad_framework_files.py")
         session.run("pytest", *bad, env={**ENV, "MOEREF_FUZZ": "10000"})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ TRACED: list[tuple[str, str, dict[str, Any]]] = [
     ("deepseek_v3", "world=1", {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     ("glm4_moe", "world=1", {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]}),
 ]
+
+
+def builds(family: str, text: str) -> bool:
+    """Whether the installed megatron-core builds this. 0.16 builds no MLA without Transformer Engine, and moeref
+    refuses its wrong gradients where etp differs from tp at ep 1."""
+    layout = Layout.parse(text)
+    wrong = layout.ep == 1 and layout.etp != layout.tp
+    return not version("megatron-core").startswith("0.16.") or not (wrong or family in ("deepseek_v3", "glm4_moe_lite"))
+
+
+CASES = [case for case in CASES if builds(*case[:2])]
+TRACED = [case for case in TRACED if builds(*case[:2])]
 
 
 def large_enough(config: dict[str, Any]) -> dict[str, Any]:

@@ -208,4 +208,4 @@ def test_at_least_25_published_runs_and_five_of_each_framework() -> None:
     rows = re.findall(r"^\| ([\w-]+) \| \[", PAGES["status/published.md"], flags=re.MULTILINE)
     counts = {name: rows.count(name) for name in rows}
     assert len(rows) >= 25
-    assert {name for name, number in counts.items() if number < 5} == {"megatron-lm"}  # slime's are argument lists too
+    assert min(counts.values()) >= 5

@@ -86,12 +86,15 @@ def test_overrides_come_in_order_and_replace_branches() -> None:
     assert [word.text for word in others] == ["plain"]
 
 
-def test_a_default_below_a_value_is_not_taken() -> None:
+def test_a_default_below_a_value_is_refused() -> None:
     tree = Tree()
-    tree.overrides([Word("a=null", "w"), Word("b.c=1", "w"), Word("d=${b.c}", "w")])
+    tree.overrides([Word("a={}", "w"), Word("b.c=1", "w"), Word("d=${b.c}", "w")])
     tree.defaults("F", {"a.x": 1, "b": 2, "b.c": 2, "b.e": 3})
     tree.resolve()
-    assert {path: value.value for path, value in tree.values.items()} == {"a": None, "b.c": 1, "d": 1, "b.e": 3}
+    assert {path: value.value for path, value in tree.values.items()} == {"a.x": 1, "b.c": 1, "d": 1, "b.e": 3}
+    tree.overrides([Word("e=null", "run.yaml:3")])
+    with pytest.raises(CheckError, match=r"^e \(run.yaml:3\) is null, and F reads e.x there; leave it out, or write"):
+        tree.defaults("F", {"e.x": 1})
 
 
 def test_the_command_line_takes_values_away(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,12 +38,16 @@ class Tree:
     values: dict[str, Value] = field(default_factory=dict)
 
     def defaults(self, framework: str, values: Mapping[str, Any]) -> None:
-        """Put the framework's defaults where nothing is said, neither of it nor above or below it."""
+        """Put the framework's defaults where nothing is said of it or below it. Raises CheckError for a value above."""
         said = {".".join(path.split(".")[:end]) for path in self.values for end in range(1, path.count(".") + 2)}
         for path, value in values.items():
             parts = path.split(".")
             above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            if path not in said and not any(name in self.values for name in above):
+            if leaf := next((self.values[name] for name in above if name in self.values), None):
+                found = "null" if leaf.value is None else reprlib.repr(leaf.value)
+                told = f"{leaf.name} ({leaf.source}) is {found}, and {framework} reads {path} there"
+                raise CheckError(f"{told}; leave it out, or write a mapping")
+            if path not in said:
                 self.values[path] = Value(path, value, f"default of {framework}")
 
     def overrides(self, words: Iterable[Word]) -> list[Word]:
@@ -84,6 +89,8 @@ class Tree:
             del self.values[path]
 
     def _put(self, name: str, value: Any, source: str, *, known: bool) -> None:
+        if value == {}:  # says nothing of what it might hold
+            return
         if name not in self.values:
             parts = name.split(".")
             for end in range(1, len(parts)):  # a leaf that becomes a branch
@@ -228,6 +235,8 @@ def scalar(text: str) -> Any:
         return float(stripped)
     if len(stripped) > 1 and stripped[0] == stripped[-1] and stripped[0] in "'\"":
         return stripped[1:-1]
+    if stripped == "{}":
+        return {}
     if stripped.startswith("[") and stripped.endswith("]"):
         return [scalar(part) for part in _parts(stripped[1:-1])]
     return stripped

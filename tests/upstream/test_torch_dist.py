@@ -17,6 +17,7 @@ from megatron.core.transformer import multi_latent_attention
 
 from moeref.megatron import convert as distributed
 from moeref.megatron import torch_dist
+from moeref.record import installed_core
 from moeref.shards.files import begin
 from tests import warm
 from tests.unit.test_shard_folders import source, tensors
@@ -75,9 +76,21 @@ def test_a_model_written_under_one_layout_is_read_under_another(
     prepared: warm.Prepared, tmp_path: Path, family: str, written: str, ranks: int, read: str, readers: int
 ) -> None:
     hf = source(tmp_path / "hf", family, **BF16)
+    skip_latent_attention(prepared, hf, family)
     done(convert(prepared, hf, tmp_path / "dist", "--format=torch_dist", f"--layout={written}", ranks=ranks))
     done(convert(prepared, tmp_path / "dist", tmp_path / "again", f"--layout={read}", ranks=readers))
     assert tensors(tmp_path / "again") == tensors(hf)
+
+
+def skip_latent_attention(prepared: warm.Prepared, hf: Path, family: str) -> None:
+    """Where megatron-core builds none: 0.16.1 without Transformer Engine. It has to be refused there."""
+    if family != "deepseek_v3" or isinstance(multi_latent_attention.TELinear, type | None):
+        return
+    assert installed_core().startswith("0.16.")
+    said = refused(prepared, hf, hf.with_name("dist"), "--format=torch_dist")
+    assert "builds latent attention only where Transformer Engine is installed" in said
+    assert list(hf.parent.iterdir()) == [hf]
+    pytest.skip("megatron-core 0.16.1 builds no latent attention without Transformer Engine, and moeref says so")
 
 
 def folder_of(prepared: warm.Prepared, tmp_path: Path) -> tuple[Path, Path]:
@@ -174,6 +187,7 @@ assert not want
 def test_a_model_of_transformer_engines_modules_reads_it(prepared: warm.Prepared, tmp_path: Path, family: str) -> None:
     """Megatron's own specs, whose parameters have other names than plain torch modules have."""
     hf = source(tmp_path / "hf", family, **BF16)
+    skip_latent_attention(prepared, hf, family)
     done(convert(prepared, hf, tmp_path / "dist", "--format=torch_dist"))
     program = f"import sys\nsys.argv[1:] = {[str(hf), str(tmp_path / 'dist')]}\n{OF_TRANSFORMER_ENGINE}"
     path = [str(ROOT), str(ROOT / "conformance")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,30 +45,40 @@ class Span(NamedTuple):
 
     def check(self) -> None:
         """Raise DeltaError, with the tensor's name, for parts that are not of its form."""
-        self._read(forms.check)
-
-    def change(self) -> Change:
-        """What is to be written. Raises DeltaError as `check` does."""
-        return Change(self.fields["name"], self.fields["start"], *self._read(forms.decode))
-
-    def _read(self, read: Callable[..., T]) -> T:
-        form, elements, changed = (self.fields[key] for key in ("form", "elements", "changed"))
-        dtype = np.dtype(f"i{getattr(torch, self.fields['dtype']).itemsize}")
+        form, elements, changed = self.fields["form"], self.fields["elements"], self.fields["changed"]
         try:
-            return read(form, self._opened(form, elements, dtype.itemsize, changed), elements, dtype, changed)
+            forms.check(form, self._opened(), elements, self._dtype, changed)
         except DeltaError as error:
             raise DeltaError(f"{self.fields['name']}, from element {self.fields['start']}: {error}") from None
 
-    def _opened(self, form: str, elements: int, width: int, changed: int) -> Sequence[Part]:
+    def change(self) -> Change:
+        """What is to be written, of parts that `check` has accepted."""
+        form, elements = self.fields["form"], self.fields["elements"]
+        found = forms.decode(form, self._opened(), elements, self._dtype)
+        return Change(self.fields["name"], self.fields["start"], *found)
+
+    @property
+    def _dtype(self) -> np.dtype[Any]:
+        return _integers(self.fields["dtype"])
+
+    def _opened(self) -> Sequence[Part]:
         """The parts, without zstd, each of a size that its form allows."""
-        bounds = forms.sizes(form, elements, width, changed, self.zstd)
+        form, changed, width = self.fields["form"], self.fields["changed"], self._dtype.itemsize
+        bounds = forms.sizes(form, self.fields["elements"], width, changed, self.zstd)
         if len(self.parts) != len(bounds):
             raise DeltaError(f"{form} has {len(bounds)} parts, not {len(self.parts)}")
         if self.zstd:
             return forms.decompress(self.parts, bounds, width)
-        if any(not least <= len(part) <= most for part, (least, most) in zip(self.parts, bounds, strict=True)):
-            raise DeltaError(f"{form} of {changed} changes has parts of {self.fields['bytes']} bytes")
+        for part, (least, most) in zip(self.parts, bounds, strict=True):
+            if not least <= len(part) <= most:
+                raise DeltaError(f"{form} of {changed} changes has parts of {self.fields['bytes']} bytes")
         return self.parts
+
+
+@functools.cache
+def _integers(dtype: str) -> np.dtype[Any]:
+    """The little-endian integers that hold the bits of elements of a dtype of torch."""
+    return np.dtype(f"<i{getattr(torch, dtype).itemsize}")
 
 
 class Receiver:
@@ -103,11 +114,12 @@ class Receiver:
         kept = list(messages) if isinstance(messages, Iterator) else messages
         with ThreadPoolExecutor(threads) as pool:
             each: Each = pool.map if threads > 1 else map
-            held: list[list[Span]] | None = [] if isinstance(kept, Sequence) else None
+            stays = isinstance(kept, Sequence) and all(isinstance(message, bytes) for message in kept)
+            held: list[list[Span]] | None = [] if stays else None
             after = self._check(kept, each, held)
             self._begun = (after.version, after.hash)
-            # What is not held in memory anyway, a file, is read again, and its checksums with it.
-            for spans in _all_spans(kept) if held is None else held:
+            # What may have changed since, a file, is read and checked again.
+            for spans in _all_spans(kept, each) if held is None else held:
                 deque(each(self._write, spans), maxlen=0)
             if verify:
                 deque(each(self._verify, self._changed(after), itertools.repeat(after)), maxlen=0)
@@ -131,10 +143,11 @@ class Receiver:
         change = span.change()
         tensor = self._tensors[change.name].detach()
         end = change.start + (change.values.size if change.positions is None else tensor.numel())
-        flat = tensor.view(-1).view(BITS[tensor.dtype.itemsize])[change.start : end]
-        if tensor.device.type == "cpu":
-            flat.numpy()[slice(None) if change.positions is None else change.positions] = change.values
+        flat = tensor.view(-1).view(BITS[tensor.dtype.itemsize])
+        if tensor.is_cpu:
+            flat.numpy()[change.start : end][... if change.positions is None else change.positions] = change.values
             return
+        flat = flat[change.start : end]
         values = torch.from_numpy(change.values.copy()).to(tensor.device)
         where = slice(None) if change.positions is None else torch.from_numpy(change.positions).to(tensor.device)
         flat[where] = values
@@ -205,13 +218,15 @@ def _ended(fields: dict[str, Any], count: int, hashes: dict[str, str], touched: 
     return str(fields["hash"])
 
 
-def _all_spans(messages: Iterable[bytes]) -> Iterator[list[Span]]:
-    """The spans of each message of a delta that `check` has accepted."""
+def _all_spans(messages: Iterable[bytes], each: Each) -> Iterator[list[Span]]:
+    """The spans of each message of a delta that `check` has accepted, of which the parts are checked again."""
     reader = Reader()
     for message in messages:
         fields, body = reader.open(message)
         if fields["kind"] == "tensors":
-            yield list(_spans(fields, body, reader.header["zstd"]))
+            spans = list(_spans(fields, body, reader.header["zstd"]))
+            deque(each(Span.check, spans), maxlen=0)
+            yield spans
 
 
 def _spans(fields: dict[str, Any], body: memoryview, zstd: bool) -> Iterator[Span]:

@@ -19,6 +19,10 @@ Positions = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 #: Where more words than one in this many differ, elements are compared from the start.
 _MANY = 8
+#: Up to so many bytes elements are compared from the start: words need more calls.
+_SHORT = 1 << 17
+#: Of fewer flags numpy is quicker alone than after groups of them.
+_FEW = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Changes:
 
 def between(old: Bits, new: Bits) -> Changes:
     """The changes of `new` against `old`, quickest where both are in the cache: what differs is read again."""
+    if new.nbytes <= _SHORT:
+        return Changes(new, flags=old != new)
     whole = new.nbytes // 8 * 8 // new.itemsize
     a, b = old[:whole].view(np.int64), new[:whole].view(np.int64)
     hit = a != b
@@ -89,7 +95,7 @@ def find(mask: Mask, count: int) -> Positions:
 
     numpy goes from one to the next where less than a tenth is true, which is slow: groups of 8 are looked at first.
     """
-    if mask.size < 256 or count * 10 > mask.size:
+    if mask.size < _FEW or count * 10 > mask.size:
         return mask.nonzero()[0]
     whole = mask.size - mask.size % 8
     groups = mask[:whole].view(np.uint64)

@@ -69,15 +69,21 @@ def encode_zstd(changes: Changes) -> tuple[str, list[Part]]:
 def _where(form: str, changes: Changes) -> Iterator[Part]:
     """The parts that say which elements changed."""
     if form == "index":
-        blocks = -(-changes.new.size // BLOCK)
-        # Ascending positions are cut where each block begins.
-        cuts = np.searchsorted(changes.positions, np.arange(blocks + 1) << 16)
-        yield _raw((cuts[1:] - cuts[:-1]).astype("<u4"))
+        yield _raw(_counts(changes))
         yield _raw(changes.positions.astype("<u2"))
     elif form == "gaps":
         yield _raw(_gaps(changes.positions))
     else:
         yield _raw(np.packbits(changes.mask, bitorder="little"))
+
+
+def _counts(changes: Changes) -> npt.NDArray[np.uint32]:
+    """Changes of each block."""
+    if changes.new.size <= BLOCK:
+        return np.array([changes.count], "<u4")
+    # Ascending positions are cut where each block begins.
+    cuts = np.searchsorted(changes.positions, np.arange(-(-changes.new.size // BLOCK) + 1) << 16)
+    return (cuts[1:] - cuts[:-1]).astype("<u4")
 
 
 def _gaps(positions: Positions) -> npt.NDArray[np.uint8]:
@@ -101,12 +107,9 @@ def check(form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any],
         raise DeltaError(f"{form} gives {found} positions for {count} changes of {elements} elements")
 
 
-def decode(
-    form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any], count: int
-) -> tuple[Positions | None, Bits]:
-    """Positions (None: all) and values of a span without zstd. Raises DeltaError as `check` does."""
-    check(form, parts, elements, dtype, count)
-    values = _numbers(parts[-1], dtype.newbyteorder("<"))
+def decode(form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any]) -> tuple[Positions | None, Bits]:
+    """Positions (None: all) and values of a span without zstd, which `check` has accepted."""
+    values = _numbers(parts[-1], dtype)
     if form == "full":
         return None, values
     return {"index": _read_index, "gaps": _read_gaps, "bitmask": _read_bitmask}[form](parts, elements), values
@@ -129,6 +132,8 @@ def _check_index(parts: Sequence[Part], elements: int) -> tuple[int, int]:
 
 def _read_index(parts: Sequence[Part], elements: int) -> Positions:
     counts, inner = _numbers(parts[0], "<u4"), _numbers(parts[1], "<u2")
+    if counts.size == 1:
+        return inner.astype(np.int64)
     positions: Positions = np.repeat(np.arange(counts.size, dtype=np.int64) << 16, counts)
     positions += inner
     return positions
@@ -211,4 +216,4 @@ def _numbers(part: Part, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 def _raw(array: npt.NDArray[Any]) -> memoryview:
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return memoryview(little.reshape(-1).view(np.uint8))
+    return little.reshape(-1).view(np.uint8).data

@@ -17,6 +17,8 @@ from moeref import torch_dtypes
 from moeref.bridge.shard_map import HFTensor
 from moeref.delta.errors import DeltaError
 
+#: Kept, as `json.dumps` makes one for each call that names separators.
+_COMPACT = json.JSONEncoder(separators=(",", ":"))
 Named = tuple[str | HFTensor, torch.Tensor | None]
 Bits = npt.NDArray[Any]
 
@@ -52,7 +54,7 @@ class State:
         """XXH3 (128 bits, hexadecimal) of a JSON line [name, dtype, shape, hash] for each tensor, sorted by name."""
         digest = xxhash.xxh3_128()
         for name in sorted(self.tensors):
-            digest.update(json.dumps([name, *self.tensors[name]], separators=(",", ":")).encode() + b"\n")
+            digest.update(_COMPACT.encode([name, *self.tensors[name]]).encode() + b"\n")
         return digest.hexdigest()
 
     def after(self, version: int, hashes: Mapping[str, str]) -> State:

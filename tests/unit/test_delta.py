@@ -79,7 +79,7 @@ def test_every_form_gives_back_its_positions_and_values(mask: Any, repeat: int, 
         assert (one.positions.tolist(), one.mask.tolist()) == (positions.tolist(), mask.tolist())
     for form in ("index", "gaps", "bitmask"):
         parts = [*forms._where(form, changes), forms._raw(new[mask])]
-        found, values = forms.decode(form, parts, mask.size, new.dtype, count)
+        found, values = forms.decode(form, parts, mask.size, new.dtype)
         assert found is not None
         assert found.tolist() == positions.tolist()
         assert values.tolist() == new[mask].tolist()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -68,8 +68,8 @@ def _answer(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
-    except KeyboardInterrupt:
-        print("moeref-conformance: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(", ".join(["moeref-conformance: interrupted", *stop.args]), file=sys.stderr)
         return INCOMPLETE
     except BadInput as error:
         print(f"moeref-conformance: {fit(str(error))}", file=sys.stderr)
@@ -235,7 +235,11 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
 
     given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
     print(_starting(options), file=sys.stderr, flush=True)
-    with served(Settings.of(**given), coordinator) as (plan, parts):
+    with ExitStack() as opened:
+        try:
+            plan, parts = opened.enter_context(served(Settings.of(**given), coordinator))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("before the first cell, no report written") from None
         return _judge_by(plan, parts, options)
 
 

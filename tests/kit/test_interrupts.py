@@ -114,6 +114,40 @@ def test_an_interrupted_run_reports_at_once_and_leaves_nothing(tmp_path):
     assert "The run did not finish" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_a_run_that_is_stopped_while_it_prepares_says_so(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "moeref_conformance",
+        "smoke",
+        "--target",
+        "moeref",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    running = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert running.stderr is not None
+    try:
+        assert "importing megatron-core" in running.stderr.readline()
+        running.send_signal(signal.SIGINT)
+        said = running.stderr.read()
+        assert (running.wait(30), said) == (
+            3,
+            "moeref-conformance: interrupted, before the first cell, no report written\n",
+        )
+    finally:
+        running.kill()
+        running.wait()
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_was_judged_is_told_before_worlds_end(tmp_path):
     seen: list[str] = []
 

@@ -16,6 +16,7 @@ from moeref_conformance import cli
 from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.contract.rules import GROUPS, PROFILES, load_rules
 from moeref_conformance.contract.statuses import EXIT_WORDS, STATUSES
+from moeref_conformance.report.issues import pieces
 from moeref_conformance.report.view import LEGEND
 
 MARK = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
@@ -70,6 +71,11 @@ def _plain(text: str) -> str:
     return "`".join(pieces)
 
 
+def _seen(text: str) -> str:
+    """Text as Markdown in which issues are links."""
+    return "".join(f"[{piece}]({address})" if address else _plain(piece) for piece, address in pieces(text))
+
+
 def _code(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
 
@@ -88,7 +94,7 @@ def rules() -> str:
         for rule in sorted((r for r in load_rules().values() if r.group == group), key=lambda r: r.id):
             out.append(f"### {rule.id}\n\n**{rule.level}** {_plain(rule.text)}")
             facts = [
-                ("why", _plain("; ".join(rule.why))),
+                ("why", _seen("; ".join(rule.why))),
                 ("facets", _code(rule.facets) or "none"),
                 ("backends", _code(rule.backends) + (f", with {rule.ranks} rank" if rule.ranks else "")),
                 ("requires", _links(rule.requires, "rules.md") or "nothing"),
@@ -108,7 +114,7 @@ def faults() -> str:
 
     out = []
     for fault in sorted(FAULTS.values(), key=lambda fault: fault.id):
-        out.append(f"## {fault.id}\n\n{_plain(fault.bug)}.")
+        out.append(f"## {fault.id}\n\n{_seen(fault.bug)}.")
         facts = [
             ("cell", f"`{fault.cell.id}`"),
             ("turns red", _links(fault.rules, "rules.md")),

@@ -105,7 +105,7 @@ def test_report_and_diff(tmp_path, capsys):
     assert (bad / "out" / "report.html").is_file()
     assert cli.main(["report", files[0]]) == 0
     assert cli.main(["diff", *files]) == 1
-    assert "EXP-002 qwen3_moe/tp2/gloo: exact → fail" in capsys.readouterr().out
+    assert "EXP-002 qwen3_moe/tp2/gloo: pass → fail" in capsys.readouterr().out
     assert cli.main(["diff", *reversed(files)]) == 0
 
 

@@ -9,9 +9,9 @@ import pytest
 from kit_toy import ToyWorld, failing, run
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.results import Verdict
-from moeref_conformance.contract.rules import PROFILES
+from moeref_conformance.contract.rules import PROFILES, load_rules
 from moeref_conformance.contract.standing import Headline
-from moeref_conformance.report import badge, html, junit, markdown, table, terminal, write_all
+from moeref_conformance.report import badge, html, issues, junit, markdown, table, terminal, write_all
 from moeref_conformance.report.causes import Cause
 from moeref_conformance.report.view import Mark, _tally, view
 
@@ -37,7 +37,11 @@ FINDING = Finding(
 @pytest.fixture
 def failed(tmp_path):
     return run(
-        tmp_path, EXP_002=failing(*[FINDING] * 7), NAM_001=lambda case: Outcome(met="7.2e-07 ≤ 2e-06"), LOD_001=broken
+        tmp_path,
+        EXP_002=failing(*[FINDING] * 7),
+        EXP_006=lambda case: Outcome(met="exact"),
+        NAM_001=lambda case: Outcome(met="7.2e-07 ≤ 2e-06"),
+        LOD_001=broken,
     )
 
 
@@ -127,9 +131,24 @@ def test_squares_say_exact_or_the_tolerance_met(failed):
     (block, _) = view(failed).blocks
     (row,) = [row for row in block.rows if row.id == "qwen3_moe/tp2/gloo"]
     texts = {rule: mark.text for rule, mark in row.marks.items()}
-    assert (texts["NAM-001"], texts["NAM-002"], texts["EXP-002"], texts["LOD-001"]) == ("7e-7", "exact", "✗ 7", "!")
-    assert (texts["RUN-001"], row.marks["RUN-001"].title) == ("✓", "RUN-001: pass")  # nothing is compared there
+    assert (texts["NAM-001"], texts["EXP-006"], texts["EXP-002"], texts["LOD-001"]) == ("7e-7", "exact", "✗ 7", "!")
+    for rule in ("RUN-001", "NAM-002", "LOD-003"):  # nothing is compared there
+        assert (texts[rule], row.marks[rule].title) == ("✓", f"{rule}: pass")
     assert block.tallies["RUN"].text == "pass"
+
+
+def test_issues_that_rules_name_are_links(failed):
+    page = html.render(failed)
+    assert '<a href="https://github.com/NVIDIA-NeMo/RL/issues/' in page
+    named = {found for rule in load_rules().values() for why in rule.why for found in re.findall(r"([\w.-]+)#\d+", why)}
+    assert named - issues.REPOSITORIES.keys() == {"astraflow", "tokenspeed", "vllm"}  # vllm with its owner
+    assert list(issues.pieces("a (verl#12, x#3), vllm-project/vllm#4.")) == [
+        ("a (", ""),
+        ("verl#12", "https://github.com/verl-project/verl/issues/12"),
+        (", x#3), ", ""),
+        ("vllm-project/vllm#4", "https://github.com/vllm-project/vllm/issues/4"),
+        (".", ""),
+    ]
 
 
 def test_a_recommendation_that_is_not_followed_is_shown_apart(tmp_path):
@@ -145,7 +164,7 @@ def test_a_recommendation_that_is_not_followed_is_shown_apart(tmp_path):
     assert mark.text == "△ 1"
     assert f'<a id="{mark.href}">' in html.render(results)
     tallies = shown.blocks[0].tallies
-    assert (tallies["EXP"].text, tallies["SHOULD"].text) == ("exact", "3 not followed")
+    assert (tallies["EXP"].text, tallies["SHOULD"].text) == ("pass", "3 not followed")
     assert "### Recommendations not followed" in markdown.render(results)
     assert 'id="recommendations-not-followed"' in html.render(results)
     assert 'id="failures"' not in html.render(results)

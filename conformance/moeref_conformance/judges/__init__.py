@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 MOST = 20
 
 
-def judges(rule: str) -> Callable[[Callable[[Case], Outcome | Iterable[Finding]]], Judge]:
+def judges(rule: str, *, exact: bool = False) -> Callable[[Callable[[Case], Outcome | Iterable[Finding]]], Judge]:
     """Register a function as the judge of a rule; ValueError if the rule has one.
 
-    It yields findings, or returns an Outcome where there is more to say.
+    It yields findings, or returns an Outcome where there is more to say. If `exact`, numbers are compared bit for bit.
     """
 
     def register(function: Callable[[Case], Outcome | Iterable[Finding]]) -> Judge:
@@ -61,7 +61,9 @@ def judges(rule: str) -> Callable[[Callable[[Case], Outcome | Iterable[Finding]]
         def judge(case: Case) -> Outcome:
             try:
                 answer = function(case)
-                return answer if isinstance(answer, Outcome) else Outcome(findings=grouped(answer))
+                if isinstance(answer, Outcome):
+                    return answer
+                return Outcome(findings=grouped(answer), met="exact" if exact else "")
             except Untested as reason:
                 return Outcome(untested=str(reason))
 

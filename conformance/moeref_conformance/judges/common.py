@@ -48,7 +48,7 @@ def expected(case: Case) -> Expected:
     return case.expected
 
 
-def outcome(findings: Iterable[Finding], met: str = "exact") -> Outcome:
+def outcome(findings: Iterable[Finding], met: str = "") -> Outcome:
     """Findings grouped and cut to a readable number."""
     return Outcome(findings=grouped(findings), met=met)
 

@@ -67,7 +67,7 @@ def _walked(case: Case, scripts: Mapping[str, Script]) -> Iterator[Finding]:
                     break
 
 
-@judges("DLT-001")
+@judges("DLT-001", exact=True)
 def every_change_arrives(case: Case) -> Iterator[Finding]:
     """From each version to the next, by digests of what is held."""
     return _walked(case, DENSITIES)
@@ -79,13 +79,13 @@ def another_base_is_refused(case: Case) -> Iterator[Finding]:
     return _walked(case, OTHER_BASE)
 
 
-@judges("DLT-003")
+@judges("DLT-003", exact=True)
 def twice_is_once(case: Case) -> Iterator[Finding]:
     """The second time it is taken, and changes nothing."""
     return _walked(case, TWICE)
 
 
-@judges("DLT-004")
+@judges("DLT-004", exact=True)
 def made_of_the_acknowledged_version(case: Case) -> Iterator[Finding]:
     """What comes after a lost delta or a late receipt is taken."""
     return _walked(case, SKIPPED)

@@ -144,7 +144,7 @@ def _complete(case: Case, record: RankRecord, step: str) -> Iterator[Finding]:
     return once_each(case, record.rank, step, sent, "was never sent", "was sent")
 
 
-@judges("EXP-002")
+@judges("EXP-002", exact=True)
 @_of_writer("export")
 def bytes_are_the_checkpoints(case: Case, record: RankRecord) -> list[Finding]:
     """Bytes of every tensor that is there; names, shapes and dtypes have rules of their own."""
@@ -201,7 +201,7 @@ def one_order_everywhere(case: Case) -> Outcome:
             if told is not None and not (silent and told == [] and step != "plan"):
                 findings += _first_unlike(case, record, step, first, whose)
     plan = all(r.value("plan") is not None for r in ranks if r.has("plan"))
-    return outcome(findings, met="exact" if plan else "exact, without a plan: the target claims none")
+    return outcome(findings, met="" if plan else "without a plan: the target claims none")
 
 
 @judges("EXP-005")
@@ -222,7 +222,7 @@ def one_writer_one_tensor(case: Case) -> Iterator[Finding]:
                 yield finding(case, rank, "export", message, hf_name=row["name"])
 
 
-@judges("EXP-006")
+@judges("EXP-006", exact=True)
 @_of_writer("export_changed")
 def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding]:
     """After every weight was multiplied by a constant, the whole stream again."""
@@ -243,7 +243,7 @@ def _wrong_before(case: Case) -> set[str]:
     return {finding.hf_name for finding in found}
 
 
-@judges("EXP-007")
+@judges("EXP-007", exact=True)
 @_against_one_rank
 def export_is_the_one_rank_export(case: Case, record: RankRecord, one: RankRecord) -> list[Finding]:
     """Names, shapes, dtypes and bytes against the baseline, in whatever order they come."""
@@ -275,7 +275,7 @@ def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "own", message, hf_name=name, diagnosis=said)
 
 
-@judges("EXP-012")
+@judges("EXP-012", exact=True)
 def kept_tensors_stay(case: Case) -> Iterator[Finding]:
     """Tensors that a receiver kept to the end of the stream, and that held something else by then."""
     yield from without(case, "kept")
@@ -285,7 +285,7 @@ def kept_tensors_stay(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "kept", message, hf_name=name, diagnosis="overwritten by a later one")
 
 
-@judges("EXP-013")
+@judges("EXP-013", exact=True)
 def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
     """Tensors that are not what the modules hold, once these were given new memory and changed again."""
     yield from without(case, "move", "own")
@@ -295,7 +295,7 @@ def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "own", message, hf_name=name, diagnosis="read from the memory of before")
 
 
-@judges("EXP-009")
+@judges("EXP-009", exact=True)
 def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
     """The tensors of every other rank that was given some, against the writer's, in both exports."""
     yield from without(case, "export") if _writer(case) else _no_writer(case)

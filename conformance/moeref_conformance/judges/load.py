@@ -20,7 +20,7 @@ from moeref_conformance.oracles.cuts import VOCABULARY
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown, plain_local
 
 
-@judges("LOD-001")
+@judges("LOD-001", exact=True)
 def shards_are_right(case: Case) -> Iterator[Finding]:
     """Every parameter and persistent buffer of every rank, and no tensor of the checkpoint without a home."""
     yield from without(case, "inventory", "shards")

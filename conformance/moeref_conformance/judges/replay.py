@@ -224,7 +224,7 @@ def the_last_token_is_native(case: Case) -> Outcome | list[Finding]:
     return outcome([*_native(case, _last(case)), *far.findings], met=far.met)
 
 
-@judges("RPL-005")
+@judges("RPL-005", exact=True)
 def replayed_logits_are_the_recorded_ones(case: Case) -> Iterator[Finding]:
     """Bit for bit, on the same layout with the same weights."""
     if missing := without(case, "replay"):

@@ -109,7 +109,7 @@ def planned_by_the_formula(case: Case) -> Iterator[Finding]:
             yield from _differences(case, rank, "seeds_planned", way, formula(at, SEED, per_dp), value[way])
 
 
-@judges("SED-006")
+@judges("SED-006", exact=True)
 def installed_as_megatron_does(case: Case) -> Iterator[Finding]:
     """States of the generators after seeding against those after megatron-core's own seeding on the same rank."""
     yield from without(case, "seeds")
@@ -131,7 +131,7 @@ def bad_seeds_are_refused(case: Case) -> Iterator[Finding]:
                     yield finding(case, rank, step, f"the refusal of seed {bad} does not name it", got=answer)
 
 
-@judges("SED-004")
+@judges("SED-004", exact=True)
 def a_resumed_run_draws_on(case: Case) -> Iterator[Finding]:
     """The draws after each restore equal those of the run that was saved."""
     yield from without(case, "seeds_resumed")

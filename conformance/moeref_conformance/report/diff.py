@@ -10,7 +10,7 @@ from moeref_conformance.contract.results import Results, Verdict
 from moeref_conformance.contract.statuses import RED
 
 #: How bad a verdict is; every status that is not here is 2.
-BADNESS = {"exact": 0, "within tolerance": 1, **dict.fromkeys((*RED, "error"), 3)}
+BADNESS = {"pass": 0, "exact": 0, "within tolerance": 1, **dict.fromkeys((*RED, "error"), 3)}
 
 
 class Change(NamedTuple):
@@ -78,5 +78,5 @@ def _profiles(old: Results, new: Results) -> list[str]:
 def _state(verdict: Verdict) -> str:
     # Two deviations within the tolerance count as equal: their digits depend on the machine.
     if verdict.status == "pass":
-        return "exact" if verdict.met == "exact" else "within tolerance"
+        return {"exact": "exact", "": "pass"}.get(verdict.met, "within tolerance")
     return verdict.status

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from moeref_conformance.contract.results import Results
+from moeref_conformance.report.issues import pieces
 from moeref_conformance.report.view import LEGEND, SHOWN, anchor, group_of, view, where
 
 
@@ -20,7 +21,7 @@ def render(results: Results) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(anchor=anchor, family=family, group_of=group_of, where=where)
+    environment.filters.update(anchor=anchor, family=family, pieces=pieces, group_of=group_of, where=where)
     shown = view(results)
     names = [*dict.fromkeys(rule.group for rule in shown.rules), *(rule.id for rule in shown.rules)]
     return environment.get_template("template.html.j2").render(

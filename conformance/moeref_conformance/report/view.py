@@ -17,9 +17,6 @@ from moeref_conformance.report.causes import Failure, failures, folded
 #: Findings shown in full for one verdict. The others are counted here and listed in results.jsonl.
 SHOWN = 5
 
-#: Of these rules nothing is compared that could be exact.
-RUN = "RUN-"
-
 #: The column of recommendations in tables of rule groups.
 ADVICE = "SHOULD"
 
@@ -228,11 +225,9 @@ def _mark(results: Results, verdict: Verdict | None) -> Mark:
     symbol, _ = LEGEND[status]
     title = f"{verdict.rule}: {verdict.status}"
     if verdict.status == "pass":
-        if verdict.rule.startswith(RUN):
-            return Mark("pass", symbol, title)
         number = _short(verdict.met)
         plain = "exact" if verdict.met == "exact" else symbol
-        return Mark("near" if number else "pass", number or plain, f"{title}, {verdict.met}")
+        return Mark("near" if number else "pass", number or plain, f"{title}, {verdict.met}" if verdict.met else title)
     if verdict.reason:
         title += f": {verdict.reason.splitlines()[0]}"
     elif verdict.findings:

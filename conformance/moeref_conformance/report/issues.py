@@ -1,0 +1,41 @@
+"""The addresses of issues that rules and faults name, such as `verl#7470`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_OWNERS = {
+    "areal-project": ("AReaL",),
+    "deepseek-ai": ("DeepEP",),
+    "flashinfer-ai": ("flashinfer",),
+    "huggingface": ("TRL",),
+    "modelscope": ("ms-swift",),
+    "NovaSky-AI": ("SkyRL",),
+    "NVIDIA": ("Megatron-LM",),
+    "NVIDIA-NeMo": ("Megatron-Bridge", "NeMo-RL"),
+    "PrimeIntellect-ai": ("prime-rl",),
+    "pytorch": ("torchtitan",),
+    "radixark": ("miles",),
+    "sgl-project": ("sglang",),
+    "THUDM": ("slime",),
+    "verl-project": ("verl",),
+    "vllm-project": ("vLLM", "vime"),
+}
+#: Repositories that have another name than the one that engineers use.
+_CALLED = {"NeMo-RL": "RL", "TRL": "trl", "vLLM": "vllm"}
+#: Short name -> owner and repository.
+REPOSITORIES = {name: f"{owner}/{_CALLED.get(name, name)}" for owner, names in _OWNERS.items() for name in names}
+_ISSUE = re.compile(r"(?<![\w/.-])([\w.-]+(?:/[\w.-]+)?)#(\d+)")
+
+
+def pieces(text: str) -> Iterator[tuple[str, str]]:
+    """The text in pieces, each with the address of the issue that it names; "" if it names none that is known here."""
+    at = 0
+    for found in _ISSUE.finditer(text):
+        repository = found[1] if "/" in found[1] else REPOSITORIES.get(found[1])
+        if repository:
+            yield text[at : found.start()], ""
+            yield found[0], f"https://github.com/{repository}/issues/{found[2]}"  # which leads to a pull request too
+            at = found.end()
+    yield text[at:], ""

@@ -33,6 +33,9 @@ from moeref.families import Model, SpecNames
 from moeref.layout import Layout
 from moeref.record import Draft
 
+#: GiB that no GPU has.
+LARGEST = 512
+
 
 @functools.lru_cache(maxsize=8)  # a run's policy and reference share them, and so do runs that differ in settings
 def held(model: Model, layout: Layout, divisible_by: int) -> tuple[ShardMap, Mapping[int, tuple[LocalShard, ...]]]:
@@ -55,7 +58,7 @@ def costed(report: Report, draft: Draft, problems: list[Problem]) -> Report:
         replay=report.replay != "off",
     )
     found = run.memory()
-    if report.hbm is not None and highest(found) > report.hbm * GIB:
+    if highest(found) > (report.hbm or LARGEST) * GIB:
         problems.append(_too_much(run, found, report.hbm))
     return replace(report, memory=MappingProxyType(found))
 
@@ -113,10 +116,11 @@ def _tokens(report: Report) -> int | None:
     return report.padding.padded * report.training.micro_batch_size
 
 
-def _too_much(run: Run, found: Mapping[int, Memory], hbm: float) -> Problem:
+def _too_much(run: Run, found: Mapping[int, Memory], hbm: float | None) -> Problem:
     """What a rank needs, and what is enough alone, if anything."""
+    has = f"the {hbm:g} GiB of a GPU" if hbm else "GPUs have; --hbm says otherwise"
     worst = largest(found)
-    need = f"a rank of pp {worst} needs {found[worst].peak / GIB:.2f} GiB, more than the {hbm:g} GiB of a GPU"
-    enough = [said for said, then in run.fixes() if then <= hbm * GIB]
+    need = f"a rank of pp {worst} needs {found[worst].peak / GIB:.2f} GiB, more than {has}"
+    enough = [said for said, then in run.fixes() if then <= (hbm or LARGEST) * GIB]
     more = "a larger pp or ep holds less on a rank"
     return Problem("memory", need, f"{' or '.join(enough)} is enough; {more}" if enough else more)

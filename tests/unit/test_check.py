@@ -94,8 +94,15 @@ def test_a_list_of_cp_kinds_is_refused_for_0_16() -> None:
 @pytest.mark.parametrize(("name", "value"), [("beta_fast", 0.0), ("beta_slow", 0.0), ("rotary_base", 1.0)])
 def test_numbers_of_yarn_are_positive(name: str, value: float) -> None:
     asked = MoEConfig(transformer_config_kwargs={name: value})
-    (problem,) = check("deepseek-v3", "pp=1,ep=1,world=1", asked=asked, verify=False).problems
+    (problem,) = check("deepseek-v3", "world=1", asked=asked, verify=False, hbm=20_000).problems
     assert "yarn-takes-positive-numbers" in problem.fix
+
+
+def test_what_no_gpu_holds_will_not_work_unless_one_is_named() -> None:
+    (problem,) = check("kimi-k2", "ep=8").problems
+    assert problem.about == "memory"
+    assert "GiB, more than GPUs have; --hbm says otherwise" in problem.text
+    assert check("kimi-k2", "ep=8", hbm=3000).works
 
 
 def test_61_layers_on_16_even_stages_will_not_work_and_the_splits_offered_do() -> None:
@@ -130,7 +137,7 @@ def test_every_split_offered_holds_every_layer_once(layers: int, pp: int, vpp: i
 
 @pytest.mark.parametrize("name", published())
 def test_every_published_model_on_one_rank(name: str) -> None:
-    report = check(name, "world=1")
+    report = check(name, "world=1", hbm=20_000)
     assert report.works, report.problems
     assert report.tensors > 100
     assert set(report.weights) == {0}
@@ -232,27 +239,27 @@ def test_what_means_nothing_is_bad_input(model: Any, layout: str, more: dict[str
 
 @pytest.mark.parametrize(("model", "layout"), [("gpt-oss-20b", "tp=2,ep=2,etp=2"), ("qwen3-next-80b-a3b", "cp=3")])
 def test_a_layout_that_the_model_cannot_have_is_a_verdict(model: str, layout: str) -> None:
-    (problem,) = check(model, layout).problems
+    (problem,) = check(model, layout, hbm=10_000).problems
     assert problem.about == "layout"
 
 
 def test_a_problem_is_told_once_and_with_what_to_do() -> None:
     asked = through(**CAPACITY, moe_enable_routing_replay=True, moe_router_fusion=True)
-    found = check("glm-4.5", "ep=8", dispatcher="flex:deepep", asked=asked).problems
+    found = check("glm-4.5", "ep=32", dispatcher="flex:deepep", asked=asked).problems
     assert [problem.about for problem in found] == ["dispatcher", "config"]
     assert all(problem.fix for problem in found)
 
 
 def test_what_is_asked_for_decides_what_the_dispatcher_is_judged_by() -> None:
     """Sequences of one length are the default, and all-gather takes them; the report has its settings."""
-    report = check("glm-4.5", "ep=8", dispatcher="allgather")
+    report = check("glm-4.5", "ep=32", dispatcher="allgather")
     assert report.works
     assert report.settings is not None
     assert report.settings["variable_seq_lengths"] is False
     assert report.padding is not None
     assert report.padding.plan.grouped
     asked = MoEConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
-    assert check("glm-4.5", "ep=8", asked=asked).dispatcher == "flex-hybridep"
+    assert check("glm-4.5", "ep=32", asked=asked).dispatcher == "flex-hybridep"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +328,7 @@ def test_every_value_has_an_origin_that_says_who_wanted_it() -> None:
 
 
 def test_what_replaces_the_model_s_own_setting_is_told() -> None:
-    report = check("glm-4.5", "ep=8", asked=MoEConfig(moe_router_enable_expert_bias=False))
+    report = check("glm-4.5", "ep=32", asked=MoEConfig(moe_router_enable_expert_bias=False))
     assert report.works
     assert "moe_router_enable_expert_bias=False replaces True of the model's own config" in report.notes
 
@@ -342,7 +349,7 @@ def test_a_folder_and_a_file_are_models_too(tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_text(json.dumps(known("glm-4.5")))
     for model in (file, file.parent):
-        report = check(model, "ep=8")
+        report = check(model, "ep=32")
         assert report.works
         assert report.title == "mine"
 
@@ -427,9 +434,9 @@ def test_the_launcher_starts_what_was_checked() -> None:
 def test_the_record_holds_all_that_was_asked_for() -> None:
     asked = {"replay": "R2", "precision": "mxfp8", "experts": "grouped", "divisible_by": 64, "core": "0.16.1"}
     seeded = {"seed": 7, "seed_formula": "distinct", "seed_per_dp": True}
-    record = check("glm-4.5", "ep=8,world=16", dispatcher="flex:deepep", **asked, **seeded).record
+    record = check("glm-4.5", "ep=16,world=32", dispatcher="flex:deepep", **asked, **seeded).record
     assert record is not None
-    assert record.layout == Layout.parse("ep=8,world=16")
+    assert record.layout == Layout.parse("ep=16,world=32")
     assert (record.dispatcher, record.replay, record.precision) == ("flex-deepep", "R2", "mxfp8")
     assert (record.seeds.seed, record.seeds.formula, record.seeds.per_dp) == (7, "distinct", True)
     assert (record.kernels, record.names.norms, record.names.experts) == ("te", "fused", "grouped")
@@ -474,9 +481,9 @@ def test_a_bad_run_file_is_bad_input(tmp_path: Path, text: str, says: str, capsy
 
 def test_a_run_file_needs_no_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
-    file.write_text(json.dumps({"model": "glm-4.5", "layout": "ep=8", "policy": {"moe_grouped_gemm": True}}))
+    file.write_text(json.dumps({"model": "glm-4.5", "layout": "ep=32", "policy": {"moe_grouped_gemm": True}}))
     assert run(str(file), capsys=capsys)[0] == 0
-    file.write_text(json.dumps({"model": "glm-4.5", "layout": "ep=8", "policy": {}}))
+    file.write_text(json.dumps({"model": "glm-4.5", "layout": "ep=32", "policy": {}}))
     assert run(str(file), capsys=capsys)[0] == 0
 
 

@@ -78,7 +78,7 @@ def _indented(what: RenderableType) -> Indented:
 
 def _verdict(report: Report) -> Text:
     """The verdict and the model on a line, which 80 columns hold, and the layout on the next."""
-    where = f" on {report.world} ranks" if report.world else ""
+    where = f" on {report.world} rank{'s' * (report.world > 1)}" if report.world else ""
     return Text.assemble(VERDICTS[report.verdict], ": ", (report.title, "bold"), where, f"\n  {report.layout}")
 
 

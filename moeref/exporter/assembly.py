@@ -18,6 +18,7 @@ from moeref.exporter.copies import Copy
 from moeref.exporter.cuts import BucketError, Cut, Entry, cuts
 from moeref.exporter.plan import Plan
 from moeref.exporter.transfer import LONG, Transfer
+from moeref.torch_dtypes import TORCH
 
 
 class Run(NamedTuple):
@@ -163,6 +164,8 @@ def fill(
 def _move(transfer: Transfer, plan: Plan, pieces: tuple[Piece, ...], memory: torch.Tensor) -> None:
     move, address, params = ctypes.memmove, transfer.address, plan.params
     base = memory.data_ptr() if memory.device.type == "cpu" else 0
+    whole = memory[: memory.numel() // 8 * 8]  # A view of all for each dtype: one a tensor takes longer than its copy.
+    typed = {dtype: whole.view(dtype) for dtype in TORCH.values()}
     for number, part, entry, runs, rest, copies in pieces:
         start = address(number, part) if runs and base else 0
         if start:
@@ -171,11 +174,13 @@ def _move(transfer: Transfer, plan: Plan, pieces: tuple[Piece, ...], memory: tor
                 move(place + into, start + source, nbytes)
             copies = rest
         if copies:
-            _strided(entry.view(memory), copies, *transfer.source(number, part, params[number][1]))
+            first = entry.offset // entry.dtype.itemsize
+            _strided(typed[entry.dtype], first, copies, *transfer.source(number, part, params[number][1]))
 
 
-def _strided(full: torch.Tensor, copies: tuple[Copy, ...], memory: torch.Tensor, offset: int) -> None:
-    start = int(full.storage_offset())
+def _strided(full: torch.Tensor, first: int, copies: tuple[Copy, ...], memory: torch.Tensor, offset: int) -> None:
+    """Into the tensor from element `first` of `full` on, from `offset` of the storage of `memory`."""
+    start = int(full.storage_offset()) + first
     for size, into, source in copies:
         place = full.as_strided(size, into.strides, start + into.offset)
         place.copy_(memory.as_strided(size, source.strides, offset + source.offset))

@@ -116,19 +116,20 @@ class Receiver:
             each: Each = pool.map if threads > 1 else map
             stays = isinstance(kept, Sequence) and all(isinstance(message, bytes) for message in kept)
             held: list[list[Span]] | None = [] if stays else None
-            after = self._check(kept, each, held)
+            sums: list[int] = []
+            after = self._check(kept, each, held, sums)
             self._begun = (after.version, after.hash)
-            # What may have changed since, a file, is read and checked again.
-            for spans in _all_spans(kept, each) if held is None else held:
+            # What is not in memory, a file, is read again.
+            for spans in _all_spans(kept, sums) if held is None else held:
                 deque(each(self._write, spans), maxlen=0)
             if verify:
                 deque(each(self._verify, self._changed(after), itertools.repeat(after)), maxlen=0)
         self._state, self._begun = after, None
         return after
 
-    def _check(self, messages: Iterable[bytes], each: Each, held: list[list[Span]] | None) -> State:
+    def _check(self, messages: Iterable[bytes], each: Each, held: list[list[Span]] | None, sums: list[int]) -> State:
         """Read all of a delta; the state after it. Raises DeltaError if it cannot be applied."""
-        header, after = _checked(messages, self._state, each, held)
+        header, after = _checked(messages, self._state, each, held, sums)
         whole = (after.version, after.hash)
         if self._begun and whole != self._begun:
             raise DeltaError(f"version {self._begun[0]} is half applied: {_AGAIN}")
@@ -174,13 +175,13 @@ def check(messages: Iterable[bytes], state: State, each: Each = map) -> tuple[di
 
     Bases are not compared: `Receiver.apply` does that.
     """
-    return _checked(messages, state, each, None)
+    return _checked(messages, state, each, None, [])
 
 
 def _checked(
-    messages: Iterable[bytes], state: State, each: Each, held: list[list[Span]] | None
+    messages: Iterable[bytes], state: State, each: Each, held: list[list[Span]] | None, sums: list[int]
 ) -> tuple[dict[str, Any], State]:
-    """See `check`; adds the spans of each message to `held`, if given."""
+    """See `check`; adds the spans of each message to `held`, if given, and its checksum to `sums`."""
     reader, hashes = Reader(), dict[str, str]()
     touched: dict[str, int] = {}
     ended: str | None = None
@@ -188,6 +189,7 @@ def _checked(
         if ended is not None:
             raise DeltaError(f"{len(message)} bytes after the end of the delta")
         fields, body = reader.open(message)
+        sums.append(reader.sum)
         if fields["kind"] == "tensors":
             spans = list(_spans(fields, body, reader.header["zstd"]))
             for span in spans:
@@ -218,15 +220,15 @@ def _ended(fields: dict[str, Any], count: int, hashes: dict[str, str], touched: 
     return str(fields["hash"])
 
 
-def _all_spans(messages: Iterable[bytes], each: Each) -> Iterator[list[Span]]:
-    """The spans of each message of a delta that `check` has accepted, of which the parts are checked again."""
+def _all_spans(messages: Iterable[bytes], sums: Sequence[int]) -> Iterator[list[Span]]:
+    """The spans of each message of a delta that was accepted with these checksums."""
     reader = Reader()
-    for message in messages:
-        fields, body = reader.open(message)
+    for message, checked in itertools.zip_longest(messages, sums, fillvalue=b""):
+        fields, body = reader.open(message) if message else ({}, memoryview(b""))
+        if not fields or reader.sum != checked:
+            raise DeltaError(f"message {reader.count} is not the delta that was checked: was the file written since?")
         if fields["kind"] == "tensors":
-            spans = list(_spans(fields, body, reader.header["zstd"]))
-            deque(each(Span.check, spans), maxlen=0)
-            yield spans
+            yield list(_spans(fields, body, reader.header["zstd"]))
 
 
 def _spans(fields: dict[str, Any], body: memoryview, zstd: bool) -> Iterator[Span]:

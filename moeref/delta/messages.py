@@ -74,10 +74,13 @@ class Writer:
 
 
 class Reader:
-    """Opens messages in order. Every way in which bytes can be wrong raises DeltaError."""
+    """Opens messages in order. Every way in which bytes can be wrong raises DeltaError.
+
+    sum: the checksum of the last one, which those before it have entered.
+    """
 
     def __init__(self) -> None:
-        self._sum, self.count, self.header = 0, 0, dict[str, Any]()
+        self.sum, self.count, self.header = 0, 0, dict[str, Any]()
 
     def open(self, message: Part) -> tuple[dict[str, Any], memoryview]:
         """Description and body of the next message."""
@@ -88,8 +91,8 @@ class Reader:
         if magic != MAGIC or _FRONT.size + described + body + _SUM.size != len(view):
             raise DeltaError(f"{where}: {len(view)} bytes are no message, or cut off, or joined to others")
         (declared,) = _SUM.unpack(view[-_SUM.size :])
-        self._sum = xxhash.xxh3_64_intdigest(view[: -_SUM.size], self._sum)
-        if self._sum != declared:
+        self.sum = xxhash.xxh3_64_intdigest(view[: -_SUM.size], self.sum)
+        if self.sum != declared:
             raise DeltaError(f"{where}: the checksum is wrong: bytes changed, or a message before it is not its own")
         begin = _FRONT.size
         fields = self._described(view[begin : begin + described], where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,30 @@ def test_cut_and_joined_files_are_refused(made: tuple[Tensors, list[bytes]], tmp
         refused(File(path), base)
     path.write_bytes(content)
     assert Receiver(1, copy(base)).apply(File(path)).version == 2
+
+
+class Replaced:
+    """Another delta from the second time on."""
+
+    def __init__(self, *deltas: list[bytes]) -> None:
+        self._deltas = list(deltas)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._deltas.pop(0) if len(self._deltas) > 1 else self._deltas[0])
+
+
+def test_a_file_that_is_replaced_after_it_was_checked_is_not_written() -> None:
+    base, new = versions({"a": 0.01, "b": 0.01})
+    other = {name: changed(tensor, 0.02, 9) for name, tensor in base.items()}
+    first, second = messages(base, new), messages(base, other)
+    for instead in (second, first[:1], []):
+        held = copy(base)
+        receiver = Receiver(1, held)
+        with pytest.raises(DeltaError, match="is not the delta that was checked"):
+            receiver.apply(Replaced(first, instead), verify=False)
+        assert same(held, base)
+        receiver.apply(first)
+        assert same(held, new)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ NUMBER, TEXT = "9" * 400, "x" * 5000
     [
         ("nemo-rl", "run.yaml", "a scalar"),
         ("verl", "run.yaml", "- a list"),
+        ("skyrl", "run.sh", "python -m skyrl.train.entrypoints.main_base trainer.placement.policy_num_nodes.x=8"),
         ("nemo-rl", "run.yaml", "policy: {model_name: x}\ncluster:"),
         ("verl", "run.sh", "python -m verl.trainer.main_ppo a.b='${2 policy' x=${a.b}"),
         ("slime", "run.sh", f"python train.py --moe-router-topk {NUMBER} --rotary-base {NUMBER}"),

@@ -89,12 +89,14 @@ def test_overrides_come_in_order_and_replace_branches() -> None:
 def test_a_default_below_a_value_is_refused() -> None:
     tree = Tree()
     tree.overrides([Word("a={}", "w"), Word("b.c=1", "w"), Word("d=${b.c}", "w")])
-    tree.defaults("F", {"a.x": 1, "b": 2, "b.c": 2, "b.e": 3})
+    tree.defaults("F", {"a.x": 1, "b.c": 2, "b.e": 3})
     tree.resolve()
     assert {path: value.value for path, value in tree.values.items()} == {"a.x": 1, "b.c": 1, "d": 1, "b.e": 3}
     tree.overrides([Word("e=null", "run.yaml:3")])
     with pytest.raises(CheckError, match=r"^e \(run.yaml:3\) is null, and F reads e.x there; leave it out, or write"):
         tree.defaults("F", {"e.x": 1})
+    with pytest.raises(CheckError, match=r"^b.e \(default of F\) is below b, of which F reads a value; leave it out$"):
+        tree.defaults("F", {"b": 1})
 
 
 def test_the_command_line_takes_values_away(tmp_path: Path) -> None:

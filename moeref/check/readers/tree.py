@@ -38,16 +38,17 @@ class Tree:
     values: dict[str, Value] = field(default_factory=dict)
 
     def defaults(self, framework: str, values: Mapping[str, Any]) -> None:
-        """Put the framework's defaults where nothing is said of it or below it. Raises CheckError for a value above."""
-        said = {".".join(path.split(".")[:end]) for path in self.values for end in range(1, path.count(".") + 2)}
+        """Put the framework's defaults where nothing is said. Raises CheckError for a value above one or below it."""
+        branches = {name: value for path, value in self.values.items() for name in _above(path)}
         for path, value in values.items():
-            parts = path.split(".")
-            above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            if leaf := next((self.values[name] for name in above if name in self.values), None):
+            if leaf := next((self.values[name] for name in _above(path) if name in self.values), None):
                 found = "null" if leaf.value is None else reprlib.repr(leaf.value)
                 told = f"{leaf.name} ({leaf.source}) is {found}, and {framework} reads {path} there"
                 raise CheckError(f"{told}; leave it out, or write a mapping")
-            if path not in said:
+            if inner := branches.get(path):
+                told = f"{inner.name} ({inner.source}) is below {path}, of which {framework} reads a value"
+                raise CheckError(f"{told}; leave it out")
+            if path not in self.values:
                 self.values[path] = Value(path, value, f"default of {framework}")
 
     def overrides(self, words: Iterable[Word]) -> list[Word]:
@@ -92,9 +93,8 @@ class Tree:
         if value == {}:  # says nothing of what it might hold
             return
         if name not in self.values:
-            parts = name.split(".")
-            for end in range(1, len(parts)):  # a leaf that becomes a branch
-                self.values.pop(".".join(parts[:end]), None)
+            for above in _above(name):  # a leaf that becomes a branch
+                self.values.pop(above, None)
             self._take_away(name)  # a branch that becomes a leaf
         if isinstance(value, Mapping) and value:
             for path, inner in _leaves(value):
@@ -246,6 +246,12 @@ def _parts(text: str) -> Iterator[str]:
     """What commas separate outside brackets and quotations."""
     found = re.findall(r"(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[^,'\"\[])+", text)
     yield from (part for part in found if part.strip())
+
+
+def _above(path: str) -> Iterator[str]:
+    """`a` and `a.b` of `a.b.c`."""
+    parts = path.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))
 
 
 def _leaves(container: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ FROZEN = {
     "dispatch 1.0": "a6d19316",
     "delta 1.0": "1a1285fe",
     "seeds 1.0": "392392c1",
-    "replay 1.0": "7aff2455",
+    "replay 1.0": "0db246c5",
     "sync 1.0": "1deabf86",
 }
 

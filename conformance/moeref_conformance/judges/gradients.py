@@ -1,6 +1,6 @@
 """GRD, and RPL-008: gradients of training steps against transformers' autograd, cut into shards by brute force.
 
-RPL-008 judges steps under given routes, which transformers takes too.
+RPL-008 judges steps under given or recorded routes, which transformers takes too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moeref_conformance.judges.common import (
     within,
     without,
 )
-from moeref_conformance.judges.observed_routes import oracle, oracle_of, rounding
+from moeref_conformance.judges.observed_routes import oracle, oracle_of, oracle_recorded, rounding
 from moeref_conformance.oracles import mtp
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 
@@ -47,11 +47,17 @@ def gradients_are_transformers(case: Case) -> Outcome:
 
 @judges("RPL-008")
 def replayed_gradients_are_transformers(case: Case) -> Outcome:
-    """In fp32 by parameter as GRD-001; in bf16 by Euclidean distances, of each gradient and of all of a rank."""
-    if no := _no_loss(case) or unmeasured(case):
+    """In fp32 by parameter as GRD-001; in bf16 by Euclidean distances, of each gradient and of all of a rank.
+
+    Of R2 the step whose routes were recorded with other routers, in fp32.
+    """
+    if no := _no_loss(case) or _not_recorded(case) or unmeasured(case):
         return no
     if findings := without(case, "inventory", "replay"):
         return outcome(findings)
+    if case.cell.replay == "R2":
+        want = oracle_recorded(case, "record-changed").gradients
+        return _compared(case, "replay", {"step-changed": want}, _against, LIMIT)
     phases = {phase: _wanted(case, phase) for phase in ("step-a", "recompute-b")}
     if case.cell.dtype == "float32":
         return _compared(case, "replay", phases, _against, LIMIT)
@@ -68,6 +74,13 @@ def _no_loss(case: Case) -> Outcome | None:
         return Outcome(untested="under CP Megatron's loss of multi-token prediction layers depends on the cut")
     if case.cell.mtp and case.cell.dtype != "float32":
         return Outcome(untested="with multi-token prediction layers judged in fp32 only")
+    return None
+
+
+def _not_recorded(case: Case) -> Outcome | None:
+    """Untested, where transformers does not compute under the routes that a target recorded."""
+    if case.cell.replay == "R2" and (case.cell.mtp or case.cell.dtype != "float32"):
+        return Outcome(untested="of R2 judged in fp32, without multi-token prediction layers")
     return None
 
 

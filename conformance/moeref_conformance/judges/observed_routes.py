@@ -85,16 +85,27 @@ def oracle_of(case: Case, phase: str) -> routed.Routed:
 
     Tokens without a route take the experts that the target chose for them, which other rules judge.
     """
-    native, seen = oracle(case, phase[-1]), seen_routes(case, phase)[0]
+    return _taking(case, phase[-1], phase, without_route(case))
+
+
+@once
+def oracle_recorded(case: Case, phase: str) -> routed.Routed:
+    """What transformers computes when every token takes the experts that received it in a phase of R2."""
+    return _taking(case, "native", phase, set(map(tuple, tokens_of(case).nonzero().tolist())))
+
+
+def _taking(case: Case, which: str, phase: str, free: set[Place]) -> routed.Routed:
+    """What transformers computes under these routes when the tokens `free` take the experts of the phase."""
+    native, seen = oracle(case, which), seen_routes(case, phase)[0]
     chosen = {
         (layer, *place, seen[layer][place])
         for layer, places in native.experts.items()
-        for place in without_route(case)
+        for place in free
         if seen.get(layer, {}).get(place, places[place]) != places[place]
     }
     top_k = {len(experts) for places in native.experts.values() for experts in places.values()}
     other = frozenset(one for one in chosen if len(one[3]) in top_k)
-    return routed.under(expected(case), phase[-1], case.claims.missing_rows, other) if other else native
+    return routed.under(expected(case), which, case.claims.missing_rows, other) if other else native
 
 
 def _of_phase(case: Case, phase: str) -> ByRank:
@@ -173,4 +184,14 @@ def _rows(tensor: torch.Tensor) -> Iterator[bytes]:
     return (content[i * width : (i + 1) * width] for i in range(len(tensor)))
 
 
-__all__ = ["Place", "Seen", "oracle", "oracle_of", "replayed", "rounding", "seen_routes", "without_route"]
+__all__ = [
+    "Place",
+    "Seen",
+    "oracle",
+    "oracle_of",
+    "oracle_recorded",
+    "replayed",
+    "rounding",
+    "seen_routes",
+    "without_route",
+]

@@ -73,6 +73,27 @@ def _scores_of_the_own(good: Any) -> Any:
     return get_replay_topk
 
 
+def _scores_of_the_recorded(good: Any) -> Any:
+    """Scores of the replayed experts are those of the recorded forward, with the gradient of the router's own."""
+    recorded: dict[int, list[Any]] = {}
+    before: dict[int, Any] = {}
+
+    def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        action = self.router_replay_action
+        scores, chosen = good(self, *args, **kwargs)
+        last, kept = before.get(id(self)), recorded.setdefault(id(self), [])
+        before[id(self)] = action
+        match action and action.name:
+            case "RECORD":
+                kept[:] = [*(kept if last == action else ()), scores.detach()]
+            case "REPLAY_FORWARD":
+                kept.append(kept.pop(0))  # a step may run the microbatches of the recorded forward again
+                scores = kept[-1] + scores - scores.detach()
+        return scores, chosen
+
+    return get_replay_topk
+
+
 def _signature_of_old(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """The router's forward is replaced by one with an earlier version's signature."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -250,6 +271,15 @@ FAULTS = (
         patch=_router_replay_with("get_replay_topk", _scores_of_the_own),
         says="off transformers' under the same routes",
         one_rank=True,
+    ),
+    Fault(
+        id="recorded-scores-replayed",
+        bug="R2 in kind: scores are kept with the recorded routes, and weigh experts of routers that changed since",
+        rules=("RPL-008",),
+        cell=cell("qwen3_moe", "one", replay="R2"),
+        patch=_router_replay_with("get_replay_topk", _scores_of_the_recorded),
+        one_rank=True,
+        says="final_layernorm",
     ),
     Fault(
         id="router-of-an-earlier-signature",

@@ -225,6 +225,17 @@ def _counts(experts_TK: torch.Tensor, experts: int) -> torch.Tensor:
     return torch.bincount(experts_TK.flatten(), minlength=experts)
 
 
+def _map_of_the_shape(session: Session, cell: Cell, world: World) -> Any:
+    """The experts of rows are those of the first rows of their shape."""
+    first: dict[torch.Size, torch.Tensor] = {}
+
+    def wrong(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+        experts_TK = first.setdefault(rows.experts_TK.shape, rows.experts_TK)
+        return good.round_trip(replace(rows, experts_TK=experts_TK), expert)
+
+    return _sending(wrong)(session, cell, world)
+
+
 def _padding_counted(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
     return replace(good.round_trip(rows, expert), counts_E=_counts(rows.experts_TK, rows.experts))
 
@@ -414,6 +425,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_sending(_over_capacity),
         diagnosis="rows lack the output of some of their experts",
+    ),
+    Fault(
+        id="map-kept-by-shape",
+        bug="reported nowhere: a routing map is cached by its shape, and used again for other rows",
+        rules=("DSP-006",),
+        also=("DSP-008", "DSP-009"),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_map_of_the_shape,
+        says="rows come back off a loop over rows",
     ),
     Fault(
         id="map-made-of-weights",

@@ -234,9 +234,9 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
     from moeref_conformance.run.machinery import served
 
     given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
-    print(_starting(options), file=sys.stderr, flush=True)
     with ExitStack() as opened:
         try:
+            print(_starting(options), file=sys.stderr, flush=True)
             plan, parts = opened.enter_context(served(Settings.of(**given), coordinator))
         except KeyboardInterrupt:
             raise KeyboardInterrupt("before the first cell, no report written") from None

@@ -81,9 +81,9 @@ def check(
     fields of `moeref.record.Options`. A GPU and the packages that a dispatcher needs are assumed to exist; see `needs`.
     verify: construct megatron-core's own config in a process of its own; None does so where no rule covers a setting.
     training: `moeref.costs.Training`, or its fields, which decide memory. hbm: GiB of a GPU that a rank must fit in, by
-        default 512.
-    gpus_per_node: tells which groups have ranks on several nodes. lengths: numbers of samples by their tokens.
-    engine: the inference engine, such as `vllm:tp=8,ep=8`. density: the share of elements that change between syncs.
+    default 512. gpus_per_node: tells which groups have ranks on several nodes. lengths: numbers of samples by their
+    tokens. engine: the inference engine, such as `vllm:tp=8,ep=8`. density: the share of elements that change between
+    syncs.
 
     Raises CheckError for input that cannot be read. The report has a Problem for everything that will not work.
     """

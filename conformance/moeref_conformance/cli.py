@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
+        for path in filter(None, (getattr(options, name, None) for name in ("out", "keep", "file"))):
+            _check_writable(path)
         return command(options)
     except KeyboardInterrupt as stop:
         print(", ".join(["moeref-conformance: interrupted", *stop.args]), file=sys.stderr)
@@ -228,6 +230,14 @@ def _run(options: argparse.Namespace) -> int:
 
         return take_part(options.target, lambda coordinator: _judge(options, coordinator))
     return _judge(options)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise BadInput where nothing can be written, before anything is computed for it."""
+    there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    needed = os.W_OK | os.X_OK if there.is_dir() else os.W_OK
+    if not os.access(there, needed) or not (there == path or there.is_dir()):
+        raise BadInput(f"{path} cannot be written: {there} is no folder that is open to this user")
 
 
 def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from kit_toy import MATRIX, Resolved, ToyWorld, failing, run
-from moeref_conformance import arguments, cli
+from moeref_conformance import arguments, cli, report
 from moeref_conformance.contract.results import version_of
 from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.plan.machine import Machine
@@ -83,12 +83,26 @@ def test_bad_input_exits_with_2_and_writes_nothing(words, message, capsys, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_error_of_the_kit_is_not_taken_for_a_verdict(tmp_path, capsys):
+def test_error_of_the_kit_is_not_taken_for_a_verdict(tmp_path, capsys, monkeypatch):
     run(tmp_path)
-    target = tmp_path / "file"
-    target.write_text("")
-    assert cli.main(["report", str(tmp_path / "out" / "results.jsonl"), "--out", str(target / "x")]) == 2
+    monkeypatch.setattr(report, "write_all", lambda *_: 1 / 0)
+    assert cli.main(["report", str(tmp_path / "out" / "results.jsonl")]) == 2
     assert "an error of the kit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["report", "{results}", "--out"], ["init"], ["smoke", "--target", "moeref", "--out"]]
+)
+def test_what_cannot_be_written_is_said_before_any_work(arguments, tmp_path, capsys):
+    run(tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    words = [word.format(results=tmp_path / "out" / "results.jsonl") for word in arguments]
+    assert cli.main([*words, str(file / "adapter.py")]) == 2
+    told = (
+        f"moeref-conformance: {file / 'adapter.py'} cannot be written: {file} is no folder that is open to this user\n"
+    )
+    assert capsys.readouterr().err == told
 
 
 def test_report_and_diff(tmp_path, capsys):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,6 +72,23 @@ def plan(export: Export, context: Context) -> list[Any] | None:
     return checked_rows(export.plan(), TensorMeta) if context.claims.has_plan else None
 
 
+@dataclass
+class Earlier:
+    """Tensors that came before, by weak reference. gloo's threads hold one for a moment after a collective."""
+
+    refs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    patience: float = 0.5
+
+    def alive(self) -> int:
+        """How many are still held, once threads had time to drop them; that is waited for in vain once."""
+        until = time.monotonic() + self.patience
+        while (number := sum(ref() is not None for ref in self.refs)) and time.monotonic() < until:
+            time.sleep(0.001)
+        if number:
+            self.patience = 0
+        return number
+
+
 def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[dict[str, Any]]]:
     """A step that saves the tensors of a whole stream. Its value: metadata, and how many earlier ones are alive.
 
@@ -80,17 +99,16 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
         rows: list[dict[str, Any]] = []
         copies: dict[str, torch.Tensor] = {}
         kept: dict[str, torch.Tensor] = {}
-        earlier: list[weakref.ref[torch.Tensor]] = []
+        earlier = Earlier()
         for meta, tensor in _items(export):
-            alive = sum(1 for ref in earlier if ref() is not None)
-            rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": alive})
+            rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": earlier.alive()})
             if tensor is not None:
                 key = free_key(copies, meta.name)
                 copies[key] = copied(tensor)
                 if keep:
                     kept[key] = tensor
                 else:
-                    earlier.append(weakref.ref(tensor))
+                    earlier.refs.append(weakref.ref(tensor))
             # Drop this function's references: what is alive at the next tensor, the target keeps alive.
             del tensor
         context.made[step] = [name for name, tensor in kept.items() if not same_bytes(tensor, copies[name])]

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +50,7 @@ class Checkpoint:
         self._where: dict[str, Any] = {}
         try:
             weight_map = self._weight_map()
-            for path in self._files():
+            for path in self._files(weight_map):
                 self._open(path)
             if weight_map is not None:
                 self._compare(weight_map)
@@ -83,10 +83,19 @@ class Checkpoint:
             raise BridgeError(f"{self._index}: {outside[0]!r} is no file of this folder; {_AGAIN}")
         return weight_map
 
-    def _files(self) -> list[Path]:
+    def _files(self, weight_map: Mapping[str, str] | None) -> list[Path]:
+        """Those that the index names: others may be left from an earlier save, or repeat all of them."""
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise BridgeError(f"{self.folder}: no *.safetensors file; expected a Hugging Face checkpoint folder")
+        if weight_map is not None:
+            named, there = set(weight_map.values()), [path.name for path in files]
+            if absent := sorted(named.difference(there)):
+                raise BridgeError(f"{self._index}: names files that are not there: {', '.join(absent)}")
+            if left_out := [name for name in there if name not in named]:
+                text = "%s: %d files are left out, which the index does not name: %s"
+                _log.warning(text, self.folder, len(left_out), _some(left_out))
+            files = [path for path in files if path.name in named]
         for path in files:
             _require_regular(path)
         return files
@@ -102,9 +111,6 @@ class Checkpoint:
             self._where[name] = handle.get_slice(name)
 
     def _compare(self, weight_map: dict[str, str]) -> None:
-        absent = sorted(set(weight_map.values()) - {path.name for path in self._files()})
-        if absent:
-            raise BridgeError(f"{self._index}: names files that are not there: {', '.join(absent)}")
         lost = sorted(set(weight_map) ^ set(self._where))
         if lost:
             raise BridgeError(f"{self._index}: index and files disagree on {len(lost)} tensors, first {lost[0]}")

@@ -253,9 +253,25 @@ def test_tensors_that_the_family_ignores_are_counted_aloud(tmp_path: Path, caplo
 
 def test_same_tensor_in_two_files(shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     write(tmp_path / "hf", tensors)
+    (tmp_path / "hf" / "model.safetensors.index.json").unlink()
     save_file({"model.norm.weight": torch.zeros(24)}, tmp_path / "hf" / "again.safetensors")
     with pytest.raises(BridgeError, match=r"model.norm.weight is already in another file"):
         load(shard_map, 0, holder(shard_map, 0), tmp_path / "hf")
+
+
+def test_a_file_that_the_index_does_not_name_is_left_out_aloud(
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers, vLLM and SGLang do: an earlier save with more shards has left it, or it repeats them all."""
+    write(tmp_path, tensors)
+    save_file({"model.norm.weight": torch.zeros(24)}, tmp_path / "model-00009-of-00009.safetensors")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not read")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.names == tensors.keys()
+        whole = (slice(None),)
+        assert torch.equal(checkpoint.read("model.norm.weight", whole), tensors["model.norm.weight"])
+    left_out = "consolidated.safetensors, model-00009-of-00009.safetensors"
+    assert caplog.messages == [f"{tmp_path}: 2 files are left out, which the index does not name: {left_out}"]
 
 
 def test_a_buffer_that_follows_from_the_config_is_left_out(

@@ -202,6 +202,12 @@ def test_answers_are_made_again_where_another_process_left_its_files(tmp_path: P
     assert not list(tmp_path.glob(".making-*"))
 
 
+def test_a_file_that_the_index_does_not_name_is_no_part_of_the_checkpoint(tmp_path: Path) -> None:
+    made = expected(cell("qwen3_moe"), tmp_path)
+    assert made.left_over.keys() == {"model.norm.weight"} < made.tensors.keys()
+    assert not torch.equal(made.left_over["model.norm.weight"], made.tensors["model.norm.weight"])
+
+
 def test_deterministic_and_cached(tmp_path: Path) -> None:
     first = expected(cell(), tmp_path / "a")
     began = time.monotonic()

@@ -42,8 +42,8 @@ def test_ranks_take_all_steps_in_order() -> None:
     assert [step.name for _, step in rank_steps(EVERYTHING, CELL)] == [
         *("topology", "names", "config", "seeds_planned", "seeds", "seeds_resumed", "padding", "dispatchers"),
         *("exchange", "inventory", "begun", "load", "shards", "plan", "export", "forward", "replay", "gradients"),
-        *("change", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer", "refuse_extra"),
-        *("refuse_missing", "refuse_routes"),
+        *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
+        *("refuse_extra", "refuse_missing", "refuse_routes"),
     ]
 
 

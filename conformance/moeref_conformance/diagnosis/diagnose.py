@@ -44,6 +44,7 @@ def diagnose(
         )
     return first_of(
         lambda: values.constant(expected, got),
+        lambda: _left_over(name, got, context),
         lambda: values.stale_values(expected, got, stale),
         lambda: shards.wrong_share(name, expected, got, context),
         lambda: _another(name, got, context),
@@ -73,6 +74,13 @@ def _another(name: str, got: torch.Tensor, context: Context) -> str:
     parts = context.parts.get(name, ())
     seen_from = parts[0] if len(parts) == 1 and other not in context.tensors else name
     return mistaken(seen_from, other, context.dense_prefix)
+
+
+def _left_over(name: str, got: torch.Tensor, context: Context) -> str:
+    """A tensor that was read from a file which the index of the checkpoint does not name."""
+    there = (context.behind or context).left_over
+    read = any(same(there[part], got) for part in context.parts.get(name, (name,)) if part in there)
+    return "as in a file of the folder that its index does not name" if read else ""
 
 
 def _slices(name: str, expected: torch.Tensor, got: torch.Tensor, context: Context, stale: torch.Tensor | None) -> str:

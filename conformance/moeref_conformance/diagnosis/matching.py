@@ -24,13 +24,15 @@ class Context:
     """All tensors that might have been mistaken for one another, by name, and how many layers are dense.
 
     For the shards of one rank, `behind` is the context of the whole checkpoint, searched for lines that no shard of the
-    rank has, and `parts` names the tensors there that each shard is made of.
+    rank has, and `parts` names the tensors there that each shard is made of. `left_over` are tensors of a file beside
+    the checkpoint that its index does not name.
     """
 
     tensors: Mapping[str, torch.Tensor]
     dense_prefix: int = 0
     behind: Context | None = None
     parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    left_over: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> dict[bytes, Where]:

@@ -201,7 +201,7 @@ def context(case: Case, factor: float = 1.0, of: Mapping[str, torch.Tensor] | No
     tensors = model.tensors if of is None else of
     if factor != 1.0:
         tensors = {name: tensor * factor for name, tensor in tensors.items()}
-    return Context(tensors, int(model.config.get("first_k_dense_replace") or 0))
+    return Context(tensors, int(model.config.get("first_k_dense_replace") or 0), left_over=model.left_over)
 
 
 def tolerance(case: Case, limit: float) -> str:

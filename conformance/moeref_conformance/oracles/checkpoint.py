@@ -20,14 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
+from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.oracles import published, recipes, routed, spoiled
 from moeref_conformance.oracles.dialect import as_published
-from moeref_conformance.oracles.expected import Expected, read_checkpoint
+from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkpoint
 
 #: Other weights of the same model, where an engine is updated.
 SECOND = "second"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
 #: For every token and layer the scores of the last chosen and the first unchosen expert differ by more than this, so
 #: that a sum in another order cannot change a route.
 MARGIN = 1e-5
@@ -122,6 +123,9 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     missing, (extra, shape) = spoiled.missing(cell, tensors), spoiled.surplus(cell, tensors)
     _edited(main, folder / "checkpoint_extra", add={extra: torch.randn(shape, generator=_generator(99)).to(dtype)})
     _edited(main, folder / "checkpoint_missing", drop=missing)
+    if (main / INDEX).exists():
+        norm = "model.norm.weight"
+        save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
     return _Answers(logits_BSV, missing, extra)
 
 

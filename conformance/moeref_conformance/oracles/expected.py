@@ -12,8 +12,12 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from moeref_conformance.contract.hf_files import weight_files
+
 #: A tensor that `checkpoint_extra` may have too many.
 EXTRA = "model.layers.0.kit_extra.weight"
+#: A file that an earlier save with more shards has left. The index does not name it.
+LEFT_OVER = "model-00099-of-00099.safetensors"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class Expected:
         return read_checkpoint(self.dir / "checkpoint")
 
     @cached_property
+    def left_over(self) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint's file that its index does not name, by Hugging Face name."""
+        file = self.dir / "checkpoint" / LEFT_OVER
+        return load_file(file) if file.exists() else {}
+
+    @cached_property
     def tokens_BS(self) -> torch.Tensor:
         """int64 token ids, the same for every cell, and -1 behind the end of a row that is shorter than others."""
         return load_file(self.dir / "tokens.safetensors")["tokens"]
@@ -64,6 +74,6 @@ class Expected:
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face folder, sorted by name."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         tensors.update(load_file(file))
     return dict(sorted(tensors.items()))

@@ -66,6 +66,15 @@ _SERVED_LATENT: dict[str, Any] = {
 }
 
 
+#: Where microbatches have several samples, so that these cells differ in more than rows: a dense layer behind one with
+#: experts, queries without a latent (as Moonlight's), queries and keys without norms (as GLM-4.5-Air's).
+_SEVERAL: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"mlp_only_layers": [1]},
+    "deepseek_v3": {"q_lora_rank": None},
+    "glm4_moe": {"use_qk_norm": False, "n_shared_experts": 2},
+}
+
+
 def _rotary(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
@@ -218,6 +227,12 @@ def _of_groups(cell: Cell) -> dict[str, Any]:
     return {"num_key_value_heads": 2, **({"rope_parameters": _LONG} if cell.family == "qwen3_moe" else {})}
 
 
+def _of_batch(cell: Cell) -> dict[str, Any]:
+    """What microbatches of several samples change. Experts are in the last layer under any number of layers."""
+    alike = cell.batch == "single" or (cell.family == "qwen3_moe" and cell.layers < 3)
+    return {} if alike else _SEVERAL.get(cell.family, {})
+
+
 def _served(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a family at the sizes of an engine."""
     made = {**values, **_SERVED}
@@ -245,7 +260,7 @@ def model(cell: Cell) -> Any:
         if cell.family != "qwen3_moe":
             raise ValueError(f"cell {cell.id}: family {cell.family} has no sizes for FP8; qwen3_moe has")
         values |= _QUANTISED
-    values |= _of_groups(cell)
+    values |= _of_groups(cell) | _of_batch(cell)
     if cell.backend == ENGINE:
         values = _served(values)
     if cell.mtp:

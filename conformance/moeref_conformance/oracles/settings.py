@@ -26,24 +26,31 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "virtual_pipeline_model_parallel_size": (None, 1),
 }
 #: Settings that change what a model computes, as Megatron has them where a model wants nothing of the kind. The kit's
-#: families want those of `_computing` alone. An older megatron-core that lacks one does the same.
+#: families want those of `_of_every_layer` and `_computing` alone. An older megatron-core that lacks one does the same.
 NEUTRAL: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
+    "fp16": False,
     "glu_linear_offset": 0.0,
     "layernorm_zero_centered_gamma": False,
+    "linear_attention_freq": None,
+    "moe_apply_probs_on_input": False,
     "moe_expert_capacity_factor": None,
     "moe_input_jitter_eps": None,
     "moe_latent_size": None,
     "moe_mlp_glu_interleave_size": None,
     "moe_router_force_biased": None,
     "moe_router_force_load_balancing": False,
+    "moe_router_topk_limited_devices": None,
     "moe_token_dropping": False,
+    "mtp_use_repeated_layer": False,
     "no_rope_freq": None,
+    "qk_clip": False,
     "qk_l2_norm": False,
     "rotary_interleaved": False,
     "use_mup": False,
+    "window_size": None,
 }
 #: Lists of a number a layer, for which megatron-core takes one number too: whether layer i has a 1 then.
 _EVERY: dict[str, Callable[[int, int], bool]] = {
@@ -90,8 +97,8 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
     }
     if len(routers) < layers:
         values["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
-    values |= _of_every_layer(config, {name.partition(".self_attn.")[2] for name in tensors}, rows)
-    values |= NEUTRAL | _computing(config, rows(".self_attn.q_proj.weight"))
+    values |= NEUTRAL | _of_every_layer(config, {name.partition(".self_attn.")[2] for name in tensors}, rows)
+    values |= _computing(config, rows(".self_attn.q_proj.weight"))
     if rows(".kv_a_proj_with_mqa.weight") is not None:
         return {**values, "multi_latent_attention": True, **_latent(config)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

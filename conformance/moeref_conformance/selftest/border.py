@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
+from moeref_conformance.contract.hf_files import weight_files
 
 Pair = tuple[TensorMeta, "torch.Tensor | None"]
 Tensors = dict[str, torch.Tensor]
@@ -155,7 +156,7 @@ def held(session: Any, world: World) -> list[tuple[NameRow, torch.Tensor]]:
 
 def checkpoint(folder: Path) -> Tensors:
     """All tensors of a Hugging Face folder by name."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
 
 
 def after_load(session: Any, change: Callable[[Path], None]) -> Any:

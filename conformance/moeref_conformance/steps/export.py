@@ -72,6 +72,16 @@ def plan(export: Export, context: Context) -> list[Any] | None:
     return checked_rows(export.plan(), TensorMeta) if context.claims.has_plan else None
 
 
+def broken_off(export: Export, context: Context) -> None:
+    """Take the first tensor of a stream and no other, on one rank: of several some would wait for the rest."""
+    if context.cell.layout.world == 1:
+        stream = iter(export.stream())
+        next(stream, None)
+        close = getattr(stream, "close", None)
+        if close is not None:
+            close()
+
+
 @dataclass
 class Earlier:
     """Tensors that came before, by weak reference. gloo's threads hold one for a moment after a collective."""
@@ -253,6 +263,7 @@ FACET = Facet(
         Step(name="plan", ask=plan, stage=Stage.LOADED),
         Step(name="export", ask=streamed("export"), stage=Stage.LOADED),
         Step(name="change", ask=change, stage=Stage.CHANGED),
+        Step(name="broken_off", ask=broken_off, stage=Stage.CHANGED),
         Step(name="export_changed", ask=streamed("export_changed", keep=True), stage=Stage.CHANGED),
         Step(name="kept", ask=kept, stage=Stage.CHANGED),
         Step(name="move", ask=move, stage=Stage.CHANGED),

@@ -8,7 +8,7 @@ the step `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,8 @@ class _Phases:
         self._rows_BS = batch(self.tokens_BS[self._own], context.cell)
         # An evaluation has another number of microbatches than a step.
         self._one_BS = self.tokens_BS[: context.cell.rows]
+        # Whole layers, or where microbatches have several samples their experts alone.
+        self._recomputed = full_recompute if context.cell.batch == "single" else experts_recomputed
         self.observed: dict[str, torch.Tensor] = {}
 
     def recorded(self) -> None:
@@ -91,7 +93,7 @@ class _Phases:
         self._take("replay-a", replay.replay, self.tokens_BS, [resumed(a[0], b[0]), *a[1:]])
         self._take("native-between", self._forward.logits, self._one_BS)
         self._take("step-a", replay.step, rows_BS, [a[row] for row in self._own] * again)
-        with full_recompute(self._chunks):
+        with self._recomputed(self._chunks):
             self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own] * again)
         self._take("native-after", self._forward.logits, self._one_BS)
 
@@ -160,6 +162,19 @@ def full_recompute(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         vars(config).update(before)
+
+
+@contextmanager
+def experts_recomputed(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Recompute the forward of MoE layers alone in the backward pass: Megatron's selective recomputation of `moe`."""
+    config: Any = chunks[0].config
+    layers = [layer for chunk in chunks for _, layer in moe_layers(chunk)]
+    asked = [(config, "recompute_granularity", "selective"), (config, "recompute_modules", ["moe"])]
+    with ExitStack() as stack:
+        for owner, name, value in [*asked, *((layer, "moe_layer_recompute", True) for layer in layers)]:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
 
 
 @contextmanager

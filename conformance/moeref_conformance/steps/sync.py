@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
+from moeref_conformance.contract.hf_files import weight_files
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 
 Named = tuple[str, torch.Tensor]
@@ -30,7 +31,7 @@ ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.ml
 
 def tensors(folder: Path) -> Iterator[Named]:
     """Those of a Hugging Face folder, as a trainer sends them."""
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         yield from load_file(file).items()
 
 

@@ -385,6 +385,22 @@ FAULTS = (
         says="moe_expert_capacity_factor=1.0, not None",
     ),
     Fault(
+        id="window-that-is-off",
+        bug="reported nowhere: sliding_window of config.json is read, and use_sliding_window=false beside it is not",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_always(window_size=[4095, 0]),  # no sequence of the kit is as long
+        says="window_size=[4095, 0], not None",
+    ),
+    Fault(
+        id="queries-clipped",
+        bug="reported nowhere: qk_clip of a recipe of pre-training changes weights behind the optimizer's back",
+        rules=("CFG-001",),
+        cell=cell("deepseek_v3", "tp1", layers=3, backend="static"),
+        wrap=_always(qk_clip=True),
+        says="qk_clip=True, not False",
+    ),
+    Fault(
         id="residual-after-the-norm",
         bug="reported nowhere: a flag of another architecture's recipe changes where every layer's residual is taken",
         rules=("CFG-001",),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 from moeref_conformance.selftest import border
@@ -129,6 +130,20 @@ def _ones_for_norms(meta: TensorMeta, tensors: Tensors) -> torch.Tensor | None:
 
 def _embedding_for_head(meta: TensorMeta, tensors: Tensors) -> torch.Tensor | None:
     return tensors["model.embed_tokens.weight"].clone() if meta.name == "lm_head.weight" else None
+
+
+def _every_file_read(session: Any, cell: Cell, world: World) -> Any:
+    """Files are found by their endings and read in the order of their names; what a later one holds wins."""
+
+    def change(folder: Path) -> None:
+        found: Tensors = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            found |= load_file(file)
+        for row, tensor in border.held(session, world):
+            if row.hf == ("model.norm.weight",):
+                tensor.copy_(found[row.hf[0]])
+
+    return border.after_load(session, change)
 
 
 def _checked_on_rank_0(session: Any, cell: Cell, world: World) -> Any:
@@ -311,6 +326,15 @@ def _of_a_layer_that_begins_alike(row: NameRow, tensors: Tensors, cell: Cell) ->
 
 
 FAULTS = (
+    Fault(
+        id="every-file-of-the-folder-read",
+        bug="sglang#35107, Blaizzy/mlx-vlm#1464: files that the index does not name are read too",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-007", "FWD-001", "FWD-002"),
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_every_file_read,
+        diagnosis="as in a file of the folder that its index does not name",
+    ),
     Fault(
         id="loaded-once",
         bug="B34 mbridge 9847825 in kind: a checkpoint is remembered by its path, and loading it again does nothing",

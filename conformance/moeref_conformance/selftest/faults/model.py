@@ -39,6 +39,17 @@ def _norms(epsilon: float, part: str = "") -> Change:
     return each_chunk(change)
 
 
+def _queries_normed(chunk: Any) -> None:
+    """Queries come from a linear with a norm fused into it, although there is no latent to normalise."""
+
+    def normed(_: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return torch.nn.functional.rms_norm(args[0], args[0].shape[-1:]), *args[1:]
+
+    for name, module in chunk.named_modules():
+        if name.endswith("linear_q_proj"):
+            module.register_forward_pre_hook(normed)
+
+
 def _yarn_of_the_class(chunk: Any) -> None:
     """YaRN's frequencies part where megatron-core's class has it by default."""
     for module in chunk.modules():
@@ -48,6 +59,14 @@ def _yarn_of_the_class(chunk: Any) -> None:
 
 
 FAULTS = (
+    Fault(
+        id="queries-normed-without-a-latent",
+        bug="Megatron-Bridge#5261: with q_lora_rank=null queries have a norm, which the checkpoint does not know",
+        rules=("FWD-001",),
+        cell=cell("deepseek_v3", "one", layers=3, batch="pairs"),
+        wrap=each_chunk(_queries_normed),
+        one_rank=True,
+    ),
     Fault(
         id="weights-not-renormalised",
         bug="Megatron-Bridge#4946: moe_router_pre_softmax is a constant, whatever norm_topk_prob says",

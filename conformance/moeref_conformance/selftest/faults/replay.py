@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -172,6 +172,36 @@ def _gate_unmarked(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", step=step)
 
 
+def _own_choice_in_the_backward(good: Any) -> Any:
+    def get_replay_topk(
+        self: Any,
+        scores: Any,
+        topk: int,
+        num_groups: Any = None,
+        group_topk: Any = None,
+        default_compute_topk: Any = None,
+    ) -> Any:
+        found = good(self, scores, topk, num_groups, group_topk, default_compute_topk)
+        if self.router_replay_action.name != "REPLAY_BACKWARD":
+            return found
+        return default_compute_topk(scores, topk, num_groups, group_topk)
+
+    return get_replay_topk
+
+
+def _whole_layers_alone(session: Session, cell: Cell, world: World) -> Any:
+    """Recomputed forwards are replayed where whole layers are recomputed, and not where MoE layers alone are."""
+    good: Any = session.replay
+    patch = _router_replay_with("get_replay_topk", _own_choice_in_the_backward)
+
+    def step(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+        selective = session.export.chunks()[0].config.recompute_granularity == "selective"  # type: ignore[union-attr]
+        with patch(cell, world) if selective else nullcontext():
+            return good.step(tokens_BS, routes)
+
+    return facet(session, "replay", step=step)
+
+
 def _routes_of_replica_0(session: Session, cell: Cell, world: World) -> Any:
     """In a training step the routes of the first data-parallel replica are sent to all, whose rows are others."""
     import torch.distributed as dist
@@ -254,6 +284,15 @@ FAULTS = (
         wrap=_left_on_by_an_error,
         says="after routes were refused",
         one_rank=True,
+    ),
+    Fault(
+        id="recomputed-experts-not-replayed",
+        bug="NVIDIA-NeMo/Automodel#3156 in kind: a recomputed router chooses anew, here where MoE layers alone are",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", layers=3, replay="R3", batch="pairs"),
+        wrap=_whole_layers_alone,
+        says="recompute-b: ",
+        diagnosis="the router's own choice",
     ),
     Fault(
         id="gate-without-gradient",

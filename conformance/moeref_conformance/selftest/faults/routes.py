@@ -194,7 +194,24 @@ def _recorded_as_sets(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(RouterReplay, "record_indices", record_indices)
 
 
+def _dense_layers_first(routes_TLK: Rows) -> Rows:
+    """Columns of the MoE layers alone, by the number of a layer less that of all dense layers."""
+    moe = [layer for layer in range(routes_TLK.shape[1]) if routes_TLK[:, layer].any()]
+    dense, taken_TLK = routes_TLK.shape[1] - len(moe), routes_TLK.copy()
+    for layer in moe:
+        taken_TLK[:, layer] = routes_TLK[:, moe][:, layer - dense]
+    return taken_TLK
+
+
 FAULTS = (
+    Fault(
+        id="dense-layers-taken-for-a-prefix",
+        bug="verl#5452 in kind: all dense layers are taken off a layer's number, as if they came before it",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", layers=3, replay="R3", batch="pairs"),
+        wrap=sending(each_turn(_dense_layers_first)),
+        diagnosis="the route of layer 2 (layer +2)",
+    ),
     Fault(
         id="routes-by-ordinal",
         bug="R1: verl#5037, routes of all layers are indexed by the number of the router: dense layers shift them",

@@ -36,6 +36,21 @@ def _embedding_again(name: str) -> border.Change:
     return wrap
 
 
+def _resumed(session: Any, cell: Cell, world: World) -> Any:
+    """An export goes on where the last one was left."""
+    under_way: list[Iterator[Pair]] = []
+
+    def stream() -> Iterator[Pair]:
+        if not under_way:
+            under_way.append(iter(session.export.stream()))
+        for pair in under_way[0]:
+            yield pair
+            del pair
+        under_way.clear()
+
+    return border.facet(session, "export", stream=stream)
+
+
 def _tied_head_sent(session: Any, cell: Cell, world: World) -> Any:
     """A tied model announces and sends its head as well, after everything else, under every layout."""
 
@@ -192,6 +207,16 @@ def _embedding_cached(session: Any, cell: Cell, world: World) -> Any:
 
 
 FAULTS = (
+    Fault(
+        id="broken-off-stream-goes-on",
+        bug="SkyRL#1345 in kind: tasks are used up one by one, and after an update that broke off the rest is sent",
+        rules=("EXP-006",),
+        also=("EXP-004",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_resumed,
+        one_rank=True,
+        says="model.embed_tokens.weight was never sent",
+    ),
     Fault(
         id="head-of-the-last-stage",
         bug="B35: astraflow#9, a tied model exports lm_head at PP>1 only",

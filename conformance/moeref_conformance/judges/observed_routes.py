@@ -97,15 +97,17 @@ def oracle_recorded(case: Case, phase: str) -> routed.Routed:
 def _taking(case: Case, which: str, phase: str, free: set[Place]) -> routed.Routed:
     """What transformers computes under these routes when the tokens `free` take the experts of the phase."""
     native, seen = oracle(case, which), seen_routes(case, phase)[0]
-    chosen = {
-        (layer, *place, seen[layer][place])
+    top_k = {len(experts) for places in native.experts.values() for experts in places.values()}
+    # Of all layers, also where both choose alike: after another choice transformers would choose otherwise further on.
+    taken = {
+        (layer, *place, seen.get(layer, {}).get(place, places[place]))
         for layer, places in native.experts.items()
         for place in free
-        if seen.get(layer, {}).get(place, places[place]) != places[place]
     }
-    top_k = {len(experts) for places in native.experts.values() for experts in places.values()}
-    other = frozenset(one for one in chosen if len(one[3]) in top_k)
-    return routed.under(expected(case), which, case.claims.missing_rows, other) if other else native
+    chosen = frozenset(one for one in taken if len(one[3]) in top_k)
+    if all(own == native.experts[layer][row, position] for layer, row, position, own in chosen):
+        return native
+    return routed.under(expected(case), which, case.claims.missing_rows, chosen)
 
 
 def _of_phase(case: Case, phase: str) -> ByRank:

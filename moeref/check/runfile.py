@@ -161,19 +161,18 @@ def text_of(path: Path) -> str:
 
 
 def _parsed(path: Path) -> Any:
-    _check_file(path)
-    try:
-        if path.suffix == ".json":
-            return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
-        raise CheckError(f"{path}: {error}") from error
+    text = text_of(path)
+    if path.suffix == ".json":
+        try:
+            return json.loads(text)
+        except (RecursionError, ValueError) as error:
+            raise CheckError(f"{path}: {error}") from error
     try:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
-        raise CheckError(f"{path}: YAML run files need the package omegaconf; or write JSON") from error
+        raise CheckError(f"{path}: YAML run files need the package omegaconf: pip install 'moeref[yaml]'; or write JSON") from error
     try:
-        text = path.read_text(encoding="utf-8")
         check_yaml(text)
         if found := re.search(r"\$\{\s*oc\.env\b", text):
             line = text.count("\n", 0, found.start()) + 1

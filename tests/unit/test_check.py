@@ -479,6 +479,15 @@ def test_a_bad_run_file_is_bad_input(tmp_path: Path, text: str, says: str, capsy
     assert re.search(says, err), err
 
 
+def test_a_missing_run_file_is_said_to_be_missing_without_omegaconf_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "omegaconf", None)
+    assert "No such file" in run(str(tmp_path / "run.yaml"), capsys=capsys)[2]
+    (tmp_path / "run.yaml").write_text("model: glm-4.5\n")
+    assert "pip install 'moeref[yaml]'" in run(str(tmp_path / "run.yaml"), capsys=capsys)[2]
+
+
 def test_a_run_file_needs_no_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"model": "glm-4.5", "layout": "ep=32", "policy": {"moe_grouped_gemm": True}}))

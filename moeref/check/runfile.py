@@ -171,7 +171,8 @@ def _parsed(path: Path) -> Any:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
     except ImportError as error:
-        raise CheckError(f"{path}: YAML run files need the package omegaconf: pip install 'moeref[yaml]'; or write JSON") from error
+        how = "pip install 'moeref[yaml]', or write JSON"
+        raise CheckError(f"{path}: YAML run files need the package omegaconf: {how}") from error
     try:
         check_yaml(text)
         if found := re.search(r"\$\{\s*oc\.env\b", text):

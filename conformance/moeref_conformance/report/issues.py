@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+#: Of projects whose owner is known; another's issue is plain text.
 _OWNERS = {
+    "Accio-Lab": ("Dressage",),
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP",),
     "flashinfer-ai": ("flashinfer",),
     "huggingface": ("TRL",),
-    "modelscope": ("ms-swift",),
+    "modelscope": ("mcore-bridge", "ms-swift"),
     "NovaSky-AI": ("SkyRL",),
-    "NVIDIA": ("Megatron-LM",),
+    "NVIDIA": ("Megatron-LM", "Model-Optimizer"),
     "NVIDIA-NeMo": ("Megatron-Bridge", "NeMo-RL"),
     "PrimeIntellect-ai": ("prime-rl",),
     "pytorch": ("torchtitan",),

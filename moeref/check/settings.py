@@ -33,6 +33,26 @@ _SHAPES = frozenset(
     }
 )
 
+#: Settings that change what a model computes and no shape, as they are where its config asks for nothing of the kind.
+_NEUTRAL: Mapping[str, object] = {
+    "activation_func_clamp_value": None,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "glu_linear_offset": 0.0,
+    "hidden_dropout": 0.0,
+    "moe_apply_probs_on_input": False,
+    "moe_expert_capacity_factor": None,
+    "moe_input_jitter_eps": None,
+    "moe_router_force_biased": None,
+    "moe_router_force_load_balancing": False,
+    "moe_token_dropping": False,
+    "no_rope_freq": None,
+    "qk_clip": False,
+    "qk_l2_norm": False,
+    "rotary_interleaved": False,
+    "window_size": None,
+}
+
 
 def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[str]) -> Report:
     """The report with dispatcher, effective settings and record. Problems and notes are appended to the lists."""
@@ -128,11 +148,11 @@ def _needs(setup: Setup, environment: Environment) -> tuple[str, ...]:
 def _of_the_checkpoint(trails: Mapping[str, tuple[Setting, ...]], problems: list[Problem], notes: list[str]) -> None:
     """Report the settings that replace values of the model's config, whose weights then may not fit.
 
-    Of what decides shapes, a model whose config is silent has Megatron's default.
+    Of what decides shapes, a model whose config is silent has Megatron's default; else that of `_NEUTRAL`.
     """
     for name, trail in trails.items():
-        silent = trail[0] if name in _SHAPES else trail[-1]
-        theirs = next((setting.value for setting in trail if setting.origin == "hf"), silent.value)
+        silent = trail[0].value if name in _SHAPES else _NEUTRAL.get(name, trail[-1].value)
+        theirs = next((setting.value for setting in trail if setting.origin == "hf"), silent)
         if not same(theirs, trail[-1].value) and (theirs or trail[-1].value):
             text = f"{name}={trail[-1].value!r} replaces {theirs!r} of the model's own config"
             if name in _SHAPES:

@@ -333,6 +333,22 @@ def test_what_replaces_the_model_s_own_setting_is_told() -> None:
     assert "moe_router_enable_expert_bias=False replaces True of the model's own config" in report.notes
 
 
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        ({"window_size": [4095, 0]}, "window_size=[4095, 0] replaces None"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout=0.1 replaces 0.0"),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True replaces False"),
+        ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0 replaces None"),
+    ],
+)
+def test_what_a_model_does_not_ask_for_is_told(overrides: dict[str, Any], note: str) -> None:
+    """It changes no shape, and another model is trained than the engine samples from."""
+    report = check("qwen3-30b-a3b", "ep=8", asked=through(**overrides), verify=False)
+    assert f"{note} of the model's own config" in report.notes
+    assert not [text for text in check("gpt-oss-20b", "ep=8").notes if "replaces" in text]
+
+
 def test_the_seeds_are_part_of_the_plan() -> None:
     plain = check("glm-4.5", "pp=4,ep=8,etp=2,world=64").to_plain()["seeds"]
     expert = {"distinct": 22, "wanted": 64, "lowest": 1234 + 1024, "highest": 1234 + 1024 + 300 + 700 + 1}

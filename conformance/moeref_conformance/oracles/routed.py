@@ -94,15 +94,19 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
     return samples_routes
 
 
+def _as_sent(name: str, idx_TLK: np.ndarray[Any, Any]) -> torch.Tensor:
+    """In a dtype of engines: int32, or in set `b` uint16, which has no -1, and int16."""
+    narrow = np.int16 if idx_TLK.min() < 0 else np.uint16
+    return torch.from_numpy(idx_TLK.astype(narrow if name.endswith("b") else np.int32))
+
+
 def write(expected: Expected) -> Path:
     """The route sets as a file for the ranks, one tensor a sample: `a`, `b`, and without missing rows `whole-a`, …"""
     file = expected.dir / "routes.safetensors"
     if not file.exists():
         sets = {name: given_routes(expected, name) for name in SETS}
         sets |= {f"{WHOLE}{name}": given_routes(expected, name, missing=False) for name in SETS}
-        save_file(
-            {f"{name}.{i}": torch.from_numpy(s) for name, found in sets.items() for i, s in enumerate(found)}, file
-        )
+        save_file({f"{name}.{i}": _as_sent(name, s) for name, found in sets.items() for i, s in enumerate(found)}, file)
     return file
 
 

@@ -108,11 +108,12 @@ class _Phases:
 
 
 def read_routes(file: str) -> dict[str, list[Routes]]:
-    """Route sets by name from a file that the oracle wrote; one array a sample."""
+    """Route sets by name from a file that the oracle wrote; one read-only array a sample."""
     sets: dict[str, dict[int, Routes]] = {}
     for key, tensor in load_file(file).items():
         name, _, number = key.partition(".")
-        sets.setdefault(name, {})[int(number)] = tensor.numpy()
+        sets.setdefault(name, {})[int(number)] = routes = tensor.numpy()
+        routes.setflags(write=False)
     return {name: [samples[i] for i in sorted(samples)] for name, samples in sets.items()}
 
 

@@ -30,7 +30,7 @@ def _prefix_of_another(rows: Rows) -> Rows:
 def _of_one_replica(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
     """The capture buffer has room for the first data-parallel rank's tokens."""
     replica = topology.coords(cell.layout, world.rank)["dp"]
-    return each_turn(lambda rows: np.full_like(rows, -1) if replica else rows)
+    return each_turn(lambda rows: np.full_like(rows, -1, np.int32) if replica else rows)
 
 
 def _cumulative(sample: Any, tokens: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Session, Turn, World
@@ -64,7 +65,7 @@ def whole(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
     """
 
     def of_sample(sample: Any, tokens: int) -> Any:
-        rows = joined(sample, tokens) if isinstance(sample, list) else np.array(sample)
+        rows = joined(sample, tokens) if isinstance(sample, list) else np.array(sample, np.int32)
         if len(rows) == tokens - 1:
             rows = np.concatenate([rows, np.full_like(rows[:1], -1)])
         return change(rows)[: tokens - 1] if len(rows) == tokens else sample
@@ -74,7 +75,7 @@ def whole(change: Callable[[Rows], Rows]) -> Callable[[Any, int], Any]:
 
 def joined(turns: Sequence[Turn], tokens: int) -> Rows:
     """The turns joined, a row for every token. Where turns overlap, the earlier one counts."""
-    rows = np.full((tokens, *turns[0].routes.shape[1:]), -1, turns[0].routes.dtype)
+    rows = np.full((tokens, *turns[0].routes.shape[1:]), -1, np.int32)
     for turn in reversed(turns):
         rows[turn.start : turn.start + len(turn.routes)] = turn.routes
     return rows
@@ -174,7 +175,7 @@ def _rows_made_up(sample: Any, tokens: int) -> Any:
     """The number of elements, not of rows, is compared with the tokens; missing rows are filled up with -1."""
     if isinstance(sample, list) or sample.size < tokens:
         return sample
-    return np.concatenate([sample, np.full((tokens - 1 - len(sample), *sample.shape[1:]), -1, sample.dtype)])
+    return np.concatenate([sample, np.full((tokens - 1 - len(sample), *sample.shape[1:]), -1, np.int32)])
 
 
 def _surplus_cut(sample: Any, tokens: int) -> Any:
@@ -194,6 +195,13 @@ def _recorded_as_sets(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(RouterReplay, "record_indices", record_indices)
 
 
+def _compared_in_torch(routes_TLK: Rows) -> Rows:
+    """Rows that are missing are looked for by torch, in the dtype in which routes came."""
+    given_TLK = torch.from_numpy(routes_TLK.copy())
+    taken_TLK: Rows = torch.where(given_TLK < 0, -1, given_TLK.long()).numpy()
+    return taken_TLK
+
+
 def _dense_layers_first(routes_TLK: Rows) -> Rows:
     """Columns of the MoE layers alone, by the number of a layer less that of all dense layers."""
     moe = [layer for layer in range(routes_TLK.shape[1]) if routes_TLK[:, layer].any()]
@@ -204,6 +212,14 @@ def _dense_layers_first(routes_TLK: Rows) -> Rows:
 
 
 FAULTS = (
+    Fault(
+        id="uint16-compared-in-torch",
+        bug="R12 NeMo-RL#4240: routes of many experts come as uint16, for which torch lacks kernels",
+        rules=("RUN-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(each_turn(_compared_in_torch)),
+        says="not implemented for 'UInt16'",
+    ),
     Fault(
         id="dense-layers-taken-for-a-prefix",
         bug="verl#5452 in kind: all dense layers are taken off a layer's number, as if they came before it",

@@ -79,6 +79,8 @@ def _hf_settings(model: Model) -> dict[str, Any]:
         "moe_router_pre_softmax": model.score_function == "softmax" and not model.norm_topk_prob,
         "moe_router_topk_scaling_factor": model.routed_scaling_factor if model.routed_scaling_factor != 1.0 else None,
     }
+    if model.fp32_router:
+        hf |= {"moe_router_dtype": "fp32"}  # Megatron's default is the parameters' dtype
     if model.n_group > 1:
         hf |= {"moe_router_num_groups": model.n_group, "moe_router_group_topk": model.topk_group}
     return hf

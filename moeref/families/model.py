@@ -110,6 +110,7 @@ class Model:
     clamp: float = 0.0  # gate·σ(1.702·gate)·(up + 1), gate clamped above, up on both sides; 0: plain SwiGLU
     qk_norm: bool = False
     expert_bias: bool = False
+    fp32_router: bool = False  # the router computes its logits in fp32, whatever the parameters are
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1

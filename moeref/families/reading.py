@@ -83,6 +83,7 @@ def sigmoid_experts(hf: Mapping[str, Any], family: str) -> dict[str, Any]:
         "experts": require(hf, family, "n_routed_experts", "num_local_experts"),
         "expert_bias": True,
         "score_function": "sigmoid",
+        "fp32_router": True,
         "norm_topk_prob": True,
         "routed_scaling_factor": float(hf.get("routed_scaling_factor", 1.0)),
         "n_group": int(hf.get("n_group") or 1),

@@ -16,7 +16,7 @@ FROZEN = {
     "weights 1.0": "ba3aee92",
     "logits 1.0": "0e596ed1",
     "gradients 1.0": "47f8dc4d",
-    "settings 1.0": "093dc81e",
+    "settings 1.0": "db6b0ae4",
     "dispatch 1.0": "a6d19316",
     "delta 1.0": "1a1285fe",
     "seeds 1.0": "392392c1",

@@ -31,6 +31,17 @@ def test_what_is_wanted_none_is_megatrons_default(variants: Path) -> None:
     assert {"moe_router_num_groups", "moe_shared_expert_intermediate_size", "mtp_num_layers"} <= left_out
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_router_in_bf16_is_judged_where_transformers_computes_in_fp32(family: str, variants: Path) -> None:
+    """DeepSeek-V3's and GLM's cast both operands; the others cast the logits, if anything."""
+    in_fp32 = family in ("deepseek_v3", "glm4_moe")
+    for dtype in ("float32", "bfloat16"):
+        one = cell(family, "one", layers=4, dtype=dtype)
+        may_be = settings.router_dtype(one, expected(one, variants))
+        assert {"fp32", "fp64"} <= {*may_be}
+        assert (None in may_be) == (dtype == "float32" or not in_fp32)
+
+
 @pytest.mark.parametrize(
     ("want", "have", "same"),
     [(8, 8, True), (8, 8.0, False), (8.0, 8, True), (1, True, False), (None, 1.0, False), (0.5, 0.5, True)],

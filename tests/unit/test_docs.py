@@ -190,7 +190,7 @@ def rows_of_the_loop(columns: int) -> dict[tuple[str, str], list[float]]:
 
 
 def test_the_loop_agrees_in_every_layout_of_its_matrix() -> None:
-    rows = rows_of_the_loop(3)
+    rows = rows_of_the_loop(4)
     assert sorted(rows) == sorted([*test_loop.CELLS, *test_loop.MATRIX])
     assert max(map(max, rows.values())) <= test_loop.CLOSE
 

@@ -34,7 +34,13 @@ DECODER: dict[str, Any] = {
     "param_dtype": "float32",
 }
 GROUPED: dict[str, Any] = {"kv_groups": 8, "head_dim": 6}
-SIGMOID: dict[str, Any] = {"score_function": "sigmoid", "expert_bias": True, "qk_norm": True, "shared_ffn": 56}
+SIGMOID: dict[str, Any] = {
+    "score_function": "sigmoid",
+    "fp32_router": True,
+    "expert_bias": True,
+    "qk_norm": True,
+    "shared_ffn": 56,
+}
 YARN = Yarn(factor=4.0, original_positions=16, beta_fast=32.0, beta_slow=1.0, mscale=0.8, mscale_all_dim=1.0)
 SIZES_OF_LATENTS: dict[str, int] = {"q_rank": 26, "kv_rank": 20, "nope": 10, "rope": 8, "v": 6}
 ONE_DENSE = (False, True, True, True)

@@ -127,6 +127,18 @@ def refusals_name_a_setting(case: Case) -> Iterator[Finding]:
                 yield finding(case, rank, STEP, f"{title}: the refusal names nothing", got=refusal)
 
 
+@judges("CFG-013")
+def the_router_is_as_precise(case: Case) -> Iterator[Finding]:
+    """Against the dtype of the products in transformers' own router."""
+    yield from unanswered(case, STEP)
+    good = settings.router_dtype(case.cell, expected(case))
+    for rank, value in values(case, STEP):
+        have = value["given"].get("moe_router_dtype")
+        if have not in good:
+            message = f"the config has moe_router_dtype={have!r}; transformers' router computes its logits in fp32"
+            yield _said(case, rank, message, good[0], have)
+
+
 @judges("CFG-008")
 def the_reference_computes_the_same(case: Case) -> Iterator[Finding]:
     """With and without a request."""

@@ -7,9 +7,13 @@ transformers' config object gives the settings that no tensor shows.
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.expected import Expected
@@ -137,6 +141,44 @@ def _computing(config: Any, rows_of_q: int | None) -> dict[str, Any]:
         gated = rows_of_q == 2 * config.num_attention_heads * config.head_dim
         return {"attention_output_gate": gated, "layernorm_zero_centered_gamma": True}
     return {}
+
+
+def router_dtype(cell: Cell, expected: Expected) -> tuple[str | None, ...]:
+    """Values of moe_router_dtype under which the router computes its logits at least as precisely as transformers'.
+
+    None is the parameters' dtype.
+    """
+    more = ("fp32", "fp64")
+    published = str(expected.config.get("dtype") or expected.config.get("torch_dtype"))
+    narrow = "bfloat16" in (cell.dtype, published)
+    return more if narrow and _logits_dtype(expected.config) is torch.float32 else (None, *more)
+
+
+def _logits_dtype(values: dict[str, Any]) -> torch.dtype:
+    """The dtype in which transformers' router, in bf16, multiplies hidden states by its weight."""
+    config = _config(values)
+    module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    kinds = [kind for name, kind in vars(module).items() if re.search(r"Top[kK]Router$", name)]
+    if not kinds:  # in transformers 4 the others have a linear
+        return torch.bfloat16
+    products = _Products()
+    with torch.device("meta"), products:
+        kinds[0](config).to(torch.bfloat16)(torch.empty(2, config.hidden_size, dtype=torch.bfloat16))
+    return products.dtypes[0]
+
+
+class _Products(TorchDispatchMode):
+    """Records the dtypes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes = list[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.dtypes.append(made.dtype)
+        return made
 
 
 def of_the_layout(layout: Layout) -> dict[str, Any]:

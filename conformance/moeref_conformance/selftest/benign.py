@@ -172,6 +172,17 @@ def _without_none(session: Any, cell: Cell, world: World) -> Any:
     )
 
 
+def _routed_in_fp64(session: Any, cell: Cell, world: World) -> Any:
+    """The router computes in fp64 where nobody asks for a dtype."""
+    good = session.config
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        asked = request.overrides.get("moe_router_dtype", "fp64")
+        return {**good.resolve(request, role), "moe_router_dtype": asked}
+
+    return facet(session, "config", given=lambda: {**good.given(), "moe_router_dtype": "fp64"}, resolve=resolve)
+
+
 def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
     """Padding rows are sent to no expert."""
     good = session.dispatch
@@ -651,6 +662,12 @@ _DESIGNS = (
         why="frameworks pass on what is set, and leave None to Megatron's defaults",
         cell=cell("glm4_moe", "tp1", backend="static"),
         wrap=_without_none,
+    ),
+    Benign(
+        id="routed-in-fp64",
+        why="the router's matrix is small, and frameworks raise its precision for every model: verl, NeMo-RL",
+        cell=cell("glm4_moe", "tp1", backend="static", dtype="bfloat16"),
+        wrap=_routed_in_fp64,
     ),
     Benign(
         id="padding-stays",

@@ -116,6 +116,16 @@ def _always(**values: Any) -> Wrap:
     return wrap
 
 
+def _router_dtype_not_set(session: Session, cell: Cell, world: World) -> Any:
+    """The router's dtype is Megatron's default where nobody asks for one."""
+    good: Any = session.config
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        return {**good.resolve(request, role), "moe_router_dtype": request.overrides.get("moe_router_dtype")}
+
+    return facet(session, "config", given=lambda: {**good.given(), "moe_router_dtype": None}, resolve=resolve)
+
+
 def _with_a_float(session: Session, cell: Cell, world: World) -> Any:
     """The number of experts is a float."""
     given: Mapping[str, Any] = session.config.given()  # type: ignore[union-attr]
@@ -431,6 +441,14 @@ FAULTS = (
         cell=ONE,
         wrap=_always(num_moe_experts=256),
         says="num_moe_experts",
+    ),
+    Fault(
+        id="router-in-bf16",
+        bug="reported nowhere: the router's dtype is left at Megatron's default, which is that of the parameters",
+        rules=("CFG-013",),
+        cell=cell("glm4_moe", "tp1", backend="static", dtype="bfloat16"),
+        wrap=_router_dtype_not_set,
+        says="moe_router_dtype=None; transformers' router computes its logits in fp32",
     ),
     Fault(
         id="replay-forced-on",

@@ -11,6 +11,8 @@ from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.diagnosis.matching import span
 
 SIZES = (2, 4, 8, 16)
+#: More parts than the ranks of any cell are no shards.
+_RANKS = 8
 #: Names of tensors that hold gate and up.
 _HALVES = re.compile(r"linear_fc1|gate_up_proj")
 
@@ -88,7 +90,8 @@ def shards_reordered(name: str, expected: torch.Tensor, got: torch.Tensor) -> st
             if size == 2 and dim == expected.dim() - 2 and order == [1, 0] and _HALVES.search(name):
                 return "halves swapped: up before gate"
             listed, every = ", ".join(map(str, order)), sorted(order) == list(range(size))
-            return f"TP or ETP shards of dim {dim} {'in the order' if every else 'are'} {listed}"
+            what = "TP or ETP shards" if size <= _RANKS else f"{size} equal parts"
+            return f"{what} of dim {dim} {'in the order' if every else 'are'} {listed}"
     return ""
 
 

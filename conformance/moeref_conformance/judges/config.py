@@ -56,8 +56,12 @@ def the_model_s(case: Case) -> Iterator[Finding]:
 
 @judges("CFG-002")
 def the_layout_s(case: Case) -> Iterator[Finding]:
-    """Parallel sizes."""
-    return _given(case, settings.of_the_layout(case.cell.layout))
+    """Parallel sizes, and that there is a layout string where there is one: configs have it in forms of their own."""
+    yield from _given(case, settings.of_the_layout(case.cell.layout))
+    name, want = "pipeline_model_parallel_layout", case.cell.layout.pipeline_layout
+    for rank, value in values(case, STEP):
+        if want is not None and value["given"].get(name, want) is None:
+            yield _said(case, rank, f"the config has {name}=None, not {want!r}", want, None)
 
 
 @judges("CFG-003")

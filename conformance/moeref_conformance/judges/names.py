@@ -134,8 +134,8 @@ def _predicting(case: Case, oracle: Placement, rank: int, row: NameRow) -> Itera
 
 
 def _others(want: int | None, *numbers: int | None) -> str:
-    """The numbers that are not the right one, as text."""
-    return ", ".join(sorted({str(number) for number in numbers if number != want}))
+    """The numbers that are not the right one, as text; "none" for a name without one in Megatron's or HF's form."""
+    return ", ".join(sorted({"none" if number is None else str(number) for number in numbers if number != want}))
 
 
 @judges("NAM-004")

@@ -18,11 +18,14 @@ _BIASED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 _PREDICTING = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 #: An expert of the second half, which EP 2 does not give to its first rank.
 _ONE = {"mixtral": 5}
+_VALUES, _SHARED = (".v_proj.weight", ".kv_b_proj.weight"), (".shared_experts.up_proj.weight",)
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
 
 
 def missing_kinds(cell: Cell) -> list[str]:
-    """Kinds of tensors of the cell's checkpoint."""
+    """Kinds of tensors of the cell's checkpoint: of microbatches of several samples, parts that loaders join."""
+    if cell.batch != "single" and cell.family != "qwen3_next":  # whose last layer has no attention
+        return ["values"] + ["shared expert"] * (cell.family in ("glm4_moe", "deepseek_v3"))
     kinds = ["expert", "norm", "final norm", "router"]
     kinds += ["head"] * (not cell.tied) + ["bias"] * (cell.family in _BIASED) + ["mtp"] * bool(cell.mtp)
     return kinds
@@ -51,7 +54,7 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
         "head": "lm_head.weight",
         "mtp": f"model.layers.{cell.layers}.eh_proj.weight",
     }
-    ends = {"router": _ROUTERS, "bias": ("bias",)}.get(kind, ())
+    ends = {"router": _ROUTERS, "bias": ("bias",), "values": _VALUES, "shared expert": _SHARED}.get(kind, ())
     name = fixed.get(kind) or next((n for n in reversed(list(tensors)) if n.startswith(layer) and n.endswith(ends)), "")
     if name not in tensors:
         raise RuntimeError(f"cell {cell.id}: transformers wrote no {name or kind}; the recipe of `missing` is outdated")

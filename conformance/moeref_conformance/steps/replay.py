@@ -147,6 +147,7 @@ def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
         "an expert that does not exist": put(255),
         "an expert that wraps to one in 8 bits": put(256 + absent),
         "an expert twice in a row": put(row_K[1]),
+        "a negative expert among others": put(-1),
         "a sample too few": list(routes[:-1]),
         "a sample too many": [*routes, routes[-1]],
     }

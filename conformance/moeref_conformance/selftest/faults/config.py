@@ -323,6 +323,14 @@ FAULTS = (
         says="sequence_parallel=False, not True",
     ),
     Fault(
+        id="layout-string-left-out",
+        bug="B5 in kind: slime#1737, the number of stages is passed on, and not the string of their layers",
+        rules=("CFG-002",),
+        cell=cell("qwen3_moe", "pp2", layers=4, pipeline_layout="Et|tttL", backend="static"),
+        wrap=_always(pipeline_model_parallel_layout=None),
+        says="pipeline_model_parallel_layout=None, not 'Et|tttL'",
+    ),
+    Fault(
         id="lost-by-renaming",
         bug="B12 ms-swift#9590, verl#7485, miles#1721: settings are mapped by identical name, what is renamed is lost",
         rules=("CFG-001",),

@@ -128,6 +128,10 @@ def _ones_for_norms(meta: TensorMeta, tensors: Tensors) -> torch.Tensor | None:
     return torch.ones(meta.shape, dtype=getattr(torch, meta.dtype)) if "norm" in meta.name else None
 
 
+def _zeros_for_values(meta: TensorMeta, tensors: Tensors) -> torch.Tensor | None:
+    return torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype)) if meta.name.endswith("v_proj.weight") else None
+
+
 def _embedding_for_head(meta: TensorMeta, tensors: Tensors) -> torch.Tensor | None:
     return tensors["model.embed_tokens.weight"].clone() if meta.name == "lm_head.weight" else None
 
@@ -523,6 +527,14 @@ FAULTS = (
         cell=cell("glm4_moe", "pp2", layers=4),
         wrap=_lacking_filled(_ones_for_norms),
         says="lacks model.layers.3.input_layernorm.weight",
+    ),
+    Fault(
+        id="missing-values-zero",
+        bug="torchtitan in kind: of query, key and value those that are there are written, and the rest is skipped",
+        rules=("LOD-003",),
+        cell=cell("qwen3_moe", "tp2", batch="pairs"),
+        wrap=_lacking_filled(_zeros_for_values),
+        says="lacks model.layers.1.self_attn.v_proj.weight",
     ),
     Fault(
         id="missing-head-tied",

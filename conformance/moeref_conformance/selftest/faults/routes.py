@@ -202,6 +202,11 @@ def _compared_in_torch(routes_TLK: Rows) -> Rows:
     return taken_TLK
 
 
+def _any_negative(routes_TLK: Rows) -> Rows:
+    """A row counts as missing if one of its experts is negative, as of an engine's rank that has not all experts."""
+    return np.where((routes_TLK < 0).any(-1, keepdims=True), -1, routes_TLK.astype(np.int32))
+
+
 def _dense_layers_first(routes_TLK: Rows) -> Rows:
     """Columns of the MoE layers alone, by the number of a layer less that of all dense layers."""
     moe = [layer for layer in range(routes_TLK.shape[1]) if routes_TLK[:, layer].any()]
@@ -212,6 +217,14 @@ def _dense_layers_first(routes_TLK: Rows) -> Rows:
 
 
 FAULTS = (
+    Fault(
+        id="one-negative-expert-a-missing-row",
+        bug="sglang#9499 in kind: experts of other ranks are -1 in a route, and the token is routed anew",
+        rules=("RPL-007",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(each_turn(_any_negative)),
+        says="a negative expert among others",
+    ),
     Fault(
         id="uint16-compared-in-torch",
         bug="R12 NeMo-RL#4240: routes of many experts come as uint16, for which torch lacks kernels",

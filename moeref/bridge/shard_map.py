@@ -234,9 +234,14 @@ class ShardMap:
         """Whether every expert has Hugging Face tensors of its own for this parameter."""
         return self.expert_format == "per_expert" and "{expert}" in param.mapping.hf[0].name
 
+    def kind(self, param: GlobalParam) -> tuple[ParamMapping, int | None]:
+        """Parameters of one kind are cut alike: every expert with tensors of its own, in every layer."""
+        return param.mapping, None if self._has_own(param) else param.expert
+
     def shard(self, param: GlobalParam, part: int) -> Shard:
         """The shard that TP rank (ETP rank for an expert) `part` holds of `param`."""
-        return self._shard(param.mapping, part, None if self._has_own(param) else param.expert)
+        mapping, expert = self.kind(param)
+        return self._shard(mapping, part, expert)
 
     def _shard(self, mapping: ParamMapping, part: int, expert: int | None) -> Shard:
         """`expert` is None where experts have Hugging Face tensors of their own: these are cut alike."""

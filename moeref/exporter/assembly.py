@@ -7,15 +7,15 @@ the memory of a parameter or of a message and in the bucket, and one `memmove` e
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from moeref.dtypes import DTYPES
 from moeref.exporter.batches import Batch, Ranks
-from moeref.exporter.copies import Copy
-from moeref.exporter.cuts import BucketError, Cut, Entry, cuts
+from moeref.exporter.copies import Copy, merged
+from moeref.exporter.cuts import BucketError, Cut, cuts
 from moeref.exporter.plan import Plan
 from moeref.exporter.transfer import LONG, Transfer
 from moeref.torch_dtypes import TORCH
@@ -29,15 +29,21 @@ class Run(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
-    """What shard `part` of parameter `number` has of a tensor. The `runs` are among the `copies`; `rest` are others."""
+class Moved(NamedTuple):
+    """What is copied of a shard. The `runs` are among the `copies`; `rest` are others."""
 
-    number: int
-    part: int
-    entry: Entry
     runs: tuple[Run, ...]
     rest: tuple[Copy, ...]
     copies: tuple[Copy, ...]
+
+
+class Piece(NamedTuple):
+    """What shard `part` of parameter `number` has of a bucket's tensors that begin at byte `first`."""
+
+    number: int
+    part: int
+    first: int
+    moved: Moved
 
 
 class Segment(NamedTuple):
@@ -58,10 +64,6 @@ class Filled(NamedTuple):
 
     cut: Cut
     memory: torch.Tensor
-
-
-#: Runs, other copies, and all copies as the plan has them, by the id of these.
-_Alike = dict[int, tuple[tuple[Run, ...], tuple[Copy, ...], tuple[Copy, ...]]]
 
 
 def segments(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tuple[Segment, ...]:
@@ -87,8 +89,8 @@ def _cuts(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tupl
 
 
 def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment]:
-    where = {entry.name: (entry, number) for number, cut in enumerate(found) for entry in cut.entries}
-    alike: _Alike = {}
+    where = {entry.name: (number, entry.offset) for number, cut in enumerate(found) for entry in cut.entries}
+    alike = dict[tuple[int, int, bool], list[Moved]]()
     begun = -1
     for batch in plan.batches:
         in_cut: dict[int, list[Piece]] = {}
@@ -99,37 +101,40 @@ def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment
             yield Segment(batch, None, (), False, False)
         starts: Batch | None = batch
         for cut, pieces in in_cut.items():
-            last = pieces[-1]
-            step, param = plan.params[last.number]
-            ends = last.entry is found[cut].entries[-1] and param is step.params[-1]
+            step, param = plan.params[pieces[-1].number]
+            ends = param is step.params[-1] and found[cut].entries[-1].name in [tensor.name for tensor in param.hf]
             yield Segment(starts, found[cut], tuple(pieces), cut != begun, ends)
             starts, begun = None, cut
 
 
 def _add_pieces(
-    in_cut: dict[int, list[Piece]], plan: Plan, number: int, where: dict[str, tuple[Entry, int]], alike: _Alike
+    in_cut: dict[int, list[Piece]],
+    plan: Plan,
+    number: int,
+    where: dict[str, tuple[int, int]],
+    alike: dict[tuple[int, int, bool], list[Moved]],
 ) -> None:
-    """What each shard of parameter `number` has of each of its tensors."""
+    """What each shard of parameter `number` has of its tensors; these are side by side, if they are in one bucket."""
     param = plan.params[number][1]
-    parts = [plan.copies(param, part) for part in range(len(plan.shard_map.owners(param)))]
-    for index, tensor in enumerate(param.hf):
-        entry, cut = where[tensor.name]
-        pieces = in_cut.setdefault(cut, [])
-        for part, copies in enumerate(parts):
-            mine = copies[index]
-            # By id, as experts share theirs. The copies are kept too, so that their id stays their own.
-            moved = alike.get(id(mine))
-            if not moved:
-                moved = alike[id(mine)] = *_sorted(mine, DTYPES[param.dtype].bytes), mine
-            pieces.append(Piece(number, part, entry, *moved))
+    places = [where[tensor.name] for tensor in param.hf]
+    parts, whole = plan.copies(param), places[0][0] == places[-1][0]
+    for start in range(1 if whole else len(places)):
+        cut, first = places[start]
+        key = id(parts), start, whole  # by id, as experts share theirs, and a hash of all copies is slow
+        if key not in alike:
+            group = slice(start, None if whole else start + 1)
+            offsets = [at - first for _, at in places[group]]
+            alike[key] = [_moved(part[group], offsets, DTYPES[param.dtype].bytes) for part in parts]
+        in_cut.setdefault(cut, []).extend([Piece(number, part, first, m) for part, m in enumerate(alike[key])])
 
 
-def _sorted(copies: tuple[Copy, ...], width: int) -> tuple[tuple[Run, ...], tuple[Copy, ...]]:
-    """The copies that are runs of bytes, and the others."""
-    is_run = [c.into.strides == c.source.strides == (1,) and c.size[0] * width < LONG for c in copies]
-    pairs = list(zip(copies, is_run, strict=True))
+def _moved(tensors: Sequence[tuple[Copy, ...]], offsets: Sequence[int], width: int) -> Moved:
+    """The copies into tensors that begin at these bytes: those that are runs of bytes, and the others."""
+    placed = merged(c.moved(at // width) for copies, at in zip(tensors, offsets, strict=True) for c in copies)
+    is_run = [c.is_run and c.size[0] * width < LONG for c in placed]
+    pairs = list(zip(placed, is_run, strict=True))
     runs = (Run(c.into.offset * width, c.source.offset * width, c.size[0] * width) for c, run in pairs if run)
-    return tuple(runs), tuple(c for c, run in pairs if not run)
+    return Moved(tuple(runs), tuple(c for c, run in pairs if not run), placed)
 
 
 def fill(
@@ -150,7 +155,7 @@ def fill(
             transfer.begin(batch)
         if cut is None:
             continue
-        at(pieces[0].entry.name)
+        at(plan.params[pieces[0].number][1].hf[0].name)
         if begins or room is None:
             room = memory(cut.nbytes)
         _move(transfer, plan, pieces, room)
@@ -166,16 +171,17 @@ def _move(transfer: Transfer, plan: Plan, pieces: tuple[Piece, ...], memory: tor
     base = memory.data_ptr() if memory.device.type == "cpu" else 0
     whole = memory[: memory.numel() // 8 * 8]  # A view of all for each dtype: one a tensor takes longer than its copy.
     typed = {dtype: whole.view(dtype) for dtype in TORCH.values()}
-    for number, part, entry, runs, rest, copies in pieces:
+    for number, part, first, (runs, rest, copies) in pieces:
         start = address(number, part) if runs and base else 0
         if start:
-            place = base + entry.offset
+            place = base + first
             for into, source, nbytes in runs:
                 move(place + into, start + source, nbytes)
             copies = rest
         if copies:
-            first = entry.offset // entry.dtype.itemsize
-            _strided(typed[entry.dtype], first, copies, *transfer.source(number, part, params[number][1]))
+            param = params[number][1]
+            dtype = TORCH[param.dtype]
+            _strided(typed[dtype], first // dtype.itemsize, copies, *transfer.source(number, part, param))
 
 
 def _strided(full: torch.Tensor, first: int, copies: tuple[Copy, ...], memory: torch.Tensor, offset: int) -> None:

@@ -17,6 +17,8 @@ from moeref.families import ParamMapping
 #: Shards begin at multiples of this many bytes, so that a message can be read as any dtype.
 ALIGNMENT = 16
 Ranks = tuple[int, ...]
+#: Owner and part of a shard, and its bytes up to where the next one begins.
+_Sized = tuple[int, int, int]
 
 
 class Sent(NamedTuple):
@@ -55,25 +57,35 @@ def batches(
         yield Batch(range(len(params)), (), 0)
         return
     first, made = 0, _Batch()
-    alike: dict[tuple[ParamMapping, Ranks], list[tuple[int, int, int]]] = {}
+    alike: dict[tuple[ParamMapping, Ranks, Ranks], tuple[list[_Sized], dict[int | None, int]]] = {}
     for number, param in enumerate(params):
-        key = param.mapping, shard_map.owners(param)
-        if key not in alike:
-            alike[key] = _sizes(shard_map, param)
         to = receivers[number]
-        sent = [one for one in alike[key] if to != (one[0],)]
-        if made.shards and made.with_(sent, to) > limit:
+        key = param.mapping, shard_map.owners(param), to
+        if key not in alike:
+            sent = _sizes(shard_map, param, to)
+            alike[key] = sent, _loads(sent, to)
+        sent, loads = alike[key]
+        if made.shards and made.with_(loads) > limit:
             yield made.done(range(first, number))
             first, made = number, _Batch()
-        made.add(number, sent, to)
+        made.add(number, sent, loads, to)
     yield made.done(range(first, len(params)))
 
 
-def _sizes(shard_map: ShardMap, param: GlobalParam) -> list[tuple[int, int, int]]:
-    """(owner, part, bytes with those up to the next shard) of every shard of `param`; the same for every expert."""
+def _sizes(shard_map: ShardMap, param: GlobalParam, to: Ranks) -> list[_Sized]:
+    """Every shard of `param` that travels; the same for every expert."""
     width = DTYPES[param.dtype].bytes
     owners = enumerate(shard_map.owners(param))
-    return [(o, part, _aligned(width * prod(shard_map.shard(param, part).shape))) for part, o in owners]
+    return [(o, n, _aligned(width * prod(shard_map.shard(param, n).shape))) for n, o in owners if to != (o,)]
+
+
+def _loads(sent: list[_Sized], to: Ranks) -> dict[int | None, int]:
+    """The bytes that a rank has memory for; of None: that all ranks may have, where several receive."""
+    loads: dict[int | None, int] = {}
+    for owner, _, nbytes in sent:
+        for rank in (owner, to[0]) if len(to) == 1 else (None,):
+            loads[rank] = loads.get(rank, 0) + nbytes
+    return loads
 
 
 class _Batch:
@@ -82,34 +94,25 @@ class _Batch:
     def __init__(self) -> None:
         self.shards: dict[tuple[int, Ranks], list[Sent]] = {}
         self._ends: dict[tuple[int, Ranks], int] = {}
-        self._loads: dict[int | None, int] = {}  # bytes that a rank holds; of None: that any rank may hold
+        self._loads: dict[int | None, int] = {}
         self._most = 0
 
-    def with_(self, sent: list[tuple[int, int, int]], to: Ranks) -> int:
-        """The bytes that one rank holds at most once these shards are added."""
-        more: dict[int | None, int] = {}
-        for owner, _, nbytes in sent:
-            for rank in _holders(owner, to):
-                more[rank] = more.get(rank, self._loads.get(rank, 0)) + nbytes
-        return max(self._most, *more.values()) if more else self._most
+    def with_(self, loads: dict[int | None, int]) -> int:
+        """The bytes that one rank holds at most once shards with these `loads` are added."""
+        return max([self._most, *[self._loads.get(rank, 0) + nbytes for rank, nbytes in loads.items()]])
 
-    def add(self, number: int, sent: list[tuple[int, int, int]], to: Ranks) -> None:
+    def add(self, number: int, sent: list[_Sized], loads: dict[int | None, int], to: Ranks) -> None:
+        self._most = self.with_(loads)
+        for rank, nbytes in loads.items():
+            self._loads[rank] = self._loads.get(rank, 0) + nbytes
         for owner, part, nbytes in sent:
             at = self._ends.get((owner, to), 0)
             self.shards.setdefault((owner, to), []).append(Sent(number, part, at))
             self._ends[owner, to] = at + nbytes
-            for rank in _holders(owner, to):
-                self._loads[rank] = load = self._loads.get(rank, 0) + nbytes
-                self._most = max(self._most, load)
 
     def done(self, params: range) -> Batch:
         messages = (Message(*key, tuple(shards), self._ends[key]) for key, shards in self.shards.items())
         return Batch(params, tuple(messages), self._most)
-
-
-def _holders(owner: int, to: Ranks) -> tuple[int | None, ...]:
-    """The ranks that have memory for a message; None for all that receive, where they are several."""
-    return (owner, to[0]) if len(to) == 1 else (None,)
 
 
 def _aligned(nbytes: int) -> int:

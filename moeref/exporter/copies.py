@@ -6,7 +6,7 @@ one more dimension moves all of a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -28,6 +28,15 @@ class Copy(NamedTuple):
     size: Numbers
     into: Strided
     source: Strided
+
+    @property
+    def is_run(self) -> bool:
+        """Whether its elements follow each other on both sides."""
+        return self.into.strides == self.source.strides == (1,)
+
+    def moved(self, offset: int) -> Copy:
+        """The same copy to `offset` elements further on."""
+        return self._replace(into=Strided(self.into.offset + offset, self.into.strides))
 
 
 def copies(shard: Shard, shapes: Sequence[Numbers]) -> tuple[tuple[Copy, ...], ...]:
@@ -88,3 +97,16 @@ def _simple(copy: Copy) -> Copy:
             into.append(a)
             source.append(b)
     return Copy(tuple(size), Strided(copy.into.offset, tuple(into)), Strided(copy.source.offset, tuple(source)))
+
+
+def merged(parts: Iterable[Copy]) -> tuple[Copy, ...]:
+    """The copies with those joined that are contiguous and follow each other on both sides, as gate and up may."""
+    found: list[Copy] = []
+    for part in parts:
+        if found and found[-1].is_run and part.is_run:
+            (size,), into, source = found[-1]
+            if (part.into.offset, part.source.offset) == (into.offset + size, source.offset + size):
+                found[-1] = Copy((size + part.size[0],), into, source)
+                continue
+        found.append(part)
+    return tuple(found)

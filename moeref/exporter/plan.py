@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from moeref.bridge.regions import Shard
 from moeref.bridge.shard_map import GlobalParam, HFTensor, ShardMap, hashed
 from moeref.bridge.uncollected import uncollected
 from moeref.exporter import batches
@@ -18,6 +17,7 @@ from moeref.exporter import receivers as options
 from moeref.exporter.batches import Batch, Ranks
 from moeref.exporter.copies import Copy, copies
 from moeref.exporter.receivers import Receivers
+from moeref.families import ParamMapping
 
 T = TypeVar("T")
 #: Parts of a parameter, and what is copied from each.
@@ -55,7 +55,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     receivers: Receivers = "writer"
     ranks_per_node: int | None = None
-    _copies: dict[int, tuple[Shard, tuple[tuple[Copy, ...], ...]]] = field(
+    _copies: dict[tuple[ParamMapping, int | None], tuple[tuple[tuple[Copy, ...], ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _moves: dict[int, tuple[Moves, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -111,20 +111,24 @@ class Plan:
         last = ((step, to) for (step, param), to in zip(self.params, self.to, strict=True) if param is step.params[-1])
         return tuple(t for step, to in last if rank in to for t in step.tensors)
 
-    def copies(self, param: GlobalParam, part: int) -> tuple[tuple[Copy, ...], ...]:
-        """For each Hugging Face tensor of `param` the copies that move shard `part` into it."""
-        shard = self.shard_map.shard(param, part)
-        # By id, as a hash walks all regions. The shard is kept too, so that its id stays its own.
-        found = self._copies.get(id(shard))
+    def copies(self, param: GlobalParam) -> tuple[tuple[tuple[Copy, ...], ...], ...]:
+        """For each shard of `param`, and for each of its Hugging Face tensors, the copies that move one into the other.
+
+        One object for all parameters of a kind, which the plan keeps.
+        """
+        kind = self.shard_map.kind(param)
+        found = self._copies.get(kind)
         if not found:
-            found = self._copies[id(shard)] = shard, copies(shard, [tensor.shape for tensor in param.hf])
-        return found[1]
+            shards = (self.shard_map.shard(param, part) for part in range(len(self.shard_map.owners(param))))
+            shapes = [tensor.shape for tensor in param.hf]
+            found = self._copies[kind] = tuple(copies(shard, shapes) for shard in shards)
+        return found
 
     def moves(self, number: int) -> tuple[Moves, ...]:
         """For each Hugging Face tensor of parameter `number` the copies that fill it, each with its part."""
         if number not in self._moves:
             param = self.params[number][1]
-            parts = [self.copies(param, part) for part in range(len(self.shard_map.owners(param)))]
+            parts = self.copies(param)
             self._moves[number] = tuple(
                 tuple((part, copy) for part, tensors in enumerate(parts) for copy in tensors[index])
                 for index in range(len(param.hf))

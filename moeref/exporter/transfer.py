@@ -78,17 +78,10 @@ class _Travel:
             with self._peer.naming(messages):
                 work.wait()
 
-    def sources(self) -> dict[tuple[int, int], Source]:
-        """Every shard that came, by (number of its parameter, part)."""
-        params = self._peer.plan.params
-        typed = {name: self.buffer.view(dtype) for name, dtype in TORCH.items()}  # its size is a multiple of ALIGNMENT
-        found = {}
-        for message, memory in self.received:
-            at = memory.storage_offset()
-            for number, part, offset in message.shards:
-                dtype = params[number][1].dtype
-                found[number, part] = Source(typed[dtype], (at + offset) // DTYPES[dtype].bytes)
-        return found
+    def arrived(self) -> dict[tuple[int, int], int]:
+        """Where every shard that came lies in the buffer, in bytes, by (number of its parameter, part)."""
+        starts = [(memory.data_ptr() - self.buffer.data_ptr(), message.shards) for message, memory in self.received]
+        return {(number, part): start + at for start, shards in starts for number, part, at in shards}
 
 
 def mine(batch: Batch, rank: int) -> Iterator[Message]:
@@ -113,7 +106,9 @@ class Transfer:
         self._buffers = Buffers(peer, [nbytes for _, nbytes in self._unsent])
         self._going = deque[_Travel]()
         self._here: _Travel | None = None
-        self._sources: dict[tuple[int, int], Source] = {}
+        self._arrived: dict[tuple[int, int], int] = {}
+        self._typed: dict[str, torch.Tensor] = {}  # the buffer they came in, as each dtype
+        self._base = 0  # its address on this host
 
     def begin(self, batch: Batch) -> None:
         """Make the shards of `batch` available. All ranks begin the batches of the plan in order.
@@ -130,7 +125,9 @@ class Transfer:
         self._here = self._going[0]
         self._here.wait()
         self._going.popleft()
-        self._sources = self._here.sources()
+        self._arrived, buffer = self._here.arrived(), self._here.buffer
+        self._typed = {name: buffer.view(dtype) for name, dtype in TORCH.items()}  # its size is a multiple of ALIGNMENT
+        self._base = buffer.data_ptr() if buffer.device.type == "cpu" else 0
 
     def _fit(self, *batches: Batch) -> bool:
         """Whether a bucket has room for both. All ranks come to the same answer."""
@@ -166,32 +163,29 @@ class Transfer:
 
     def source(self, number: int, part: int, param: GlobalParam) -> Source:
         """A shard of the batch that has begun. This rank's own is not copied."""
-        arrived = self._sources.get((number, part))
-        if arrived:
-            return arrived
+        at = self._arrived.get((number, part))
+        if at is not None:
+            return Source(self._typed[param.dtype], at // DTYPES[param.dtype].bytes)
         own = self._held[param.name].detach().contiguous()
         return Source(own, int(own.storage_offset()))
 
     def address(self, number: int, part: int) -> int:
         """Where the shard lies in the memory of this host, contiguous; 0 if it does not."""
-        arrived = self._sources.get((number, part))
-        if arrived:
-            memory, offset = arrived
-            if memory.device.type != "cpu":
-                return 0
-            return memory.data_ptr() + (offset - int(memory.storage_offset())) * memory.itemsize
-        return _address(self._held[self._peer.plan.params[number][1].name])
+        at = self._arrived.get((number, part))
+        if at is None:
+            return _address(self._held[self._peer.plan.params[number][1].name])
+        return self._base and self._base + at
 
     def end(self) -> None:
         """The shards that are here are not read any more."""
-        self._sources = {}
+        self._arrived, self._typed = {}, {}
         if self._here:
             self._buffers.give(self._here.buffer)
             self._here = None
 
     def abort(self) -> None:
         """After a failure: end what has begun, and tell the other ranks, where they would go on."""
-        self._sources, self._here = {}, None
+        self._arrived, self._typed, self._here = {}, {}, None
         while self._going:
             with suppress(RuntimeError):
                 self._going.popleft().wait()

@@ -36,7 +36,7 @@ def test_copies_move_what_the_regions_say(family: str, expert_format: str) -> No
                     if region.tensor == number:
                         place = want[region.hf_index]
                         (place.mT if region.transposed else place).copy_(shard[region.shard_index])
-                for size, into, source in plan.copies(param, part)[number]:
+                for size, into, source in plan.copies(param)[part][number]:
                     moved = shard.as_strided(size, source.strides, source.offset)
                     full.as_strided(size, into.strides, into.offset).copy_(moved)
                 assert torch.equal(full, want), (param.name, tensor.name)
@@ -45,7 +45,7 @@ def test_copies_move_what_the_regions_say(family: str, expert_format: str) -> No
 def test_a_tensor_is_one_copy_a_shard() -> None:
     """Also q of a fused QKV, whose KV groups are apart."""
     plan = Plan(ShardMap(model("qwen3_moe"), TP2))
-    assert {len(copies) for _, param in plan.params for copies in plan.copies(param, 1)} == {1}
+    assert {len(copies) for _, param in plan.params for part in plan.copies(param) for copies in part} == {1}
 
 
 #: Options of a plan, and the ranks of 8 that each means.

@@ -234,7 +234,7 @@ def peers_with(name: str) -> None:
             session.install("--no-deps", *alone, env={**ENV, **index_settings()})
         env = put_on_path(session, PEERS[name].get("source"))
         kit, out = ["python", "-m", "moeref_conformance"], f"conformance-report/peers/{name}"
-        chosen = [word for word in session.posargs if word not in ("--shards", "--scripts")]
+        chosen = [word for word in session.posargs if word not in ("--shards", "--scripts", "--bench")]
         asked = set(session.posargs).difference(chosen)
         if not asked:
             # Known failures are excused, so only what is new fails the session.
@@ -248,10 +248,13 @@ def peers_with(name: str) -> None:
             session.run(*kit, "shards", *pair, *save, *chosen, env=env)
         if "--scripts" in asked or not session.posargs:
             session.run("pytest", "-m", "cpu", "tests/peers", env={**env, "MOEREF_PEER": name})
+        if "--bench" in asked:
+            session.run("pytest", "-m", "bench", "tests/peers", "-s", env={**env, "MOEREF_PEER": name})
 
     peers.__doc__ = (
         f"Judge {name}, compare its shards with moeref's, show its defects without the kit, and stream its export "
-        "through moeref; `-- --cell …` judges, `-- --shards` compares, `-- --scripts` shows and streams."
+        "through moeref; `-- --cell …` judges, `-- --shards` compares, `-- --scripts` shows and streams, "
+        "`-- --bench` measures exports."
     )
 
 

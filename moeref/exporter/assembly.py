@@ -66,7 +66,7 @@ class Filled(NamedTuple):
     memory: torch.Tensor
 
 
-def segments(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tuple[Segment, ...]:
+def segments(plan: Plan, rank: int, limit: int | None, unit: Callable[[str], str]) -> tuple[Segment, ...]:
     """What `rank` receives of an export of `plan`, in buckets, in order. Worked out once.
 
     Raises BucketError on every rank if tensors of a unit are apart or go to different ranks.
@@ -74,7 +74,7 @@ def segments(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> t
     return plan.kept((rank, limit, unit), lambda: tuple(_segments(plan, rank, _cuts(plan, rank, limit, unit))))
 
 
-def _cuts(plan: Plan, rank: int, limit: int, unit: Callable[[str], str]) -> tuple[Cut, ...]:
+def _cuts(plan: Plan, rank: int, limit: int | None, unit: Callable[[str], str]) -> tuple[Cut, ...]:
     if plan.receivers != "share":
         return cuts(plan.received(rank), limit, unit)
     where: dict[str, Ranks] = {}

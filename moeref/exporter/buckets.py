@@ -24,6 +24,8 @@ from moeref.exporter.units import Named, closed_up, unit_of
 #: A message ends with the length of its metadata, the XXH3 of all before, and this.
 MAGIC = b"moerefB1"
 _TAIL = 8 + 8 + len(MAGIC)
+#: Bytes of a bucket of a stream that is no export, unless a caller says so.
+LIMIT = 64 << 20
 
 
 class Bucket:
@@ -76,9 +78,15 @@ class Bucket:
 
 
 def buckets(
-    stream: Iterable[Named], limit: int, *, lend: bool | Lender = False, unit: Callable[[str], str] = unit_of
+    stream: Iterable[Named],
+    limit: int | None = None,
+    *,
+    lend: bool | Lender = False,
+    unit: Callable[[str], str] = unit_of,
 ) -> Iterator[Bucket]:
     """Cut a stream into buckets of at most `limit` bytes, metadata included, or of one unit that is larger.
+
+    limit: by default the bytes of the largest unit of an `export`, which knows them; for other streams LIMIT.
 
     A bucket is the consumer's own, or with `lend` one memory for all: valid until the next is asked for, and held then
     raises BucketError. A `Lender` keeps that memory for the next export, and may have two, so that one bucket travels
@@ -90,17 +98,19 @@ def buckets(
     if isinstance(stream, Stream) and not stream.begun:
         yield from _assembled(stream, limit, lender, unit)
     else:
-        yield from _copied(closed_up(stream, unit), _Filling(limit, lender, unit))
+        yield from _copied(closed_up(stream, unit), _Filling(LIMIT if limit is None else limit, lender, unit))
     if lender:
         lender.end()
 
 
-def _assembled(stream: Stream, limit: int, lender: Lender | None, unit: Callable[[str], str]) -> Iterator[Bucket]:
+def _assembled(
+    stream: Stream, limit: int | None, lender: Lender | None, unit: Callable[[str], str]
+) -> Iterator[Bucket]:
     todo = segments(stream.plan, stream.rank, limit, unit)
 
     def made(transfer: Transfer, peer: Peer, at: Callable[[str], None]) -> Iterator[Filled]:
-        most = min(limit, max((segment.cut.nbytes for segment in todo if segment.cut), default=0))
-        memory = lender or Owned(most)
+        largest = max((segment.cut.nbytes for segment in todo if segment.cut), default=0)
+        memory = lender or Owned(largest if limit is None else min(limit, largest))
         return fill(transfer, peer.plan, todo, lambda nbytes: memory.take(nbytes, peer.device), at)
 
     number = -1  # counted here, since `enumerate` holds on to what it gave last

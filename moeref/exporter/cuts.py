@@ -64,15 +64,17 @@ class Cut(NamedTuple):
     nbytes: int
 
 
-def cuts(tensors: Iterable[HFTensor], limit: int, unit: Callable[[str], str]) -> tuple[Cut, ...]:
+def cuts(tensors: Iterable[HFTensor], limit: int | None, unit: Callable[[str], str]) -> tuple[Cut, ...]:
     """Buckets of at most `limit` bytes, metadata included, or of one unit that is larger; units stay whole.
 
-    Raises BucketError if tensors of a unit are apart.
+    limit: None stands for the bytes of the largest unit. Raises BucketError if tensors of a unit are apart.
     """
     groups: list[tuple[list[HFTensor], int]] = []
-    for mine in _units(tensors, unit):
-        # Their bytes and those of their descriptions.
-        size = sum([padded(shape, TORCH[dtype]) + text_bytes(name, shape) for name, shape, dtype in mine])
+    units = list(_units(tensors, unit))
+    # Their bytes and those of their descriptions.
+    sizes = [sum([padded(shape, TORCH[dtype]) + text_bytes(name, shape) for name, shape, dtype in m]) for m in units]
+    limit = max(sizes, default=0) + FIXED if limit is None else limit
+    for mine, size in zip(units, sizes, strict=True):
         group, used = groups[-1] if groups else ([], limit)
         if used + size + FIXED > limit:
             groups.append((mine, size))

@@ -131,21 +131,40 @@ class Allocated(TorchDispatchMode):
         return out
 
 
+def unit_sizes(plan: Plan) -> dict[str, int]:
+    """Bytes of each unit of a plan in fp32, and room for their descriptions."""
+    sizes: dict[str, int] = {}
+    for tensor in plan.tensors:
+        sizes[unit_of(tensor.name)] = sizes.get(unit_of(tensor.name), 0) + 4 * torch.Size(tensor.shape).numel() + 300
+    return sizes
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_a_bucket_has_room_for_the_largest_unit_unless_a_limit_is_given(
+    plan: Plan, chunks: list[torch.nn.Module], lend: bool
+) -> None:
+    found = []
+    with Allocated([*inventory(chunks).values()]) as allocated:
+        for bucket in buckets(export(plan, 0, chunks), lend=lend):
+            found.append(units(bucket))
+            bucket.expire() if not lend else None
+            del bucket
+    assert len(found) < len(unit_sizes(plan))
+    assert allocated.most <= max(unit_sizes(plan).values())
+
+
 @pytest.mark.parametrize("limit", [1, 50_000, 200_000])
 @pytest.mark.parametrize("lend", [False, True])
 @pytest.mark.parametrize("assembled", [False, True])
 def test_memory_above_the_model_is_a_bucket_and_a_unit(
     plan: Plan, chunks: list[torch.nn.Module], limit: int, lend: bool, assembled: bool
 ) -> None:
-    sizes: dict[str, int] = {}
-    for tensor in plan.tensors:
-        sizes[unit_of(tensor.name)] = sizes.get(unit_of(tensor.name), 0) + 4 * torch.Size(tensor.shape).numel() + 300
     with Allocated([*inventory(chunks).values()]) as allocated:
         stream = export(plan, 0, chunks)
         for bucket in buckets(stream if assembled else iter(stream), limit, lend=lend):
             bucket.expire() if not lend else None
             del bucket
-    largest = max(sizes.values())
+    largest = max(unit_sizes(plan).values())
     assert limit <= allocated.most <= max(limit, largest) + largest
 
 

@@ -122,6 +122,8 @@ def _check_file(path: Path) -> None:
             raise CheckError(f"{path}: not a regular file")
         if path.is_file() and path.stat().st_size > LARGEST:
             raise CheckError(f"{path}: a run file has at most {LARGEST} bytes")
+    except CheckError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckError(f"{path}: {error}") from error
 
@@ -156,6 +158,8 @@ def text_of(path: Path) -> str:
     _check_file(path)
     try:
         return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckError(f"{path}: no such file") from error
     except (OSError, ValueError) as error:
         raise CheckError(f"{path}: {error}") from error
 

@@ -89,6 +89,11 @@ def test_aliases_that_repeat_aliases_are_not_followed(tmp_path: Path, capsys: py
     assert (code, "more than 20000 values" in said) == (BAD_INPUT, True)
 
 
+def test_a_missing_file_is_said_before_a_missing_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = run(str(tmp_path / "run.json"), capsys=capsys)
+    assert (code, said) == (BAD_INPUT, f"moeref: {tmp_path / 'run.json'}: no such file or folder\n")
+
+
 def test_a_pipe_and_a_large_file_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "run.yaml")
     assert "not a regular file" in run(str(tmp_path / "run.yaml"), capsys=capsys)[1]

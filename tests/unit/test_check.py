@@ -499,7 +499,7 @@ def test_a_missing_run_file_is_said_to_be_missing_without_omegaconf_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "omegaconf", None)
-    assert "No such file" in run(str(tmp_path / "run.yaml"), capsys=capsys)[2]
+    assert "run.yaml: no such file" in run(str(tmp_path / "run.yaml"), capsys=capsys)[2]
     (tmp_path / "run.yaml").write_text("model: glm-4.5\n")
     assert "pip install 'moeref[yaml]'" in run(str(tmp_path / "run.yaml"), capsys=capsys)[2]
 

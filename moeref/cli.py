@@ -16,7 +16,7 @@ from moeref.arguments import EXAMPLES, EXIT_CODES, Completion, Parser
 from moeref.check import CheckError, Report, UnmappedError, check
 from moeref.check.readers import FORMATS, check_reading, read
 from moeref.check.report import EXIT
-from moeref.check.run import OPTIONS
+from moeref.check.run import OPTIONS, model_of
 from moeref.check.runfile import RunFile, is_run_file, read_run_file
 from moeref.config import ConfigError, MoEConfig
 from moeref.costs import CostError, read_lengths
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     what = f"The glue between Megatron and an inference engine.\n\n{EXAMPLES}"
     parser = Parser(prog="moeref", description=what, epilog=ends)
     parser.add_argument("--version", action="version", version=f"moeref {version('moeref')}")
-    shells = ("bash", "zsh", "tcsh")
+    shells = ("bash", "zsh", "fish", "tcsh")
     parser.add_argument(
         "--completion",
         action=Completion,
@@ -222,6 +222,7 @@ def _check(options: argparse.Namespace) -> int:
         reports = _of_file(read_run_file(options.model[0]), options)
     else:
         if not options.layout:
+            model_of(options.model[0])  # a MODEL that is not there is said first
             raise CheckError("give --layout tp=…,pp=…,ep=…; `--layout world=1` is one rank")
         reports = {"": _one(options.model[0], options.layout, _asked({}, options.set), options, _given(options))}
     if options.json:

@@ -91,7 +91,7 @@ def _answer(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="moeref-conformance", description=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"moeref-conformance {version_of('moeref')}")
-    shells = ("bash", "zsh", "tcsh")
+    shells = ("bash", "zsh", "fish", "tcsh")
     parser.add_argument(
         "--completion",
         action=Completion,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -244,6 +245,18 @@ def test_a_shell_completes_commands_and_options(program, tmp_path):
         ["bash", "-c", ask + 'echo "${COMPREPLY[@]}"'], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [expected]
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish on PATH")
+@pytest.mark.parametrize("program", ["moeref", "moeref_conformance"])
+def test_fish_completes_commands_and_options(program, tmp_path):
+    made = subprocess.run([sys.executable, "-m", program, "--completion", "fish"], capture_output=True, text=True)
+    (tmp_path / "completion").write_text(made.stdout)
+    name = program.replace("_", "-")
+    begun, expected = (f"{name} ch", "check") if program == "moeref" else (f"{name} run --mat", "--matrix")
+    ask = f"source completion; complete -C '{begun}'"
+    done = subprocess.run(["fish", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == [expected]
 
 
 @pytest.mark.ranks

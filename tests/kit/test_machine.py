@@ -294,7 +294,7 @@ def test_the_project_s_requirements_are_what_is_looked_for():
     wanted = {f"{name}>={least}" if least else name for name, least in check_environment.WANTED.values()}
     plain = {name.split("<")[0].rstrip(",") for name in names if not name.startswith(("megatron-core", "pytest"))}
     # What judges does without shtab, which prints completions.
-    assert plain - {"shtab>=1.7"} == {text for text in wanted if not text.startswith("megatron-core")}
+    assert plain - {"shtab>=1.13"} == {text for text in wanted if not text.startswith("megatron-core")}
     assert check_environment.missing() == []
 
 

@@ -147,7 +147,11 @@ def a_resumed_run_draws_on(case: Case) -> Iterator[Finding]:
 def _differences(
     case: Case, rank: int, step: str, way: str, want: dict[str, Any], have: dict[str, Any]
 ) -> Iterator[Finding]:
-    """One finding for each group of generators that differs."""
-    if wrong := [name for name in want if have.get(name) != want[name]]:
+    """A finding for the generators that are seeded otherwise, and one for those of which nothing is said."""
+    there, lacking = [name for name in want if name in have], [name for name in want if name not in have]
+    if wrong := [name for name in there if have[name] != want[name]]:
         message, first = f"{way}: {', '.join(wrong)} seeded otherwise", wrong[0]
-        yield finding(case, rank, step, message, expected=want[first], got=have.get(first, "nothing"))
+        yield finding(case, rank, step, message, expected=want[first], got=have[first])
+    if lacking:
+        message = f"{way}: nothing is said of {', '.join(lacking)}"
+        yield finding(case, rank, step, message, expected=want[lacking[0]], got="nothing")

@@ -479,6 +479,22 @@ def _numbers_of_numpy(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "dispatch", padded=padded)
 
 
+def _all_of_the_config(session: Any, cell: Cell, world: World) -> Any:
+    """Settings are `vars` of a config: functions, dtypes and objects among them, others with every call."""
+    config = session.config
+
+    def every(settings: Mapping[str, Any]) -> dict[str, Any]:
+        besides = {"params_dtype": torch.float32, "init_method": lambda tensor: tensor, "timers": object()}
+        return {**settings, **besides, "activation_func": torch.nn.functional.silu}
+
+    return facet(
+        session,
+        "config",
+        given=lambda: every(config.given()),
+        resolve=lambda request, role: every(config.resolve(request, role)),
+    )
+
+
 def _loads_once(session: Any, cell: Cell, world: World) -> Any:
     """A model that has its weights takes no others."""
     loaded: list[Path] = []
@@ -774,6 +790,12 @@ _DESIGNS = (
         why="least common multiples, seeds and sizes that numpy has computed are its integers",
         cell=cell("qwen3_moe", "pp2"),
         wrap=_numbers_of_numpy,
+    ),
+    Benign(
+        id="settings-with-functions",
+        why="vars(config) is the first that an adapter thinks of, and has what is no plain value",
+        cell=cell("qwen3_moe", "tp1", backend="static"),
+        wrap=_all_of_the_config,
     ),
     Benign(
         id="loaded-but-once",

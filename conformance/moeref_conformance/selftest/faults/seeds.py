@@ -155,6 +155,14 @@ class _TrackersOfRank0(_Seeds):
         tensor_parallel.get_cuda_rng_tracker().set_states({name: state.clone() for name, state in trackers.items()})
 
 
+class _NotForShuffling(_Seeds):
+    """The plan has the generators that draw weights and dropout alone."""
+
+    def planned(self, rank: int, seed: int, per_dp: bool) -> dict[str, int]:
+        plan = self.good.planned(rank, seed, per_dp)
+        return {name: number for name, number in plan.items() if name not in ("python", "numpy")}
+
+
 def _with(kind: type[_Seeds]) -> Callable[[Session, Cell, World], Any]:
     return lambda session, cell, world: Swapped(session, seeds=kind(session.seeds, cell, world))
 
@@ -234,6 +242,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp1"),
         wrap=_with(_TorchAlone),
         says="plain: python, numpy not seeded",
+    ),
+    Fault(
+        id="shuffling-not-planned",
+        bug="a plan of seeds that lists those of torch and Megatron, and leaves out what shuffles the data",
+        rules=("SED-005",),
+        cell=cell("qwen3_moe", "tp1", backend="static"),
+        wrap=_with(_NotForShuffling),
+        says="nothing is said of python, numpy",
     ),
     Fault(
         id="seeded-with-an-offset",

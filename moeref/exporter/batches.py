@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from moeref.bridge.shard_map import GlobalParam, ShardMap
 from moeref.dtypes import DTYPES
-from moeref.families import ParamMapping
 
 #: Shards begin at multiples of this many bytes, so that a message can be read as any dtype.
 ALIGNMENT = 16
@@ -57,14 +56,15 @@ def batches(
         yield Batch(range(len(params)), (), 0)
         return
     first, made = 0, _Batch()
-    alike: dict[tuple[ParamMapping, Ranks, Ranks], tuple[list[_Sized], dict[int | None, int]]] = {}
+    alike: dict[tuple[int, Ranks, Ranks], tuple[list[_Sized], dict[int | None, int]]] = {}
     for number, param in enumerate(params):
         to = receivers[number]
-        key = param.mapping, shard_map.owners(param), to
-        if key not in alike:
+        key = id(param.mapping), shard_map.owners(param), to
+        found = alike.get(key)
+        if not found:
             sent = _sizes(shard_map, param, to)
-            alike[key] = sent, _loads(sent, to)
-        sent, loads = alike[key]
+            found = alike[key] = sent, _loads(sent, to)
+        sent, loads = found
         if made.shards and made.with_(loads) > limit:
             yield made.done(range(first, number))
             first, made = number, _Batch()
@@ -102,9 +102,9 @@ class _Batch:
         return max([self._most, *[self._loads.get(rank, 0) + nbytes for rank, nbytes in loads.items()]])
 
     def add(self, number: int, sent: list[_Sized], loads: dict[int | None, int], to: Ranks) -> None:
-        self._most = self.with_(loads)
         for rank, nbytes in loads.items():
-            self._loads[rank] = self._loads.get(rank, 0) + nbytes
+            self._loads[rank] = load = self._loads.get(rank, 0) + nbytes
+            self._most = max(self._most, load)
         for owner, part, nbytes in sent:
             at = self._ends.get((owner, to), 0)
             self.shards.setdefault((owner, to), []).append(Sent(number, part, at))

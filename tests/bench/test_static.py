@@ -1,7 +1,8 @@
 """Arithmetic at the size of real models: judging Kimi-K2 at 8192 ranks, and planning exports.
 
 Bars: under 10 s for the cell with all its rules, imports and the oracle's model aside. A plan with all that the first
-export of one rank needs: under 0.5 s for Qwen3-30B, 2 s for Kimi-K2 at 8192 ranks, 40 ms for 6,219 tensors on one rank.
+export of one rank needs: under 0.5 s for Qwen3-30B, 2 s for Kimi-K2 at 8192 ranks, 40 ms for 6,219 tensors.
+What goes where in the buckets of a rank that receives is worked out after that, and printed next to it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from rich.console import Console
 
 from moeref import families
 from moeref.bridge import ShardMap
-from moeref.exporter import Plan
+from moeref.exporter import Plan, unit_of
+from moeref.exporter.assembly import segments
 from moeref.layout import Layout
 from tests.unit.models import model
 
@@ -54,21 +56,27 @@ MANY = {"num_hidden_layers": 8, "num_experts": 256}
         ("qwen3-30b-a3b", "tp=4,pp=2,ep=8,world=64", 18_867, 0.5),
         ("kimi-k2", "tp=8,pp=16,ep=64,etp=1,first=3,last=2,world=8192", 69_975, 2),
         ("many tensors", "tp=1", 6_219, 0.04),
+        ("many tensors", "tp=2", 6_219, 0.04),
+        ("many tensors", "tp=2,ep=2,etp=1", 6_219, 0.04),
     ],
 )
 def test_a_plan(name: str, layout: str, tensors: int, bar: float) -> None:
     large = model("qwen3_moe", **MANY) if name == "many tensors" else families.read(families.known(name))
-    best = min(_planned(large, Layout.parse(layout), tensors) for _ in range(5))
-    Console(width=120).print(f"plan of {name} at {layout}: {best:.3f} s, bar {bar}")
+    found = [_planned(large, Layout.parse(layout), tensors) for _ in range(5)]
+    best, more = map(min, zip(*found, strict=True))
+    Console(width=120).print(f"plan of {name} at {layout}: {best:.3f} s, bar {bar}; {more:.3f} for rank 0's buckets")
     assert best < bar
 
 
-def _planned(large: families.Model, layout: Layout, tensors: int) -> float:
-    """Processor seconds: what else the machine does is not the plan's."""
+def _planned(large: families.Model, layout: Layout, tensors: int) -> tuple[float, float]:
+    """Processor seconds of a plan, and of what goes where in the buckets of a rank that receives, once a plan."""
+    unit_of.cache_clear()
     began = time.process_time()
     plan = Plan(ShardMap(large, layout))
     assert len(plan.tensors) == tensors
     assert plan.shard_map.local_shards(layout.world - 1)
     assert plan.batches
     assert plan.digest
-    return time.process_time() - began
+    made = time.process_time()
+    assert segments(plan, 0, 64 << 20, unit_of)
+    return made - began, time.process_time() - made

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+from moeref.check.readers.arguments import destination
 from tests.upstream.own_groups import own_groups
 
 
@@ -90,14 +91,15 @@ def groups(config: Any, world: int) -> None:
 
 
 def table() -> str:
-    """The parser as JSON: flag -> destination, kind and default, a flag a line."""
+    """The parser as JSON: flag -> kind, default and the destination where it is not the flag's own; a flag a line."""
     found = {
-        flag: [action.dest, _kind(action), _plain(action.default)]
+        flag: [_kind(action), _plain(action.default), action.dest][: 2 + (action.dest != destination(flag))]
         for action in parser()._actions
         for flag in action.option_strings
         if action.dest != "help"
     }
-    lines = ",\n".join(f" {json.dumps(flag)}: {json.dumps(entry)}" for flag, entry in sorted(found.items()))
+    entries = (f"{json.dumps(flag)}:{json.dumps(found[flag], separators=(',', ':'))}" for flag in sorted(found))
+    lines = ",\n".join(entries)
     return f"{{\n{lines}\n}}\n"
 
 

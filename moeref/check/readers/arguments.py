@@ -31,7 +31,13 @@ def megatron_arguments() -> dict[str, tuple[str, str, Any]]:
     with ` list`. A test compares the file with the parser.
     """
     text = files("moeref.check.readers").joinpath("megatron_arguments.json").read_text(encoding="utf-8")
-    return {flag: tuple(entry) for flag, entry in json.loads(text).items()}
+    entries = json.loads(text).items()
+    return {flag: (*(named or [destination(flag)]), kind, default) for flag, (kind, default, *named) in entries}
+
+
+def destination(flag: str) -> str:
+    """The name that argparse gives the value of a flag by itself."""
+    return flag.lstrip("-").replace("-", "_")
 
 
 def read_script(paths: Sequence[Path], given: Mapping[str, str]) -> Script:

@@ -99,6 +99,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             ("shards", None),
             ("plan", metas),
             ("export", stream),
+            ("left", []),
             ("forward", {"has": last}),
             ("change", None),
             ("export_changed", stream),

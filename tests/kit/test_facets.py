@@ -41,7 +41,19 @@ def test_every_facet_is_judged_and_every_step_of_a_rule_is_taken() -> None:
 def test_ranks_take_all_steps_in_order() -> None:
     assert [step.name for _, step in rank_steps(EVERYTHING, CELL)] == [
         *("topology", "names", "config", "seeds_planned", "seeds", "seeds_resumed", "padding", "dispatchers"),
-        *("exchange", "inventory", "begun", "load", "shards", "plan", "export", "forward", "replay", "gradients"),
+        *(
+            "exchange",
+            "inventory",
+            "begun",
+            "load",
+            "shards",
+            "plan",
+            "export",
+            "left",
+            "forward",
+            "replay",
+            "gradients",
+        ),
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
         *("refuse_extra", "refuse_missing", "refuse_routes"),
     ]

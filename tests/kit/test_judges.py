@@ -338,6 +338,11 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         stream(0, "kept", lambda v: v["overwritten"].append(DOWN)),
         f"{DOWN} held other values at the end",
     ),
+    "left in another mode": (
+        "EXP-014",
+        stream(0, "left", lambda v: v.append(["training mode", "0:decoder"])),
+        "changed the training mode of 0:decoder",
+    ),
     "not in the new memory": (
         "EXP-013",
         stream(0, "own", lambda v: v["outdated"].append(DOWN)),

@@ -285,6 +285,20 @@ def kept_tensors_stay(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "kept", message, hf_name=name, diagnosis="overwritten by a later one")
 
 
+@judges("EXP-014")
+def training_goes_on(case: Case) -> Iterator[Finding]:
+    """What the first export has changed in modules and generators, by kind."""
+    yield from without(case, "left")
+    for rank, value in values(case, "left"):
+        names: dict[str, list[str]] = {}
+        for kind, name in value:
+            names.setdefault(kind, []).append(name)
+        for kind, found in names.items():
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            message = f"the export changed the {kind} of {found[0]}{more}"
+            yield finding(case, rank, "left", message, diagnosis=f"not as before the export: {kind}")
+
+
 @judges("EXP-013", exact=True)
 def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
     """Tensors that are not what the modules hold, once these were given new memory and changed again."""

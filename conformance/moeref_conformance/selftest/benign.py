@@ -440,6 +440,26 @@ def _deterministic(cell: Cell, world: World) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def _state_restored(session: Any, cell: Cell, world: World) -> Any:
+    """An export draws numbers and works in eval(), without gradients, and leaves all as it was."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        modules = [module for chunk in session.export.chunks() for module in chunk.modules()]
+        modes, numbers = [module.training for module in modules], torch.get_rng_state()
+        try:
+            for module in modules:
+                module.training = False
+            torch.rand(1)
+            with torch.no_grad():
+                yield from pairs
+        finally:
+            torch.set_rng_state(numbers)
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+
+    return stream(session, rewrite)
+
+
 def _in_another_default_dtype(session: Any, cell: Cell, world: World) -> Any:
     """A load sets torch's default dtype and restores it, and logs from a thread of its own."""
 
@@ -772,6 +792,12 @@ _DESIGNS = (
         why="data loaders and samplers draw between steps, on some ranks more than on others",
         cell=cell("qwen3_moe", "one"),
         wrap=_draws,
+    ),
+    Benign(
+        id="state-restored",
+        why="a context that switches to evaluation, and puts modes and generators back at its end",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_state_restored,
     ),
     Benign(
         id="deterministic",

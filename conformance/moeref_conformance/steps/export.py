@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Export, TensorMeta, to_plain
 from moeref_conformance.contract.records import free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
+from moeref_conformance.steps.bystanders import changed, in_training, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows, refusal
 from moeref_conformance.steps.tensors import copied, deepest, module_tensors, moved, same_bytes
 from moeref_conformance.steps.topology import process_groups
@@ -126,6 +127,22 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
         return rows
 
     return stream
+
+
+def first(export: Export, context: Context) -> list[dict[str, Any]]:
+    """The first stream, amid training. What it has changed in modules and generators is for the step `left`."""
+    chunks = export.chunks()
+    with in_training(chunks):
+        before = state(chunks)
+        rows = streamed("export")(export, context)
+        context.made["left"] = changed(before, state(chunks))
+    return rows
+
+
+def left(export: Export, context: Context) -> list[list[str]]:
+    """Kind and name of what the export has changed in modules and generators."""
+    rows: list[list[str]] = context.made.pop("left")
+    return rows
 
 
 def kept(export: Export, context: Context) -> dict[str, list[str]]:
@@ -261,7 +278,8 @@ FACET = Facet(
         Step(name="load", ask=loading("checkpoint"), stage=Stage.LOADED),
         Step(name="shards", ask=shards, stage=Stage.LOADED),
         Step(name="plan", ask=plan, stage=Stage.LOADED),
-        Step(name="export", ask=streamed("export"), stage=Stage.LOADED),
+        Step(name="export", ask=first, stage=Stage.LOADED),
+        Step(name="left", ask=left, stage=Stage.LOADED),
         Step(name="change", ask=change, stage=Stage.CHANGED),
         Step(name="broken_off", ask=broken_off, stage=Stage.CHANGED),
         Step(name="export_changed", ask=streamed("export_changed", keep=True), stage=Stage.CHANGED),

@@ -6,6 +6,7 @@ from importlib.resources import files
 
 from moeref_conformance.selftest.faults import (
     batches,
+    bystanders,
     capture,
     config,
     context,
@@ -35,7 +36,7 @@ from moeref_conformance.selftest.faults.base import Fault
 FAULTS: dict[str, Fault] = {
     fault.id: fault
     for module in (
-        *(names, loading, context, gather, gradients, model, steps, batches, export, fused, stream, mtp),
+        *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
         *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, sync),
     )
     for fault in module.FAULTS

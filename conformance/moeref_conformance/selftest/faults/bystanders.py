@@ -1,0 +1,133 @@
+"""Exporter bugs that spoil the training around an export: numbers drawn, modes, gradients and weights changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.api import Cell, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Pair
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+
+def _once(act: Callable[[list[torch.nn.Module]], object]) -> border.Change:
+    """The first export ends with `act(chunks)`."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        acted: list[bool] = []
+
+        def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+            for meta, tensor in pairs:
+                yield meta, tensor
+                del tensor
+            if not acted:
+                act(list(session.export.chunks()))
+                acted.append(True)
+
+        return border.stream(session, rewrite)
+
+    return wrap
+
+
+def _of_each(act: Callable[[torch.nn.Parameter], object]) -> border.Change:
+    return _once(lambda chunks: [act(parameter) for chunk in chunks for parameter in chunk.parameters()])
+
+
+def _draw(chunks: list[torch.nn.Module]) -> None:
+    torch.rand(1)
+
+
+def _draw_from_a_tracker(chunks: list[torch.nn.Module]) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        torch.rand(1)
+
+
+def _no_grad(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def _no_main_grad(parameter: torch.nn.Parameter) -> None:
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        main_grad.zero_()
+
+
+def _rounded(parameter: torch.nn.Parameter) -> None:
+    parameter.data.copy_(parameter.data.bfloat16())
+
+
+def _frozen(session: Any, cell: Cell, world: World) -> Any:
+    """No parameter takes gradients after the first export, until a step."""
+    good = session.gradients
+
+    def gradients(tokens_BS: torch.Tensor) -> Any:
+        for chunk in session.export.chunks():
+            chunk.requires_grad_(True)
+        return good.gradients(tokens_BS)
+
+    frozen = _of_each(lambda parameter: parameter.requires_grad_(False))(session, cell, world)
+    return border.facet(frozen, "gradients", gradients=gradients)
+
+
+def _fault(name: str, bug: str, wrap: border.Change, says: str, *also: str) -> Fault:
+    return Fault(
+        id=name,
+        bug=bug,
+        rules=("EXP-014",),
+        also=also,
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=wrap,
+        says=f"changed the {says}",
+    )
+
+
+FAULTS = (
+    _fault(
+        "draws-from-the-global-generator",
+        "reported nowhere: an exporter draws a name or a sample of tensors to check, and dropout goes on elsewhere",
+        _once(_draw),
+        "generator of torch's on the CPU",
+    ),
+    _fault(
+        "draws-from-a-tracker",
+        "reported nowhere: modules are built for the export under Megatron's tracker, whose draws TP ranks share",
+        _once(_draw_from_a_tracker),
+        "generator of Megatron's model-parallel-rng",
+    ),
+    _fault(
+        "gradients-cleared",
+        "reported nowhere: gradients are freed to make room for the gather, also those of a step under way",
+        _of_each(_no_grad),
+        "grad of 0:",
+    ),
+    _fault(
+        "main-gradients-cleared",
+        "reported nowhere: buffers of gradients are used for the gather, and zeroed",
+        _of_each(_no_main_grad),
+        "main_grad of 0:",
+    ),
+    _fault(
+        "parameters-frozen",
+        "reported nowhere: requires_grad is switched off in place of no_grad, and on again by the step that needs it",
+        _frozen,
+        "requires_grad of 0:",
+    ),
+    _fault(
+        "parameters-rounded-in-place",
+        "reported nowhere: what is sent in bf16 is rounded where it lies",
+        _of_each(_rounded),
+        "parameter of 0:",
+        *("EXP-006", "FWD-001", "FWD-002"),
+    ),
+    _fault(
+        "modules-left-in-eval",
+        "reported nowhere: eval() before the export, and no train() behind it",
+        _once(lambda chunks: [chunk.eval() for chunk in chunks]),
+        "training mode of 0:",
+    ),
+)

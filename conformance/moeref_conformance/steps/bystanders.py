@@ -1,0 +1,82 @@
+"""What an export leaves as it was, so that training goes on: generators, modes, gradients, parameters and buffers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import xxhash
+
+from moeref_conformance.steps.tensors import copied
+
+#: Attributes of a parameter that hold its gradient: autograd's, and that of Megatron's DistributedDataParallel.
+_GRADIENTS = ("grad", "main_grad")
+
+
+@contextmanager
+def in_training(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """All modules in training mode, and a gradient in every parameter that has none, as between two steps."""
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    planted = [
+        (parameter, kind)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        for kind in _GRADIENTS
+        if type(parameter.data) is torch.Tensor and parameter.requires_grad and getattr(parameter, kind, None) is None
+    ]
+    for module, _ in modes:
+        module.training = True
+    for parameter, kind in planted:
+        setattr(parameter, kind, torch.full_like(parameter.data, 0.5))
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, kind in planted:
+            if kind == "grad":
+                parameter.grad = None
+            else:
+                vars(parameter).pop(kind, None)
+
+
+def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
+    """By kind and name what training needs; tensors as digests of their bytes, and tensors that are none as None."""
+    found = dict[tuple[str, str], Any](_generators())
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            found["training mode", f"{number}:{name}"] = module.training
+        for name, parameter in chunk.named_parameters():
+            key = f"{number}:{name}"
+            found["requires_grad", key] = parameter.requires_grad
+            found["parameter", key] = _digest(parameter)
+            for kind in _GRADIENTS:
+                found[kind, key] = _digest(getattr(parameter, kind, None))
+        for name, buffer in chunk.named_buffers():
+            found["buffer", f"{number}:{name}"] = _digest(buffer)
+    return found
+
+
+def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> list[list[str]]:
+    """Kind and name of what differs."""
+    return [list(key) for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+
+
+def _generators() -> Iterator[tuple[tuple[str, str], str]]:
+    """torch's generators, and Megatron's trackers if Megatron is there."""
+    yield ("generator", "torch's on the CPU"), _digest(torch.get_rng_state())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield ("generator", "torch's on the GPU"), _digest(torch.cuda.get_rng_state())
+    megatron = sys.modules.get("megatron.core.tensor_parallel.random")
+    if megatron is not None:
+        for name, held in megatron.get_cuda_rng_tracker().get_states().items():
+            yield ("generator", f"Megatron's {name}"), _digest(held)
+
+
+def _digest(tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return repr(tensor) if tensor is None else type(tensor).__name__
+    return xxhash.xxh3_64(copied(tensor).reshape(-1).view(torch.uint8).numpy()).hexdigest()

@@ -7,7 +7,7 @@ transformers' config object gives the settings that no tensor shows.
 from __future__ import annotations
 
 import copy
-import importlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -156,8 +156,10 @@ def router_dtype(cell: Cell, expected: Expected) -> tuple[str | None, ...]:
 
 def _logits_dtype(values: dict[str, Any]) -> torch.dtype:
     """The dtype in which transformers' router, in bf16, multiplies hidden states by its weight."""
+    from transformers import AutoModelForCausalLM
+
     config = _config(values)
-    module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    module = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(config)])
     kinds = [kind for name, kind in vars(module).items() if re.search(r"Top[kK]Router$", name)]
     if not kinds:  # in transformers 4 the others have a linear
         return torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,15 @@ def test_what_may_be_left_out() -> None:
     assert settings.may_lack("glu_linear_offset", 0.0)
     assert not settings.may_lack("glu_linear_offset", 1.0)
     assert not settings.may_lack("num_layers", 2)
+
+
+def test_whole_numbers_of_yarn_in_a_file_are_the_floats_of_megatrons_fields(variants: Path) -> None:
+    one = cell("deepseek_v3", "one", layers=4)
+    model = dataclasses.replace(expected(one, variants))
+    sizes = {"beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 1}
+    sizes |= {"original_max_position_embeddings": 4096}
+    yarn = {"type": "yarn", "factor": 40, **sizes}
+    vars(model)["config"] = {**model.config, "rope_scaling": yarn}
+    wanted, hints = settings.of_the_model(one, model), typing.get_type_hints(MLATransformerConfig)
+    assert {name: type(wanted[name]) for name in sizes} == {name: hints[name] for name in sizes}
+    assert {name: wanted[name] for name in sizes} == sizes

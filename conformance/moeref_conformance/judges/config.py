@@ -51,7 +51,11 @@ def _given(case: Case, wanted: Mapping[str, Any]) -> Iterator[Finding]:
 @judges("CFG-001")
 def the_model_s(case: Case) -> Iterator[Finding]:
     """Against transformers' config object and the checkpoint."""
-    return _given(case, settings.of_the_model(case.cell, expected(case)))
+    yield from _given(case, settings.of_the_model(case.cell, expected(case)))
+    optional = settings.where_given(expected(case))
+    for rank, value in values(case, STEP):
+        for name in sorted(optional.keys() & value["given"].keys()):
+            yield from _differ(case, rank, name, optional[name], value["given"], "the config")
 
 
 @judges("CFG-002")

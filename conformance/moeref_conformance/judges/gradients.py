@@ -180,7 +180,8 @@ def _against(
             worst = max(worst, far)
             continue
         local, off = key.partition(":")[2], f"{far:.2g} {of} > {tolerance(case, limit)}"
-        message = f"the gradient of {local} is off transformers' by {off}"
+        step = "" if phase == "gradients" else f"{phase}: "
+        message = f"{step}the gradient of {local} is off transformers' by {off}"
         said = _diagnosis(case, want, got) or _unreduced(case, record.rank, key, phase, want)
         findings.append(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.expected import Expected
 
-_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+#: With the type of Megatron's field; a file may have 32 for 32.0.
+_YARN = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), float)
+_YARN |= {"original_max_position_embeddings": int}
 _ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
 #: Values that mean the same to megatron-core, by name.
 _SAME: dict[str, tuple[Any, ...]] = {
@@ -107,6 +110,22 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
         return {**values, "multi_latent_attention": True, **_latent(config)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {**values, "num_query_groups": int(config.num_key_value_heads), "kv_channels": int(width)}
+
+
+def where_given(expected: Expected) -> dict[str, Any]:
+    """What a config may leave out and must not contradict: Megatron's defaults, and what GPTModel takes beside it."""
+    config = _config(expected.config)
+    rope = _rope(config)
+    share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    values = {
+        "rotary_base": float(rope["rope_theta"]),
+        "rotary_percent": float(share),
+        "share_embeddings_and_output_weights": bool(config.tie_word_embeddings),
+    }
+    if getattr(config, "kv_lora_rank", None):  # latent attention scales by its own formula, whatever the config says
+        return values
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {**values, "softmax_scale": width**-0.5}
 
 
 def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | None]) -> dict[str, Any]:
@@ -217,14 +236,16 @@ def fits(name: str, want: Any, have: Any) -> bool:
     alike = _SAME.get(name, ())
     if want in alike and have in alike:
         return True
+    if name == "softmax_scale":  # None is 1/sqrt(width) of a head
+        return have is None or math.isclose(want, have, rel_tol=1e-6)
     if name in _EVERY and isinstance(have, int) and not isinstance(have, bool):
         have = [int(_EVERY[name](i, have)) for i in range(len(want))]
     return isinstance(want, bool) == isinstance(have, bool) and bool(want == have)
 
 
 def _latent(config: Any) -> dict[str, Any]:
-    # transformers 4 keeps the keys of the file.
-    rope = getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+    rope = _rope(config)
+    yarn = {name: kind(rope[name]) for name, kind in _YARN.items() if name in rope} | {"rope_type": "yarn"}
     return {
         "q_lora_rank": config.q_lora_rank,
         "kv_lora_rank": config.kv_lora_rank,
@@ -233,8 +254,13 @@ def _latent(config: Any) -> dict[str, Any]:
         "v_head_dim": config.v_head_dim,
         "rotary_base": float(rope["rope_theta"]),
         "rotary_scaling_factor": float(rope.get("factor") or 1.0),
-        **({name: rope[name] for name in _YARN if name in rope} | {"rope_type": "yarn"} if _is_yarn(rope) else {}),
+        **(yarn if _is_yarn(rope) else {}),
     }
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    # transformers 4 keeps the keys of the file.
+    return getattr(config, "rope_parameters", None) or {"rope_theta": config.rope_theta, **(config.rope_scaling or {})}
 
 
 def _is_yarn(rope: dict[str, Any]) -> bool:

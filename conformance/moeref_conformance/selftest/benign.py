@@ -183,6 +183,17 @@ def _routed_in_fp64(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "config", given=lambda: {**good.given(), "moe_router_dtype": "fp64"}, resolve=resolve)
 
 
+def _scale_and_rotation_said(session: Any, cell: Cell, world: World) -> Any:
+    """The config has the share of a head that is rotated, and the scale of its attention."""
+    good = session.config
+    said = {"rotary_percent": 0.75, "softmax_scale": good.given()["kv_channels"] ** -0.5}
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        return {**good.resolve(request, role), **said}
+
+    return facet(session, "config", given=lambda: {**good.given(), **said}, resolve=resolve)
+
+
 def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
     """Padding rows are sent to no expert."""
     good = session.dispatch
@@ -704,6 +715,12 @@ _DESIGNS = (
         why="the router's matrix is small, and frameworks raise its precision for every model: verl, NeMo-RL",
         cell=cell("glm4_moe", "tp1", backend="static", dtype="bfloat16"),
         wrap=_routed_in_fp64,
+    ),
+    Benign(
+        id="scale-and-rotation-said",
+        why="a provider's config holds what others pass to GPTModel, and the scale that Megatron would work out",
+        cell=cell("glm4_moe", "tp1", backend="static"),
+        wrap=_scale_and_rotation_said,
     ),
     Benign(
         id="padding-stays",

@@ -363,6 +363,22 @@ FAULTS = (
         says="attention_dropout=0.1, not 0.0",
     ),
     Fault(
+        id="rotary-percent-in-latent-attention",
+        bug="Megatron-Bridge#4271: partial_rotary_factor is applied to the part of a latent head that is rotated whole",
+        rules=("CFG-001",),
+        cell=cell("glm4_moe_lite", "tp1", layers=4, backend="static"),
+        wrap=_always(rotary_percent=0.5),
+        says="rotary_percent=0.5, not 1.0",
+    ),
+    Fault(
+        id="softmax-scaled-for-another-width",
+        bug="the scale of attention is worked out from hidden_size / heads, and head_dim says another width",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_always(softmax_scale=0.03),
+        says="softmax_scale=0.03",
+    ),
+    Fault(
         id="biases-of-qkv-not-detected",
         bug="attention_bias is not read, since the families before had none",
         rules=("CFG-001",),

@@ -20,8 +20,10 @@ from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.expected import Expected
 
 #: With the type of Megatron's field; a file may have 32 for 32.0.
-_YARN = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), float)
-_YARN |= {"original_max_position_embeddings": int}
+_YARN: dict[str, type[int] | type[float]] = {
+    "original_max_position_embeddings": int,
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), float),
+}
 _ROUTER = re.compile(r"^model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.(?:gate|router)\.weight$")
 #: Values that mean the same to megatron-core, by name.
 _SAME: dict[str, tuple[Any, ...]] = {

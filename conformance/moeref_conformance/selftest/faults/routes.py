@@ -278,6 +278,7 @@ FAULTS = (
         id="one-row-missing-all-native",
         bug="R7: miles#645, any -1 disables replay for the whole call",
         rules=("RPL-001",),
+        also=("RPL-007",),  # a route with one negative expert passes for a missing one
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=sending(_all_or_none),
         diagnosis="the router's own choice",
@@ -305,7 +306,7 @@ FAULTS = (
         id="missing-rows-to-the-first-experts",
         bug="R5: verl#7524, rows without a route go to the first experts",
         rules=("RPL-003",),
-        also=("RPL-004",),
+        also=("RPL-004", "RPL-007"),  # a route with one negative expert passes for a missing one
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=sending(each_turn(_to_the_first)),
         diagnosis="the first experts",

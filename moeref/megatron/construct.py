@@ -7,6 +7,7 @@ taken to be there). It imports nothing of moeref, and runs in a process of its o
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import sys
@@ -44,7 +45,6 @@ def stand_in() -> list[str]:
 
 def construct(request: dict[str, Any]) -> dict[str, Any]:
     """The answer to one request."""
-    import megatron.core
     import torch
     from megatron.core import transformer
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -58,7 +58,8 @@ def construct(request: dict[str, Any]) -> dict[str, Any]:
         values["window_size"] = tuple(values["window_size"])
     if isinstance(values.get("attention_backend"), str):
         values["attention_backend"] = AttnBackend[values["attention_backend"]]
-    answer = {"core": megatron.core.__version__, "stand_ins": stand_in(), "refusal": ""}
+    # megatron.core.__version__ ends with the commit of whatever checkout the environment lies in.
+    answer = {"core": importlib.metadata.version("megatron-core"), "stand_ins": stand_in(), "refusal": ""}
     try:
         getattr(transformer, request["kind"])(**values)
     except Exception as error:  # whatever the config raises is its refusal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -150,6 +151,13 @@ def test_megatron_is_asked_about_what_no_rule_covers(
     assert says in " ".join([report.verified, *(problem.text for problem in report.problems)])
     assert judged({}, verify=None).verdict == "works"
     assert len(asked) == 1  # the rules cover it
+
+
+def test_the_installed_megatron_is_asked_on_request() -> None:
+    core = importlib.metadata.version("megatron-core")
+    assert f"megatron-core {core}'s own TransformerConfig" in judged({}, core=core, verify=True).verified
+    refused = judged({"cpu_offloading": True, "cpu_offloading_num_layers": 99}, core=core, verify=True)
+    assert [problem.text.partition(": ")[0] for problem in refused.problems] == [f"megatron-core {core} refuses it"]
 
 
 def test_a_model_that_is_not_mapped_is_not_refused() -> None:

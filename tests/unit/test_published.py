@@ -58,6 +58,16 @@ def test_every_config_has_a_source_and_the_other_way_round() -> None:
         assert source.checked
 
 
+def test_a_source_has_what_its_entry_says() -> None:
+    entries = tomllib.loads(files("moeref.families").joinpath("published/sources.toml").read_text())
+    families.sources.cache_clear()
+    found = families.sources()
+    assert list(found) == sorted(entries)
+    for name, entry in entries.items():
+        told = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(found[name]).items()}
+        assert told == {"same": [], "variants": {}, **entry}
+
+
 def test_sources_are_read_as_they_stand() -> None:
     folder = files("moeref.families").joinpath("published")
     for name, told in tomllib.loads(folder.joinpath("sources.toml").read_text(encoding="utf-8")).items():

@@ -33,7 +33,7 @@ from moeref_conformance.contract.statuses import EXIT_WORDS, INCOMPLETE, KIT_ERR
 from moeref_conformance.contract.texts import fit
 from moeref_conformance.plan import gpu_requirements
 from moeref_conformance.plan import matrix as matrices
-from moeref_conformance.plan.check_environment import require
+from moeref_conformance.plan.check_environment import import_from_this_folder, of_this_folder, require
 from moeref_conformance.plan.machine import Machine, needs, started
 from moeref_conformance.plan.matrix import Matrix
 from moeref_conformance.plan.plan import DEADLINE, Plan, Settings
@@ -42,8 +42,10 @@ from moeref_conformance.run.disk import is_full
 from moeref_conformance.worlds import interrupts
 
 OUT = Path("conformance-report")
-#: Seconds of CPU that a rank of a tiny model takes: 2,388 for the 532 cells of the CPU matrix, moeref as the target.
-RANK_SECONDS = 1.6
+RESULTS = "a results.jsonl, or the folder that holds it"
+#: Seconds that a rank takes on two cores, by the whole CPU matrix with moeref as the target (`time .venv/bin/nox -s
+#: conformance` on an AMD EPYC of the fifth generation). A static cell counts as one rank.
+RANK_SECONDS = 577 / 1497
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,9 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
-    # As with `python -m`: an adapter in the current folder can be named by module:attr.
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    import_from_this_folder()
     with interrupts.raised() as received, quiet_imports():
         code = _answer(options)
     if received and arguments is None:  # Python would wait for threads in which the oracle still computes
@@ -125,24 +125,29 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist yet")
     _add_selection(made, "smoke", rules=False)
     made = command("report", _report, "write the reports of a results.jsonl again")
-    made.add_argument("results", type=Path)
+    made.add_argument("results", type=_results, help=RESULTS)
     made.add_argument("--out", type=Path, metavar="DIR", help="default: next to the results")
     made = command("diff", _diff, "what changed between two runs; 1 if anything is worse")
-    made.add_argument("old", type=Path)
-    made.add_argument("new", type=Path)
+    made.add_argument("old", type=_results, help=RESULTS)
+    made.add_argument("new", type=_results, help=RESULTS)
     made = command("shards", _shards, "whether two targets load the same shards; 1 if not, known failures excepted")
     made.add_argument("left", help="a target, as for `run`")
     made.add_argument("right", help="another one")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the comparison as JSON")
     _add_selection(made, rules=False)
     made = command("table", _table, "one Markdown page on several results: figures, defects, families × layouts")
-    several = "results.jsonl, with shards.json next to it if there is one"
-    made.add_argument("results", type=Path, nargs="+", help=several)
+    several = f"{RESULTS}, with shards.json next to it if there is one"
+    made.add_argument("results", type=_results, nargs="+", help=several)
     made.add_argument(
         "--defects", type=Path, metavar="FILE", help="what is told of the defects that known failures name"
     )
     made.add_argument("--out", type=Path, required=True, metavar="FILE")
     return parser
+
+
+def _results(text: str) -> Path:
+    path = Path(text)
+    return path / "results.jsonl" if path.is_dir() else path
 
 
 def _add_judging(parser: argparse.ArgumentParser, matrix: str) -> None:
@@ -235,9 +240,10 @@ def _run(options: argparse.Namespace) -> int:
 def _check_writable(path: Path) -> None:
     """Raise BadInput where nothing can be written, before anything is computed for it."""
     there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
-    needed = os.W_OK | os.X_OK if there.is_dir() else os.W_OK
-    if not os.access(there, needed) or not (there == path or there.is_dir()):
-        raise BadInput(f"{path} cannot be written: {there} is no folder that is open to this user")
+    if there != path and not there.is_dir():
+        raise BadInput(f"{path} cannot be written: {there} is a file, not a folder")
+    if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK):
+        raise BadInput(f"{path} cannot be written: this user may not write to {there}")
 
 
 def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
@@ -246,7 +252,8 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
     given = {name: value for name, value in vars(options).items() if name not in ("command", "out")}
     with ExitStack() as opened:
         try:
-            print(_starting(options), file=sys.stderr, flush=True)
+            for line in filter(None, (of_this_folder(), _starting(options))):
+                print(line, file=sys.stderr, flush=True)
             plan, parts = opened.enter_context(served(Settings.of(**given), coordinator))
         except KeyboardInterrupt:
             raise KeyboardInterrupt("before the first cell, no report written") from None
@@ -255,14 +262,37 @@ def _judge(options: argparse.Namespace, coordinator: Any = None) -> int:
 
 def _starting(options: argparse.Namespace) -> str:
     """What is prepared before the first cell, which takes seconds: said at once."""
-    cells = matrices.load(options.matrix).select(options.cell)
-    worlds = [cell.layout.world if cell.backend != "static" else 1 for cell in cells]
-    ranks, minutes = max(worlds), sum(worlds) * RANK_SECONDS / 60
-    recorded = options.target.startswith(DUMP)
+    matrix = matrices.load(options.matrix)
+    cells = matrix.select(options.cell)
+    ranks, recorded = max(map(_processes, cells)), options.target.startswith(DUMP)
     doing = "reading the records of" if recorded else "importing megatron-core and the target"
     counted = f"{len(cells)} cell{'s' * (len(cells) != 1)} of matrix {options.matrix}"
-    taking = f", about {minutes:.0f} minutes of one core" if minutes >= 1 and not recorded else ""
+    taking = "" if recorded else _taking(options, matrix, cells)
     return f"{counted}, up to {ranks} rank{'s' * (ranks != 1)}{taking}; {doing} {options.target}"
+
+
+def _processes(cell: Cell) -> int:
+    return 1 if cell.backend == "static" else cell.layout.world
+
+
+def _taking(options: argparse.Namespace, matrix: Matrix, cells: Sequence[Cell]) -> str:
+    """How long a run takes, where that is minutes: as long as the one whose results it replaces, or an estimate."""
+    if (last := _last_time(options, matrix)) >= 60:
+        return f", {last / 60:.0f} minutes last time"
+    estimate = sum(map(_processes, cells)) * RANK_SECONDS
+    on_cpu = all(cell.backend in ("static", "gloo") for cell in cells)
+    return f", about {estimate / 60:.0f} minutes on two cores" if on_cpu and estimate >= 60 else ""
+
+
+def _last_time(options: argparse.Namespace, matrix: Matrix) -> float:
+    """Seconds that the same target took for the same cells and rules, by the results in `--out`; 0 if not known."""
+    chosen = {"cells": options.cell, "rules": options.rule, "profiles": options.profile}
+    with suppress(BadInput, KeyError):  # none, or of another version
+        last = read(options.out / "results.jsonl")
+        same = (last.header["target"]["spec"], last.header["matrix"]["hash"]) == (options.target, matrix.hash)
+        if same and chosen.items() <= last.header["settings"].items():
+            return last.took
+    return 0.0
 
 
 def _judge_by(plan: Plan, parts: Any, options: argparse.Namespace) -> int:

@@ -58,12 +58,16 @@ def served(config: pytest.Config) -> tuple[Plan, Machinery]:
     """
     if _SERVED not in config.stash:
         from moeref_conformance.contract.checks import BadInput
+        from moeref_conformance.plan.check_environment import import_from_this_folder, of_this_folder
         from moeref_conformance.plan.plan import Settings
         from moeref_conformance.run import machinery
 
         if not config.stash.get(_ACTIVE, False) or not config.getoption("--target"):
             raise pytest.UsageError(f"run as: pytest --pyargs {PACKAGE} --target NAME|module:attr")
+        import_from_this_folder()
         try:
+            if line := of_this_folder():
+                config.issue_config_time_warning(pytest.PytestWarning(line), stacklevel=2)
             given = {name: config.getoption(name) for name in OPTIONS}
             opened = ExitStack()
             config.stash[_SERVED] = opened.enter_context(machinery.served(Settings.of(**given)))

@@ -69,7 +69,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
         (["run", "--target", "morf"], "unknown target 'morf'; did you mean 'moeref'"),
         (["smoke", "--target", "kit_toy:target", "--cell", "nothing"], "no cell or tag matches 'nothing'"),
         (["run", "--target", "kit_toy:target", "--known", "no.toml"], "cannot be read"),
-        (["report", "no.jsonl"], "cannot be read"),
+        (["report", "no.jsonl"], "moeref-conformance: no.jsonl: cannot be read (No such file or directory)\n"),
         (["inputs", "--matrix", "static", "--cell", "kimi-k2", "--out", "x"], "published models (kimi-k2) have"),
         (
             ["vectors", "--matrix", "static", "--cell", "kimi-k2", "--out", "x"],
@@ -100,10 +100,15 @@ def test_what_cannot_be_written_is_said_before_any_work(arguments, tmp_path, cap
     file.write_text("")
     words = [word.format(results=tmp_path / "out" / "results.jsonl") for word in arguments]
     assert cli.main([*words, str(file / "adapter.py")]) == 2
-    told = (
-        f"moeref-conformance: {file / 'adapter.py'} cannot be written: {file} is no folder that is open to this user\n"
-    )
+    told = f"moeref-conformance: {file / 'adapter.py'} cannot be written: {file} is a file, not a folder\n"
     assert capsys.readouterr().err == told
+
+
+def test_a_folder_closed_to_this_user_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert cli.main(["init", str(tmp_path / "new" / "adapter.py")]) == 2
+    told = f"{tmp_path / 'new' / 'adapter.py'} cannot be written: this user may not write to {tmp_path}\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_report_and_diff(tmp_path, capsys):
@@ -119,8 +124,13 @@ def test_report_and_diff(tmp_path, capsys):
     assert f"\n  does not conform to {PROFILES['weights']}: " in out
     assert (bad / "out" / "report.html").is_file()
     assert cli.main(["report", files[0]]) == 0
-    assert cli.main(["diff", *files]) == 1
-    assert "EXP-002 qwen3_moe/tp2/gloo: pass → fail" in capsys.readouterr().out
+    folders = [str(folder / "out") for folder in (good, bad)]
+    for named in (files, folders):
+        assert cli.main(["diff", *named]) == 1
+        assert "EXP-002 qwen3_moe/tp2/gloo: pass → fail" in capsys.readouterr().out
+    (bad / "out" / "report.html").unlink()
+    assert cli.main(["report", folders[1]]) == 1
+    assert (bad / "out" / "report.html").is_file()
     assert cli.main(["diff", *reversed(files)]) == 0
 
 
@@ -225,12 +235,60 @@ def test_the_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("moeref", "532 cells of matrix cpu, up to 8 ranks, about 40 minutes of one core; importing"),
+        ("moeref", "532 cells of matrix cpu, up to 8 ranks, about 10 minutes on two cores; importing"),
         ("dump:x", "532 cells of matrix cpu, up to 8 ranks; reading the records of dump:x"),
     ],
 )
-def test_a_run_says_at_once_how_long_it_takes(target, said):
-    assert cli._starting(cli._parser().parse_args(["run", "--target", target])).startswith(said)
+def test_a_run_says_at_once_how_long_it_takes(target, said, tmp_path):
+    options = ["run", "--target", target, "--out", str(tmp_path)]
+    assert cli._starting(cli._parser().parse_args(options)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], ", up to 2 ranks, 7 minutes last time; importing"),
+        (["--cell", "real"], ", up to 2 ranks; importing"),
+        (["--rule", "EXP"], ", up to 2 ranks; importing"),
+    ],
+)
+def test_the_same_run_takes_as_long_as_last_time(toy, tmp_path, more, said):
+    took, file = run(tmp_path).took, tmp_path / "out" / "results.jsonl"
+    assert took > 0
+    file.write_text(file.read_text().replace(f'"seconds": {took}}}', '"seconds": 420}'))
+    options = ["run", "--target", "kit_toy:target", "--matrix", toy, "--out", str(tmp_path / "out"), *more]
+    assert said in cli._starting(cli._parser().parse_args(options))
+    file.write_text('{"kind": "header", "schema": 1}\n')
+    assert "; importing" in cli._starting(cli._parser().parse_args(options))
+
+
+def shadowed(folder, package):
+    """A folder with a package of this name, and the environment in which another one is installed."""
+    for place in ("installed", "here"):
+        (folder / place / package).mkdir(parents=True)
+        (folder / place / package / "__init__.py").write_text("")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "installed"), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_a_run_says_if_moeref_is_that_of_the_folder(tmp_path):
+    env = shadowed(tmp_path, "moeref")
+    program = "import sys, moeref_conformance.cli as c; sys.exit(c.main(['smoke', '--target', 'no.such:target']))"
+    done = subprocess.run(
+        [sys.executable, "-Pc", program], cwd=tmp_path / "here", env=env, capture_output=True, text=True
+    )
+    here, installed = (tmp_path / place / "moeref" for place in ("here", "installed"))
+    said = f"moeref is that of this folder ({here}), not the installed one ({installed})"
+    assert done.stderr.splitlines()[0] == said
+    done = subprocess.run([sys.executable, "-Pc", program], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "this folder" not in done.stderr
+
+
+def test_a_kit_of_the_folder_is_refused_where_another_runs(tmp_path, monkeypatch, capsys):
+    shadowed(tmp_path, "moeref_conformance")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["smoke", "--target", "moeref"]) == 2
+    assert f"the ranks would run the kit of this folder ({tmp_path / 'here'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("program", ["moeref", "moeref_conformance"])

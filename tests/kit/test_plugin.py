@@ -73,6 +73,16 @@ def test_statuses_reach_pytest_and_cells_run_once(kit, pytester):
     ]
 
 
+def test_an_adapter_of_the_folder_is_found_as_by_the_command(kit, pytester, monkeypatch):
+    """The program `pytest`, unlike `python -m pytest`, does not import from the current folder."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "conformance"))
+    other = pytester.mkpydir("moeref")
+    command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "moeref_conformance"]
+    done = pytester.run(*command, "--target", "adapter:Target", "--matrix", "toy.toml", "--collect-only", "-q")
+    done.stdout.fnmatch_lines(["*test_rule?qwen3_moe/one/static-NAM-001?*"])
+    done.stdout.fnmatch_lines([f"*moeref is that of this folder ({other}), not the installed one (*"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -82,7 +82,7 @@ def read_json_lines(path: Path) -> list[Any]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error})") from error
+        raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
     rows = []
     for number, line in enumerate(lines, 1):
         try:

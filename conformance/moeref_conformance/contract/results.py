@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -53,6 +54,7 @@ class Results:
     verdicts: list[Verdict] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)  # by cell id, of the run itself
     complete: bool = False
+    took: float = 0.0  # seconds from the first cell to the last, if complete
 
     @property
     def counts(self) -> dict[str, int]:
@@ -123,6 +125,7 @@ class Writer(AbstractContextManager["Writer"]):
         self.results = Results(header={"kind": "header", "schema": SCHEMA, **header})
         # A backslash and the digits of a lone surrogate, as in the name of a file, are its escape in JSON.
         self._file: TextIO = path.open("w", encoding="utf-8", errors="backslashreplace")
+        self._begun = time.monotonic()
         self._line(self.results.header)
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +143,9 @@ class Writer(AbstractContextManager["Writer"]):
         """The last line: the run is complete."""
         self.results.complete = True
         counts, code = self.results.counts, self.results.exit_code
-        self._line({"kind": "footer", "counts": counts, "headline": str(self.results.headline), "exit": code})
+        self.results.took = round(time.monotonic() - self._begun, 3)
+        ended = {"counts": counts, "headline": str(self.results.headline), "exit": code, "seconds": self.results.took}
+        self._line({"kind": "footer", **ended})
 
     def _line(self, value: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(value, ensure_ascii=False) + "\n")
@@ -186,7 +191,7 @@ def _add(results: Results, row: Mapping[str, Any]) -> None:
         case "cell":
             results.seconds[row["id"]] = row["seconds"]
         case "footer":
-            results.complete = True
+            results.complete, results.took = True, float(row.get("seconds", 0))
         case kind:
             raise ValueError(f"unknown kind {kind!r}")
 

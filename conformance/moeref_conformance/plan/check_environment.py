@@ -10,6 +10,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.contract.checks import BadInput
@@ -49,6 +51,36 @@ def require(*modules: str) -> None:
     if lacking:
         said = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed here"
         raise BadInput(f"{said}; pip install 'moeref[kit]' brings what is needed")
+
+
+def import_from_this_folder() -> None:
+    """As with `python -m`: an adapter in the current folder can be named by module:attr."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+def of_this_folder() -> str:
+    """One line on a moeref in the current folder that takes the place of the installed one; empty if none does.
+
+    Raises BadInput for a kit there that is not this one: the processes of ranks would run it.
+    """
+    kit, own = _found("moeref_conformance")[0], Path(__file__).resolve().parents[1]
+    if kit and kit != own:
+        raise BadInput(
+            f"the ranks would run the kit of this folder ({kit}), and {own} is running: use `python -m "
+            "moeref_conformance` to judge by that of this folder, or another folder"
+        )
+    here, installed = _found("moeref")
+    other = here and installed and here != installed
+    return f"moeref is that of this folder ({here}), not the installed one ({installed})" if other else ""
+
+
+def _found(package: str) -> tuple[Path | None, Path | None]:
+    """Where Python finds a package, and where it would without the current folder."""
+    others = [entry for entry in sys.path if Path(entry).resolve() != Path.cwd()]
+    specs = (PathFinder.find_spec(package, path) for path in (sys.path, others))
+    first, second = (Path(spec.origin).resolve().parent if spec and spec.origin else None for spec in specs)
+    return first, second
 
 
 def lacks_transformers(cell: Cell) -> str:

@@ -128,7 +128,8 @@ def faults() -> str:
 
 def known_bugs() -> str:
     """The list that faults are made from: the faults that bring each bug back, or what it waits for."""
-    from moeref_conformance.selftest.faults import FAULTS, KNOWN_BUGS, bugs_of
+    from moeref_conformance.selftest.faults import FAULTS, bugs_of
+    from moeref_conformance.selftest.known_bugs import KNOWN_BUGS
 
     rows = []
     for bug, entry in KNOWN_BUGS.items():

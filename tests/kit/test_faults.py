@@ -16,8 +16,9 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.diagnosis.diagnose import UNKNOWN
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.selftest.faults import FAULTS, KNOWN_BUGS, NOT_EXPRESSIBLE, Fault, bugs_of
+from moeref_conformance.selftest.faults import FAULTS, Fault, bugs_of
 from moeref_conformance.selftest.faulty import by_tag
+from moeref_conformance.selftest.known_bugs import KNOWN_BUGS, NOT_EXPRESSIBLE
 from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
 

@@ -14,7 +14,7 @@ from moeref_conformance.contract.standing import Headline
 from moeref_conformance.report import badge, html, issues, junit, markdown, table, terminal, write_all
 from moeref_conformance.report.causes import Cause
 from moeref_conformance.report.view import Mark, _tally, view
-from moeref_conformance.selftest.faults import KNOWN_BUGS
+from moeref_conformance.selftest.known_bugs import KNOWN_BUGS
 
 WEIGHTS = str(PROFILES["weights"])
 EVIL = "<script>alert('x')</script> & ```"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from email.message import Message
 from email.parser import Parser
@@ -74,3 +77,28 @@ def test_with_an_address_all_links_lead_there(metadata: Callable[..., Message]) 
         assert (ROOT / target).exists()
         expected.append(f"{home}/{'raw' if target.endswith(('.svg', '.png')) else 'blob'}/HEAD/{target}")
     assert [target for target in targets(built.get_payload()) if target.startswith(home)] == expected
+
+
+def test_the_wheel_has_all_that_its_modules_import_and_is_small(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("moeref-*.whl")
+    (most,) = re.findall(r"^WHEEL = ([\d_]+)$", (ROOT / "noxfile.py").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert wheel.stat().st_size < int(most)
+    with zipfile.ZipFile(wheel) as files:
+        sources = {name: files.read(name) for name in files.namelist() if name.endswith(".py")}
+    modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in sources}
+    modules |= {module.rpartition(".")[0] for module in modules}  # `worlds` has no `__init__.py`
+    imported = {module for name, source in sources.items() for module in own_imports(name, source)}
+    assert len(imported) > 200
+    assert imported - modules == set()
+
+
+def own_imports(name: str, source: bytes) -> Iterator[str]:
+    """The modules of this project from which a file imports."""
+    for node in ast.walk(ast.parse(source, name)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, name
+            names = [str(node.module)]
+        yield from (module for module in names if module.partition(".")[0] in ("moeref", "moeref_conformance"))

@@ -1,8 +1,6 @@
-"""All faults by id, and the known bugs that no fault can bring back yet."""
+"""All faults by id."""
 
 import re
-import tomllib
-from importlib.resources import files
 
 from moeref_conformance.selftest.faults import (
     batches,
@@ -41,15 +39,11 @@ FAULTS: dict[str, Fault] = {
     )
     for fault in module.FAULTS
 }
-#: Reported bugs by id: {"report": …, "symptom": …, "waits": …}. A fault's `bug` text names ids of it.
-KNOWN_BUGS: dict[str, dict[str, str]] = tomllib.loads(files(__name__).joinpath("bugs.toml").read_text(encoding="utf-8"))
-#: Bugs whose effect the kit cannot show yet, and why.
-NOT_EXPRESSIBLE = {bug: entry["waits"] for bug, entry in KNOWN_BUGS.items() if "waits" in entry}
 
 
 def bugs_of(fault: Fault) -> list[str]:
-    """The ids of reported bugs that a fault's text names: those of `KNOWN_BUGS`, and of other issues."""
+    """The ids of reported bugs that a fault's text names: those of `known_bugs`, and of other issues."""
     return re.findall(r"\b[BPRSW]\d+\b|[\w-]+#\d+", fault.bug)
 
 
-__all__ = ["FAULTS", "KNOWN_BUGS", "NOT_EXPRESSIBLE", "Fault", "bugs_of"]
+__all__ = ["FAULTS", "Fault", "bugs_of"]

@@ -103,6 +103,7 @@ def test_the_citation_is_of_this_version() -> None:
     assert [cited[key] for key in ("title", "version", "license")] == [
         project[key] for key in ("name", "version", "license")
     ]
+    assert cited.get("repository-code") == project.get("urls", {}).get("Repository")
     assert f"\n## {project['version']}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 

@@ -55,6 +55,14 @@ def test_links_and_anchors_lead_somewhere(page: str) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, link
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_has_a_head(page: str) -> None:
+    """Without one Markdown shows rows as text."""
+    text = re.sub(r"^ *```.*?^ *```$", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"(?<!\|\n)^ *\|.*\|$\n(.*)", text, flags=re.MULTILINE)
+    assert [line for line in heads if not re.fullmatch(r" *\|[\s:|-]+\|", line)] == []
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     listed = {f"{line}.md" for block in blocks(PAGES["index.md"], r"\{toctree\}") for line in block.splitlines()}
     assert {page for page in PAGES if page != "index.md"} == {line for line in listed if "/" in line}

@@ -38,6 +38,12 @@ def commands(text: str) -> list[str]:
     return [line.strip() for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]
 
 
+def inline_commands(text: str) -> list[str]:
+    """Commands of nox within sentences and tables; `NAME` is the reader's."""
+    outside = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [line for line in re.findall(r"`((?:\.venv/bin/)?nox -s .+?)`", outside) if "NAME" not in line]
+
+
 def words(command: str) -> list[str]:
     """The last simple command of a line, without its comment."""
     return shlex.split(command.split(" && ")[-1], comments=True)
@@ -98,8 +104,22 @@ def _check_nox(arguments: list[str]) -> None:
     assert options <= set(re.findall(r"--[\w-]+", output("nox", "--help") if options else ""))
     assert set(sessions) - options <= nox_sessions()
     _check_paths(arguments)
+    given = arguments[len(sessions) + 2 :]
     if sessions[0] == "conformance-gpu":
-        _check_kit(["run", "--target", "moeref", "--matrix", "gpu", *arguments[len(sessions) + 2 :]])
+        _check_kit(["run", "--target", "moeref", "--matrix", "gpu", *given])
+    if sessions[0].startswith("peers(") and not {"--shards", "--scripts", "--bench"} & set(given):
+        _check_kit(["run", "--target", "moeref", "--matrix", "peers", *given])
+    if "-k" in given:
+        chosen = set(given[given.index("-k") + 1].split()) - {"and", "or", "not"}
+        assert {word for word in chosen if not any(word in name for name in _tests())} == set()
+
+
+@functools.cache
+def _tests() -> frozenset[str]:
+    """The names of all tests and of their files."""
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    named = (re.findall(r"^ *def (test_\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE) for file in files)
+    return frozenset({file.name for file in files}.union(*named))
 
 
 @contextlib.contextmanager
@@ -134,6 +154,9 @@ def _check_kit(arguments: list[str]) -> None:
         rules.select(options.get("rule", []))  # some commands judge nothing
     if options.get("target") and options["target"] not in PLACEHOLDERS:
         targets.resolve(options["target"])
+    if arguments[0] in ("init", "list"):  # no cell runs
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            assert cli.main(arguments) == 0
 
 
 def _check_paths(arguments: list[str]) -> None:

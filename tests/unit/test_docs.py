@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from fenced import ROOT, blocks, check, commands, output, words
+from fenced import ROOT, blocks, check, commands, inline_commands, output, words
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.plan import known_failures as known
 from moeref_conformance.plan import matrix
@@ -32,7 +32,10 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("command", sorted({line for page in PAGES.values() for line in commands(page)}))
+COMMANDS = {line for page in PAGES.values() for line in [*commands(page), *inline_commands(page)]}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_names_something_that_exists(command: str) -> None:
     check(command)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import families_table
 import pytest
 import yaml
-from fenced import ROOT, blocks, check, commands, nox_sessions, words
+from fenced import ROOT, blocks, check, commands, inline_commands, nox_sessions, words
 from moeref_conformance.contract.rules import load_rules
 from transformers import Qwen3MoeConfig
 
@@ -93,7 +93,7 @@ def test_pages_of_the_project_name_what_exists(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for path in re.findall(r"\]\(([^):]+)\)", text):
         assert (ROOT / path).exists(), path
-    for command in commands(text):
+    for command in [*commands(text), *inline_commands(text)]:
         check(command)
 
 

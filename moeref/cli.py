@@ -191,6 +191,8 @@ def _convert(options: argparse.Namespace) -> int:
     from moeref.shards import command  # needs torch
 
     try:
+        if not Path(options.source).exists():
+            raise FileNotFoundError(f"{options.source}: there is no such folder")
         convert = command.convert
         if options.format == "torch_dist" or (Path(options.source) / ".metadata").exists():
             from moeref.megatron import convert as distributed
@@ -273,7 +275,9 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
 def _lengths(file: str) -> dict[int, int]:
     try:
         return read_lengths(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, CostError) as error:
+    except OSError as error:
+        raise CheckError(f"{file}: {error.strerror}") from error
+    except (UnicodeDecodeError, CostError) as error:
         raise CheckError(f"{file}: {error}") from error
 
 

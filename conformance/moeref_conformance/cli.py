@@ -67,8 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
-        for path in filter(None, (getattr(options, name, None) for name in ("out", "keep", "file"))):
-            _check_writable(path)
+        for name in ("out", "keep", "file"):
+            if path := getattr(options, name, None):
+                _check_writable(path, folder=command in (_run, _report))
         return command(options)
     except KeyboardInterrupt as stop:
         print(", ".join(["moeref-conformance: interrupted", *stop.args]), file=sys.stderr)
@@ -237,10 +238,10 @@ def _run(options: argparse.Namespace) -> int:
     return _judge(options)
 
 
-def _check_writable(path: Path) -> None:
-    """Raise BadInput where nothing can be written, before anything is computed for it."""
+def _check_writable(path: Path, folder: bool) -> None:
+    """Raise BadInput where no folder, or no file, can be written, before anything is computed for it."""
     there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
-    if there != path and not there.is_dir():
+    if not there.is_dir() and (folder or there != path):
         raise BadInput(f"{path} cannot be written: {there} is a file, not a folder")
     if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK):
         raise BadInput(f"{path} cannot be written: this user may not write to {there}")

@@ -57,10 +57,10 @@ def located(spec: str) -> str:
         raise BadInput(f"no target given; known targets: {', '.join(sorted(names()))}; or give module:attr")
     place = names().get(spec, spec)
     if ":" not in place:
-        raise BadInput(
-            f"unknown target {spec!r}{nearest(spec, names())}; targets: {', '.join(sorted(names()))}, faulty:<id>, "
-            "benign:<id> or module:attr"
-        )
+        is_module = Path(*spec.split(".")).with_suffix(".py").is_file()
+        meant = f"; did you mean '{spec}:target'?" if is_module else nearest(spec, names()).partition("; known")[0]
+        every = ", ".join([*sorted(names()), "faulty:<id>", "benign:<id> or module:attr"])
+        raise BadInput(f"unknown target {spec!r}{meant}; targets: {every}")
     return place
 
 

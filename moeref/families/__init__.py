@@ -73,7 +73,8 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
                 raise OSError("not a regular file")
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise FamilyError(f"cannot read a Hugging Face config from {path}: {error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise FamilyError(f"cannot read a Hugging Face config from {path}: {why}") from error
         if not isinstance(config, Mapping):
             raise FamilyError(f"{path} holds a JSON {type(config).__name__}, not a config object")
     name = config.get("model_type")

@@ -66,7 +66,8 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     ("words", "message"),
     [
         (["list", "--matrix", "cpuu"], "did you mean 'cpu'"),
-        (["run", "--target", "morf"], "unknown target 'morf'; did you mean 'moeref'"),
+        (["run", "--target", "morf"], "unknown target 'morf'; did you mean 'moeref'?; targets: mbridge, "),
+        (["run", "--target", "zzz"], "unknown target 'zzz'; targets: mbridge, "),
         (["smoke", "--target", "kit_toy:target", "--cell", "nothing"], "no cell or tag matches 'nothing'"),
         (["run", "--target", "kit_toy:target", "--known", "no.toml"], "cannot be read"),
         (["report", "no.jsonl"], "moeref-conformance: no.jsonl: cannot be read (No such file or directory)\n"),
@@ -99,9 +100,23 @@ def test_what_cannot_be_written_is_said_before_any_work(arguments, tmp_path, cap
     file = tmp_path / "file"
     file.write_text("")
     words = [word.format(results=tmp_path / "out" / "results.jsonl") for word in arguments]
+    if "--out" in words:
+        assert cli.main([*words, str(file)]) == 2
+        assert (
+            capsys.readouterr().err == f"moeref-conformance: {file} cannot be written: {file} is a file, not a folder\n"
+        )
     assert cli.main([*words, str(file / "adapter.py")]) == 2
     told = f"moeref-conformance: {file / 'adapter.py'} cannot be written: {file} is a file, not a folder\n"
     assert capsys.readouterr().err == told
+
+
+def test_an_adapter_without_its_attribute_is_completed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "mine.py").write_text("")
+    assert cli.main(["smoke", "--target", "adapters.mine"]) == 2
+    assert "unknown target 'adapters.mine'; did you mean 'adapters.mine:target'?; targets: " in capsys.readouterr().err
 
 
 def test_a_folder_closed_to_this_user_is_named(tmp_path, monkeypatch, capsys):

@@ -470,6 +470,11 @@ def test_a_reference_that_drifts_is_refused_unless_declared(tmp_path: Path, caps
     assert "moe_grouped_gemm is True for the policy and False for the reference" in err
 
 
+def test_lengths_that_are_not_there_are_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "qwen3-30b-a3b", "--layout", "tp=2", "--lengths", "no"]) == 2
+    assert capsys.readouterr().err == "moeref: no: No such file or directory\n"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -145,6 +145,24 @@ def test_tutorials_run_as_written(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+def test_commands_after_a_verdict_run_as_written(tmp_path: Path) -> None:
+    """In one folder: repeat a failure, keep records, and compare two runs; then vectors of a cell."""
+    pages = ("how-to/read-a-failure.md", "how-to/compare-runs.md", "reference/results.md")
+    lines = [line for page in pages for line in commands(PAGES[page]) if "--deadline" not in line]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env, ended = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, {}
+    for line in lines:
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        ended[line] = done.returncode
+        if " run " in line:  # the failure comes first
+            shutil.copytree(tmp_path / "conformance-report", tmp_path / ("new" if "--keep" in line else "old"))
+    assert list(ended.values()) == [1, 0, 0, 1, 0], ended
+    assert (tmp_path / "records" / "qwen3_moe__tp2__gloo" / "rank0001" / "shards.safetensors").is_file()
+    assert (tmp_path / "reports" / "report.html").is_file()
+    assert list((tmp_path / "vectors").glob("qwen3_moe*.json"))
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("begin", ["nox -s conformance-gpu --no-install", "moeref-conformance run"])
 def test_commands_for_gpus_end_with_3_where_there_is_none(begin: str, tmp_path: Path) -> None:
     """As typed in a checkout that is not installed: the session takes this Python, and its exit code is the kit's."""

@@ -188,7 +188,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ([str(hf), str(out), "--layout", LAYOUTS[0]], "exists"),
         ([str(shards), str(out / "b"), "--layout", "tp=2"], "whose layout is known"),
         ([str(hf), str(out / "c"), "--layout", "tp=7"], "7"),
-        ([str(tmp_path), str(out / "d"), "--layout", "tp=2"], "config"),
+        ([str(tmp_path), str(out / "d"), "--layout", "tp=2"], "config.json: No such file or directory\n"),
+        ([str(tmp_path / "no"), str(out / "d"), "--layout", "tp=2"], "no: there is no such folder\n"),
     ):
         assert cli.main(["convert", *arguments]) == 2
         assert said in capsys.readouterr().err

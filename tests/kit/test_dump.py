@@ -13,6 +13,7 @@ import pytest
 import torch
 from moeref_conformance import cli
 from moeref_conformance.contract.checks import BadInput
+from moeref_conformance.contract.recorder import Recorder
 from moeref_conformance.contract.results import read
 from moeref_conformance.resolve import resolve
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,15 @@ from safetensors.torch import load_file, save_file
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 CELL = "qwen3_moe/tp2/gloo"
 FOLDER = CELL.replace("/", "__")
+
+
+def test_a_second_record_in_the_same_place_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    Recorder(tmp_path, CELL, 1)
+    told = (
+        f"^{tmp_path / FOLDER / 'rank0001'}: there is a record already; delete it, or name another folder for this run$"
+    )
+    with pytest.raises(FileExistsError, match=told):
+        Recorder(tmp_path, CELL, 1)
 
 
 @pytest.fixture(scope="module")

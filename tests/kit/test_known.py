@@ -8,6 +8,7 @@ from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.rules import PROFILES
 from moeref_conformance.plan.known_failures import find, parse
+from moeref_conformance.report import html
 
 TODAY = datetime.date(2026, 1, 1)
 PASS = Outcome()
@@ -104,6 +105,7 @@ def test_expected_failure_is_xfail_and_neither_passes_nor_is_red(tmp_path):
     assert "rows swapped" in verdict.reason
     assert results.exit_code == 0
     assert results.headline.verdicts == f"conforms, but for known failures, to {PROFILES['weights']}"
+    assert ">conforms, but for known failures</span>" in html.render(results)
     assert results.headline.standings[0].known == 1
     assert results.headline.claimed - results.headline.passing == 1
 

@@ -213,6 +213,13 @@ def test_a_cause_in_words(found, text):
     assert Cause([(verdict, finding) for finding in found]).text == text
 
 
+def test_a_finding_without_a_diagnosis_is_told_once(tmp_path):
+    page = html.render(run(tmp_path, EXP_002=failing(), EXP_007=failing(replace(held(8), message="differs here"))))
+    assert page.count("<b>differs (and 2 alike of 3 cells)</b>") == 1
+    assert '<p class="message">differs</p>' not in page
+    assert '<p class="message">differs here</p>' in page
+
+
 def test_what_follows_is_folded_under_its_cause_in_the_same_cell(tmp_path):
     only_tp2 = lambda case: failing()(case) if case.cell.layout.tp == 2 else Outcome()  # noqa: E731
     results = run(tmp_path, LOD_001=only_tp2, EXP_002=failing(), EXP_007=failing(), NAM_006=failing())
@@ -228,7 +235,7 @@ def test_what_follows_is_folded_under_its_cause_in_the_same_cell(tmp_path):
     assert "    follows from it: EXP-002, EXP-007" in said
     page = html.render(results)
     assert re.search(r"follows from it: EXP-002 <small>in 1 cell</small>, EXP-007", page)
-    assert "follows from LOD-001: EXP-002 in 1 cells, EXP-007 in 1 cells" in markdown.render(results)
+    assert "follows from LOD-001: EXP-002 in 1 cell, EXP-007 in 1 cell" in markdown.render(results)
 
 
 def test_failures_come_before_the_settings_of_the_run(failed):

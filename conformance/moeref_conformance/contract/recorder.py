@@ -28,7 +28,11 @@ class Recorder:
 
     def __init__(self, folder: str | Path, cell: str, rank: int) -> None:
         self._folder = Path(folder) / cell.replace("/", "__") / f"rank{rank:04d}"
-        self._folder.mkdir(parents=True)
+        try:
+            self._folder.mkdir(parents=True)
+        except FileExistsError:
+            said = "there is a record already; delete it, or name another folder for this run"
+            raise FileExistsError(f"{self._folder}: {said}") from None
 
     def step(self, name: str, value: Any = None, tensors: dict[str, torch.Tensor] | None = None) -> None:
         """One step with its JSON-ready value and its tensors."""

@@ -112,7 +112,7 @@ def layer_numbers(case: Case) -> Iterator[Finding]:
             want, number = ids[int(local[1])], _LAYER.search(row.global_name)
             if got := _others(want, int(number[1]) if number else None, *(hf_numbers(h)[0] for h in row.hf)):
                 message = f"{row.local} of chunk {row.chunk} is layer {want}, the table says {got}"
-                said = f"layer {int(got) - want:+d}" if got.isdigit() else ""
+                said = f"is named layer {int(got) - want:+d}" if got.isdigit() else ""
                 yield _row(case, rank, row, message, layer=want, expected=want, got=got, diagnosis=said)
         for (stage, chunk), layers in sorted(oracle.layers.items()):
             for local_number, layer in enumerate(layers if stage == oracle.coords(rank)["pp"] else ()):

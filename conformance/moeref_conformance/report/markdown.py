@@ -51,7 +51,7 @@ def render(results: Results) -> str:
 def _cause(failure: Failure, cause: Cause) -> str:
     """A cause with its first finding, and which rules of the same cells follow from it."""
     first = replace(cause.verdict, findings=(cause.finding,) if cause.finding else ())
-    follows = ", ".join(f"{other.rule.id} in {other.cells} cells" for other in failure.follows)
+    follows = ", ".join(f"{other.rule.id} in {other.cells} cell{'s' * (other.cells > 1)}" for other in failure.follows)
     text = [*lines(first), *([f"follows from {failure.rule.id}: {follows}"] if follows else [])]
     fenced = _unfenced("\n".join(text))
     return f"**{failure.rule.id}** {_text(cause.text)}\n\n```\n{fenced}\n```"

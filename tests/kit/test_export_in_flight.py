@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
@@ -161,9 +161,8 @@ store.with_name(f"said{rank}.json").write_text(json.dumps(said))
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("export")
-    command = [sys.executable, "-c", RUN]
-    ranks = [subprocess.Popen([*command, str(r), str(folder / "store")]) for r in range(4)]
-    assert [rank.wait(240) for rank in ranks] == [0] * 4
+    done = warm.run_all(warm.of_ranks(RUN, 4, str(folder / "store")), cwd=folder)
+    assert [rank.returncode for rank in done] == [0] * 4, done[0].stderr
     return [json.loads((folder / f"said{r}.json").read_text()) for r in range(4)]
 
 

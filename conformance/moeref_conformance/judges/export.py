@@ -287,16 +287,23 @@ def kept_tensors_stay(case: Case) -> Iterator[Finding]:
 
 @judges("EXP-014")
 def training_goes_on(case: Case) -> Iterator[Finding]:
-    """What the first export has changed in modules and generators, by kind."""
-    yield from without(case, "left")
+    """What either export has changed beside its stream, by kind."""
+    yield from without(case, "left", "kept")
     for rank, value in values(case, "left"):
-        names: dict[str, list[str]] = {}
-        for kind, name in value:
-            names.setdefault(kind, []).append(name)
-        for kind, found in names.items():
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            message = f"the export changed the {kind} of {found[0]}{more}"
-            yield finding(case, rank, "left", message, diagnosis=f"not as before the export: {kind}")
+        yield from _changed(case, rank, "left", value)
+    for rank, value in values(case, "kept"):
+        yield from _changed(case, rank, "kept", value["left"])
+
+
+def _changed(case: Case, rank: int, step: str, rows: list[list[str]]) -> Iterator[Finding]:
+    export = "export" if step == "left" else "second export"
+    names: dict[str, list[str]] = {}
+    for kind, name in rows:
+        names.setdefault(kind, []).append(name)
+    for kind, found in names.items():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        message = f"the {export} changed the {kind} of {found[0]}{more}"
+        yield finding(case, rank, step, message, diagnosis=f"not as before the export: {kind}")
 
 
 @judges("EXP-013", exact=True)

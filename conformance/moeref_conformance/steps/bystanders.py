@@ -1,12 +1,15 @@
-"""What an export leaves as it was, so that training goes on: generators, modes, gradients, parameters and buffers."""
+"""What an export leaves as it was, so that training goes on: generators, settings, modules and their tensors."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -14,6 +17,8 @@ from moeref_conformance.steps.tensors import copied
 
 #: Attributes of a parameter that hold its gradient: autograd's, and that of Megatron's DistributedDataParallel.
 _GRADIENTS = ("grad", "main_grad")
+#: Groups of Megatron whose ranks and sizes a caller can set.
+_GROUPS = ("tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel", "expert_tensor_parallel")
 
 
 @contextmanager
@@ -45,7 +50,7 @@ def in_training(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
     """By kind and name what training needs; tensors as digests of their bytes, and tensors that are none as None."""
-    found = dict[tuple[str, str], Any](_generators())
+    found = dict[tuple[str, str], Any]([*_generators(), *_settings()])
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             found["training mode", f"{number}:{name}"] = module.training
@@ -66,14 +71,29 @@ def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any
 
 
 def _generators() -> Iterator[tuple[tuple[str, str], str]]:
-    """torch's generators, and Megatron's trackers if Megatron is there."""
+    """Those of torch, numpy and Python, and Megatron's trackers if Megatron is there."""
     yield ("generator", "torch's on the CPU"), _digest(torch.get_rng_state())
+    numpy = np.random.get_state(legacy=False)["state"]
+    yield ("generator", "numpy's"), str(hash((numpy["pos"], numpy["key"].tobytes())))
+    yield ("generator", "Python's"), str(hash(random.getstate()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield ("generator", "torch's on the GPU"), _digest(torch.cuda.get_rng_state())
     megatron = sys.modules.get("megatron.core.tensor_parallel.random")
     if megatron is not None:
         for name, held in megatron.get_cuda_rng_tracker().get_states().items():
             yield ("generator", f"Megatron's {name}"), _digest(held)
+
+
+def _settings() -> Iterator[tuple[tuple[str, str], str]]:
+    """Those of torch that all later code is under, and where Megatron says that this rank is."""
+    yield ("setting", "torch.is_grad_enabled()"), str(torch.is_grad_enabled())
+    yield ("setting", "torch.get_default_dtype()"), str(torch.get_default_dtype())
+    yield ("setting", "torch.get_default_device()"), str(torch.get_default_device())
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.model_parallel_is_initialized():
+        for group, of in itertools.product(_GROUPS, ("rank", "world_size")):
+            name = f"get_{group}_{of}"
+            yield ("setting", f"parallel_state.{name}()"), str(getattr(state, name)())
 
 
 def _digest(tensor: Any) -> str:

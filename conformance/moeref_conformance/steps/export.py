@@ -129,25 +129,32 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
     return stream
 
 
-def first(export: Export, context: Context) -> list[dict[str, Any]]:
-    """The first stream, amid training. What it has changed in modules and generators is for the step `left`."""
-    chunks = export.chunks()
-    with in_training(chunks):
-        before = state(chunks)
-        rows = streamed("export")(export, context)
-        context.made["left"] = changed(before, state(chunks))
-    return rows
+def amid_training(step: str, keep: bool = False) -> Callable[[Export, Context], list[dict[str, Any]]]:
+    """As `streamed`, amid training. What it has changed of that is for the step `left`, or `kept`."""
+
+    def stream(export: Export, context: Context) -> list[dict[str, Any]]:
+        chunks = export.chunks()
+        with in_training(chunks):
+            before = state(chunks)
+            rows = streamed(step, keep)(export, context)
+            context.made[f"left by {step}"] = changed(before, state(chunks))
+        return rows
+
+    return stream
 
 
 def left(export: Export, context: Context) -> list[list[str]]:
-    """Kind and name of what the export has changed in modules and generators."""
-    rows: list[list[str]] = context.made.pop("left")
+    """Kind and name of what the first export has changed beside its stream."""
+    rows: list[list[str]] = context.made.pop("left by export")
     return rows
 
 
-def kept(export: Export, context: Context) -> dict[str, list[str]]:
-    """Tensors of `export_changed` that held other bytes when its stream had ended."""
-    return {"overwritten": context.made.pop("export_changed")}
+def kept(export: Export, context: Context) -> dict[str, list[Any]]:
+    """Tensors of `export_changed` that held other bytes when its stream had ended, and what else it has changed."""
+    return {
+        "overwritten": context.made.pop("export_changed"),
+        "left": context.made.pop("left by export_changed"),
+    }
 
 
 def change(export: Export, context: Context) -> None:
@@ -278,11 +285,11 @@ FACET = Facet(
         Step(name="load", ask=loading("checkpoint"), stage=Stage.LOADED),
         Step(name="shards", ask=shards, stage=Stage.LOADED),
         Step(name="plan", ask=plan, stage=Stage.LOADED),
-        Step(name="export", ask=first, stage=Stage.LOADED),
+        Step(name="export", ask=amid_training("export"), stage=Stage.LOADED),
         Step(name="left", ask=left, stage=Stage.LOADED),
         Step(name="change", ask=change, stage=Stage.CHANGED),
         Step(name="broken_off", ask=broken_off, stage=Stage.CHANGED),
-        Step(name="export_changed", ask=streamed("export_changed", keep=True), stage=Stage.CHANGED),
+        Step(name="export_changed", ask=amid_training("export_changed", keep=True), stage=Stage.CHANGED),
         Step(name="kept", ask=kept, stage=Stage.CHANGED),
         Step(name="move", ask=move, stage=Stage.CHANGED),
         Step(name="own", ask=own, stage=Stage.CHANGED),

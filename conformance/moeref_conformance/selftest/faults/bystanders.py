@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,19 +14,19 @@ from moeref_conformance.selftest.border import Pair
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
-def _once(act: Callable[[list[torch.nn.Module]], object]) -> border.Change:
-    """The first export ends with `act(chunks)`."""
+def _once(act: Callable[[list[torch.nn.Module]], object], export: int = 0) -> border.Change:
+    """The first export ends with `act(chunks)`, or that of this number."""
 
     def wrap(session: Any, cell: Cell, world: World) -> Any:
-        acted: list[bool] = []
+        ended: list[bool] = []
 
         def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
             for meta, tensor in pairs:
                 yield meta, tensor
                 del tensor
-            if not acted:
+            if len(ended) == export:
                 act(list(session.export.chunks()))
-                acted.append(True)
+            ended.append(True)
 
         return border.stream(session, rewrite)
 
@@ -47,6 +48,16 @@ def _draw_from_a_tracker(chunks: list[torch.nn.Module]) -> None:
         torch.rand(1)
 
 
+def _names_a_file(chunks: list[torch.nn.Module]) -> None:
+    random.random()
+
+
+def _another_size(chunks: list[torch.nn.Module]) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.set_tensor_model_parallel_world_size(4)
+
+
 def _no_grad(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
@@ -61,17 +72,19 @@ def _rounded(parameter: torch.nn.Parameter) -> None:
     parameter.data.copy_(parameter.data.bfloat16())
 
 
-def _frozen(session: Any, cell: Cell, world: World) -> Any:
-    """No parameter takes gradients after the first export, until a step."""
-    good = session.gradients
+def _until_a_step(spoil: border.Change, mend: Callable[[list[torch.nn.Module]], object]) -> border.Change:
+    """What `spoil` has done stays until the next training step begins."""
 
-    def gradients(tokens_BS: torch.Tensor) -> Any:
-        for chunk in session.export.chunks():
-            chunk.requires_grad_(True)
-        return good.gradients(tokens_BS)
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good = session.gradients
 
-    frozen = _of_each(lambda parameter: parameter.requires_grad_(False))(session, cell, world)
-    return border.facet(frozen, "gradients", gradients=gradients)
+        def gradients(tokens_BS: torch.Tensor) -> Any:
+            mend(list(session.export.chunks()))
+            return good.gradients(tokens_BS)
+
+        return border.facet(spoil(session, cell, world), "gradients", gradients=gradients)
+
+    return wrap
 
 
 def _fault(name: str, bug: str, wrap: border.Change, says: str, *also: str) -> Fault:
@@ -100,6 +113,24 @@ FAULTS = (
         "generator of Megatron's model-parallel-rng",
     ),
     _fault(
+        "second-export-draws",
+        "reported nowhere: a file is named by chance from the second update on, and Python's shuffles go on elsewhere",
+        _once(_names_a_file, export=1),
+        "generator of Python's",
+    ),
+    _fault(
+        "grad-mode-left-off",
+        "reported nowhere: set_grad_enabled(False) before the export, and on again by the step that needs it",
+        _until_a_step(_once(lambda chunks: torch.set_grad_enabled(False)), lambda chunks: torch.set_grad_enabled(True)),
+        "setting of torch.is_grad_enabled()",
+    ),
+    _fault(
+        "group-size-left",
+        "reported nowhere: a converter is told of another size of TP through parallel_state, which keeps it",
+        _once(_another_size),
+        "setting of parallel_state.get_tensor_model_parallel_world_size()",
+    ),
+    _fault(
         "gradients-cleared",
         "reported nowhere: gradients are freed to make room for the gather, also those of a step under way",
         _of_each(_no_grad),
@@ -114,7 +145,10 @@ FAULTS = (
     _fault(
         "parameters-frozen",
         "reported nowhere: requires_grad is switched off in place of no_grad, and on again by the step that needs it",
-        _frozen,
+        _until_a_step(
+            _of_each(lambda parameter: parameter.requires_grad_(False)),
+            lambda chunks: [chunk.requires_grad_(True) for chunk in chunks],
+        ),
         "requires_grad of 0:",
     ),
     _fault(

@@ -282,6 +282,30 @@ def test_a_buffer_that_follows_from_the_config_is_left_out(
     assert "1 tensors are left out" in caplog.text
 
 
+def test_router_biases_in_bf16_are_widened_aloud(
+    shard_map: ShardMap, tensors: dict[str, torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    write(tmp_path / "hf", {**tensors, bias: tensors[bias].bfloat16()})
+    chunks = holder(shard_map, 2)
+    load(shard_map, 2, chunks, tmp_path / "hf")
+    assert caplog.messages == ["glm4_moe: 1 router biases are bfloat16 in the file and become float32"]
+    held = inventory(chunks)[0, "decoder.layers.0.mlp.router.expert_bias"]
+    assert torch.equal(held, tensors[bias].bfloat16().float())
+    for name, dtype in ((bias, torch.float16), ("model.norm.weight", torch.bfloat16)):
+        write(tmp_path / "hf", {**tensors, name: tensors[name].to(dtype)})
+        told = str(dtype).removeprefix("torch.")
+        with pytest.raises(BridgeError, match=f": {name} is {told}, the model holds float32$"):
+            load(shard_map, 2, chunks, tmp_path / "hf")
+
+
+def test_tensors_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = [f"model.layers.{layer}.{part}" for layer in (2, 9, 10, 11, 100) for part in ("a", "b")]
+    write(tmp_path, {name: torch.zeros(1) for name in names})
+    with Checkpoint(tmp_path) as checkpoint:
+        assert [name for name, _ in checkpoint.tensors()] == names
+
+
 def test_all_tensors_are_read_whole(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     write(tmp_path, tensors)
     with Checkpoint(tmp_path) as checkpoint:

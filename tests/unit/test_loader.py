@@ -164,6 +164,22 @@ def test_the_inventory_has_every_parameter_and_persistent_buffer() -> None:
     assert inventory([torch.nn.Module(), chunk]).keys() == {(1, name) for name in names}
 
 
+def test_a_module_or_parameter_under_two_names_has_the_first() -> None:
+    """As torch's `named_parameters` has it."""
+    chunk, shared = torch.nn.Module(), torch.nn.Linear(1, 1)
+    for name, module in (("a", shared), ("b", shared), ("c", torch.nn.Linear(1, 1, bias=False))):
+        chunk.add_module(name, module)
+    chunk.c.register_parameter("tied", shared.weight)
+    chunk.c.register_parameter("none", None)
+    found = [name for _, name in inventory([chunk])]
+    assert found == [name for name, _ in chunk.named_parameters()] == ["a.weight", "a.bias", "c.weight"]
+
+
+def test_a_chunk_that_is_not_there_is_named(shard_map: ShardMap) -> None:
+    with pytest.raises(BridgeError, match=r"rank 0 \(.*: chunk 0 has no embedding.word_embeddings.weight \(global "):
+        bind(shard_map, 0, [])
+
+
 def test_modules_that_differ_from_the_table_are_refused(shard_map: ShardMap) -> None:
     chunks = holder(shard_map, 3)
     chunks[0].register_parameter("adapter", torch.nn.Parameter(torch.zeros(2)))

@@ -40,12 +40,17 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers, and for runs of the kit a derandomised hypothesis profile: the same verdict every time."""
+    """Register the markers. Runs of the kit show no warnings, unless `-W` asks, and always draw the same examples."""
     config.addinivalue_line("markers", "rule(id): judges this rule of the conformance kit")
     config.addinivalue_line("markers", "cpu: runs on a machine without a GPU")
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "cell(id): judges this cell of the conformance matrix")
-    if config.stash.get(_ACTIVE, False) and importlib.util.find_spec("hypothesis"):
+    if not config.stash.get(_ACTIVE, False):
+        return
+    # Importing Megatron-Core warns, also where a project's own settings make errors of warnings.
+    for said in ("ignore", "default::pytest.PytestWarning"):
+        config.addinivalue_line("filterwarnings", said)
+    if importlib.util.find_spec("hypothesis"):
         from hypothesis import settings
 
         settings.register_profile(PACKAGE, derandomize=True, deadline=None, database=None)

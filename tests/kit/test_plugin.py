@@ -59,8 +59,12 @@ def kit(pytester, monkeypatch):
 
 
 def test_statuses_reach_pytest_and_cells_run_once(kit, pytester):
+    """In a project whose tests must not warn; what packages say as they are imported is no failure of the target."""
+    pytester.makeini("[pytest]\nfilterwarnings = error")
+    pytester.makeconftest("import warnings\ndef pytest_runtest_call():\n    warnings.warn('said by a package')\n")
     arguments = ("--pyargs", "moeref_conformance", "--target", "adapter:Target", "--matrix", "toy.toml", "-rs")
     result = kit(*arguments, "--rule", "NAM-001", "--rule", "NAM-002")
+    assert "said by a package" not in result.stdout.str()
     outcomes = result.parseoutcomes()
     # RUN-001, which every rule requires, and the two that are asked for, in four cells of which two are claimed.
     assert outcomes["skipped"] == 6

@@ -101,7 +101,8 @@ def _facts(report: Report, others: Sequence[Report]) -> Indented:
 def _lines(report: Report, others: Sequence[Report]) -> Iterable[tuple[str, str]]:
     model = report.model
     dense = len(model.moe_layers) - sum(model.moe_layers)
-    size = f", {report.parameters / 1e9:.1f} B parameters in {report.tensors:,} tensors" if report.tensors else ""
+    many = f"{report.parameters / 1e9:.1f} B" if report.parameters >= 1e8 else f"{report.parameters / 1e6:.3g} M"
+    size = f", {many} parameters in {report.tensors:,} tensors" if report.tensors else ""
     more = f", {model.mtp_layers} MTP" if model.mtp_layers else ""
     yield (
         "model",

@@ -25,6 +25,8 @@ def convert(options: Any) -> str:
     source, target = Path(options.source), Path(options.target)
     if (source / MANIFEST).exists() or source.name.endswith(".part"):
         return _back(source, target, options)
+    if within := sorted(file.parent for file in source.glob(f"*/{MANIFEST}")):
+        raise ShardError(f"{source} holds folders of shards; name one: {', '.join(map(str, within))}")
     if not options.layout:
         raise ShardError(f"{source} has no {MANIFEST}: to write it as shards give --layout tp=…,pp=…,ep=…,etp=…")
     names = SpecNames(norms=options.norms, experts=options.experts)

@@ -386,6 +386,17 @@ def test_exit_codes_and_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("kimi-k2", "--layout", KIMI, "--set", "moe_router_topk", capsys=capsys)[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said"), [({}, "30.5 B"), ({"num_hidden_layers": 1, "vocab_size": 128, "num_experts": 8}, "57.2 M")]
+)
+def test_parameters_are_counted_in_a_unit_that_shows_them(
+    sizes: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**known("qwen3-30b-a3b"), **sizes}))
+    _, out, _ = run(str(tmp_path), "--layout", "tp=2,ep=8,etp=1", capsys=capsys)
+    assert f"{said} parameters" in " ".join(out.split())
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_no_line_of_the_page_is_cut(width: int) -> None:
     report = check("kimi-k2", KIMI + ",first=3,last=2", dispatcher="flex:hybridep", precision="mxfp8", replay="R3")

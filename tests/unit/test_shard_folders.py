@@ -185,6 +185,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert tensors(tmp_path / "back") == tensors(hf)
     for arguments, said in (
         ([str(hf), str(out)], "give --layout"),
+        ([str(out), str(tmp_path / "again")], f"{out} holds folders of shards; name one: {shards}\n"),
         ([str(hf), str(out), "--layout", LAYOUTS[0]], "exists"),
         ([str(shards), str(out / "b"), "--layout", "tp=2"], "whose layout is known"),
         ([str(hf), str(out / "c"), "--layout", "tp=7"], "7"),

@@ -130,6 +130,8 @@ def rank_rows(
 
 def shard_to_rank(batch: MicrobatchRoutes, layout: Layout, rank: int, *, rule: CPRule = "zigzag") -> Routes:
     """The rows that the routers of `rank` see: its CP part and, with tp > 1, its sequence-parallel part of that."""
+    if isinstance(batch, Routes):
+        raise RouteError("routes of one sample have no place in a microbatch yet: give packed([...]) or batched([...])")
     at = layout.coords(rank)
     where = rank_rows(batch.cu_seqlens, cp=layout.cp, cp_rank=at.cp, tp=layout.tp, tp_rank=at.tp, rule=rule)
     return batch.routes.take(_of_columns(where, batch.routes.batch))
@@ -183,10 +185,11 @@ def targets(
     Raises RouteError for routes without a layer of the rank or of an unknown number of layers, LayoutError for
     sequences that do not divide.
     """
-    depth = batch.routes.depth if spec is None else len(spec.moe_layers)
+    mine = shard_to_rank(batch, layout, rank, rule=rule)
+    depth = mine.depth if spec is None else len(spec.moe_layers)
     if depth is None:
         raise RouteError("routes of an unknown number of decoder layers, on which the stages depend; pass spec=")
-    moe_layers = [layer in batch.routes.layers for layer in range(depth)] if spec is None else spec.moe_layers
-    mine, pp = shard_to_rank(batch, layout, rank, rule=rule), layout.coords(rank).pp
+    moe_layers = [layer in mine.layers for layer in range(depth)] if spec is None else spec.moe_layers
+    pp = layout.coords(rank).pp
     numbers = [stage_layers(layout, moe_layers, pp, vp) for vp in range(layout.vpp)]
     return [dict(zip(layers, marked(mine, layers), strict=True)) for layers in numbers]

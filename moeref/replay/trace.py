@@ -83,6 +83,8 @@ class Trace:
 
     def truncate(self, tokens: int) -> None:
         """Take the rollout back to its first `tokens` tokens."""
+        if tokens < 0:
+            raise RouteError(f"tokens={tokens} must be at least 0: say how many stay, not how many go")
         self._routes = self._routes.take(slice(0, tokens))
 
     def finish(
@@ -95,9 +97,11 @@ class Trace:
         EOS that was appended, become MISSING.
         holes: the largest share of the routes that are trained on which may be missing.
 
-        Raises RouteError for a mask of another length, for more rows than tokens, and for more holes than `holes` where
-        it is trained on, with the first of them.
+        Raises RouteError for a mask of another length, for more rows than tokens, for `holes` that is no share, and for
+        more holes where it is trained on, with the first of them.
         """
+        if not 0 <= holes <= 1:
+            raise RouteError(f"holes={holes} is a share of the routes that are trained on, from 0 to 1")
         mask_T = np.asarray(loss_mask, np.float64) != 0
         if mask_T.shape != (tokens,):
             raise RouteError(f"loss_mask of shape {list(mask_T.shape)} for {tokens} tokens")

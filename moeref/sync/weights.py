@@ -223,7 +223,7 @@ class WeightSync:
 
     def _buckets(self, source: Source) -> Iterator[Bucket]:
         """The first bucket is made here: what fails or is empty from the start leaves the engine alone."""
-        made = _marked(buckets(source() if callable(source) else source, self.bucket_bytes))
+        made = _marked(buckets(_named(source() if callable(source) else source), self.bucket_bytes))
         if (first := next(made, None)) is None:
             raise Refused("there are no tensors to send, so the version stays")
         return itertools.chain([first], made)
@@ -289,6 +289,24 @@ class WeightSync:
             if self.state is not State.DEAD:
                 self.state, self.reason = State.DEAD, reason
         return EngineDead(self.reason)
+
+
+def _named(tensors: Iterable[Named]) -> Iterable[Named]:
+    """The tensors, or Refused where one is not there or is none; an export knows what it holds."""
+    return tensors if isinstance(tensors, exporter.Stream) else _checked(tensors)
+
+
+def _checked(tensors: Iterable[Named]) -> Iterator[Named]:
+    for number, pair in enumerate(tensors):
+        match pair:
+            case (described, torch.Tensor()) if isinstance(getattr(described, "name", described), str):
+                yield pair
+            case (described, None):
+                raise Refused(f"{described} has no tensor here; the rank that is given an export's tensors updates")
+            case _:
+                text = repr(pair)[:100]
+                raise Refused(f"item {number} is {text}; expected (Hugging Face name, tensor), of a dict its items()")
+        del pair
 
 
 def _marked(made: Iterable[exporter.Bucket]) -> Iterator[Bucket]:

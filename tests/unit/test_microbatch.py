@@ -159,6 +159,9 @@ def test_samples_that_make_no_microbatch_are_refused() -> None:
             make([])
         with pytest.raises(RouteError, match="sample 1 has the rows of 2 samples in turn"):
             make([sample, both.routes])
+    for call in (shard_to_rank, targets):
+        with pytest.raises(RouteError, match=r"give packed\(\[...\]\) or batched"):
+            call(random_routes(4), Layout(), 0)  # type: ignore[arg-type]
     with pytest.raises(RouteError, match="a sample of 4 rows does not fit length=3"):
         batched([sample], length=3)
     with pytest.raises(PaddingError, match="exceeds the fixed length"):

@@ -123,6 +123,17 @@ def test_rows_that_never_came_are_a_hole() -> None:
         trace.finish(11, [0] * 4 + [1] * 7)
 
 
+def test_numbers_that_say_nothing_are_refused() -> None:
+    whole, trace = random_routes(9), Trace(SPEC)
+    trace.add(sent(whole, 0, 8), 9)
+    with pytest.raises(RouteError, match="how many stay"):
+        trace.truncate(-3)
+    assert trace.rows == 8
+    for holes in (-0.1, 1.5, float("nan")):
+        with pytest.raises(RouteError, match="is a share of the routes"):
+            trace.finish(9, [1] * 9, holes=holes)
+
+
 def test_nothing_that_is_refused_changes_a_trace() -> None:
     whole, trace = random_routes(9), Trace(SPEC)
     trace.add(sent(whole, 0, 4), 5)

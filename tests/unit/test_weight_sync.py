@@ -163,6 +163,36 @@ def test_nothing_to_send_leaves_the_engine_alone() -> None:
     assert engine.log == []
 
 
+NEW = weights(1)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (NEW, "of a dict its items"),
+        ([(EMBEDDING, None)], f"{EMBEDDING} has no tensor here"),
+        ([(name, tensor.numpy()) for name, tensor in NEW.items()], "expected .Hugging Face name, tensor"),
+        ([(tensor, name) for name, tensor in NEW.items()], "item 0 is"),
+        ([(name, tensor, 1) for name, tensor in NEW.items()], "item 0 is"),
+    ],
+)
+def test_what_is_no_tensor_leaves_the_engine_alone(tensors: Any, says: str) -> None:
+    engine, sync = pair()
+    with pytest.raises(Refused, match=says):
+        sync.update(tensors, 1)
+    assert engine.log == []
+
+
+@pytest.mark.parametrize("kind", [SmallEngine, StagedEngine])
+def test_a_tensor_that_is_lost_on_its_way_is_no_update(kind: type[Any]) -> None:
+    """As on a rank that is given some tensors of an export and not all."""
+    engine, sync = pair(kind)
+    with pytest.raises(SyncError, match=f"{HEAD} has no tensor here"):
+        sync.update([(EMBEDDING, NEW[EMBEDDING]), (HEAD, None)], 1)
+    assert sync.state is State.SERVING
+    serves(engine, weights(0))
+
+
 def test_a_second_update_is_refused_while_one_is_under_way() -> None:
     engine = SmallEngine(weights(0, drafts=True))
     sync = WeightSync(engine, **SMALL)

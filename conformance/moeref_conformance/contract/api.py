@@ -173,7 +173,8 @@ class Turn:
     """A part of one sample's routes: of a turn, or of a rollout up to where it was interrupted.
 
     `routes` are integers [rows, layers, top-k] from token `start` on. Where turns overlap, the engine recomputed tokens
-    when it continued; the rows of the earlier turn come from sampling and take precedence.
+    when it continued; the rows of the earlier turn come from sampling and take precedence. No token is left out between
+    turns. A turn that was aborted before its first token has no rows.
     """
 
     start: int

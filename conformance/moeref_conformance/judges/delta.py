@@ -69,8 +69,13 @@ def _walked(case: Case, scripts: Mapping[str, Script]) -> Iterator[Finding]:
 
 @judges("DLT-001", exact=True)
 def every_change_arrives(case: Case) -> Iterator[Finding]:
-    """From each version to the next, by digests of what is held."""
-    return _walked(case, DENSITIES)
+    """From each version to the next, by digests of what both ends hold."""
+    yield from _walked(case, DENSITIES)
+    for rank, value in values(case, "delta"):
+        for name in DENSITIES:
+            if spoiled := value[name][0]["spoiled"]:
+                message = f"{name}: making the delta changed {names_text(spoiled)} of the trainer's weights"
+                yield finding(case, rank, "delta", message)
 
 
 @judges("DLT-002")

@@ -287,16 +287,18 @@ def kept_tensors_stay(case: Case) -> Iterator[Finding]:
 
 @judges("EXP-014")
 def training_goes_on(case: Case) -> Iterator[Finding]:
-    """What either export has changed beside its stream, by kind."""
+    """What an export has changed beside its stream, by kind."""
     yield from without(case, "left", "kept")
     for rank, value in values(case, "left"):
         yield from _changed(case, rank, "left", value)
+    for rank, value in values(case, "broken_off"):
+        yield from _changed(case, rank, "broken_off", value)
     for rank, value in values(case, "kept"):
         yield from _changed(case, rank, "kept", value["left"])
 
 
 def _changed(case: Case, rank: int, step: str, rows: list[list[str]]) -> Iterator[Finding]:
-    export = "export" if step == "left" else "second export"
+    export = {"left": "export", "broken_off": "export that broke off", "kept": "second export"}[step]
     names: dict[str, list[str]] = {}
     for kind, name in rows:
         names.setdefault(kind, []).append(name)

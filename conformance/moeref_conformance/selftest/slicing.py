@@ -28,7 +28,7 @@ class WalkedReplay:
         self._session, self._layout = session, cell.layout
         self._at = topology.coords(cell.layout, world.rank)
         config = session.config.given()
-        self._depth, self._experts = config["num_layers"], config["num_moe_experts"]
+        self._experts, self._row = config["num_moe_experts"], (config["num_layers"], config["moe_router_topk"])
 
     def replay(self, tokens_BS: Any, routes: Sequence[Any]) -> Any:
         """A forward under `routes`."""
@@ -61,8 +61,8 @@ class WalkedReplay:
         return held_TLK.chunk(self._layout.tp)[self._at["tp"]]
 
     def _check(self, rows: Rows, tokens: int) -> None:
-        if rows.shape[:2] != (tokens, self._depth):
-            raise ValueError(f"routes of {rows.shape[0]} tokens and {rows.shape[1]} layers")
+        if rows.shape != (tokens, *self._row):
+            raise ValueError(f"routes of shape {list(rows.shape)}, expected {[tokens, *self._row]}")
         if rows.min() < 0 or rows.max() >= self._experts:
             raise ValueError(f"experts {rows.min()} to {rows.max()}")
         sorted_LK = np.sort(rows[:, -1])

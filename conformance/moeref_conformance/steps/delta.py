@@ -43,7 +43,7 @@ def _strided(weights: Weights) -> Weights:
 
 
 def walked(delta: Delta, context: Context) -> dict[str, Any]:
-    """What each action of every script was refused for, what the receiver holds after it, and the sizes of deltas."""
+    """What each action of every script was refused for, what both ends hold after it, and the sizes of deltas."""
     weights = versions(context.cell)
     return {name: _walk(delta, weights, script) for name, script in SCRIPTS.items()}
 
@@ -78,7 +78,9 @@ def _walk(delta: Delta, weights: Sequence[Weights], script: Script) -> list[dict
     for action, version in script.actions:
         refused = refusal(take[action], version)
         size = sum(map(len, messages.get(version, [])))
-        walk.append({"refused": refused, "held": digests(receiver.weights()), "bytes": size})
+        right, now = digests(weights[version]), digests(live)
+        spoiled = [name for name in live if now[name] != right[name]] if action == "make" else []
+        walk.append({"refused": refused, "held": digests(receiver.weights()), "bytes": size, "spoiled": spoiled})
     return walk
 
 

@@ -73,14 +73,22 @@ def plan(export: Export, context: Context) -> list[Any] | None:
     return checked_rows(export.plan(), TensorMeta) if context.claims.has_plan else None
 
 
-def broken_off(export: Export, context: Context) -> None:
-    """Take the first tensor of a stream and no other, on one rank: of several some would wait for the rest."""
-    if context.cell.layout.world == 1:
+def broken_off(export: Export, context: Context) -> list[list[str]]:
+    """Take the first tensor of a stream and no other, on one rank: of several some would wait for the rest.
+
+    Returns what that has changed beside the stream, as `left` does.
+    """
+    if context.cell.layout.world > 1:
+        return []
+    chunks = export.chunks()
+    with in_training(chunks):
+        before = state(chunks)
         stream = iter(export.stream())
         next(stream, None)
         close = getattr(stream, "close", None)
         if close is not None:
             close()
+        return changed(before, state(chunks))
 
 
 @dataclass

@@ -88,9 +88,9 @@ class _Phases:
         self._take("step-changed", replay.step, rows_BS, None)
 
     def given(self, a: list[Routes], b: list[Routes]) -> None:
-        """R3: routes that an engine sends, two sets of them."""
+        """R3: routes that an engine sends, two sets of them; there is more than one sample."""
         replay, rows_BS, again = self._replay, self._rows_BS, len(self._rows_BS) // len(self._own)
-        self._take("replay-a", replay.replay, self.tokens_BS, [resumed(a[0], b[0]), *a[1:]])
+        self._take("replay-a", replay.replay, self.tokens_BS, [resumed(a[0], b[0]), *a[1:-1], aborted(a[-1])])
         self._take("native-between", self._forward.logits, self._one_BS)
         self._take("step-a", replay.step, rows_BS, [a[row] for row in self._own] * again)
         with self._recomputed(self._chunks):
@@ -127,6 +127,13 @@ def resumed(whole: Routes, recomputed: Routes) -> list[Turn]:
     return [Turn(0, whole[:cut]), Turn(cut - 2, later)]
 
 
+def aborted(whole: Routes) -> list[Turn]:
+    """`whole` as three turns that follow each other, and one before the last that was aborted before it had a row."""
+    first, second = len(whole) // 3, len(whole) * 2 // 3
+    middle, none = Turn(first, whole[first:second]), Turn(second, whole[second:second])
+    return [Turn(0, whole[:first]), middle, none, Turn(second, whole[second:])]
+
+
 def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
     """Routes that replay must refuse, by what is wrong with them."""
 
@@ -148,9 +155,19 @@ def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
         "an expert that wraps to one in 8 bits": put(256 + absent),
         "an expert twice in a row": put(row_K[1]),
         "a negative expert among others": put(-1),
+        "an expert too few in each row": [rows_TLK[..., :-1] for rows_TLK in routes],
+        "an expert too many in each row": [_one_more(rows_TLK) for rows_TLK in routes],
         "a sample too few": list(routes[:-1]),
         "a sample too many": [*routes, routes[-1]],
     }
+
+
+def _one_more(rows_TLK: Routes) -> Routes:
+    """Each row with the first expert that it lacks at its end; rows of zeros or -1 with one more of these."""
+    absent_TLE = (rows_TLK[..., None] != np.arange(rows_TLK.shape[-1] + 1)).all(-2)
+    routed_TL = rows_TLK.max(-1) > rows_TLK.min(-1)
+    more_TL = np.where(routed_TL, absent_TLE.argmax(-1), rows_TLK[..., 0]).astype(rows_TLK.dtype)
+    return np.concatenate([rows_TLK, more_TL[..., None]], axis=-1)
 
 
 @contextmanager

@@ -87,13 +87,29 @@ def _until_a_step(spoil: border.Change, mend: Callable[[list[torch.nn.Module]], 
     return wrap
 
 
-def _fault(name: str, bug: str, wrap: border.Change, says: str, *also: str) -> Fault:
+def _eval_if_broken_off(session: Any, cell: Cell, world: World) -> Any:
+    """eval() before the export, and modes put back behind its last tensor."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        modes = [(module, module.training) for chunk in session.export.chunks() for module in chunk.modules()]
+        for module, _ in modes:
+            module.training = False
+        for meta, tensor in pairs:
+            yield meta, tensor
+            del tensor
+        for module, mode in modes:
+            module.training = mode
+
+    return border.stream(session, rewrite)
+
+
+def _fault(name: str, bug: str, wrap: border.Change, says: str, *also: str, layout: str = "pp2") -> Fault:
     return Fault(
         id=name,
         bug=bug,
         rules=("EXP-014",),
         also=also,
-        cell=cell("qwen3_moe", "pp2"),
+        cell=cell("qwen3_moe", layout),
         wrap=wrap,
         says=f"changed the {says}",
     )
@@ -129,6 +145,13 @@ FAULTS = (
         "reported nowhere: a converter is told of another size of TP through parallel_state, which keeps it",
         _once(_another_size),
         "setting of parallel_state.get_tensor_model_parallel_world_size()",
+    ),
+    _fault(
+        "left-in-eval-when-broken-off",
+        "W1 in kind: what was switched is put back behind the last tensor, and not where a receiver fails",
+        _eval_if_broken_off,
+        "training mode of 0:",
+        layout="one",
     ),
     _fault(
         "gradients-cleared",

@@ -51,6 +51,52 @@ def _end_to_end(sample: Any, tokens: int) -> Any:
     return np.concatenate([rows, missing])
 
 
+def _first_and_last(sample: Any, tokens: int) -> Any:
+    """A rollout has been interrupted once at most: turns between the first and the last are not kept."""
+    if not isinstance(sample, list):
+        return sample
+    rows = joined([sample[0], sample[-1]], tokens)
+    return rows[: tokens - 1]
+
+
+def _boundary_lost(sample: Any, tokens: int) -> Any:
+    """Each turn is filled up to its last token, which had no row yet, and the next one's rows begin behind that."""
+    if not isinstance(sample, list):
+        return sample
+    rows = joined(sample, tokens)
+    for turn in sample[1:]:
+        rows[turn.start] = -1
+    return rows[: tokens - 1]
+
+
+def _stale_behind_a_chunk(rows: Rows) -> Rows:
+    """Behind the end of a prefill chunk rows of padding are captured, which hold what the buffer held."""
+    found, half = np.array(rows), len(rows) // 2
+    found[half : half + 3] = rows[half - 1]
+    return found
+
+
+def _no_empty_turn(sample: Any, tokens: int) -> Any:
+    """A turn that was aborted before its first token has no routes to join."""
+    for turn in sample if isinstance(sample, list) else ():
+        if not len(turn.routes):
+            raise TypeError("turn 2 has no routes: 'NoneType' object is not iterable")
+    return sample
+
+
+def _fitted(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
+    """Rows are brought to the width of the model's top-k: cut, or filled up with the next expert."""
+    config: Any = session.config
+    width = config.given()["moe_router_topk"]
+
+    def fitted(rows: Rows) -> Rows:
+        while rows.shape[-1] < width:
+            rows = np.concatenate([rows, (rows[..., -1:] + 1) % (width + 1)], axis=-1)
+        return rows[..., :width]
+
+    return each_turn(fitted)
+
+
 def _one_type_alone(sample: Any, tokens: int) -> Any:
     """The second part of a resumed rollout is a list, and lists are not joined to arrays."""
     if isinstance(sample, list):
@@ -103,6 +149,51 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=sending(_end_to_end),
         says="replay-a: token 7 of sample 0",
+        one_rank=True,
+    ),
+    Fault(
+        id="turns-between-lost",
+        bug="R14 in kind: a rollout that was interrupted twice keeps the routes of its first and its last part",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(_first_and_last),
+        diagnosis="the router's own choice",
+        one_rank=True,
+    ),
+    Fault(
+        id="boundary-token-without-route",
+        bug="prime-rl#1807: a turn's last token has no row until the next turn runs it, and is skipped there as prefix",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(_boundary_lost),
+        diagnosis="the router's own choice",
+        one_rank=True,
+    ),
+    Fault(
+        id="stale-rows-behind-a-chunk",
+        bug="sglang#36404: rows of padding are captured behind a prefill chunk, and repeat an earlier token's route",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(whole(_stale_behind_a_chunk)),
+        diagnosis="the route of token",
+        one_rank=True,
+    ),
+    Fault(
+        id="aborted-turn-without-routes",
+        bug="miles#1672: a sample with a turn that was aborted before its first token ends the run",
+        rules=("RUN-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(_no_empty_turn),
+        says="has no routes",
+        one_rank=True,
+    ),
+    Fault(
+        id="rows-cut-to-top-k",
+        bug="ROCm/aiter#3739 in kind: an engine with other experts in a row, cut to the model's top-k or filled up",
+        rules=("RPL-007",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending_in(_fitted),
+        says="an expert too many in each row",
         one_rank=True,
     ),
     Fault(

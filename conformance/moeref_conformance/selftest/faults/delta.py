@@ -67,6 +67,17 @@ class _KeepsReferences(Sender):
         return dict(weights)
 
 
+class _InPlace(Sender):
+    """Takes the difference in the trainer's own memory."""
+
+    def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
+        messages = super().delta(version, weights)
+        for name, old in self.base[1].items():
+            if weights[name].is_contiguous():
+                bits(weights[name]).bitwise_xor_(bits(old))
+        return messages
+
+
 class _Rounds(Sender):
     """Sends values that went through fp16."""
 
@@ -295,6 +306,14 @@ FAULTS = (
         cell=_CELL,
         wrap=design(_KeepsReferences, _Unverified),
         says="those of version 0",
+    ),
+    Fault(
+        id="delta-taken-in-place",
+        bug="W15 at the trainer's end: the exclusive or is taken in place to save memory, and training goes on with it",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_InPlace),
+        says="of the trainer's weights",
     ),
     Fault(
         id="delta-values-rounded",

@@ -102,8 +102,9 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             ("left", []),
             ("forward", {"has": last}),
             ("change", None),
+            ("broken_off", []),
             ("export_changed", stream),
-            ("kept", {"overwritten": []}),
+            ("kept", {"overwritten": [], "left": []}),
             ("move", None),
             ("own", {"changed": [], "later": [], "outdated": [], "stale": []}),
         ]

@@ -343,6 +343,16 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         stream(0, "left", lambda v: v.append(["training mode", "0:decoder"])),
         "changed the training mode of 0:decoder",
     ),
+    "left in another mode by an export that broke off": (
+        "EXP-014",
+        stream(0, "broken_off", lambda v: v.append(["training mode", "0:decoder"])),
+        "the export that broke off changed the training mode of 0:decoder",
+    ),
+    "left in another mode by the second export": (
+        "EXP-014",
+        stream(0, "kept", lambda v: v["left"].append(["training mode", "0:decoder"])),
+        "the second export changed the training mode of 0:decoder",
+    ),
     "not in the new memory": (
         "EXP-013",
         stream(0, "own", lambda v: v["outdated"].append(DOWN)),

@@ -116,7 +116,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
         assert torch.equal(record.tensors("export")[name], tensor)
         assert torch.equal(record.tensors("export_changed")[name], tensor * -0.5)
     assert record.tensors("forward")["logits"].shape == (2, 3, 3)
-    assert record.value("kept") == {"overwritten": []}
+    assert record.value("kept") == {"overwritten": [], "left": []}
     assert record.value("own") == {"changed": [], "later": [], "outdated": [], "stale": []}
     for step, name in (("refuse_parameter", "kit_unmapped.weight"), ("refuse_extra", "x"), ("refuse_missing", "b")):
         assert name in record.error(step)["message"]  # type: ignore[index]
@@ -242,7 +242,7 @@ def test_what_is_lent_is_not_written_to(inputs: dict[str, str], tmp_path: Path) 
 
 def test_a_reused_buffer_is_seen_in_what_was_kept(inputs: dict[str, str], tmp_path: Path) -> None:
     record = recorded(Reusing(), inputs, tmp_path)
-    assert record.value("kept") == {"overwritten": ["w"]}
+    assert record.value("kept") == {"overwritten": ["w"], "left": []}
     assert record.value("own") == {"changed": [], "later": [], "outdated": [], "stale": []}
 
 

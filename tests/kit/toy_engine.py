@@ -137,6 +137,10 @@ class Target:
         engine_routes=True,
     )
 
+    def preload(self) -> None:
+        """Import what transformers' models need once, in the parent of all ranks."""
+        from transformers import Glm4MoeForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
+
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[Any]:
         session: Any = SimpleNamespace(**dict.fromkeys(FACETS))

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
+from numpy import random as numpy_random  # here, and so once for all ranks: numpy imports it late
 
 from moeref_conformance.steps.tensors import copied
 
@@ -73,7 +73,7 @@ def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any
 def _generators() -> Iterator[tuple[tuple[str, str], str]]:
     """Those of torch, numpy and Python, and Megatron's trackers if Megatron is there."""
     yield ("generator", "torch's on the CPU"), _digest(torch.get_rng_state())
-    numpy = np.random.get_state(legacy=False)["state"]
+    numpy = numpy_random.get_state(legacy=False)["state"]
     yield ("generator", "numpy's"), str(hash((numpy["pos"], numpy["key"].tobytes())))
     yield ("generator", "Python's"), str(hash(random.getstate()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

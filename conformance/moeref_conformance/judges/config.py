@@ -44,8 +44,8 @@ def _given(case: Case, wanted: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings where the config of a rank differs from the wanted settings."""
     yield from unanswered(case, STEP)
     for rank, value in values(case, STEP):
-        for name, want in wanted.items():
-            yield from _differ(case, rank, name, want, value["given"], "the config")
+        for name in (name for name in wanted if name not in settings.unread(value["given"])):
+            yield from _differ(case, rank, name, wanted[name], value["given"], "the config")
 
 
 @judges("CFG-001")
@@ -54,8 +54,17 @@ def the_model_s(case: Case) -> Iterator[Finding]:
     yield from _given(case, settings.of_the_model(case.cell, expected(case)))
     optional = settings.where_given(expected(case))
     for rank, value in values(case, STEP):
-        for name in sorted(optional.keys() & value["given"].keys()):
+        for name in sorted(optional.keys() & value["given"].keys() - settings.unread(value["given"])):
             yield from _differ(case, rank, name, optional[name], value["given"], "the config")
+        yield from _choosing(case, rank, value["given"].get("moe_router_load_balancing_type"))
+
+
+def _choosing(case: Case, rank: int, have: Any) -> Iterator[Finding]:
+    """Findings for kinds of load balancing by which the router chooses experts; Megatron takes one kind or a list."""
+    for kind in [have] if isinstance(have, str) else have or ():
+        if kind in settings.BALANCERS:
+            message = f"the config has moe_router_load_balancing_type={kind!r}, by which tokens take other experts"
+            yield _said(case, rank, message, "none", kind)
 
 
 @judges("CFG-002")

@@ -49,15 +49,16 @@ def gradients_are_transformers(case: Case) -> Outcome:
 def replayed_gradients_are_transformers(case: Case) -> Outcome:
     """In fp32 by parameter as GRD-001; in bf16 by Euclidean distances, of each gradient and of all of a rank.
 
-    Of R2 the step whose routes were recorded with other routers, in fp32.
+    Of R2 the recomputed step and the one behind it, in fp32: of each the routes were recorded with other routers.
     """
     if no := _no_loss(case) or _not_recorded(case) or unmeasured(case):
         return no
     if findings := without(case, "inventory", "replay"):
         return outcome(findings)
     if case.cell.replay == "R2":
-        want = oracle_recorded(case, "record-changed").gradients
-        return _compared(case, "replay", {"step-changed": want}, _against, LIMIT)
+        recomputed, later = oracle_recorded(case, "record", True), oracle_recorded(case, "record-changed", False)
+        steps = {"recompute": recomputed.gradients, "step-changed": later.gradients}
+        return _compared(case, "replay", steps, _against, LIMIT)
     phases = {phase: _wanted(case, phase) for phase in ("step-a", "recompute-b")}
     if case.cell.dtype == "float32":
         return _compared(case, "replay", phases, _against, LIMIT)

@@ -89,12 +89,12 @@ def oracle_of(case: Case, phase: str) -> routed.Routed:
 
 
 @once
-def oracle_recorded(case: Case, phase: str) -> routed.Routed:
-    """What transformers computes when every token takes the experts that received it in a phase of R2."""
-    return _taking(case, "native", phase, set(map(tuple, tokens_of(case).nonzero().tolist())))
+def oracle_recorded(case: Case, phase: str, negated: bool) -> routed.Routed:
+    """What transformers, with routers `negated` or not, computes when tokens take their experts of a phase of R2."""
+    return _taking(case, "native", phase, set(map(tuple, tokens_of(case).nonzero().tolist())), negated)
 
 
-def _taking(case: Case, which: str, phase: str, free: set[Place]) -> routed.Routed:
+def _taking(case: Case, which: str, phase: str, free: set[Place], negated: bool = False) -> routed.Routed:
     """What transformers computes under these routes when the tokens `free` take the experts of the phase."""
     native, seen = oracle(case, which), seen_routes(case, phase)[0]
     top_k = {len(experts) for places in native.experts.values() for experts in places.values()}
@@ -105,9 +105,9 @@ def _taking(case: Case, which: str, phase: str, free: set[Place]) -> routed.Rout
         for place in free
     }
     chosen = frozenset(one for one in taken if len(one[3]) in top_k)
-    if all(own == native.experts[layer][row, position] for layer, row, position, own in chosen):
+    if not negated and all(own == native.experts[layer][row, position] for layer, row, position, own in chosen):
         return native
-    return routed.under(expected(case), which, case.claims.missing_rows, chosen)
+    return routed.under(expected(case), which, case.claims.missing_rows, chosen, negated=negated)
 
 
 def _of_phase(case: Case, phase: str) -> ByRank:

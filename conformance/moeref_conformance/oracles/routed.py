@@ -6,7 +6,9 @@ everything else stay transformers' own, and so does the choice for rows without 
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,7 +114,7 @@ def write(expected: Expected) -> Path:
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str, bool, Chosen, torch.dtype], Routed] = {}
+_DONE: dict[tuple[str, str, bool, Chosen, torch.dtype, bool], Routed] = {}
 
 
 def under(
@@ -121,16 +123,18 @@ def under(
     missing: bool = True,
     chosen: Chosen = frozenset(),
     dtype: torch.dtype = torch.float32,
+    negated: bool = False,
 ) -> Routed:
     """What transformers computes in `dtype` under the route set `a` or `b`, or with `native` routes.
 
-    Tokens without a route take the experts `chosen`, else the router's. Computed once for equal checkpoints.
+    Tokens without a route take the experts `chosen`, else the router's; the weights of routers may be `negated`.
+    Computed once for equal checkpoints.
     """
-    key = expected.digest, which, missing, chosen, dtype
+    key = expected.digest, which, missing, chosen, dtype, negated
     with _ONE_AT_A_TIME:
         if key not in _DONE:
             given = () if which == "native" else given_routes(expected, which, missing)
-            _DONE[key] = routed(expected, given, chosen, dtype)
+            _DONE[key] = routed(expected, given, chosen, dtype, negated)
         return _DONE[key]
 
 
@@ -173,9 +177,12 @@ def routed(
     routes: Sequence[np.ndarray[Any, Any]] = (),
     chosen: Chosen = frozenset(),
     dtype: torch.dtype = torch.float32,
+    negated: bool = False,
 ) -> Routed:
     """transformers' step with the cell's tokens under `routes` as `given_routes` makes them; native without."""
     model, layers = _model(str(expected.inputs["checkpoint"]), dtype), _shape(expected).routed
+    if negated:
+        model = _negated(model)
     samples, length = expected.tokens_BS.shape
     with torch.enable_grad(), forcing(expected, routes, chosen) as forced, _entering(model, layers) as entering:
         logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
@@ -265,6 +272,15 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
             Path(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
         )
     return model.eval()
+
+
+def _negated(model: Any) -> Any:
+    """A copy of the module whose routers have their weight negated."""
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if re.search(r"\.(gate|router)\.weight$", name):
+            parameter.data.neg_()
+    return other
 
 
 @contextmanager

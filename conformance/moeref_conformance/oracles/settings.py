@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ _SAME: dict[str, tuple[Any, ...]] = {
     "moe_router_group_topk": (None, 1),
     "moe_shared_expert_intermediate_size": (None, 0),
     "mtp_num_layers": (None, 0),
+    "rope_scaling": (None, False),
+    "seq_len_interpolation_factor": (None, 1.0),
     "virtual_pipeline_model_parallel_size": (None, 1),
 }
 #: Settings that change what a model computes, as Megatron has them where a model wants nothing of the kind. The kit's
@@ -61,6 +63,8 @@ NEUTRAL: dict[str, Any] = {
     "use_mup": False,
     "window_size": None,
 }
+#: Kinds of load balancing that are no loss: the router chooses other experts by them.
+BALANCERS = ("quantile_balancing", "sinkhorn")
 #: Lists of a number a layer, for which megatron-core takes one number too: whether layer i has a 1 then.
 _EVERY: dict[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda i, every: i % every == 0,
@@ -95,7 +99,7 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid" if bias else "softmax",
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": int(config.topk_group) if groups > 1 else None,
-        # Megatron renormalises the weights of the chosen experts unless the softmax comes first.
+        # Megatron renormalises the weights of the chosen experts unless a softmax comes first.
         "moe_router_pre_softmax": not bias and not getattr(config, "norm_topk_prob", True),
         "moe_router_topk_scaling_factor": float(getattr(config, "routed_scaling_factor", None) or 1.0),
         "moe_shared_expert_intermediate_size": rows(
@@ -108,6 +112,8 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
         values["ffn_hidden_size"] = rows(".mlp.gate_proj.weight")
     values |= NEUTRAL | _of_every_layer(config, {name.partition(".self_attn.")[2] for name in tensors}, rows)
     values |= _computing(config, rows(".self_attn.q_proj.weight"))
+    if not cell.precision:
+        values |= {"fp4": None, "fp8": None}
     if rows(".kv_a_proj_with_mqa.weight") is not None:
         return {**values, "multi_latent_attention": True, **_latent(config)}
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -127,7 +133,30 @@ def where_given(expected: Expected) -> dict[str, Any]:
     if getattr(config, "kv_lora_rank", None):  # latent attention scales by its own formula, whatever the config says
         return values
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {**values, "softmax_scale": width**-0.5}
+    values |= {"softmax_scale": width**-0.5, "rope_scaling": False, "seq_len_interpolation_factor": None}
+    return values | _grouped_rope(rope)
+
+
+def _grouped_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """The kind of GPTModel's embedding and, of YaRN, its numbers; the kind may be `rope` then, with other frequencies."""
+    if not _is_yarn(rope):
+        return {"position_embedding_type": "rope"}
+    names = {"rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"}
+    names |= {name: name for name in ("beta_fast", "beta_slow")}
+    numbers = {f"yarn_{name}": rope[key] for name, key in names.items() if key in rope}
+    return {**numbers, "yarn_correction_range_round_to_int": bool(rope.get("truncate", True))}
+
+
+def unread(given: Mapping[str, Any]) -> set[str]:
+    """Names that megatron-core does not read beside the others of this config, whatever they hold."""
+    names = set()
+    if given.get("moe_router_score_function") == "sigmoid":  # recipes of DeepSeek-V3 ask for a softmax before top-k
+        names.add("moe_router_pre_softmax")
+    if given.get("rope_type") == "rope" and not given.get("mscale_all_dim"):  # of YaRN; 40 is the default
+        names.add("rotary_scaling_factor")
+    if given.get("position_embedding_type", "yarn") != "yarn":
+        names |= {name for name in given if name.startswith("yarn_")}
+    return names
 
 
 def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | None]) -> dict[str, Any]:
@@ -151,6 +180,8 @@ def _of_every_layer(config: Any, attention: set[str], rows: Callable[..., int | 
         values["linear_attention_freq"] = [int(kind == "linear_attention") for kind in kinds]
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         values |= {f"linear_{name}": int(getattr(config, f"linear_{name}")) for name in names}
+    else:
+        values["experimental_attention_variant"] = None
     return values
 
 

@@ -46,6 +46,7 @@ from moeref_conformance.selftest.border import (
     stream,
 )
 from moeref_conformance.selftest.faults.base import Variant, cell
+from moeref_conformance.selftest.faults.config import always
 from moeref_conformance.selftest.faults.delta import Differences
 from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
 from moeref_conformance.selftest.faults.roles import aliases, everywhere, in_turn
@@ -185,13 +186,9 @@ def _routed_in_fp64(session: Any, cell: Cell, world: World) -> Any:
 
 def _scale_and_rotation_said(session: Any, cell: Cell, world: World) -> Any:
     """The config has the share of a head that is rotated, and the scale of its attention."""
-    good = session.config
-    said = {"rotary_percent": 0.75, "softmax_scale": good.given()["kv_channels"] ** -0.5}
-
-    def resolve(request: Request, role: str) -> Mapping[str, Any]:
-        return {**good.resolve(request, role), **said}
-
-    return facet(session, "config", given=lambda: {**good.given(), **said}, resolve=resolve)
+    scale = session.config.given()["kv_channels"] ** -0.5
+    rope = {"position_embedding_type": "rope", "rope_scaling": False, "seq_len_interpolation_factor": None}
+    return always(rotary_percent=0.75, softmax_scale=scale, **rope)(session, cell, world)
 
 
 def _padding_stays(session: Any, cell: Cell, world: World) -> Any:
@@ -721,6 +718,18 @@ _DESIGNS = (
         why="a provider's config holds what others pass to GPTModel, and the scale that Megatron would work out",
         cell=cell("glm4_moe", "tp1", backend="static"),
         wrap=_scale_and_rotation_said,
+    ),
+    Benign(
+        id="softmax-before-a-sigmoid",
+        why="recipes of DeepSeek-V3 ask for a softmax before top-k, which a router of sigmoids does not read",
+        cell=cell("deepseek_v3", "tp1", layers=3, backend="static"),
+        wrap=always(moe_router_pre_softmax=True),
+    ),
+    Benign(
+        id="factor-beside-plain-rope",
+        why="Megatron's default of 40 stands beside a rope_type that does not read it",
+        cell=cell("glm4_moe_lite", "tp1", layers=4, backend="static"),
+        wrap=always(rope_type="rope", rotary_scaling_factor=40.0),
     ),
     Benign(
         id="padding-stays",

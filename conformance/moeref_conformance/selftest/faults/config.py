@@ -101,7 +101,7 @@ def _flex_alone(asked: Mapping[str, Any]) -> bool:
     return asked.get(_DISPATCHER[0]) == "flex" and asked.get(_DISPATCHER[1]) is None
 
 
-def _always(**values: Any) -> Wrap:
+def always(**values: Any) -> Wrap:
     """Megatron is given `values`, whatever the model or the layout needs."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
@@ -116,20 +116,25 @@ def _always(**values: Any) -> Wrap:
     return wrap
 
 
-def _router_dtype_not_set(session: Session, cell: Cell, world: World) -> Any:
-    """The router's dtype is Megatron's default where nobody asks for one."""
-    good: Any = session.config
+def _unless_asked(**values: Any) -> Wrap:
+    """Megatron is given `values` where nobody asks for others."""
 
-    def resolve(request: Request, role: str) -> Mapping[str, Any]:
-        return {**good.resolve(request, role), "moe_router_dtype": request.overrides.get("moe_router_dtype")}
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.config
 
-    return facet(session, "config", given=lambda: {**good.given(), "moe_router_dtype": None}, resolve=resolve)
+        def resolve(request: Request, role: str) -> Mapping[str, Any]:
+            asked = {**request.fields, **request.overrides}
+            return {**good.resolve(request, role), **{name: asked.get(name, value) for name, value in values.items()}}
+
+        return facet(session, "config", given=lambda: {**good.given(), **values}, resolve=resolve)
+
+    return wrap
 
 
 def _with_a_float(session: Session, cell: Cell, world: World) -> Any:
     """The number of experts is a float."""
     given: Mapping[str, Any] = session.config.given()  # type: ignore[union-attr]
-    return _always(num_moe_experts=float(given["num_moe_experts"]))(session, cell, world)
+    return always(num_moe_experts=float(given["num_moe_experts"]))(session, cell, world)
 
 
 def _own_reference(config: Any, request: Request, role: str) -> Mapping[str, Any]:
@@ -319,7 +324,7 @@ FAULTS = (
         bug="B11 NeMo-RL#1487: sequence parallelism is not given to the provider",
         rules=("CFG-002",),
         cell=cell("glm4_moe", "tp2", backend="static"),
-        wrap=_always(sequence_parallel=False),
+        wrap=always(sequence_parallel=False),
         says="sequence_parallel=False, not True",
     ),
     Fault(
@@ -327,7 +332,7 @@ FAULTS = (
         bug="B5 in kind: slime#1737, the number of stages is passed on, and not the string of their layers",
         rules=("CFG-002",),
         cell=cell("qwen3_moe", "pp2", layers=4, pipeline_layout="Et|tttL", backend="static"),
-        wrap=_always(pipeline_model_parallel_layout=None),
+        wrap=always(pipeline_model_parallel_layout=None),
         says="pipeline_model_parallel_layout=None, not 'Et|tttL'",
     ),
     Fault(
@@ -335,7 +340,7 @@ FAULTS = (
         bug="B12 ms-swift#9590, verl#7485, miles#1721: settings are mapped by identical name, what is renamed is lost",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(moe_router_topk_scaling_factor=None),
+        wrap=always(moe_router_topk_scaling_factor=None),
         says="moe_router_topk_scaling_factor=None, not 1.7",
     ),
     Fault(
@@ -351,7 +356,7 @@ FAULTS = (
         bug="first_k_dense_replace is not read, and every layer has experts",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(moe_layer_freq=1),
+        wrap=always(moe_layer_freq=1),
         says="moe_layer_freq=1, not [0, 1]",
     ),
     Fault(
@@ -359,7 +364,7 @@ FAULTS = (
         bug="megatron-core's dropout of 0.1 is left on: the trainer computes other probabilities than the engine",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(hidden_dropout=0.1, attention_dropout=0.1),
+        wrap=always(hidden_dropout=0.1, attention_dropout=0.1),
         says="attention_dropout=0.1, not 0.0",
     ),
     Fault(
@@ -367,7 +372,7 @@ FAULTS = (
         bug="Megatron-Bridge#4271: partial_rotary_factor is applied to the part of a latent head that is rotated whole",
         rules=("CFG-001",),
         cell=cell("glm4_moe_lite", "tp1", layers=4, backend="static"),
-        wrap=_always(rotary_percent=0.5),
+        wrap=always(rotary_percent=0.5),
         says="rotary_percent=0.5, not 1.0",
     ),
     Fault(
@@ -375,7 +380,7 @@ FAULTS = (
         bug="the scale of attention is worked out from hidden_size / heads, and head_dim says another width",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(softmax_scale=0.03),
+        wrap=always(softmax_scale=0.03),
         says="softmax_scale=0.03",
     ),
     Fault(
@@ -383,7 +388,7 @@ FAULTS = (
         bug="attention_bias is not read, since the families before had none",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(add_qkv_bias=False),
+        wrap=always(add_qkv_bias=False),
         says="add_qkv_bias=False, not True",
     ),
     Fault(
@@ -391,7 +396,7 @@ FAULTS = (
         bug="Megatron-Bridge#4271 in kind: of a rope's settings the factor alone is mapped, the rest are defaults",
         rules=("CFG-001",),
         cell=cell("deepseek_v3", "tp1", layers=3, backend="static"),
-        wrap=_always(mscale=1.0, mscale_all_dim=0.0),
+        wrap=always(mscale=1.0, mscale_all_dim=0.0),
         says="mscale_all_dim=0.0, not 1.0",
     ),
     Fault(
@@ -399,7 +404,7 @@ FAULTS = (
         bug="layer_types is not read: every second layer has a window, counted from the wrong one",
         rules=("CFG-001",),
         cell=cell("gpt_oss", "tp1", backend="static"),
-        wrap=_always(window_attn_skip_freq=[0, 1]),
+        wrap=always(window_attn_skip_freq=[0, 1]),
         says="window_attn_skip_freq=[0, 1], not [1, 0]",
     ),
     Fault(
@@ -407,7 +412,7 @@ FAULTS = (
         bug="the gate of the shared experts has no setting in config.json, and is not looked for in the checkpoint",
         rules=("CFG-001",),
         cell=cell("qwen3_next", "tp1", backend="static"),
-        wrap=_always(moe_shared_expert_gate=False),
+        wrap=always(moe_shared_expert_gate=False),
         says="moe_shared_expert_gate=False, not True",
     ),
     Fault(
@@ -415,7 +420,7 @@ FAULTS = (
         bug="Megatron-LM#1756 in kind: a capacity that recipes of pre-training set drops tokens, which no engine does",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(moe_expert_capacity_factor=1.0),
+        wrap=always(moe_expert_capacity_factor=1.0),
         says="moe_expert_capacity_factor=1.0, not None",
     ),
     Fault(
@@ -423,7 +428,7 @@ FAULTS = (
         bug="reported nowhere: sliding_window of config.json is read, and use_sliding_window=false beside it is not",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(window_size=[4095, 0]),  # no sequence of the kit is as long
+        wrap=always(window_size=[4095, 0]),  # no sequence of the kit is as long
         says="window_size=[4095, 0], not None",
     ),
     Fault(
@@ -431,7 +436,7 @@ FAULTS = (
         bug="reported nowhere: qk_clip of a recipe of pre-training changes weights behind the optimizer's back",
         rules=("CFG-001",),
         cell=cell("deepseek_v3", "tp1", layers=3, backend="static"),
-        wrap=_always(qk_clip=True),
+        wrap=always(qk_clip=True),
         says="qk_clip=True, not False",
     ),
     Fault(
@@ -439,7 +444,7 @@ FAULTS = (
         bug="reported nowhere: a flag of another architecture's recipe changes where every layer's residual is taken",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(apply_residual_connection_post_layernorm=True),
+        wrap=always(apply_residual_connection_post_layernorm=True),
         says="apply_residual_connection_post_layernorm=True, not False",
     ),
     Fault(
@@ -447,7 +452,7 @@ FAULTS = (
         bug="Megatron-LM#5940: gpt-oss's clamp and offset reach one of the paths of the experts, or none",
         rules=("CFG-001",),
         cell=cell("gpt_oss", "tp1", backend="static"),
-        wrap=_always(activation_func_clamp_value=None, glu_linear_offset=0.0),
+        wrap=always(activation_func_clamp_value=None, glu_linear_offset=0.0),
         says="glu_linear_offset=0.0, not 1.0",
     ),
     Fault(
@@ -455,7 +460,7 @@ FAULTS = (
         bug="Megatron-LM#1958 in kind: whether a norm holds its weight less one is settled for one kind of norm alone",
         rules=("CFG-001",),
         cell=cell("qwen3_next", "tp1", backend="static"),
-        wrap=_always(layernorm_zero_centered_gamma=False, attention_output_gate=False),
+        wrap=always(layernorm_zero_centered_gamma=False, attention_output_gate=False),
         says="attention_output_gate=False, not True",
     ),
     Fault(
@@ -463,15 +468,55 @@ FAULTS = (
         bug="Megatron-Bridge#5220: the first alias that a config class has is read, here its default number of experts",
         rules=("CFG-001",),
         cell=ONE,
-        wrap=_always(num_moe_experts=256),
+        wrap=always(num_moe_experts=256),
         says="num_moe_experts",
+    ),
+    Fault(
+        id="balanced-by-choosing",
+        bug="reported nowhere: a kind of load balancing that is no loss, but sends tokens to other experts",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_unless_asked(moe_router_load_balancing_type="sinkhorn"),
+        says="moe_router_load_balancing_type='sinkhorn', by which tokens take other experts",
+    ),
+    Fault(
+        id="quantised-unasked",
+        bug="reported nowhere: a recipe for large clusters trains in FP8, whoever asks for bf16 alone",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=always(fp8="hybrid"),
+        says="fp8='hybrid', not None",
+    ),
+    Fault(
+        id="positions-interpolated",
+        bug="Megatron-Bridge#5097 in kind: a rope's linear factor, here one of another model, interpolates positions",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=always(seq_len_interpolation_factor=8.0),
+        says="seq_len_interpolation_factor=8.0, not None",
+    ),
+    Fault(
+        id="yarn-of-the-class",
+        bug="Megatron-Bridge#5627 in kind: a family's own branch for YaRN has a factor of its own",
+        rules=("CFG-001",),
+        cell=cell("gpt_oss", "tp1", backend="static"),
+        wrap=always(yarn_rotary_scaling_factor=32.0, yarn_correction_range_round_to_int=True),
+        says="yarn_rotary_scaling_factor=32.0, not 8.0",
+    ),
+    Fault(
+        id="rotary-factor-of-the-class",
+        bug="Megatron-Bridge#2791: a plain rope of latent attention is given Megatron's default, YaRN with a factor of 40",
+        rules=("CFG-001",),
+        cell=cell("glm4_moe_lite", "tp1", layers=4, backend="static"),
+        wrap=always(rope_type="yarn", rotary_scaling_factor=40.0),
+        says="rotary_scaling_factor=40.0, not 1.0",
     ),
     Fault(
         id="router-in-bf16",
         bug="reported nowhere: the router's dtype is left at Megatron's default, which is that of the parameters",
         rules=("CFG-013",),
         cell=cell("glm4_moe", "tp1", backend="static", dtype="bfloat16"),
-        wrap=_router_dtype_not_set,
+        wrap=_unless_asked(moe_router_dtype=None),
         says="moe_router_dtype=None; transformers' router computes its logits in fp32",
     ),
     Fault(

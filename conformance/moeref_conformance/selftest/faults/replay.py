@@ -73,6 +73,17 @@ def _scores_of_the_own(good: Any) -> Any:
     return get_replay_topk
 
 
+def _scores_of_the_own_in_the_backward(good: Any) -> Any:
+    own = _scores_of_the_own(good)
+
+    def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        action = self.router_replay_action
+        chosen = own if action and action.name == "REPLAY_BACKWARD" else good
+        return chosen(self, *args, **kwargs)
+
+    return get_replay_topk
+
+
 def _scores_of_the_recorded(good: Any) -> Any:
     """Scores of the replayed experts are those of the recorded forward, with the gradient of the router's own."""
     recorded: dict[int, list[Any]] = {}
@@ -319,6 +330,15 @@ FAULTS = (
         patch=_router_replay_with("get_replay_topk", _scores_of_the_recorded),
         one_rank=True,
         says="final_layernorm",
+    ),
+    Fault(
+        id="own-scores-recomputed",
+        bug="R2 in kind: a recomputed router weighs the recorded experts by the scores of its own choice",
+        rules=("RPL-008",),
+        cell=cell("qwen3_moe", "one", replay="R2"),
+        patch=_router_replay_with("get_replay_topk", _scores_of_the_own_in_the_backward),
+        one_rank=True,
+        says="recompute: the gradient of",
     ),
     Fault(
         id="router-of-an-earlier-signature",

@@ -71,3 +71,30 @@ def test_whole_numbers_of_yarn_in_a_file_are_the_floats_of_megatrons_fields(vari
     wanted, hints = settings.of_the_model(one, model), typing.get_type_hints(MLATransformerConfig)
     assert {name: type(wanted[name]) for name in sizes} == {name: hints[name] for name in sizes}
     assert {name: wanted[name] for name in sizes} == sizes
+
+
+def test_whole_numbers_of_yarn_of_grouped_heads_are_floats_too(variants: Path) -> None:
+    one = cell("gpt_oss", "one", layers=4)
+    model = dataclasses.replace(expected(one, variants))
+    yarn = {"rope_type": "yarn", "rope_theta": 10_000, "factor": 32, "beta_fast": 32, "truncate": False}
+    vars(model)["config"] = {**model.config, "rope_parameters": yarn, "rope_scaling": yarn}
+    wanted = settings.where_given(model)
+    assert settings.fits("yarn_rotary_scaling_factor", wanted["yarn_rotary_scaling_factor"], 32.0)
+    assert settings.fits("yarn_beta_fast", wanted["yarn_beta_fast"], 32)
+    assert "position_embedding_type" not in wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"moe_router_score_function": "sigmoid"}, {"moe_router_pre_softmax"}),
+        ({"moe_router_score_function": "softmax"}, set()),
+        ({"rope_type": "rope"}, {"rotary_scaling_factor"}),
+        ({"rope_type": "rope", "mscale_all_dim": 1.0}, set()),
+        ({"rope_type": "yarn"}, set()),
+        ({"position_embedding_type": "rope", "yarn_beta_fast": 1.0}, {"yarn_beta_fast"}),
+        ({"position_embedding_type": "yarn", "yarn_beta_fast": 1.0}, set()),
+    ],
+)
+def test_what_megatron_does_not_read(given: dict[str, object], names: set[str]) -> None:
+    assert settings.unread(given) == names

@@ -44,7 +44,8 @@ def _given(case: Case, wanted: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings where the config of a rank differs from the wanted settings."""
     yield from unanswered(case, STEP)
     for rank, value in values(case, STEP):
-        for name in (name for name in wanted if name not in settings.unread(value["given"])):
+        unread = settings.unread(value["given"])
+        for name in [name for name in wanted if name not in unread]:
             yield from _differ(case, rank, name, wanted[name], value["given"], "the config")
 
 

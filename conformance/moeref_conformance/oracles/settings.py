@@ -125,7 +125,7 @@ def where_given(expected: Expected) -> dict[str, Any]:
     config = _config(expected.config)
     rope = _rope(config)
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    values = {
+    values: dict[str, Any] = {
         "rotary_base": float(rope["rope_theta"]),
         "rotary_percent": float(share),
         "share_embeddings_and_output_weights": bool(config.tie_word_embeddings),
@@ -138,12 +138,12 @@ def where_given(expected: Expected) -> dict[str, Any]:
 
 
 def _grouped_rope(rope: dict[str, Any]) -> dict[str, Any]:
-    """The kind of GPTModel's embedding and, of YaRN, its numbers; the kind may be `rope` then, with other frequencies."""
+    """The kind of GPTModel's embedding or, of YaRN, its numbers: under `rope` a target may bring YaRN's frequencies."""
     if not _is_yarn(rope):
         return {"position_embedding_type": "rope"}
     names = {"rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"}
     names |= {name: name for name in ("beta_fast", "beta_slow")}
-    numbers = {f"yarn_{name}": rope[key] for name, key in names.items() if key in rope}
+    numbers = {f"yarn_{name}": float(rope[key]) for name, key in names.items() if key in rope}
     return {**numbers, "yarn_correction_range_round_to_int": bool(rope.get("truncate", True))}
 
 

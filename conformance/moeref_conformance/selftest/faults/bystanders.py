@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from moeref_conformance.contract.api import Cell, World
@@ -121,6 +122,12 @@ FAULTS = (
         "reported nowhere: an exporter draws a name or a sample of tensors to check, and dropout goes on elsewhere",
         _once(_draw),
         "generator of torch's on the CPU",
+    ),
+    _fault(
+        "draws-from-numpy",
+        "reported nowhere: an exporter seeds numpy to choose the tensors that it checks, and batches repeat",
+        _once(lambda chunks: np.random.seed(0)),
+        "generator of numpy's",
     ),
     _fault(
         "draws-from-a-tracker",

@@ -496,7 +496,7 @@ FAULTS = (
         says="seq_len_interpolation_factor=8.0, not None",
     ),
     Fault(
-        id="yarn-of-the-class",
+        id="yarn-numbers-of-the-class",
         bug="Megatron-Bridge#5627 in kind: a family's own branch for YaRN has a factor of its own",
         rules=("CFG-001",),
         cell=cell("gpt_oss", "tp1", backend="static"),
@@ -505,7 +505,7 @@ FAULTS = (
     ),
     Fault(
         id="rotary-factor-of-the-class",
-        bug="Megatron-Bridge#2791: a plain rope of latent attention is given Megatron's default, YaRN with a factor of 40",
+        bug="Megatron-Bridge#2791: a plain rope of latent attention gets Megatron's default, YaRN by a factor of 40",
         rules=("CFG-001",),
         cell=cell("glm4_moe_lite", "tp1", layers=4, backend="static"),
         wrap=always(rope_type="yarn", rotary_scaling_factor=40.0),

@@ -350,8 +350,8 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
     ),
     "left in another mode by the second export": (
         "EXP-014",
-        stream(0, "kept", lambda v: v["left"].append(["training mode", "0:decoder"])),
-        "the second export changed the training mode of 0:decoder",
+        stream(0, "kept", lambda v: v["left"].extend(["training mode", f"0:{name}"] for name in ("decoder", "head"))),
+        "the second export changed the training mode of 0:decoder and 1 more",
     ),
     "not in the new memory": (
         "EXP-013",

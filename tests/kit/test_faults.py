@@ -16,7 +16,7 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.diagnosis.diagnose import UNKNOWN
 from moeref_conformance.oracles.checkpoint import expected
-from moeref_conformance.selftest.faults import FAULTS, Fault, bugs_of
+from moeref_conformance.selftest.faults import FAULTS, MODULES, Fault, bugs_of
 from moeref_conformance.selftest.faulty import by_tag
 from moeref_conformance.selftest.known_bugs import KNOWN_BUGS, NOT_EXPRESSIBLE
 from moeref_conformance.steps import gradients
@@ -99,6 +99,10 @@ def test_two_faults_turn_the_rules_of_both_red(bench: Bench, pair: tuple[str, st
     first, second = (FAULTS[name] for name in pair)
     outcomes = bench.judge(tagged(first.cell, first, second), one_rank=first.one_rank or second.one_rank)
     assert {*first.rules, *second.rules} <= {rule for rule, outcome in outcomes.items() if outcome.findings}
+
+
+def test_no_two_faults_have_one_id() -> None:
+    assert sum(len(module.FAULTS) for module in MODULES) == len(FAULTS)
 
 
 def test_every_rule_is_turned_red_by_a_fault() -> None:

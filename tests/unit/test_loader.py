@@ -167,12 +167,14 @@ def test_the_inventory_has_every_parameter_and_persistent_buffer() -> None:
 def test_a_module_or_parameter_under_two_names_has_the_first() -> None:
     """As torch's `named_parameters` has it."""
     chunk, shared = torch.nn.Module(), torch.nn.Linear(1, 1)
+    shared.register_buffer("scale", torch.zeros(1))
     for name, module in (("a", shared), ("b", shared), ("c", torch.nn.Linear(1, 1, bias=False))):
         chunk.add_module(name, module)
     chunk.c.register_parameter("tied", shared.weight)
     chunk.c.register_parameter("none", None)
     found = [name for _, name in inventory([chunk])]
-    assert found == [name for name, _ in chunk.named_parameters()] == ["a.weight", "a.bias", "c.weight"]
+    assert [name for name, _ in chunk.named_parameters()] == ["a.weight", "a.bias", "c.weight"]
+    assert found == ["a.weight", "a.bias", "c.weight", "a.scale"]
 
 
 def test_a_chunk_that_is_not_there_is_named(shard_map: ShardMap) -> None:

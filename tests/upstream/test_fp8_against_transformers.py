@@ -110,8 +110,8 @@ def test_a_row_of_blocks_at_a_time_is_fp32() -> None:
 @pytest.mark.parametrize(
     ("scales", "says"),
     [
-        (None, r"has to be \[\d+, \d+\] F32, and there is no such tensor"),
-        (torch.ones(2, 2), r"weight_scale_inv has to be \[\d+, \d+\] F32, and it is \[2, 2\] F32"),
+        (None, r"its weight_scale_inv has to be \[\d+, \d+\] F32, and there is no such tensor"),
+        (torch.ones(2, 2), r"its weight_scale_inv has to be \[\d+, \d+\] F32, and it is \[2, 2\] F32"),
         (torch.ones(1, dtype=torch.int32), r"and it is \[1\] I32"),
     ],
 )

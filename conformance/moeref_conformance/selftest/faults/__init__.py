@@ -31,14 +31,11 @@ from moeref_conformance.selftest.faults import (
 )
 from moeref_conformance.selftest.faults.base import Fault
 
-FAULTS: dict[str, Fault] = {
-    fault.id: fault
-    for module in (
-        *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
-        *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, sync),
-    )
-    for fault in module.FAULTS
-}
+MODULES = (
+    *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
+    *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, sync),
+)
+FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}
 
 
 def bugs_of(fault: Fault) -> list[str]:

@@ -297,7 +297,8 @@ def _named(tensors: Iterable[Named]) -> Iterable[Named]:
 
 
 def _checked(tensors: Iterable[Named]) -> Iterator[Named]:
-    for number, pair in enumerate(tensors):
+    number = 0  # counted here, since `enumerate` holds on to what it gave last
+    for pair in tensors:
         match pair:
             case (described, torch.Tensor()) if isinstance(getattr(described, "name", described), str):
                 yield pair
@@ -306,6 +307,7 @@ def _checked(tensors: Iterable[Named]) -> Iterator[Named]:
             case _:
                 text = repr(pair)[:100]
                 raise Refused(f"item {number} is {text}; expected (Hugging Face name, tensor), of a dict its items()")
+        number += 1
         del pair
 
 

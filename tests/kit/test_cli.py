@@ -282,7 +282,8 @@ def shadowed(folder, package):
     for place in ("installed", "here"):
         (folder / place / package).mkdir(parents=True)
         (folder / place / package / "__init__.py").write_text("")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "installed"), os.environ.get("PYTHONPATH", "")])}
+    paths = [str(folder / "installed"), *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty one is the folder
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def test_a_run_says_if_moeref_is_that_of_the_folder(tmp_path):

@@ -297,7 +297,6 @@ def _named(tensors: Iterable[Named]) -> Iterable[Named]:
 
 
 def _checked(tensors: Iterable[Named]) -> Iterator[Named]:
-    number = 0  # counted here, since `enumerate` holds on to what it gave last
     for pair in tensors:
         match pair:
             case (described, torch.Tensor()) if isinstance(getattr(described, "name", described), str):
@@ -305,10 +304,9 @@ def _checked(tensors: Iterable[Named]) -> Iterator[Named]:
             case (described, None):
                 raise Refused(f"{described} has no tensor here; the rank that is given an export's tensors updates")
             case _:
-                text = repr(pair)[:100]
-                raise Refused(f"item {number} is {text}; expected (Hugging Face name, tensor), of a dict its items()")
-        number += 1
-        del pair
+                text = " ".join(repr(pair).split())[:100]
+                raise Refused(f"{text} came; expected (Hugging Face name, tensor), of a dict its items()")
+        del pair  # and no number of `enumerate`, which holds on to what it gave last
 
 
 def _marked(made: Iterable[exporter.Bucket]) -> Iterator[Bucket]:

@@ -156,7 +156,7 @@ class Request:
 @runtime_checkable
 class Config(Protocol):
     """Facet `config`. Settings have TransformerConfig's names; values that are not plain (functions, dtypes) may be
-    left out."""
+    left out. Of functions `activation_func` alone is judged, by what it computes."""
 
     def given(self) -> Mapping[str, Any]:
         """The settings that this session's model is built with; in the static world, would be built with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,7 @@ def the_model_s(case: Case) -> Iterator[Finding]:
         for name in sorted(optional.keys() & value["given"].keys() - settings.unread(value["given"])):
             yield from _differ(case, rank, name, optional[name], value["given"], "the config")
         yield from _choosing(case, rank, value["given"].get("moe_router_load_balancing_type"))
+        yield from _turned(case, rank, value["given"])
 
 
 def _choosing(case: Case, rank: int, have: Any) -> Iterator[Finding]:
@@ -66,6 +68,14 @@ def _choosing(case: Case, rank: int, have: Any) -> Iterator[Finding]:
         if kind in settings.BALANCERS:
             message = f"the config has moe_router_load_balancing_type={kind!r}, by which tokens take other experts"
             yield _said(case, rank, message, "none", kind)
+
+
+def _turned(case: Case, rank: int, given: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings for YaRN's mscale and mscale_all_dim, of which several pairs mean the same."""
+    both = settings.turned_by(expected(case), given)
+    if both and not math.isclose(*both, rel_tol=1e-6):
+        message = f"the config's mscale and mscale_all_dim multiply cos and sin by {both[1]:.6g}, not {both[0]:.6g}"
+        yield _said(case, rank, message, *both)
 
 
 @judges("CFG-002")

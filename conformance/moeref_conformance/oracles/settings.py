@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moeref_conformance.contract import activations
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.oracles.expected import Expected
 
@@ -126,6 +127,7 @@ def where_given(expected: Expected) -> dict[str, Any]:
     rope = _rope(config)
     share = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     values: dict[str, Any] = {
+        activations.SETTING: _activation(config),
         "rotary_base": float(rope["rope_theta"]),
         "rotary_percent": float(share),
         "share_embeddings_and_output_weights": bool(config.tie_word_embeddings),
@@ -145,6 +147,30 @@ def _grouped_rope(rope: dict[str, Any]) -> dict[str, Any]:
     names |= {name: name for name in ("beta_fast", "beta_slow")}
     numbers = {f"yarn_{name}": float(rope[key]) for name, key in names.items() if key in rope}
     return {**numbers, "yarn_correction_range_round_to_int": bool(rope.get("truncate", True))}
+
+
+def turned_by(expected: Expected, given: Mapping[str, Any]) -> tuple[float, float] | None:
+    """By what transformers, and megatron-core under `given`, multiply cos and sin of YaRN.
+
+    None without YaRN, and where the settings do not have its numbers.
+    """
+    config, latent = _config(expected.config), "multi_latent_attention" in given and given["multi_latent_attention"]
+    prefix, scale = ("", "rotary_scaling_factor") if latent else ("yarn_", "yarn_rotary_scaling_factor")
+    if not _is_yarn(_rope(config)) or scale not in given or scale in unread(given):
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    want = float(ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))[1])
+    mscales = [given.get(prefix + name) for name in ("mscale", "mscale_all_dim")]
+    return want, _concentration(float(given[scale]), *mscales)
+
+
+def _concentration(factor: float, mscale: float | None, all_dim: float | None) -> float:
+    """megatron-core's, of YarnRotaryEmbedding: a quotient of 0.1·m·ln(factor) + 1 for both m, each 1 without both."""
+    if mscale is None or all_dim is None:
+        mscale, all_dim = 1.0, 0.0
+    grow = math.log(factor) if factor > 1 else 0.0
+    return float((0.1 * mscale * grow + 1) / (0.1 * all_dim * grow + 1))
 
 
 def unread(given: Mapping[str, Any]) -> set[str]:
@@ -193,6 +219,15 @@ def _computing(config: Any, rows_of_q: int | None) -> dict[str, Any]:
         gated = rows_of_q == 2 * config.num_attention_heads * config.head_dim
         return {"attention_output_gate": gated, "layernorm_zero_centered_gamma": True}
     return {}
+
+
+def _activation(config: Any) -> str | None:
+    """The name of transformers' activation; GptOssExperts computes its own, whatever hidden_act says."""
+    from transformers.activations import ACT2FN
+
+    if config.model_type == "gpt_oss":
+        return activations.named(lambda x: x * torch.sigmoid(1.702 * x))
+    return activations.named(ACT2FN[config.hidden_act])
 
 
 def router_dtype(cell: Cell, expected: Expected) -> tuple[str | None, ...]:
@@ -269,6 +304,8 @@ def fits(name: str, want: Any, have: Any) -> bool:
     alike = _SAME.get(name, ())
     if want in alike and have in alike:
         return True
+    if name == activations.SETTING:
+        return not activations.is_name(have) or bool(want == have)
     if name == "softmax_scale":  # None is 1/sqrt(width) of a head
         return have is None or math.isclose(want, have, rel_tol=1e-6)
     if name in _EVERY and isinstance(have, int) and not isinstance(have, bool):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from moeref_conformance.contract import activations
 from moeref_conformance.contract.api import Config, Request
 from moeref_conformance.contract.requests.config import OF_THE_REFERENCE, REQUESTS, same
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, answer
@@ -48,8 +49,15 @@ def held_by(chunks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain ones of `values`: None, bool, numbers, also numpy's, strings, and lists of them."""
+    """The plain ones of `values`: None, bool, numbers, also numpy's, strings, and lists of them.
+
+    Of functions the activation has a name, by what it computes.
+    """
     made = {str(k): v.item() if isinstance(v, np.generic) else v for k, v in values.items()}
+    activation = made.get(activations.SETTING)
+    if callable(activation):
+        name = activations.named(activation)
+        made[activations.SETTING] = activation if name is None else name
     return {k: list(v) if isinstance(v, tuple) else v for k, v in made.items() if _is_plain(v)}
 
 

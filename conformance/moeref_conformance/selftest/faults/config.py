@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
+
 from moeref_conformance.contract.api import Cell, Request, Session, World
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
@@ -456,6 +458,22 @@ FAULTS = (
         says="glu_linear_offset=0.0, not 1.0",
     ),
     Fault(
+        id="activation-of-megatron",
+        bug="Megatron-Bridge#4661 in kind: the activation is not the model's, here TransformerConfig's default of gelu",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=always(activation_func=torch.nn.functional.gelu),
+        says="activation_func='gelu', not 'silu'",
+    ),
+    Fault(
+        id="activation-by-hidden-act",
+        bug="reported nowhere: gpt-oss's hidden_act says silu, and its experts compute a sigmoid of 1.702 x",
+        rules=("CFG-001",),
+        cell=cell("gpt_oss", "tp1", backend="static"),
+        wrap=always(activation_func=torch.nn.functional.silu),
+        says="activation_func='silu', not 'quick_gelu'",
+    ),
+    Fault(
         id="norms-not-centred-at-zero",
         bug="Megatron-LM#1958 in kind: whether a norm holds its weight less one is settled for one kind of norm alone",
         rules=("CFG-001",),
@@ -502,6 +520,14 @@ FAULTS = (
         cell=cell("gpt_oss", "tp1", backend="static"),
         wrap=always(yarn_rotary_scaling_factor=32.0, yarn_correction_range_round_to_int=True),
         says="yarn_rotary_scaling_factor=32.0, not 8.0",
+    ),
+    Fault(
+        id="yarn-attention-not-scaled",
+        bug="Megatron-LM#1429 in kind: DeepSeek-V3's two mscales of 1 in a model that scales cos and sin by its factor",
+        rules=("CFG-001",),
+        cell=cell("gpt_oss", "tp1", backend="static"),
+        wrap=always(yarn_mscale=1.0, yarn_mscale_all_dim=1.0),
+        says="multiply cos and sin by 1, not 1.20794",
     ),
     Fault(
         id="rotary-factor-of-the-class",

@@ -88,7 +88,7 @@ def from_engine(
     Raises RouteError for None and empty data (the engine was not asked to return routes, or made no token), for another
     start than the data's, for any other format, for more than `limit` bytes, and for everything `routes` refuses.
     """
-    if isinstance(data, bytes | bytearray | memoryview) and bytes(data[: len(payload.MAGIC)]) == payload.MAGIC:
+    if _is_payload(data):
         sent = payload.read(data, limit=limit)
         _check_model(sent, spec)
         _check_rows(sent.tokens, tokens)
@@ -101,6 +101,16 @@ def from_engine(
     start = asked if start is None else start
     found = routes(idx_TLK, layers=layers, experts=spec.experts, version=version, start=start, zeros=zeros)
     return replace(found, depth=len(spec.moe_layers))
+
+
+def says_start(data: Any) -> bool:
+    """Whether the data says at which token its first row is."""
+    return _is_payload(data) or (isinstance(data, Mapping) and _start_of(data) is not None)
+
+
+def _is_payload(data: Any) -> bool:
+    is_bytes = isinstance(data, bytes | bytearray | memoryview)
+    return is_bytes and bytes(data[: len(payload.MAGIC)]) == payload.MAGIC
 
 
 def _start(sent: int | None, expected: int | None) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moeref.replay.align import join_turns
-from moeref.replay.engine_formats import Spec, from_engine
+from moeref.replay.engine_formats import Spec, from_engine, says_start
 from moeref.replay.routes import MISSING, RouteError, Routes, concat, missing_rows, routes
 
 
@@ -68,6 +68,7 @@ class Trace:
         start: position of the first row; by default that in the data, else `prompt_start`, as it was asked for.
 
         Raises RouteError, and keeps the trace as it was, unless the rows end at the last or the last but one token, for
+        rows up to the last token whose start nobody says (an engine runs no last token: they may begin one early), for
         rows that end before those held (`truncate` first if the rollout was taken back), and as `from_engine` does.
         """
         asked = self.prompt_start
@@ -76,6 +77,11 @@ class Trace:
             raise RouteError(
                 f"rows of tokens {sent.start} to {sent.start + sent.tokens} for a rollout of {tokens} tokens, whose "
                 f"rows end at {tokens - 1}. Was prompt_start={asked} asked for? If not, say start="
+            )
+        if asked and start is None and sent.start + sent.tokens == tokens and not says_start(data):
+            raise RouteError(
+                f"{sent.tokens} rows for tokens {asked} to {tokens - 1}: one too many. They begin at "
+                f"token {asked - 1}, or the last token has one: say start={asked - 1} or start={asked}"
             )
         gap = sent.start - self.rows
         held = concat([self._routes, missing_rows(gap, self._routes)]) if gap > 0 else self._routes

@@ -61,6 +61,20 @@ def test_an_aborted_turn_resumes_where_its_rows_end() -> None:
     assert trace.finish(12, [1] * 12)[0].idx_TLK[:-1].tolist() == whole.idx_TLK[:-1].tolist()
 
 
+def test_rows_that_begin_a_token_early_are_not_taken_for_the_next_ones() -> None:
+    """An engine that counts from the last row held sends one row twice; their number fits a last token's row too."""
+    whole, trace = random_routes(12), Trace(SPEC)
+    trace.add(sent(whole, 0, 6), 7)
+    with pytest.raises(RouteError, match=r"6 rows for tokens 6 to 11: one too many.*start=5 or start=6"):
+        trace.add(sent(whole, 5, 11), 12)
+    trace.add(sent(whole, 5, 11), 12, start=5)
+    assert trace.finish(12, [1] * 12)[0].idx_TLK[:-1].tolist() == whole.idx_TLK[:-1].tolist()
+    with_last = Trace(SPEC)
+    with_last.add(sent(whole, 0, 6), 7)
+    with_last.add({"data": sent(whole, 6, 12).tobytes(), "shape": [6, 5, 3], "start": 6}, 12)
+    assert with_last.finish(12, [1] * 12)[0].idx_TLK.tolist() == whole.idx_TLK.tolist()
+
+
 def test_a_start_that_is_sent_is_taken() -> None:
     whole, trace = random_routes(8), Trace(SPEC)
     trace.add({"data": sent(whole, 0, 4).tobytes(), "shape": [4, 5, 3]}, 5)

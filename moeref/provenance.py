@@ -68,7 +68,10 @@ class Provenance:
     def __post_init__(self) -> None:
         for column in fields(self):
             kind = np.uint8 if column.name == "logprob_T" else np.int64
-            values = np.array(getattr(self, column.name), kind)
+            told = np.asarray(getattr(self, column.name))
+            if told.size and told.dtype.kind not in "iu":
+                raise ProvenanceError(f"{column.name} holds {told.dtype}, and tokens, versions and kinds are integers")
+            values = np.array(told, kind)
             values.flags.writeable = False
             object.__setattr__(self, column.name, values)
         if {values.shape for values in self.columns()} != {(len(self),)}:
@@ -230,4 +233,4 @@ class Recorder:
 
     def provenance(self) -> Provenance:
         """What is there now: at the end, after an abort, or on the way."""
-        return Provenance(*np.array(self._rows, np.int64).reshape(-1, len(COLUMNS)).T)
+        return Provenance(*np.array(self._rows).reshape(-1, len(COLUMNS)).T)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
@@ -114,6 +116,8 @@ def _checked(spec: str, candidate: Any) -> Target:
             raise BadInput(f"target {spec!r}: {candidate!r} cannot be called without arguments: {error}") from error
     if wrong := _wrong(candidate):
         raise BadInput(f"target {spec!r} ({type(candidate).__name__}) is not a target: {'; '.join(wrong)}")
+    if badly := _badly_typed(candidate.info) + _badly_typed(candidate.claims):
+        raise BadInput(f"target {spec!r}: {'; '.join(badly)}")
     if candidate.info.api != API_VERSION:
         raise BadInput(f"target {spec!r} speaks API {candidate.info.api}; this kit speaks {API_VERSION}")
     check_name(f"target {spec!r}: info.name", candidate.info.name)
@@ -125,6 +129,27 @@ def _checked(spec: str, candidate: Any) -> Target:
     for facet in sorted(candidate.claims.facets - judged_facets()):
         raise BadInput(f"target {spec!r} claims the facet {facet!r}, which no rule judges")
     return cast(Target, candidate)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+#: What a field of `Info` and `Claims` may hold, by its annotation.
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "bool": lambda value: isinstance(value, bool),
+    "int": _is_count,
+    "frozenset[str]": lambda value: isinstance(value, frozenset | set) and all(isinstance(v, str) for v in value),
+    "Mapping[str, int]": lambda value: isinstance(value, Mapping) and all(map(_is_count, value.values())),
+}
+
+
+def _badly_typed(told: Info | Claims) -> list[str]:
+    """What is wrong with the types of a target's facts: 1 is no bool, and True and 1.0 are no numbers."""
+    pairs = [(field, getattr(told, field.name)) for field in fields(told)]
+    where = type(told).__name__.lower()
+    return [f"{where}.{f.name} is {value!r}, not {f.type}" for f, value in pairs if not _FITS[str(f.type)](value)]
 
 
 def _wrong(candidate: Any) -> list[str]:

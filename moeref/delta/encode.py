@@ -30,7 +30,7 @@ class Delta:
     `base` as a mapping. Held in memory at a time are a tensor of each and one message: `bucket` bytes and a span more.
 
     Raises DeltaError, with the tensor's name, where names, dtypes or shapes differ, where the bytes of `base` are not
-    those of `state` (`trusted` leaves that out), and for a version that is not later.
+    those of `state` (`trusted` leaves that out), and for a version that is no int or not later.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Delta:
         bucket: int = BUCKET,
         trusted: bool = False,
     ) -> None:
-        if version <= state.version or state.version < 0:
-            raise DeltaError(f"version {version} has to be later than its base, {state.version}, from 0 on")
+        if type(version) is not int or version <= state.version or state.version < 0:
+            raise DeltaError(f"version {version} has to be an int later than its base, {state.version}, from 0 on")
         self._base, self._new = state, _pairs(base, new)
         self._version, self._limit, self._trusted = version, bucket, trusted
         self._encode = forms.encode_zstd if zstd else forms.encode

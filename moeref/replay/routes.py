@@ -106,11 +106,14 @@ def routes(
 
     Raises RouteError, with the first bad place, for
 
+    - a version that is no integer;
     - a shape that is not [T, L, K], or layers that are not L ascending numbers;
     - a type that is not an integer, or too narrow for `experts`: values may have wrapped when they were cast to it;
     - an expert outside 0 … experts-1, or -1 beside experts in one route;
     - an expert twice in one route: dropless dispatchers count T·K routes.
     """
+    if isinstance(version, bool) or not isinstance(version, int | np.integer):
+        raise RouteError(f"version={version!r} of the weights is no integer")
     given = np.asarray(idx_TLK)
     _check_form(given, layers, experts, start)
     tokens, depth, top_k = given.shape

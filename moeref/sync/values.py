@@ -32,7 +32,7 @@ class Update:
     `drafts`: weights of drafts (MTP layers, EAGLE) are among those sent, are meant to stay as they are, or are in
     neither model. `id` tells updates of two trainers apart; a retry keeps it.
 
-    Raises ValueError for a version below 0, or a base that does not fit.
+    Raises ValueError for a version that is no int or below 0, or a base that does not fit.
     """
 
     version: int
@@ -42,6 +42,8 @@ class Update:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
+        if type(self.version) is not int or type(self.base) not in (int, type(None)):  # True and 1.0 equal 1
+            raise ValueError(f"no update: version and base are ints: {self}")
         if self.version < 0 or self.kind not in ("full", "delta") or self.drafts not in ("none", "sent", "kept"):
             raise ValueError(f"no update: {self}")
         fits = self.base is None if self.kind == "full" else self.base is not None and 0 <= self.base < self.version

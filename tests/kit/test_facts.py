@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +73,31 @@ def test_claims_of_another_class_are_refused() -> None:
     claims = Clever(facets=frozenset(), families=frozenset(), backends=frozenset())
     with pytest.raises(BadInput, match=r"'clever': its claims are a .*Clever, a subclass of api.Claims.* give an api"):
         facts.told(SimpleNamespace(info=Info(name="clever", version="1"), claims=claims))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mtp": True}, "claims.mtp is True, not int"),
+        ({"lends": 0}, "claims.lends is 0, not bool"),
+        ({"tied": "no"}, "claims.tied is 'no', not bool"),
+        ({"limits": {"vpp": 1.0}}, r"claims.limits is {'vpp': 1.0}, not Mapping\[str, int\]"),
+        ({"facets": "names"}, r"claims.facets is 'names', not frozenset\[str\]"),
+        ({"api": True}, "info.api is True, not int"),
+        ({"version": 1.0}, "info.version is 1.0, not str"),
+    ],
+)
+def test_facts_have_the_types_of_their_fields(
+    changes: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {name: value for name, value in changes.items() if name in ("api", "version")}
+    claims = {name: value for name, value in changes.items() if name not in info}
+    target = SimpleNamespace(
+        info=replace(toy_static.Toy.info, **info), claims=replace(toy_static.Toy.claims, **claims), open=print
+    )
+    monkeypatch.setitem(sys.modules, "toy_typed", SimpleNamespace(target=target))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=f"target 'toy_typed:target': {says}"):
+        resolve("toy_typed:target")
 
 
 @pytest.mark.parametrize(

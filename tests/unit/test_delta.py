@@ -188,7 +188,9 @@ def test_streams_in_other_orders_and_other_bases_are_refused() -> None:
     assert same(applied(list(Delta(state, base, reversed(new.items()), 2)), base), new)
     with pytest.raises(DeltaError, match="a: the base is not version 1: its bytes have another hash"):
         list(Delta(state, new, new.items(), 2))
-    with pytest.raises(DeltaError, match="has to be later than its base, 1"):
+    with pytest.raises(DeltaError, match="has to be an int later than its base, 1"):
+        list(Delta(state, base, new.items(), 2.0))  # type: ignore[arg-type]
+    with pytest.raises(DeltaError, match="has to be an int later than its base, 1"):
         Delta(state, base, new.items(), 1)
     with pytest.raises(DeltaError, match="a comes twice"):
         list(Delta(state, base, [*new.items(), ("a", new["a"])], 2))

@@ -300,6 +300,8 @@ def test_an_abort_before_the_first_token_has_no_label() -> None:
         {"logprob_T": [0, 0]},
         {"route_T": [0]},
         {"tokens_T": [1, 2, 3]},
+        {"weights_T": [-1.0, 2.0], "kv_T": [-1, 2]},
+        {"tokens_T": [True, False]},
     ],
 )
 def test_labels_that_contradict_each_other_are_refused(wrong: dict[str, list[int]]) -> None:

@@ -46,6 +46,12 @@ def test_a_type_that_does_not_hold_every_expert_may_have_wrapped(kind: type, exp
     assert routes(given_TLK, layers=[0], experts=experts - 1).tokens == 1
 
 
+@pytest.mark.parametrize("version", [True, 1.0, 1.5, "1", None])
+def test_a_version_is_an_integer(version: object) -> None:
+    with pytest.raises(RouteError, match="no integer"):
+        routes(np.zeros((1, 1, 1), int), layers=[0], experts=4, version=version)  # type: ignore[arg-type]
+
+
 def test_an_array_of_the_right_type_is_not_copied() -> None:
     idx = np.zeros((2, 1, 1), np.uint8)
     assert routes(idx, layers=[0], experts=4).idx_TLK is idx

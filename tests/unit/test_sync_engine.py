@@ -104,7 +104,11 @@ def test_an_update_that_does_not_fit_is_refused(update: Update, drafts: bool, re
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"version": -1}, {"kind": "delta"}, {"base": 1}, {"kind": "delta", "base": 2}, DISCARDED]
+    "wrong",
+    [
+        *({"version": -1}, {"version": True}, {"version": 2.0}, {"kind": "delta", "base": 1.0}),
+        *({"kind": "delta"}, {"base": 1}, {"kind": "delta", "base": 2}, DISCARDED),
+    ],
 )
 def test_an_update_that_is_none_is_an_error(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="update"):

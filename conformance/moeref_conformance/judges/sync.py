@@ -90,14 +90,20 @@ def versions_are_those_of_updates(case: Case) -> Iterable[Finding]:
     """0 at first, then that of every update, of the engine and of the tokens that it samples."""
     yield from unanswered(case, "sync")
     for rank, value in values(case, "sync"):
-        if value["versions"] != [0, 1, 2]:
+        if not _are(value["versions"], [0, 1, 2]):
             told = f"versions {value['versions']} after opening and two updates"
             yield finding(case, rank, "sync", told, expected=[0, 1, 2], got=value["versions"])
         for phase, samples in value["sampled"].items():
             want = {"second": 1, "back": 2}.get(phase.removesuffix(" known"), 0)
-            if wrong := {label for sample in samples for label in sample["versions"]} - {want}:
-                told = f"{phase}: tokens of version {want} are labelled {sorted(wrong)}"
-                yield finding(case, rank, "sync", told, expected=want, got=sorted(wrong))
+            labels = {repr(label): label for sample in samples for label in sample["versions"]}
+            if wrong := [label for text, label in sorted(labels.items()) if text != repr(want)]:
+                told = f"{phase}: tokens of version {want} are labelled {wrong}"
+                yield finding(case, rank, "sync", told, expected=want, got=wrong)
+
+
+def _are(versions: list[Any], wanted: list[int]) -> bool:
+    """Whether these versions are the wanted numbers; True and 1.0 are not the number 1."""
+    return [repr(version) for version in versions] == [repr(version) for version in wanted]
 
 
 @judges("SYN-006")
@@ -110,16 +116,17 @@ def tokens_have_the_version_that_made_them(case: Case) -> Iterable[Finding]:
                 if told := _mislabelled(case, sample):
                     yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {told}")
             for sample in found["then"]:
-                if {*sample["versions"]} != {1} or off(_folder(case, 1), sample) > CLOSE:
+                if not _are(sample["versions"], [1] * len(sample["tokens"])) or off(_folder(case, 1), sample) > CLOSE:
                     told = f"pause mode {mode}: after the update the engine does not serve version 1"
                     yield finding(case, rank, "sync_under_way", told, expected=1, got=sample["versions"])
 
 
 def _mislabelled(case: Case, sample: dict[str, Any]) -> str:
     """What is wrong with the labels of a sample with an update amid it; empty if nothing is."""
-    labels_G = torch.tensor(sample["versions"])
-    if not labels_G.numel() or not set(sample["versions"]) <= {0, 1} or len(labels_G) != len(sample["tokens"]):
-        return f"{len(sample['tokens'])} tokens are labelled {sample['versions']}"
+    labels, tokens = sample["versions"], sample["tokens"]
+    if not labels or not {*map(repr, labels)} <= {"0", "1"} or len(labels) != len(tokens):
+        return f"{len(tokens)} tokens are labelled {labels}"
+    labels_G = torch.tensor(labels)
     want_G = torch.stack([sync.logprobs(_folder(case, v), sample["prompt"], sample["tokens"]) for v in (0, 1)])
     far_G = distance(want_G.gather(0, labels_G[None])[0], torch.tensor(sample["logprobs"]))
     if bad := [number for number, far in enumerate(far_G.tolist()) if not far <= CLOSE]:

@@ -211,6 +211,13 @@ class _Labels(_Wrong):
         return [replace(one, versions=(self.label(),) * len(one.tokens)) for one in found]
 
 
+class _FloatVersion(_Wrong):
+    """The version comes from a message in which every number is a float."""
+
+    def version(self) -> Any:
+        return float(self.good.version())
+
+
 class _FirstLabels(_Labels):
     """Every token has the version that the engine was opened with."""
 
@@ -304,6 +311,14 @@ FAULTS = (
         cell=QWEN,
         wrap=_loads_swapped,
         says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="version-as-a-float",
+        bug="reported nowhere: a version that went through JSON or a tensor names other files than the number does",
+        rules=("SYN-005",),
+        cell=QWEN,
+        wrap=engine(_FloatVersion),
+        says="versions [0.0, 1.0, 2.0] after opening and two updates",
     ),
     Fault(
         id="logprob-of-another-token",

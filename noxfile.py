@@ -364,6 +364,13 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", "-m", "cpu", "-n", "2", "--dist", "loadgroup", *session.posargs, env=ENV)
 
 
+@nox.session(python=PYTHON, default=False)
+def commands(session: nox.Session) -> None:
+    """Run the commands of the README and the docs that judge many cells, as they stand there."""
+    install(session, "-e", ".[kit]", groups=("test",))
+    session.run("pytest", "-m", "long", "-v", "tests/unit/test_long_commands.py", *session.posargs, env=ENV)
+
+
 @nox.session(python=PYTHON)
 def lint(session: nox.Session) -> None:
     """Check rules and formatting with ruff, and GitHub's files; `-- --fix` lets ruff mend."""

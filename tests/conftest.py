@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what runs without a GPU, benches apart, and keep tests that start rank processes on one xdist worker."""
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("gpu", "bench", "engine", "slow", "sync")):
+        if not any(item.get_closest_marker(name) for name in ("gpu", "bench", "engine", "long", "slow", "sync")):
             item.add_marker(pytest.mark.cpu)
         if item.get_closest_marker("ranks") is not None and config.pluginmanager.has_plugin("xdist"):
             item.add_marker(pytest.mark.xdist_group("ranks"))

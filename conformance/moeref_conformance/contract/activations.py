@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -42,8 +44,11 @@ def named(function: Callable[[torch.Tensor], Any]) -> str | None:
 
 
 def _values(function: Callable[[torch.Tensor], Any]) -> torch.Tensor | None:
-    try:  # without a compiler, which some of Megatron's functions ask for
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    # Without the compiler that some of Megatron's functions ask for. A rank that compiles nothing is spared its import,
+    # which takes as long as all else that a small cell does.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    try:
+        with torch.no_grad(), eager:
             made = function(torch.tensor(_POINTS))
     except Exception:  # kernels for GPUs, or a function of two tensors
         return None

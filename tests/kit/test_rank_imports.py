@@ -1,0 +1,27 @@
+"""What every rank needs is imported once, before the fork: torch's compiler alone takes as long as a small cell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bench import Bench
+from moeref_conformance.plan import matrix
+from moeref_conformance.targets.moeref import target
+from moeref_conformance.worlds.forked import ForkedWorld
+
+from tests.kit.shared_world import Shared
+
+pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
+
+
+@pytest.mark.parametrize("cell", ["qwen3_moe/tp2-pp2-ep2-etp1/gloo", "qwen3_moe+R3/tp2-ep2/gloo"])
+def test_a_rank_imports_nothing_of_weight(cell: str, shared_world: ForkedWorld, tmp_path: Path) -> None:
+    (chosen,) = matrix.load("smoke").select([cell])
+    world = Shared(shared_world, "moeref_conformance.targets.moeref:target", entry="rank_imports:run")
+    Bench(world, tmp_path, target).observe(chosen, 60)
+    imported = [json.loads(file.read_text()) for file in tmp_path.rglob("imported.json")]
+    assert len(imported) == chosen.layout.world
+    heavy = ("megatron", "moeref", "numpy", "torch", "transformers")
+    assert [name for names in imported for name in names if name.partition(".")[0] in heavy] == []

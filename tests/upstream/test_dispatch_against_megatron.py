@@ -22,13 +22,17 @@ CASES = 13
 
 
 def _layouts() -> dict[str, Layout]:
-    """Every gloo layout of the CPU matrix, once for all that differ in nothing that dispatch sees: stages and VPP."""
+    """The gloo layouts of the CPU matrix, one of all that dispatch cannot tell apart.
+
+    The ranks that exchange rows are EP x ETP consecutive ones, and TP says whether the sequence is split.
+    """
     found: dict[tuple[int, ...], tuple[str, Layout]] = {}
     for cell in matrix.load("cpu").cells:
         at = cell.layout
         if cell.backend == "gloo":
             sizes = {"tp": at.tp, "pp": at.pp, "cp": at.cp, "ep": at.ep, "etp": at.expert_tp, "world": at.world}
-            found.setdefault(tuple(sizes.values()), (cell.layout_name, Layout(**sizes)))
+            alike = (at.ep, at.expert_tp, at.world, at.tp > 1)
+            found.setdefault(alike, (cell.layout_name, Layout(**sizes)))
     return dict(found.values())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -23,4 +22,4 @@ def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     kind = BITS.get(tensor.dtype.itemsize)
     if kind is None or tensor.layout != torch.strided or tensor.is_meta:
         raise TypeError(f"{tensor.dtype} ({tensor.layout}, {tensor.device}) has no elements to compare")
-    return np.asarray(tensor.detach().contiguous().view(kind).cpu().numpy()).reshape(-1)
+    return tensor.detach().contiguous().view(kind).cpu().numpy().ravel()

@@ -6,7 +6,7 @@ At 1 % of bf16 elements, 4 % of the words differ, and little more is read than t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,6 +88,17 @@ def joined(new: Bits, pieces: Sequence[Changes]) -> Changes:
     starts = itertools.accumulate((piece.new.size for piece in pieces[:-1]), initial=0)
     positions = np.concatenate([piece.positions + start for piece, start in zip(pieces, starts, strict=True)])
     return Changes(new, positions, np.concatenate([piece.values for piece in pieces]))
+
+
+def split(changes: Changes, sizes: Sequence[int]) -> Iterator[Changes]:
+    """The changes of the pieces of these sizes, which are laid end to end: what `joined` puts together."""
+    pieces = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+    if changes.where is None:
+        yield from (Changes(changes.new[a:b], flags=changes.mask[a:b]) for a, b in pieces)
+        return
+    cuts = np.searchsorted(changes.where, [start for start, _ in pieces]).tolist()
+    for (a, b), (low, high) in zip(pieces, itertools.pairwise([*cuts, changes.count]), strict=True):
+        yield Changes(changes.new[a:b], changes.where[low:high] - a, changes.values[low:high])
 
 
 def find(mask: Mask, count: int) -> Positions:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
 from moeref.delta import forms
 from moeref.delta.apply import Receiver
-from moeref.delta.changes import Changes, between, joined
+from moeref.delta.changes import Changes, between, joined, split
 from moeref.delta.errors import DeltaError
 from moeref.delta.forms import Part
 from moeref.delta.messages import FORMAT, Writer
@@ -19,15 +20,54 @@ from moeref.delta.state import Bits, Named, State, bits_of, dtype_of, named
 #: Elements of a span, and bytes that are compared and hashed at once, so that those of both versions stay in the cache.
 SPAN = 1 << 20
 PIECE = 1 << 19
+#: Tensors of at most so many bytes are compared together, as many as a PIECE holds.
+SMALL = 1 << 17
 BUCKET = 64 << 20
 Streamed = Iterable[Named] | Mapping[str, torch.Tensor]
+
+
+class Described(NamedTuple):
+    """A tensor as a span names it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Together:
+    """Small tensors of both versions, copied end to end: a call each would cost more, and a stream may reuse memory."""
+
+    def __init__(self) -> None:
+        self._copies = np.empty((2, PIECE), np.uint8)
+        self._held: list[tuple[Described, int]] = []
+        self._end, self._dtype = 0, np.dtype(np.uint8)
+
+    def fits(self, new: Bits) -> bool:
+        """Whether there is room, and elements are as wide as those before."""
+        return not self._held or (self._dtype == new.dtype and self._end + new.nbytes <= PIECE)
+
+    def add(self, described: Described, old: Bits, new: Bits) -> None:
+        """Copy both versions of a tensor."""
+        end = self._end + new.nbytes
+        for into, bits in zip(self._copies, (old, new), strict=True):
+            into[self._end : end] = bits.view(np.uint8)
+        self._held.append((described, new.size))
+        self._end, self._dtype = end, new.dtype
+
+    def changes(self) -> Iterator[tuple[Described, Changes]]:
+        """Those of each tensor, in order; they are views of the copies. Empties this."""
+        old, new = (copies[: self._end].view(self._dtype) for copies in self._copies)
+        held, self._held, self._end = self._held, [], 0
+        sizes = [size for _, size in held]
+        yield from zip((one for one, _ in held), split(between(old, new), sizes), strict=True)
 
 
 class Delta:
     """A delta that is made while it is iterated over, once; then `state` is that of the new version.
 
     state: of the base. base, new: the tensors of both, as any iterables of (Hugging Face name, tensor) in one order, or
-    `base` as a mapping. Held in memory at a time are a tensor of each and one message: `bucket` bytes and a span more.
+    `base` as a mapping. Held in memory at a time are a tensor of each, copies of small ones (twice PIECE bytes) and one
+    message: `bucket` bytes and a span more.
 
     Raises DeltaError, with the tensor's name, where names, dtypes or shapes differ, where the bytes of `base` are not
     those of `state` (`trusted` leaves that out), and for a version that is no int or not later.
@@ -56,6 +96,7 @@ class Delta:
         self._hashes: dict[str, str] = {}  # not yet written
         self._changed: dict[str, str] = {}
         self._seen: set[str] = set()
+        self._together = Together()
         self._state: State | None = None
 
     @property
@@ -73,6 +114,7 @@ class Delta:
         yield self._writer.message({**header, "base_hash": base.hash, "zstd": self._zstd})
         for name, old, new in self._new:
             yield from self._tensor(name, old, new)
+        yield from self._flush()
         if missing := sorted(base.tensors.keys() - self._seen):
             raise DeltaError(f"{len(missing)} tensors of the base are not in the stream, first {missing[0]}")
         if self._spans or self._hashes:
@@ -84,20 +126,40 @@ class Delta:
     def _tensor(self, name: str, old: torch.Tensor, new: torch.Tensor) -> Iterator[bytes]:
         self._compare(name, old, new)
         before, after = bits_of(name, old), bits_of(name, new)
-        was, now, dtype = xxhash.xxh3_64(), xxhash.xxh3_64(), dtype_of(new)
+        described = Described(name, dtype_of(new), new.shape)
+        small = after.nbytes <= SMALL and after.size <= SPAN
+        if not (small and self._together.fits(after)):
+            yield from self._flush()
+        if not small:
+            yield from self._large(described, before, after)
+            return
+        if not self._trusted:
+            self._check_base(name, xxhash.xxh3_64_hexdigest(before))
+        self._together.add(described, before, after)
+
+    def _flush(self) -> Iterator[bytes]:
+        """Note the changes of the small tensors that wait."""
+        for described, changes in self._together.changes():
+            if changes.count:
+                yield from self._span(changes, described, 0)
+                self._hashes[described.name] = self._changed[described.name] = xxhash.xxh3_64_hexdigest(changes.new)
+
+    def _large(self, described: Described, before: Bits, after: Bits) -> Iterator[bytes]:
+        was, now = xxhash.xxh3_64(), xxhash.xxh3_64()
         changed = 0
         for start in range(0, before.size, SPAN):
-            a, b = before[start : start + SPAN], after[start : start + SPAN]
-            changes = self._changes(a, b, was, now)
+            changes = self._changes(before[start : start + SPAN], after[start : start + SPAN], was, now)
             if changes.count:
                 changed += changes.count
-                self._span(changes, {"name": name, "dtype": dtype, "shape": [*new.shape], "start": start})
-                if self._bytes >= self._limit:
-                    yield self._emit()
-        if not self._trusted and was.hexdigest() != self._base.tensors[name].hash:
-            raise DeltaError(f"{name}: the base is not version {self._base.version}: its bytes have another hash")
+                yield from self._span(changes, described, start)
+        if not self._trusted:
+            self._check_base(described.name, was.hexdigest())
         if changed:
-            self._hashes[name] = self._changed[name] = now.hexdigest()
+            self._hashes[described.name] = self._changed[described.name] = now.hexdigest()
+
+    def _check_base(self, name: str, found: str) -> None:
+        if found != self._base.tensors[name].hash:
+            raise DeltaError(f"{name}: the base is not version {self._base.version}: its bytes have another hash")
 
     def _compare(self, name: str, old: torch.Tensor, new: torch.Tensor) -> None:
         if name in self._seen:
@@ -107,7 +169,7 @@ class Delta:
         if known is None:
             raise DeltaError(f"{name} is not in the base, version {self._base.version}")
         for tensor in (old, new):
-            if (dtype_of(tensor), tuple(tensor.shape)) != known[:2]:
+            if dtype_of(tensor) != known.dtype or tensor.shape != known.shape:
                 found = f"{dtype_of(tensor)} {list(tensor.shape)}"
                 raise DeltaError(f"{name} is {found}, in version {self._base.version} {known.dtype} {[*known.shape]}")
 
@@ -122,15 +184,16 @@ class Delta:
                 was.update(a)
         return joined(new, pieces)
 
-    def _span(self, changes: Changes, described: dict[str, Any]) -> None:
-        """Note the changes of one span for the next message."""
+    def _span(self, changes: Changes, described: Described, start: int) -> Iterator[bytes]:
+        """Note the changes of one span, and make a message if it is full."""
         form, parts = self._encode(changes)
         lengths = [len(part) for part in parts]
-        place = {"elements": changes.new.size, "form": form, "changed": changes.count, "bytes": lengths}
-        self._spans.append(described | place)
-        # A full span is a view of the caller's memory, which may change before the message is made.
-        self._body += [bytes(part) for part in parts] if form == "full" else parts
+        span = {**described._asdict(), "start": start, "elements": changes.new.size, "form": form}
+        self._spans.append(span | {"changed": changes.count, "bytes": lengths})
+        self._body += parts
         self._bytes += sum(lengths)
+        if self._bytes >= self._limit:
+            yield self._emit()
 
     def _emit(self) -> bytes:
         message = self._writer.message({"kind": "tensors", "spans": self._spans, "hashes": self._hashes}, self._body)

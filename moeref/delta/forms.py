@@ -214,6 +214,6 @@ def _numbers(part: Part, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return numbers if numbers.flags.aligned else numbers.copy()
 
 
-def _raw(array: npt.NDArray[Any]) -> memoryview:
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return little.reshape(-1).view(np.uint8).data
+def _raw(array: npt.NDArray[Any]) -> bytes:
+    """A copy, as an array may be a view of memory that changes before the message is made."""
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()

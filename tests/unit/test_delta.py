@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from moeref import delta
 from moeref.delta import Delta, DeltaError, File, Receiver, Sender, State, forms
 from moeref.delta import encode as encoding
-from moeref.delta.changes import Changes, between, find, joined
+from moeref.delta.changes import Changes, between, find, joined, split
 from moeref.delta.messages import FIELDS
 from tests.unit import deltas
 from tests.unit.deltas import Tensors, bits, changed, copy, messages, rewritten, same, versions
@@ -78,6 +78,10 @@ def test_every_form_gives_back_its_positions_and_values(mask: Any, repeat: int, 
         assert (one.new.size, one.count) == (mask.size, count)
         assert one.values.tolist() == new[mask].tolist()
         assert (one.positions.tolist(), one.mask.tolist()) == (positions.tolist(), mask.tolist())
+    sizes = [apart, mask.size - apart]
+    for piece, part in zip(split(changes, sizes), np.split(mask, [apart]), strict=True):
+        assert (piece.mask.tolist(), piece.count) == (part.tolist(), int(part.sum()))
+        assert piece.values.tolist() == piece.new[part].tolist()
     for form in ("index", "gaps", "bitmask"):
         parts = [*forms._where(form, changes), forms._raw(new[mask])]
         found, values = forms.decode(form, parts, mask.size, new.dtype)
@@ -149,6 +153,29 @@ def test_both_sides_may_be_streams() -> None:
     assert Receiver(1, held).apply(iter(list(made))) == made.state == State.of(2, new.items())
     with pytest.raises(DeltaError, match="made once"):
         list(made)
+
+
+@pytest.mark.parametrize("zstd", [False, True])
+@pytest.mark.parametrize("bucket", [1, 20_000, 64 << 20])
+def test_small_tensors_are_compared_together_and_come_out_as_if_each_alone(
+    zstd: bool, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several dtypes and densities, with large ones between, from streams whose tensors all use the same memory."""
+    sizes = [7, 40_000, 60_000, 1, 70_000, 300, 65_536]
+    some = [(n, dtype, share) for share in (0.01, 0.0, 1.0, 0.4) for n in sizes for dtype in DTYPES[:3]]
+    base = {f"w{i}": deltas.random((n,), dtype, i) for i, (n, dtype, _) in enumerate(some)}
+    new = {f"w{i}": changed(base[f"w{i}"], share, i) for i, (*_, share) in enumerate(some)}
+
+    def reused(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        memory = torch.empty(1 << 20, dtype=torch.uint8)
+        for name, tensor in tensors.items():
+            yield name, memory[: tensor.nbytes].view(tensor.dtype).copy_(tensor)
+
+    state = State.of(1, base.items())
+    together = list(Delta(state, reused(base), reused(new), 2, zstd=zstd, bucket=bucket))
+    monkeypatch.setattr(encoding, "SMALL", -1)
+    assert together == messages(base, new, zstd=zstd, bucket=bucket)
+    assert same(applied(together, base), new)
 
 
 def test_a_safetensors_folder_is_a_stream(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
 from moeref_conformance.contract import topology
@@ -35,6 +38,13 @@ def _logits(run: Observation) -> dict[int, torch.Tensor]:
     return {r.rank: r.tensors("forward")["logits"] for r in run.ranks if r.has("forward") and r.value("forward")["has"]}
 
 
+def _shorter(run: Observation) -> dict[int, tuple[int, torch.Tensor | None]]:
+    """By rank of those that have logits: the length of the shorter sequence, if one was asked for, and its logits."""
+    told = [(r, r.value("forward")) for r in run.ranks if r.has("forward")]
+    asked = [(r, value["shorter"]) for r, value in told if value["has"] and value.get("shorter")]
+    return {r.rank: (length, r.tensors("forward").get("shorter")) for r, length in asked}
+
+
 def _holders(case: Case) -> list[Finding]:
     """The ranks of the last stage have logits, the others have none."""
     findings = without(case, "forward")
@@ -49,30 +59,49 @@ def _holders(case: Case) -> list[Finding]:
     return findings
 
 
-def _judge(case: Case, want: torch.Tensor, whose: str, limit: float) -> Outcome:
-    """Compare the logits of every rank with `want`; bitwise if `limit` is 0."""
-    findings, worst = _holders(case), 0.0
-    here_BS1 = tokens_of(case)[..., None]
-    want = want.where(here_BS1, 0)
-    for rank, got in _logits(observed(case)).items():
+@dataclass
+class _Comparison:
+    """Logits against those of `whose`; bitwise if `limit` is 0. `worst` is how far any was off."""
+
+    case: Case
+    whose: str
+    limit: float
+    worst: float = 0.0
+
+    def of(self, rank: int, want: torch.Tensor, got: torch.Tensor, what: str = "logits") -> Iterator[Finding]:
+        """The finding of a rank whose logits differ too much."""
         if got.shape != want.shape or got.dtype != want.dtype:
-            message = f"logits are {got.dtype} {list(got.shape)}, {whose} {want.dtype} {list(want.shape)}"
-            findings.append(finding(case, rank, "forward", message))
-            continue
-        got = got.where(here_BS1, 0)
+            message = f"{what} are {got.dtype} {list(got.shape)}, {self.whose} {want.dtype} {list(want.shape)}"
+            yield finding(self.case, rank, "forward", message)
+            return
+        here_BS1 = tokens_of(self.case)[:, : want.shape[1], None]
+        want, got = want.where(here_BS1, 0), got.where(here_BS1, 0)
         if same(want, got):
-            continue
+            return
         apart = distance(want, got)
         far = float(apart.max())
-        worst = max(worst, far)
-        if far > limit:
+        self.worst = max(self.worst, far)
+        if far > self.limit:
             index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
-            by, positions = f"{far:.2g} > {tolerance(case, limit)}", apart.amax(-1)[here_BS1[..., 0]] > 0
-            message = f"logits differ from {whose} by {by} at [batch, position, token] {list(index)}"
+            by, positions = f"{far:.2g} > {tolerance(self.case, self.limit)}", apart.amax(-1)[here_BS1[..., 0]] > 0
+            message = f"{what} differ from {self.whose} by {by} at [batch, position, token] {list(index)}"
             said = _diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ"
             told = {"expected": float(want[index]), "got": float(got[index]), "diagnosis": said}
-            findings.append(finding(case, rank, "forward", message, index=index, **told))
-    return outcome(findings, met=within(case, worst, limit))
+            yield finding(self.case, rank, "forward", message, index=index, **told)
+
+
+def _judge(case: Case, want: torch.Tensor, whose: str, limit: float, shorter: bool = False) -> Outcome:
+    """Compare the logits of every rank with `want`, and those of a shorter sequence with the first of them."""
+    findings, compared = _holders(case), _Comparison(case, whose, limit)
+    for rank, got in _logits(observed(case)).items():
+        findings += compared.of(rank, want, got)
+    for rank, (length, again) in _shorter(observed(case)).items() if shorter else ():
+        what = f"logits of the first {length} tokens alone"
+        if again is None:
+            findings.append(finding(case, rank, "forward", f"no {what}"))
+        else:
+            findings += compared.of(rank, want[:, :length], again, what)
+    return outcome(findings, met=within(case, compared.worst, limit))
 
 
 def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
@@ -97,7 +126,8 @@ def logits_are_transformers(case: Case) -> Outcome:
     """In fp32, whatever the layout."""
     if case.cell.dtype != "float32":
         return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-004"))
-    return unmeasured(case) or _judge(case, expected(case).logits_BSV, "transformers", TRANSFORMERS)
+    want = expected(case).logits_BSV
+    return unmeasured(case) or _judge(case, want, "transformers", TRANSFORMERS, shorter=True)
 
 
 @judges("FWD-002")

@@ -28,6 +28,18 @@ def _sequence_first(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "forward", logits=logits)
 
 
+def _padded_on_the_left(session: Session, cell: Cell, world: World) -> Any:
+    """Sequences are filled up to a multiple of 8 at their beginning, and no mask says so."""
+    good: Any = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        more = -tokens_BS.shape[1] % 8
+        found_BSV = good.logits(torch.nn.functional.pad(tokens_BS, (more, 0)))
+        return None if found_BSV is None else found_BSV[:, more:]
+
+    return facet(session, "forward", logits=logits)
+
+
 def _one_sample_a_step(session: Session, cell: Cell, world: World) -> Any:
     """The sum over the samples of a microbatch is divided by the length of one."""
     good: Any = session.gradients
@@ -114,6 +126,14 @@ def _routes_without_padding(session: Session, cell: Cell, world: World) -> Any:
 
 
 FAULTS = (
+    Fault(
+        id="padded-on-the-left",
+        bug="trl#469 in kind: padding on the left that attention sees, of sequences whose length is no multiple",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_padded_on_the_left,
+        says="logits of the first 14 tokens alone differ from transformers",
+    ),
     Fault(
         id="logits-sequence-first",
         bug="logits of a microbatch [S, B] are reshaped to [B, S]: right for one sample, mixed up for two",

@@ -115,6 +115,27 @@ def decode(form: str, parts: Sequence[Part], elements: int, dtype: np.dtype[Any]
     return {"index": _read_index, "gaps": _read_gaps, "bitmask": _read_bitmask}[form](parts, elements), values
 
 
+def decode_short(body: Part, at: int, count: int, dtype: np.dtype[Any]) -> tuple[Positions, Bits]:
+    """What `decode` gives for the index of one block that begins at a byte of the body, in fewer calls."""
+    inner = np.frombuffer(body, "<u2", count, at + 4)
+    return inner.astype(np.int64), np.frombuffer(body, dtype, count, at + 4 + 2 * count)
+
+
+def short_indices(body: Part, spans: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether indices of one block each are what `check` accepts, all at once, as numpy's calls outweigh few changes.
+
+    spans: (byte of the body, even, changes, elements) of each, ascending; positions and values have 2 bytes each.
+    """
+    at, count, elements = np.array(spans, np.int64).T
+    words = _numbers(body[at[0] : at[-1] + 4 + 4 * count[-1]], "<u2")
+    begins, ends = (at - at[0]) // 2, np.cumsum(count)
+    declared = words[begins] + (words[begins + 1].astype(np.int64) << 16)
+    inner = words.take(np.arange(ends[-1]) + np.repeat(begins + 2 - (ends - count), count))
+    ascends = inner[1:] > inner[:-1]
+    ascends[ends[:-1] - 1] = True  # each block begins anew
+    return bool((declared == count).all() and ascends.all() and (inner[ends - 1] < elements).all())
+
+
 def _check_index(parts: Sequence[Part], elements: int) -> tuple[int, int]:
     """Of an index: how many positions, and the last. Each `_check` raises DeltaError for what is none of its form."""
     counts, inner = _numbers(parts[0], "<u4"), _numbers(parts[1], "<u2")

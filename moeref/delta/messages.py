@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "bytes": list,
     },
 }
+_HEXADECIMAL = re.compile("[0-9a-f]*")
 #: Fields that hold hashes, with their hexadecimal digits.
 _DIGITS = {"base_hash": 32, "hash": 32}
 
@@ -139,7 +141,7 @@ def check_fields(fields: Any, kind: str, where: str) -> None:
 
 def is_hash(value: Any, digits: int) -> bool:
     """Whether `value` is that many lower-case hexadecimal digits."""
-    return isinstance(value, str) and len(value) == digits and not set(value) - set("0123456789abcdef")
+    return isinstance(value, str) and len(value) == digits and _HEXADECIMAL.fullmatch(value) is not None
 
 
 def _unpacked(text: memoryview, where: str) -> bytes:

@@ -54,12 +54,13 @@ class State:
         """XXH3 (128 bits, hexadecimal) of a JSON line [name, dtype, shape, hash] for each tensor, sorted by name."""
         digest = xxhash.xxh3_128()
         for name in sorted(self.tensors):
-            digest.update(_COMPACT.encode([name, *self.tensors[name]]).encode() + b"\n")
+            dtype, shape, found = self.tensors[name]
+            digest.update(f'{_front(name, dtype, shape)},"{found}"]\n'.encode())
         return digest.hexdigest()
 
     def after(self, version: int, hashes: Mapping[str, str]) -> State:
         """The state in which the tensors of `hashes` have changed."""
-        changed = {name: self.tensors[name]._replace(hash=new) for name, new in hashes.items()}
+        changed = {name: Fingerprint(*self.tensors[name][:2], new) for name, new in hashes.items()}
         return State(version, {**self.tensors, **changed})
 
 
@@ -68,6 +69,12 @@ def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
     for described, tensor in stream:
         if tensor is not None:
             yield described if isinstance(described, str) else described.name, tensor
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _front(name: str, dtype: str, shape: tuple[int, ...]) -> str:
+    """The line of a tensor up to its hash, kept, as each version has it again."""
+    return _COMPACT.encode([name, dtype, shape])[:-1]
 
 
 @functools.cache

@@ -440,6 +440,36 @@ def test_what_an_encoder_does_not_write_is_refused_even_with_right_checksums(cha
     assert same(applied(rewritten(whole, lambda n, fields, body: (fields, body)), base), new)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("at", "new", "says"),
+    [
+        (0, b"\x65\0\0\0", "an index of 1 blocks and 100 positions"),
+        (2, b"\1\0", "an index of 1 blocks and 100 positions"),
+        (4, b"\xff\xff", "do not ascend"),
+        (202, b"\x10\x27", "index gives 100 positions for 100 changes of 10000 elements"),
+    ],
+)
+def test_short_indices_are_refused_as_long_ones_are(which: int, at: int, new: bytes, says: str) -> None:
+    """Each of three tensors of one block: they are checked together, and the error is of the right one."""
+    base = {name: deltas.random((10_000,), torch.bfloat16, seed) for seed, name in enumerate("abc")}
+    whole = messages(base, {name: changed(tensor, 0.01, 3) for name, tensor in base.items()})
+    assert [span["bytes"] for span in _spans(whole)] == [[4, 200, 200]] * 3
+    place = which * 404 + at
+
+    def change(number: int, fields: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        return fields, body[:place] + new + body[place + len(new) :] if number == 1 else body
+
+    refused(rewritten(whole, change), base, f"{'abc'[which]}, from element 0: .*{says}")
+
+
+def test_short_indices_with_values_of_another_width_are_refused() -> None:
+    base = {"a": torch.zeros(10_000)}
+    whole = messages(base, {"a": changed(base["a"], 0.01, 3)})
+    cut = rewritten(whole, lambda n, fields, body: (fields, body[:404] if n == 1 else body))
+    refused(rewritten(cut, _span(bytes=[4, 200, 200])), base, "index of 100 changes has parts of")
+
+
 def test_frames_of_zstd_are_measured_before_they_are_unpacked() -> None:
     import zstandard
 

@@ -540,7 +540,102 @@ def _rows_from_the_end(rows: Sequence[NameRow], rank: int) -> Iterable[NameRow]:
     return reversed(rows)
 
 
+class _Wrapper(torch.nn.Module):
+    """A module that runs another one, and has its config, as megatron-core's DistributedDataParallel does."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module, self.config = module, module.config
+
+
+def _wrapped(session: Any, cell: Cell, world: World) -> Any:
+    """Chunks are wrapped twice, and local names say so."""
+    chunks = [_Wrapper(_Wrapper(chunk)) for chunk in session.export.chunks()]
+
+    def inside(method: Callable[..., Mapping[tuple[int, str], torch.Tensor]]) -> Callable[..., Any]:
+        return lambda *asked: {(n, f"module.module.{local}"): one for (n, local), one in method(*asked).items()}
+
+    session = names(session, lambda rows, _: (replace(row, local=f"module.module.{row.local}") for row in rows))
+    session = facet(session, "gradients", gradients=inside(session.gradients.gradients))
+    if cell.replay != "off":
+        session = facet(session, "replay", step=inside(session.replay.step))
+    return facet(session, "export", chunks=lambda: chunks)
+
+
+def _parameters(chunk: Any) -> list[tuple[Any, str]]:
+    """Every module of a chunk with each name of its own parameters."""
+    modules = [(module, dict(module.named_parameters(recurse=False))) for module in chunk.modules()]
+    return [(module, name) for module, own in modules for name in own]
+
+
+def _on_meta(session: Any, cell: Cell, world: World) -> Any:
+    """Parameters have no memory until they are loaded."""
+    places = [place for chunk in session.export.chunks() for place in _parameters(chunk)]
+    built = [(owner, name, getattr(owner, name)) for owner, name in places]
+    for owner, name, parameter in built:
+        setattr(owner, name, torch.nn.Parameter(torch.empty_like(parameter, device="meta")))
+
+    def load(folder: Path) -> None:
+        for owner, name, parameter in built:
+            setattr(owner, name, parameter)
+        session.export.load(folder)
+
+    return facet(session, "export", load=load)
+
+
+def _assigned(session: Any, cell: Cell, world: World) -> Any:
+    """Every load gives modules other parameters, as `load_state_dict(assign=True)` does."""
+
+    def load(folder: Path) -> None:
+        session.export.load(folder)
+        new: dict[int, Any] = {}
+        for chunk in session.export.chunks():
+            for owner, name in _parameters(chunk):
+                old = getattr(owner, name)
+                made = new.setdefault(id(old), torch.nn.Parameter(old.detach().clone()))
+                vars(made).update(vars(old))
+                setattr(owner, name, made)
+
+    return facet(session, "export", load=load)
+
+
+def _inferred(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    with torch.inference_mode():
+        return meta, tensor.clone()
+
+
 _DESIGNS = (
+    Benign(
+        id="chunks-wrapped-twice",
+        why="DistributedDataParallel around Float16Module around GPTModel: local names begin with module.module.",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_wrapped,
+    ),
+    Benign(
+        id="replayed-in-wrapped-chunks",
+        why="routes are replayed in the model that trains, which is wrapped",
+        cell=cell("qwen3_moe", "ep2", replay="R3"),
+        wrap=_wrapped,
+    ),
+    Benign(
+        id="no-memory-until-loaded",
+        why="a model is built on torch's meta device, and gets memory as it is loaded: init_model_with_meta_device",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_on_meta,
+        claims={"begins": "unset"},
+    ),
+    Benign(
+        id="parameters-replaced-by-loading",
+        why="load_state_dict(assign=True) keeps what it is given, and drops the parameters that were built",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_assigned,
+    ),
+    Benign(
+        id="tensors-of-inference-mode",
+        why="torch.inference_mode around an export costs less than no_grad, and forbids writes outside of it",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=each(_inferred),
+    ),
     Benign(
         id="all-ranks-receive",
         why="engines that share the trainer's ranks load on each of them: mcore-bridge, mbridge, Megatron-Bridge",

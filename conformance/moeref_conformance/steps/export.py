@@ -37,9 +37,9 @@ def inventory(export: Export, context: Context) -> list[dict[str, Any]]:
 def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
     """What every tensor of the modules holds before loading: a digest, and if all is finite, and one value.
 
-    None in cells with replay, which repeat the layouts of others.
+    None in cells with replay, which repeat the layouts of others, and for what need not hold anything.
     """
-    if context.cell.replay != "off":
+    if context.cell.replay != "off" or context.claims.begins == "unset":
         return None
     rows = []
     for chunk, name, _, tensor in module_tensors(export.chunks()):

@@ -405,6 +405,14 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON, default=False)
+def mutants_ranks(session: nox.Session) -> None:
+    """After `mutants`: try the mutants of functions that ranks run together; `-- --sample 30` draws some."""
+    install(session, "-e", ".[kit]", groups=("mutants",))
+    with session.chdir("mutants"):  # its packages come before the installed ones
+        session.run("python", "-m", "tests.mutate_ranks", *session.posargs, env=ENV)
+
+
+@nox.session(python=PYTHON, default=False)
 def mutants_kit(session: nox.Session) -> None:
     """Change the kit's judges and oracles bit by bit and list what no fast test sees; `-- judges.load` selects."""
     install(session, "-e", ".[kit]", groups=("test",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ WORDS = "ä" * 239 + "xyz"  # 481 bytes
 
 
 def _rank(work: Callable[[int], Any], rank: int, world: int, folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+    store, soon = dist.FileStore(str(folder / "store"), world), timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=soon)
     try:
         said = work(rank)
     except Exception as error:
@@ -46,6 +48,7 @@ def ranks(tmp_path: Path) -> Callable[..., list[Any]]:
             process.start()
         for process in processes:
             process.join(60)
+            process.kill()  # one that waits for another would outlive the test
         return [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(world)]
 
     return run
@@ -72,6 +75,7 @@ def agreed(digests: list[int], refuses: int = -1) -> Callable[[int], str]:
         (lambda rank: failures("", CPU, None), [{}, {}]),
         (lambda rank: failures(f"é{rank}", CPU, None), [{0: "é0", 1: "é1"}] * 2),
         (lambda rank: failures(WORDS * rank, CPU, None), [{1: WORDS[:-1]}] * 2),
+        (lambda rank: failures("xyz" + "ä" * 239 * rank, CPU, None), [{0: "xyz", 1: "xyz" + "ä" * 238 + "\ufffd"}] * 2),
         (lambda rank: failures("a\udc80" * rank, CPU, None), [{1: "a?"}] * 2),
         (lambda rank: check_place(Layout.parse("tp=2"), rank, None), [None, None]),
     ],
@@ -110,6 +114,21 @@ def test_a_rank_in_another_place_is_refused(ranks: Callable[..., list[Any]]) -> 
         f"rank 0 of tp=2, which has 2 ranks: this process is rank 1 of a group of 2; {advice}",
     ]
     assert one[2:] == ["rank 0 of tp=1: this process is not in the group"]
+
+
+def test_only_the_ranks_of_a_group_take_part(ranks: Callable[..., list[Any]], checkpoint: Path) -> None:
+    def work(rank: int) -> dict[int, str] | None:
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            return None
+        check_place(Layout.parse("tp=2"), rank - 1, group)
+        with all_or_none(5, CPU, group, BridgeError):
+            pass
+        shard_map = ShardMap(model("qwen3_moe"), Layout.parse("tp=2"))
+        load(shard_map, rank - 1, holder(shard_map, rank - 1), checkpoint, group)
+        return failures(f"é{rank}X", CPU, group)
+
+    assert ranks(work, 3) == [None, {0: "é1X", 1: "é2X"}, {0: "é1X", 1: "é2X"}]
 
 
 def test_without_a_process_group_a_layout_has_one_rank() -> None:

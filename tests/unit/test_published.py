@@ -91,6 +91,8 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
         families.known("kimi-k3")
     with pytest.raises(FamilyError, match=r"did you mean qwen3-30b-a3b\?"):
         families.known("Qwen3-30B")
+    with pytest.raises(FamilyError, match=r"did you mean gpt-oss-20b\?"):
+        families.known("gpt")
     with pytest.raises(FamilyError, match=r"^unknown model 'xyzzy'; Known are deepseek-v3, glm-4\.5, "):
         families.known("xyzzy")
 

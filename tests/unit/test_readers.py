@@ -330,6 +330,8 @@ def test_what_is_no_known_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(FamilyError, match=r"^unknown model_type 'xyzzy'; families are deepseek_v3, .*, qwen3_next$"):
         families.read({"model_type": "xyzzy"})
     (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(FamilyError, match=r"^cannot read a Hugging Face .*gone: No such file or directory$"):
+        families.read(tmp_path / "gone")
     with pytest.raises(FamilyError, match=r"holds a JSON list, not a config object$"):
         families.read(tmp_path)
     with pytest.raises(FamilyError, match=r"^qwen3_moe: config.json has no num_experts or num_local_experts; "):
@@ -337,13 +339,34 @@ def test_what_is_no_known_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xff", b"{", b"[" * 100_000, b"[1]", None], ids=["bytes", "cut", "deep", "list", "pipe"]
+    ("change", "says"),
+    [
+        ({"hidden_size": "24"}, "hidden_size='24', and it must be a whole number from 1 to 100000000"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "could not convert string to float: 'x'"),
+    ],
 )
-def test_a_config_file_that_is_none_is_refused_by_name(tmp_path: Path, content: bytes | None) -> None:
+def test_a_value_of_another_kind_is_named_with_the_family(change: dict[str, Any], says: str) -> None:
+    config = {**CONFIGS["deepseek_v3"], "rope_parameters": None, "rope_theta": 10_000.0, **change}
+    with pytest.raises(FamilyError, match=f"^deepseek_v3: a value of this config is no number, list or switch: {says}"):
+        families.read(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff", "'utf-8' codec can't decode"),
+        (b"{", "Expecting property name"),
+        (b"[" * 100_000, "maximum recursion depth"),
+        (b"[1]", None),
+        (None, "not a regular file$"),
+    ],
+    ids=["bytes", "cut", "deep", "list", "pipe"],
+)
+def test_a_config_file_that_is_none_is_refused_by_name(tmp_path: Path, content: bytes | None, says: str | None) -> None:
     path = tmp_path / "config.json"
     if content is None:
         os.mkfifo(path)
     else:
         path.write_bytes(content)
-    with pytest.raises(FamilyError, match=r"config\.json"):
+    with pytest.raises(FamilyError, match=rf"from .*config\.json: {says}" if says else r"config\.json holds"):
         families.read(tmp_path)

@@ -46,6 +46,7 @@ def test_shards_and_tensors_share_every_element_once(name: str, index: int, part
         shard = np.zeros(shape, dtype=int)
         for region in regions:
             assert not shard[region.shard_index].any(), "two regions write the same place"
+            assert all(0 <= i.start < i.stop <= n for i, n in zip(region.shard_index, shape, strict=True))  # type: ignore[union-attr]
             shard[region.shard_index] = transposed(full[region.tensor][region.hf_index], region)
         assert row.sharding == "vocab" or shard.all(), "a place of the shard is left unset"
         seen += shard[shard > 0].tolist()
@@ -110,6 +111,7 @@ def _shard(m: families.Model, sharding: str, rank: int, parts: int) -> tuple[np.
     shard = np.zeros(shape, dtype=int)
     for region in regions:
         shard[region.shard_index] = full[region.tensor][region.hf_index]
+        assert shard[region.shard_index].size
     return shard, full
 
 

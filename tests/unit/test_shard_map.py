@@ -10,6 +10,7 @@ import pytest
 
 from moeref import bridge, families
 from moeref.bridge import BridgeError, ShardMap
+from moeref.bridge.shard_map import hashed
 from moeref.dtypes import DTYPES
 from moeref.exporter import ExportError, Plan
 from moeref.families import SpecNames
@@ -107,7 +108,7 @@ def test_tied_head() -> None:
         shard_map = ShardMap(tied, Layout.parse(text))
         last = [p for p in shard_map.local_shards(shard_map.layout.world - 1) if p.local_name == "output_layer.weight"]
         assert len(last) == copies
-        assert all(p.param.hf[0].name == "model.embed_tokens.weight" and not p.param.exports for p in last)
+        assert all(p.param.hf[0].name == "model.embed_tokens.weight" and p.param.exports is False for p in last)
         assert all(p.param.dtype == "float32" for p in last)
         assert "lm_head.weight" not in {t.name for t in Plan(shard_map).tensors}
     assert "lm_head.weight" in {t.name for t in Plan(ShardMap(untied, Layout())).tensors}
@@ -266,6 +267,27 @@ def test_ranks_of_one_position_share_their_shards() -> None:
     assert shard_map.local_shards(0) is not shard_map.local_shards(1)
 
 
+@pytest.mark.parametrize("hf", ["per_expert", "fused"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_shard_of_a_parameter_is_the_one_its_rank_holds(name: str, hf: Any) -> None:
+    shard_map = ShardMap(model(name), Layout.parse("ep=2,etp=2"), expert_format=hf)
+    _, _, tp, etp = shard_map.position(1)
+    for shard in shard_map.local_shards(1):
+        param = shard.param
+        assert shard_map.shard(param, tp if param.expert is None else etp) == (shard.shape, shard.regions)
+
+
+def test_experts_with_tensors_of_their_own_are_of_one_kind_and_share_one_cut() -> None:
+    files = ShardMap(model("qwen3_moe"), Layout.parse("ep=2"))
+    for shard_map, kinds in ((files, 1), (files.in_format("fused"), 8)):
+        held = [s for s in shard_map.local_shards(0) if s.param.layer == 1 and s.local_name.endswith("fc1.weight")]
+        assert len(held) == 8
+        assert len({shard_map.kind(s.param) for s in held}) == kinds
+        # A large model has hundreds of thousands of them: one object for what is alike.
+        assert len({id(s.regions) for s in held}) == kinds
+        assert len({id(s.param.hf) for s in held}) == 9 - kinds
+
+
 def test_one_map_a_format() -> None:
     shard_map = ShardMap(model("qwen3_moe"), Layout.parse("ep=2"), SpecNames(norms="fused"), divisible_by=1)
     assert shard_map.in_format("per_expert") is shard_map
@@ -291,6 +313,13 @@ def test_the_names_of_a_checkpoint_say_its_format(name: str) -> None:
         assert files.for_checkpoint(names[1]) == memory
         assert files.for_checkpoint(names[1] - names[0]) == memory
     assert files.for_checkpoint({"model.layers.99.mlp.experts.gate_up_proj"}) is files
+
+
+def test_the_names_of_an_mtp_layer_alone_say_the_format_too() -> None:
+    files = ShardMap(model("glm4_moe", num_nextn_predict_layers=1), Layout())
+    fused = files.in_format("fused")
+    names = {t.name for param in fused.global_params for t in param.hf if param.layer == 4 and param.expert == 0}
+    assert files.for_checkpoint(names) == fused
 
 
 def _plan(
@@ -326,6 +355,7 @@ def _plan(
 def test_a_plan_that_differs_has_another_digest(otherwise: dict[str, Any]) -> None:
     assert _plan().digest == _plan().digest
     assert 0 <= _plan().digest < 2**63
+    assert max(hashed(number) for number in range(20)) >= 2**62  # all 63 bits are used
     assert _plan(**otherwise).digest != _plan().digest
 
 

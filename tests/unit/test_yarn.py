@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from moeref import families
 from moeref.families import FamilyError
 from moeref.families.model import Yarn
-from tests.unit.models import model
+from tests.unit.models import CONFIGS, model
 
 pytestmark = pytest.mark.cpu
 
@@ -45,6 +46,14 @@ def test_rope_of_latent_attention_is_whole() -> None:
     for changes in ({"rope_parameters": {**inside, "partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}):
         with pytest.raises(FamilyError, match=r"^glm4_moe_lite: a partial_rotary_factor other than 1 is not mapped$"):
             model("glm4_moe_lite", **changes)
+
+
+def test_grouped_queries_have_no_mscale_and_their_heads_are_asked_for() -> None:
+    with pytest.raises(FamilyError, match=r"^qwen3_moe: rope type 'yarn' with \['mscale', 'mscale_all_dim'\] is not"):
+        model("qwen3_moe", rope_parameters={**SHORT, "mscale": 0.8, "mscale_all_dim": 0.5})
+    config = {k: v for k, v in CONFIGS["qwen3_moe"].items() if k != "num_key_value_heads"}
+    with pytest.raises(FamilyError, match=r"^qwen3_moe: config.json has no num_key_value_heads"):
+        families.read({**config, "rope_parameters": SHORT})
 
 
 @pytest.mark.parametrize(

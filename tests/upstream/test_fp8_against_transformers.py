@@ -107,6 +107,25 @@ def test_a_row_of_blocks_at_a_time_is_fp32() -> None:
     assert widest.elements == max(scales.numel(), BLOCK[0] * 60)
 
 
+def test_only_the_scales_of_a_part_are_read() -> None:
+    weight, scales = quantised(16, 24)
+    read: list[tuple[slice, slice]] = []
+
+    def part(*of: slice) -> torch.Tensor:
+        read.append((of[0], of[1]))
+        return scales[of]
+
+    dequantised(lambda *of: weight[of], part, range(5, 11), range(7, 13), BLOCK)
+    assert read == [(slice(1, 3), slice(1, 3))]
+
+
+def test_a_weight_that_is_no_matrix_is_refused_by_name(tmp_path: Path) -> None:
+    weight, scales = quantised(4, 6)
+    write(tmp_path, {NAME: weight[None], f"{NAME}_scale_inv": scales})
+    with pytest.raises(BridgeError, match=rf"{NAME} is F8_E4M3 \[1, 4, 6\]; in blocks of 4 × 6 "):
+        Checkpoint(tmp_path, BLOCK)
+
+
 @pytest.mark.parametrize(
     ("scales", "says"),
     [

@@ -13,8 +13,10 @@ and values are cut into one part for each byte of an element: exponents compress
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,9 @@ import numpy.typing as npt
 from moeref.delta.changes import Changes, Positions
 from moeref.delta.errors import DeltaError
 from moeref.delta.state import Bits
+
+if TYPE_CHECKING:
+    import zstandard
 
 Part = bytes | memoryview
 FORMS = ("index", "gaps", "bitmask", "full")
@@ -210,7 +215,7 @@ def decompress(parts: Sequence[Part], bounds: Sequence[tuple[int, int]], width: 
             size = zstandard.frame_content_size(part)
             if not least <= size <= most:
                 raise DeltaError(f"a zstd frame of {size} bytes, expected {least} to {most}")
-            opened.append(zstandard.ZstdDecompressor().decompress(part, allow_extra_data=False))
+            opened.append(_ZSTD.decompressor.decompress(part, allow_extra_data=False))
         except zstandard.ZstdError as error:
             raise DeltaError(f"not one zstd frame: {error}") from None
     planes = np.stack([np.frombuffer(plane, np.uint8) for plane in opened[-width:]], axis=1)
@@ -223,10 +228,27 @@ def _planes(values: Bits) -> list[Part]:
     return [_compress(_raw(planes[:, byte])) for byte in range(values.itemsize)]
 
 
-def _compress(part: Part) -> bytes:
-    import zstandard
+class _Zstd(threading.local):
+    """What a thread keeps: to make a compressor takes ten times as long as a short part."""
 
-    return bytes(zstandard.ZstdCompressor(level=LEVEL).compress(part))
+    @functools.cached_property
+    def compressor(self) -> zstandard.ZstdCompressor:
+        import zstandard
+
+        return zstandard.ZstdCompressor(level=LEVEL)
+
+    @functools.cached_property
+    def decompressor(self) -> zstandard.ZstdDecompressor:
+        import zstandard
+
+        return zstandard.ZstdDecompressor()
+
+
+_ZSTD = _Zstd()
+
+
+def _compress(part: Part) -> bytes:
+    return _ZSTD.compressor.compress(part)
 
 
 def _numbers(part: Part, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -18,7 +18,10 @@ from tests.kit.mutate import outcome, run
 #: How the names of functions begin, and the tests in which ranks run them.
 TESTS = {
     "moeref.bridge.agreement.": ["tests/unit/test_agreement.py"],
-    "moeref.bridge.loader.x_load__": ["tests/unit/test_agreement.py", "tests/unit/test_loader.py"],
+    "moeref.bridge.loader.x_load__": [
+        *(f"tests/unit/test_{name}.py" for name in ("agreement", "loader", "checkpoint_files")),
+        "tests/upstream/test_fp8_against_transformers.py::test_a_rank_loads_what_it_loads_of_the_files_in_bf16",
+    ],
     "moeref.bridge.loader.x_read_shard__": ["tests/unit/test_shard_folders.py::test_there_and_back_is_bit_for_bit"],
 }
 

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 #: What tests judges and oracles without rank processes.
-TESTS = [f"tests/kit/test_{name}.py" for name in ("placement", "judges", "compare", "dispatch")]
+TESTS = [f"tests/kit/test_{name}.py" for name in ("delta_judges", "placement", "judges", "compare", "dispatch")]
 SECONDS = 300
 _PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),

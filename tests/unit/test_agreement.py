@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ WORDS = "ä" * 239 + "xyz"  # 481 bytes
 
 
 def _rank(work: Callable[[int], Any], rank: int, world: int, folder: Path) -> None:
-    store, soon = dist.FileStore(str(folder / "store"), world), timedelta(seconds=30)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=soon)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
     try:
         said = work(rank)
     except Exception as error:

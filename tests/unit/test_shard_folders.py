@@ -59,7 +59,7 @@ def map_of(folder: Path, layout: str, **names: str) -> ShardMap:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_there_and_back_is_bit_for_bit(tmp_path: Path, family: str, layout: str) -> None:
-    hf = source(tmp_path / "hf", family)
+    hf = source(tmp_path / "hf", family, dtype="bfloat16" if family == "qwen3_moe" else "float32")
     shards = split(map_of(hf, layout), hf, tmp_path / "shards")
     back = join(shards, tmp_path / "back", file_bytes=100_000)
     assert tensors(back) == tensors(hf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import sys
@@ -17,6 +18,8 @@ from moeref_conformance.steps.tensors import copied
 
 #: Attributes of a parameter that hold its gradient: autograd's, and that of Megatron's DistributedDataParallel.
 _GRADIENTS = ("grad", "main_grad")
+#: Values of settings that can be compared by their text.
+_PLAIN = (type(None), bool, int, float, str, list, tuple)
 #: Groups of Megatron whose ranks and sizes a caller can set.
 _GROUPS = ("tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel", "expert_tensor_parallel")
 
@@ -54,6 +57,8 @@ def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             found["training mode", f"{number}:{name}"] = module.training
+        for name, values in _configs(chunk):
+            found |= {("config", f"{number}:{name}.{setting}"): repr(value) for setting, value in values.items()}
         for name, parameter in chunk.named_parameters():
             key = f"{number}:{name}"
             found["requires_grad", key] = parameter.requires_grad
@@ -82,6 +87,16 @@ def _generators() -> Iterator[tuple[tuple[str, str], str]]:
     if megatron is not None:
         for name, held in megatron.get_cuda_rng_tracker().get_states().items():
             yield ("generator", f"Megatron's {name}"), _digest(held)
+
+
+def _configs(chunk: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The plain settings of every config in the modules, under the name of the first module that has it."""
+    seen: set[int] = set()
+    for name, module in chunk.named_modules():
+        config = getattr(module, "config", None)
+        if dataclasses.is_dataclass(config) and not isinstance(config, type) and id(config) not in seen:
+            seen.add(id(config))
+            yield name, {key: value for key, value in vars(config).items() if isinstance(value, _PLAIN)}
 
 
 def _settings() -> Iterator[tuple[tuple[str, str], str]]:

@@ -59,6 +59,12 @@ def _another_size(chunks: list[torch.nn.Module]) -> None:
     parallel_state.set_tensor_model_parallel_world_size(4)
 
 
+def _copy_not_drawn(chunks: list[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        config: Any = chunk.config
+        config.perform_initialization = False
+
+
 def _no_grad(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
@@ -146,6 +152,12 @@ FAULTS = (
         "reported nowhere: set_grad_enabled(False) before the export, and on again by the step that needs it",
         _until_a_step(_once(lambda chunks: torch.set_grad_enabled(False)), lambda chunks: torch.set_grad_enabled(True)),
         "setting of torch.is_grad_enabled()",
+    ),
+    _fault(
+        "config-changed",
+        "reported nowhere: a second model is built for the export, without drawing, from the config that is trained with",
+        _once(_copy_not_drawn),
+        "config of 0:.perform_initialization",
     ),
     _fault(
         "group-size-left",

@@ -13,7 +13,7 @@ import torch
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.requests.replay import SHARED
-from moeref_conformance.judges import Case, Untested
+from moeref_conformance.judges import Case
 from moeref_conformance.judges.common import expected, finding, once, records, tokens_of
 from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.sequence import positions
@@ -148,11 +148,8 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
 
 
 def _nearest(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[bytes, Place]], list[Finding]]:
-    """layer -> row -> the place whose hidden state in transformers it is, PADDING for none. Raises Untested for R2."""
-    if case.cell.replay == "R2":
-        raise Untested("rows of packed samples are found by transformers' hidden states, under given routes alone")
-    which = phase[-1] if phase.endswith(("-a", "-b")) else "native"
-    tokens, entering = tokens_of(case), oracle(case, which).entering
+    """layer -> row -> the place whose hidden state in transformers it is, PADDING for none."""
+    tokens, entering = tokens_of(case), _computing(case, phase).entering
     places = [*map(tuple, tokens.nonzero().tolist())]
     place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
     for calls in by_rank.values():
@@ -164,6 +161,16 @@ def _nearest(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[by
                 for row, near, place in zip(_rows(tensors["in"]), near_T.tolist(), nearest_T.tolist(), strict=True):
                     place_of[layer][row] = places[place] if near else PADDING
     return place_of, []
+
+
+def _computing(case: Case, phase: str) -> routed.Routed:
+    """What transformers computes in a phase, of R2 when tokens take the experts that they took when recorded."""
+    if phase in ("changed-native", "record-changed"):
+        return routed.under(expected(case), "native", case.claims.missing_rows, negated=True)
+    if phase in ("recompute", "step-changed"):
+        source, negated = ("record", True) if phase == "recompute" else ("record-changed", False)
+        return oracle_recorded(case, source, negated)
+    return oracle(case, phase[-1] if phase.endswith(("-a", "-b")) else "native")
 
 
 def _received(case: Case, by_rank: ByRank) -> Iterator[tuple[int, int, int, bytes]]:

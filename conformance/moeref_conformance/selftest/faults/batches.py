@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -125,6 +127,19 @@ def _routes_without_padding(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", step=lambda tokens_BS, routes: good.step(tokens_BS, late(routes)))
 
 
+def _recorded_rows_moved(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Routers record the rows of the second half of a microbatch one row up."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    good = RouterReplay.record_indices
+
+    def record_indices(self: Any, idx_TK: torch.Tensor) -> None:
+        first_TK, second_TK = idx_TK.tensor_split(2)
+        good(self, torch.cat([first_TK, second_TK.roll(-1, 0)]))
+
+    return mock.patch.object(RouterReplay, "record_indices", record_indices)
+
+
 FAULTS = (
     Fault(
         id="padded-on-the-left",
@@ -191,6 +206,20 @@ FAULTS = (
         wrap=_routes_without_padding,
         one_rank=True,
         diagnosis="the route of token",
+    ),
+    *(
+        Fault(
+            id=f"recorded-rows-moved-in-{batch}",
+            bug=bug,
+            rules=("RPL-001",),
+            cell=cell("qwen3_moe", "tp2", batch=batch, replay="R2"),
+            patch=_recorded_rows_moved,
+            diagnosis="the route of token",
+        )
+        for batch, bug in (
+            ("packed", "verl#7106: padding of packed samples moves the rows that the routers recorded"),
+            ("pairs", "miles#3146 in kind: recorded rows of several samples come back in another order"),
+        )
     ),
     Fault(
         id="packed-cut-without-padding",

@@ -155,7 +155,7 @@ FAULTS = (
     ),
     _fault(
         "config-changed",
-        "reported nowhere: a second model is built for the export, without drawing, from the config that is trained with",
+        "reported nowhere: a second model is built for the export from the config that is trained with, and not drawn",
         _once(_copy_not_drawn),
         "config of 0:.perform_initialization",
     ),

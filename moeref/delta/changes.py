@@ -25,7 +25,7 @@ _SHORT = 1 << 17
 _FEW = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Changes:
     """Changed elements of a span: `where` and their `values` if few are known to be, else `flags` for all of it."""
 

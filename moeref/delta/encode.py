@@ -20,8 +20,8 @@ from moeref.delta.state import Bits, Named, State, bits_of, dtype_of, named
 #: Elements of a span, and bytes that are compared and hashed at once, so that those of both versions stay in the cache.
 SPAN = 1 << 20
 PIECE = 1 << 19
-#: Tensors of at most so many bytes are compared together, as many as a PIECE holds.
-SMALL = 1 << 17
+#: Tensors of at most so many bytes are compared together, up to so many bytes of them.
+SMALL, TOGETHER = 1 << 17, 1 << 21
 BUCKET = 64 << 20
 Streamed = Iterable[Named] | Mapping[str, torch.Tensor]
 
@@ -38,13 +38,13 @@ class Together:
     """Small tensors of both versions, copied end to end: a call each would cost more, and a stream may reuse memory."""
 
     def __init__(self) -> None:
-        self._copies = np.empty((2, PIECE), np.uint8)
+        self._copies = np.empty((2, TOGETHER), np.uint8)
         self._held: list[tuple[Described, int]] = []
         self._end, self._dtype = 0, np.dtype(np.uint8)
 
     def fits(self, new: Bits) -> bool:
         """Whether there is room, and elements are as wide as those before."""
-        return not self._held or (self._dtype == new.dtype and self._end + new.nbytes <= PIECE)
+        return not self._held or (self._dtype == new.dtype and self._end + new.nbytes <= TOGETHER)
 
     def add(self, described: Described, old: Bits, new: Bits) -> None:
         """Copy both versions of a tensor."""
@@ -66,7 +66,7 @@ class Delta:
     """A delta that is made while it is iterated over, once; then `state` is that of the new version.
 
     state: of the base. base, new: the tensors of both, as any iterables of (Hugging Face name, tensor) in one order, or
-    `base` as a mapping. Held in memory at a time are a tensor of each, copies of small ones (twice PIECE bytes) and one
+    `base` as a mapping. Held in memory at a time are a tensor of each, copies of small ones (4 MiB) and one
     message: `bucket` bytes and a span more.
 
     Raises DeltaError, with the tensor's name, where names, dtypes or shapes differ, where the bytes of `base` are not
@@ -188,8 +188,9 @@ class Delta:
         """Note the changes of one span, and make a message if it is full."""
         form, parts = self._encode(changes)
         lengths = [len(part) for part in parts]
-        span = {**described._asdict(), "start": start, "elements": changes.new.size, "form": form}
-        self._spans.append(span | {"changed": changes.count, "bytes": lengths})
+        name, dtype, shape = described
+        span = {"name": name, "dtype": dtype, "shape": shape, "start": start, "elements": changes.new.size}
+        self._spans.append(span | {"form": form, "changed": changes.count, "bytes": lengths})
         self._body += parts
         self._bytes += sum(lengths)
         if self._bytes >= self._limit:

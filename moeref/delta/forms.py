@@ -54,7 +54,7 @@ def smallest(elements: int, width: int, count: int) -> str:
         "bitmask": -(-elements // 8) + width * count,
         "full": width * elements,
     }
-    return min(sizes, key=lambda form: sizes[form])
+    return min(sizes, key=sizes.__getitem__)
 
 
 def encode_zstd(changes: Changes) -> tuple[str, list[Part]]:

@@ -26,12 +26,15 @@ WORDS = "ä" * 239 + "xyz"  # 481 bytes
 
 
 def _rank(work: Callable[[int], Any], rank: int, world: int, folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         said = work(rank)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     (folder / str(rank)).write_bytes(pickle.dumps(said))
+    store.set(f"finished {rank}", "")
+    store.wait([f"finished {each}" for each in range(world)])  # who leaves closes connections that others still use
     dist.destroy_process_group()
 
 

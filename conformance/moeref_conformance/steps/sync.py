@@ -24,6 +24,8 @@ Named = tuple[str, torch.Tensor]
 NEW, LONG = 6, 12
 #: How many tensors are sent before something happens.
 SENT = 60
+#: Seconds in which the processes of an engine that was killed have to be gone.
+LEAVING = 10.0
 #: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
@@ -129,7 +131,15 @@ def killed(sync: Sync, context: Context) -> dict[str, Any]:
         refused = refusal(engine.update, at(tensors(context.input("second")), kill), 1)
         seconds = time.monotonic() - begun
         dead = refusal(engine.version)
-    return {"pids": pids, "refused": refused, "dead": dead, "seconds": seconds, "left": list(filter(_runs, pids))}
+    return {"pids": pids, "refused": refused, "dead": dead, "seconds": seconds, "left": _outlive(pids)}
+
+
+def _outlive(pids: Sequence[int]) -> list[int]:
+    """Those that still run after a while: who was killed closes connections first, and gives memory back later."""
+    until = time.monotonic() + LEAVING
+    while (left := list(filter(_runs, pids))) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
 
 
 def _runs(pid: int) -> bool:

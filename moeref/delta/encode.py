@@ -127,7 +127,7 @@ class Delta:
         self._compare(name, old, new)
         before, after = bits_of(name, old), bits_of(name, new)
         described = Described(name, dtype_of(new), new.shape)
-        small = after.nbytes <= SMALL and after.size <= SPAN
+        small = after.nbytes <= SMALL
         if not (small and self._together.fits(after)):
             yield from self._flush()
         if not small:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +26,8 @@ from moeref import cli as preflight
 from tests import warm
 
 ROOT = Path(__file__).parents[2]
+#: With the commands of this environment first.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 #: Placeholders for the reader's own targets and files.
 PLACEHOLDERS = ("mypackage.adapter:target", "dump:dump")
 
@@ -42,6 +46,15 @@ def inline_commands(text: str) -> list[str]:
     """Commands of nox within sentences and tables; `NAME` is the reader's."""
     outside = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return [line for line in re.findall(r"`((?:\.venv/bin/)?nox -s .+?)`", outside) if "NAME" not in line]
+
+
+def in_shell(line: str, folder: Path, links: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a line as it is typed, in `folder`, with links to what it names of the checkout."""
+    for name in links:
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(ROOT / name)
+    env = {**os.environ, "PATH": PATH, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 def words(command: str) -> list[str]:

@@ -135,6 +135,7 @@ def test_any_bucket_size_gives_the_same_weights(zstd: bool, monkeypatch: pytest.
     base, new = versions({"a": 0.01, "b": 1.0, "c": 0.3, "d": 0.0})
     whole = messages(base, new, zstd=zstd)
     monkeypatch.setattr(encoding, "SPAN", 1 << 14)
+    monkeypatch.setattr(encoding, "SMALL", 0)
     for bucket in (1, 1000, 100_000):
         cut = messages(base, new, zstd=zstd, bucket=bucket)
         assert len(cut) > len(whole)
@@ -498,6 +499,7 @@ def test_applying_twice_is_harmless() -> None:
 @pytest.mark.parametrize("zstd", [False, True])
 def test_several_threads_write_the_same(zstd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "SPAN", 1 << 14)
+    monkeypatch.setattr(encoding, "SMALL", 0)
     base, new = versions({"a": 0.01, "b": 0.5, "c": 1.0})
     whole, held = messages(base, new, zstd=zstd), copy(base)
     receiver = Receiver(1, held)

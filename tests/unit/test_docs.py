@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from fenced import ROOT, blocks, check, commands, inline_commands, output, words
+from fenced import PATH, ROOT, blocks, check, commands, in_shell, inline_commands, output, words
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.plan import known_failures as known
 from moeref_conformance.plan import matrix
@@ -125,13 +123,9 @@ def test_diagnoses_are_sentences_that_the_kit_says() -> None:
 @pytest.mark.parametrize("page", ["tutorial/judge-your-framework.md", "tutorial/first-dump.md"])
 def test_tutorials_run_as_written(page: str, tmp_path: Path) -> None:
     """The commands of a tutorial that choose a cell, in order, in one folder, and what the page says they print."""
-    for name in ("docs", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ran = [line for line in commands(PAGES[page]) if "qwen3_moe/tp2/gloo" in line]
     for line in ran:
-        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        done = in_shell(line, tmp_path, ("docs", "tests"))
         wanted = 1 if "faulty:" in line else 0
         assert done.returncode == wanted, f"{line}: exit {done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
         if wanted:  # README.md shows what the same run prints
@@ -139,7 +133,7 @@ def test_tutorials_run_as_written(page: str, tmp_path: Path) -> None:
             assert line.startswith(command.removeprefix("$ "))
             assert "\n".join(shown) in done.stdout
     assert len(ran) >= 2
-    assert all(shutil.which(words(line)[0], path=path) for line in ran)
+    assert all(shutil.which(words(line)[0], path=PATH) for line in ran)
     for shown in re.findall(r"<!-- qkv-as-q-k-v finding -->\n```text\n(.+?)```", PAGES[page], flags=re.DOTALL):
         assert shown in (tmp_path / "red" / "summary.md").read_text(encoding="utf-8")
 
@@ -149,11 +143,9 @@ def test_commands_after_a_verdict_run_as_written(tmp_path: Path) -> None:
     """In one folder: repeat a failure, keep records, and compare two runs; then vectors of a cell."""
     pages = ("how-to/read-a-failure.md", "how-to/compare-runs.md", "reference/results.md")
     lines = [line for page in pages for line in commands(PAGES[page]) if "--deadline" not in line]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env, ended = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, {}
+    ended = {}
     for line in lines:
-        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-        ended[line] = done.returncode
+        ended[line] = in_shell(line, tmp_path).returncode
         if " run " in line:  # the failure comes first
             shutil.copytree(tmp_path / "conformance-report", tmp_path / ("new" if "--keep" in line else "old"))
     assert list(ended.values()) == [1, 0, 0, 1, 0], ended
@@ -168,14 +160,11 @@ def test_commands_for_gpus_end_with_3_where_there_is_none(begin: str, tmp_path: 
     """As typed in a checkout that is not installed: the session takes this Python, and its exit code is the kit's."""
     if detect().count:
         pytest.skip(f"this machine has GPUs ({detect().versions['GPU']}), where the commands judge")
-    for name in ("noxfile.py", "pyproject.toml", "matrices", "moeref", "conformance", "constraints"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path}
+    links = ("noxfile.py", "pyproject.toml", "matrices", "moeref", "conformance", "constraints")
     lines = [line for line in commands(PAGES["how-to/run-on-gpus.md"]) if line.startswith(begin)]
     assert lines
     for line in lines:
-        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        done = in_shell(line, tmp_path, links)
         assert done.returncode == 3, f"{line}: exit {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         assert "No GPU: no NVIDIA device under /dev" in done.stdout + done.stderr
 

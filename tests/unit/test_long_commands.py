@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from fenced import ROOT, commands, words
+from fenced import ROOT, commands, in_shell, words
 
 pytestmark = [pytest.mark.long, pytest.mark.ranks]
 #: Pages whose commands run in test_docs, and those that need several machines.
@@ -36,11 +33,7 @@ def before(line: str) -> list[str]:
 
 @pytest.mark.parametrize("line", LINES)
 def test_runs_as_written(line: str, tmp_path: Path) -> None:
-    for name in ("docs", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"}
     for each in (*before(line), line):
-        done = subprocess.run(["bash", "-c", each], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        done = in_shell(each, tmp_path, ("docs", "tests"))
         wanted = 1 if "faulty:" in each else 0
         assert done.returncode == wanted, f"{each}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

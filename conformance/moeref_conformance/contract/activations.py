@@ -28,7 +28,7 @@ _OTHER = "a function with values "
 
 
 def is_name(value: object) -> bool:
-    """Whether `named` gives such a name; what else a config may hold there is nobody's to compare."""
+    """Whether `named` gives such a name; nothing else that a config may hold there is compared."""
     return isinstance(value, str) and (value in _KNOWN or value.startswith(_OTHER))
 
 

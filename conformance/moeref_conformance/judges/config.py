@@ -59,7 +59,7 @@ def the_model_s(case: Case) -> Iterator[Finding]:
         for name in sorted(optional.keys() & value["given"].keys() - settings.unread(value["given"])):
             yield from _differ(case, rank, name, optional[name], value["given"], "the config")
         yield from _choosing(case, rank, value["given"].get("moe_router_load_balancing_type"))
-        yield from _turned(case, rank, value["given"])
+        yield from _yarn_factors(case, rank, value["given"])
 
 
 def _choosing(case: Case, rank: int, have: Any) -> Iterator[Finding]:
@@ -70,9 +70,9 @@ def _choosing(case: Case, rank: int, have: Any) -> Iterator[Finding]:
             yield _said(case, rank, message, "none", kind)
 
 
-def _turned(case: Case, rank: int, given: Mapping[str, Any]) -> Iterator[Finding]:
+def _yarn_factors(case: Case, rank: int, given: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings for YaRN's mscale and mscale_all_dim, of which several pairs mean the same."""
-    both = settings.turned_by(expected(case), given)
+    both = settings.yarn_factors(expected(case), given)
     if both and not math.isclose(*both, rel_tol=1e-6):
         message = f"the config's mscale and mscale_all_dim multiply cos and sin by {both[1]:.6g}, not {both[0]:.6g}"
         yield _said(case, rank, message, *both)

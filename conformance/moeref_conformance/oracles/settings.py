@@ -149,8 +149,8 @@ def _grouped_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return {**numbers, "yarn_correction_range_round_to_int": bool(rope.get("truncate", True))}
 
 
-def turned_by(expected: Expected, given: Mapping[str, Any]) -> tuple[float, float] | None:
-    """By what transformers, and megatron-core under `given`, multiply cos and sin of YaRN.
+def yarn_factors(expected: Expected, given: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The factors of cos and sin under YaRN: transformers' attention_factor, and megatron-core's under `given`.
 
     None without YaRN, and where the settings do not have its numbers.
     """
@@ -226,7 +226,7 @@ def _activation(config: Any) -> str | None:
     from transformers.activations import ACT2FN
 
     if config.model_type == "gpt_oss":
-        return activations.named(lambda x: x * torch.sigmoid(1.702 * x))
+        return "quick_gelu"
     return activations.named(ACT2FN[config.hidden_act])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import sys
@@ -14,6 +13,7 @@ import torch
 import xxhash
 from numpy import random as numpy_random  # here, and so once for all ranks: numpy imports it late
 
+from moeref_conformance.steps.config import configs
 from moeref_conformance.steps.tensors import copied
 
 #: Attributes of a parameter that hold its gradient: autograd's, and that of Megatron's DistributedDataParallel.
@@ -54,11 +54,12 @@ def in_training(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
     """By kind and name what training needs; tensors as digests of their bytes, and tensors that are none as None."""
     found = dict[tuple[str, str], Any]([*_generators(), *_settings()])
+    for module, config in configs(chunks):
+        plain = {name: value for name, value in vars(config).items() if isinstance(value, _PLAIN)}
+        found |= {("config", f"{module}.{name}"): repr(value) for name, value in plain.items()}
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             found["training mode", f"{number}:{name}"] = module.training
-        for name, values in _configs(chunk):
-            found |= {("config", f"{number}:{name}.{setting}"): repr(value) for setting, value in values.items()}
         for name, parameter in chunk.named_parameters():
             key = f"{number}:{name}"
             found["requires_grad", key] = parameter.requires_grad
@@ -87,16 +88,6 @@ def _generators() -> Iterator[tuple[tuple[str, str], str]]:
     if megatron is not None:
         for name, held in megatron.get_cuda_rng_tracker().get_states().items():
             yield ("generator", f"Megatron's {name}"), _digest(held)
-
-
-def _configs(chunk: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The plain settings of every config in the modules, under the name of the first module that has it."""
-    seen: set[int] = set()
-    for name, module in chunk.named_modules():
-        config = getattr(module, "config", None)
-        if dataclasses.is_dataclass(config) and not isinstance(config, type) and id(config) not in seen:
-            seen.add(id(config))
-            yield name, {key: value for key, value in vars(config).items() if isinstance(value, _PLAIN)}
 
 
 def _settings() -> Iterator[tuple[tuple[str, str], str]]:

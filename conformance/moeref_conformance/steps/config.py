@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,23 @@ def recorded(config: Config, context: Context) -> dict[str, Any]:
 
 
 def held_by(chunks: Sequence[Any]) -> list[dict[str, Any]]:
-    """The plain values of every config object in the modules, each object once, with the module that came first."""
-    by_object: dict[int, dict[str, Any]] = {}
+    """The plain values of every config object in the modules, with the module that came first."""
+    held = list[dict[str, Any]]()
+    for module, config in configs(chunks):
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        held.append({"module": module, "values": _plain_values(values)})
+    return held
+
+
+def configs(chunks: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Every config object in the modules once, after `chunk:name` of the first module that has it."""
+    seen: set[int] = set()
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             config = getattr(module, "config", None)
-            if dataclasses.is_dataclass(config) and id(config) not in by_object:
-                values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-                by_object[id(config)] = {"module": f"{number}:{name}", "values": _plain_values(values)}
-    return list(by_object.values())
+            if dataclasses.is_dataclass(config) and not isinstance(config, type) and id(config) not in seen:
+                seen.add(id(config))
+                yield f"{number}:{name}", config
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def rules() -> str:
                 ("why", _seen("; ".join(rule.why))),
                 ("facets", _code(rule.facets) or "none"),
                 ("backends", _code(rule.backends) + (f", with {rule.ranks} rank" if rule.ranks else "")),
+                ("cells", "; ".join(f"{name} {_code(values)}" for name, values in rule.cells)),
                 ("requires", _links(rule.requires, "rules.md") or "nothing"),
                 ("folded under", _links(rule.follows, "rules.md")),
                 ("reads", _code(rule.steps)),

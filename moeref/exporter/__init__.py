@@ -4,6 +4,7 @@ from moeref.exporter.buckets import Bucket, buckets, read
 from moeref.exporter.cuts import BucketError, Entry
 from moeref.exporter.lending import Lender
 from moeref.exporter.plan import ExportError, Plan, Step
+from moeref.exporter.quantise import quantised
 from moeref.exporter.shared import SharedBuffer
 from moeref.exporter.stream import Stream, export
 from moeref.exporter.units import unit_of
@@ -20,6 +21,7 @@ __all__ = [
     "Stream",
     "buckets",
     "export",
+    "quantised",
     "read",
     "unit_of",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from moeref.bridge.fp8_blocks import SCALES
 from moeref.bridge.shard_map import HFTensor
 
 Named = tuple[str | HFTensor, torch.Tensor | None]
@@ -23,11 +24,12 @@ _UNITS = (
 
 @functools.lru_cache(maxsize=1 << 17)
 def unit_of(name: str) -> str:
-    """The unit of a tensor: tensors of one unit stay in one bucket. A tensor of no unit is one by itself."""
+    """The unit of a tensor: tensors of one unit stay in one bucket. A tensor of no unit is one by itself, with its
+    scales."""
     for pattern in _UNITS:
         if match := pattern.match(name):
             return match[1]
-    return name
+    return name.removesuffix(SCALES)
 
 
 def closed_up(stream: Iterable[Named], unit: Callable[[str], str]) -> Iterator[tuple[str, torch.Tensor]]:

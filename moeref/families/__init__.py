@@ -65,18 +65,7 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     dtype: overrides the checkpoint's, which is `dtype` or `torch_dtype` in the config, or else bfloat16.
     Raises FamilyError for an unknown `model_type`, a missing key, or a switch the family's table does not describe.
     """
-    if not isinstance(config, Mapping):
-        path = Path(config)
-        try:
-            path = path / "config.json" if path.is_dir() else path
-            if path.exists() and not path.is_file():  # a pipe would block the reader for ever
-                raise OSError("not a regular file")
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise FamilyError(f"cannot read a Hugging Face config from {path}: {why}") from error
-        if not isinstance(config, Mapping):
-            raise FamilyError(f"{path} holds a JSON {type(config).__name__}, not a config object")
+    config = loaded(config)
     name = config.get("model_type")
     family = FAMILIES.get(ALIASES.get(str(name), str(name)))
     if family is None:
@@ -98,6 +87,27 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
         # A family expects numbers, lists and booleans; a config from outside may have anything.
         raise FamilyError(f"{name}: {WRONG}: {error}") from error
     return model
+
+
+def loaded(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """A Hugging Face config as a dictionary: itself, of a `config.json`, or of a folder with one.
+
+    Raises FamilyError for a path without a config.
+    """
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        if path.exists() and not path.is_file():  # a pipe would block the reader for ever
+            raise OSError("not a regular file")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise FamilyError(f"cannot read a Hugging Face config from {path}: {why}") from error
+    if not isinstance(found, Mapping):
+        raise FamilyError(f"{path} holds a JSON {type(found).__name__}, not a config object")
+    return found
 
 
 def _check(model: Model) -> None:

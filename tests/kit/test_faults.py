@@ -22,7 +22,7 @@ from moeref_conformance.selftest.known_bugs import KNOWN_BUGS, NOT_EXPRESSIBLE
 from moeref_conformance.steps import gradients
 from moeref_conformance.worlds.forked import ForkedWorld
 
-from tests.kit.bench import RULES, Bench
+from tests.kit.bench import NATIVE, RULES, Bench
 from tests.kit.shared_world import Shared
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
@@ -39,7 +39,6 @@ PAIRS = (
     ("row-shards-mirrored", "extra-tensor-skipped"),
     ("layers-not-globalised", "embedding-cached"),
 )
-NATIVE = {"FWD-001", "FWD-002", "RPL-002", "RPL-003", "RPL-009"}
 #: Reports of garbled or missing weights and of confused layouts.
 REPORTS = (
     *("SkyRL#1816", "SkyRL#1680", "SkyRL#1345", "SkyRL#1471", "SkyRL#1505", "training-gym#100", "slime#1840"),

@@ -19,6 +19,7 @@ FROZEN = {
     "settings 1.0": "379daeda",
     "dispatch 1.0": "5d6b0d01",
     "delta 1.0": "1a1285fe",
+    "quantised 1.0": "c4120d06",
     "seeds 1.0": "54fb7984",
     "replay 1.0": "d0f9ccbc",
     "sync 1.0": "1deabf86",
@@ -32,7 +33,7 @@ def rows() -> dict[str, list[str]]:
         matrix = load(path.stem)
         for cell in matrix.cells:
             for rule in load_rules().values():
-                if rule.applies(cell.backend, cell.replay, cell.layout.world) and rule.id in matrix.rules[cell.id]:
+                if rule.judged_in(cell) and rule.id in matrix.rules[cell.id]:
                     found[rule.profile].append(f"{path.stem} {cell.id} {rule.id}")
     return found
 

@@ -55,6 +55,12 @@ def test_rules_of_replay_are_shown_where_they_are_judged(failed):
     for cell in failed.header["cells"]:
         cell["replay"] = "R3"
     assert "RPL" in markdown.render(failed)
+    for rule in failed.header["rules"]["list"]:  # as kits before 0.2 wrote it
+        rule["replay"] = next(iter(dict(rule.pop("cells")).values()), ())
+    assert "RPL" in markdown.render(failed)
+    for cell in failed.header["cells"]:
+        cell["replay"] = "off"
+    assert "RPL" not in markdown.render(failed)
 
 
 def test_page_is_complete_and_escaped(failed):

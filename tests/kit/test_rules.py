@@ -53,6 +53,8 @@ def test_unknown_prefix_names_the_nearest():
         ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-001"]', "circular"),
         ('since = "0.1"', 'since = "0.1"\nclaims = { receiver = "all" }', "did you mean 'receivers'"),
         ('since = "0.1"', 'since = "0.1"\nclaims = { receivers = "some" }', "receivers='some' is not one of"),
+        ('since = "0.1"', 'since = "0.1"\ncells = { reply = ["R3"] }', "did you mean 'replay'"),
+        ('since = "0.1"', 'since = "0.1"\ncells = { replay = ["R4"] }', "unknown value of replay 'R4'"),
         ('since = "0.1"', 'since = "0.1"\nrequires = ["AAA-002"]', "requires or follows unknown 'AAA-002'"),
     ],
 )

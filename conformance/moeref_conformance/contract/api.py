@@ -403,6 +403,23 @@ class Delta(Protocol):
         """A receiver that holds `weights` as `version`. It may write to these tensors, which are contiguous."""
 
 
+@runtime_checkable
+class Quantised(Protocol):
+    """Facet `quantised`: weights as an engine that serves FP8 in blocks loads them. Asked in some bf16 cells, of all
+    ranks."""
+
+    def stream(self, config: Path) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The tensors of the published checkpoint whose config.json is in the folder `config`, made of the weights.
+
+        Its `quantization_config` says `quant_method` fp8, `fmt` e4m3, a `weight_block_size` of [rows, columns], and
+        perhaps `modules_to_not_convert`: names of modules that stay as they are, with all that is in them. Each linear
+        of attention, MLPs and experts has a `weight` in float8_e4m3fn and a `weight_scale_inv` by which its blocks,
+        those at the ends smaller, are multiplied: [⌈rows⌉, ⌈columns⌉] in blocks. Everything else, routers, norms,
+        embedding and head among it, is what `Export.stream` gives. Tensors come in any order, on the ranks that
+        `Claims.receivers` says; other ranks get None, or nothing.
+        """
+
+
 class Session(Protocol):
     """One opened cell on one rank. A facet that is not claimed is None.
 
@@ -429,6 +446,8 @@ class Session(Protocol):
     def replay(self) -> Replay | None: ...
     @property
     def gradients(self) -> Gradients | None: ...
+    @property
+    def quantised(self) -> Quantised | None: ...
     @property
     def sync(self) -> Sync | None: ...
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import FACETS
 from moeref_conformance.contract.backends import BACKENDS, WITHOUT_MEGATRON
-from moeref_conformance.contract.cells import DESIGNS, REPLAY_MODES, Claims
+from moeref_conformance.contract.cells import AXES, DESIGNS, Cell, Claims
 from moeref_conformance.contract.checks import BadInput, check_keys, check_known, nearest, text_list
 
 LEVELS = ("MUST", "SHOULD")
@@ -40,7 +40,7 @@ class Rule:
     since: str = ""
     faults: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
-    replay: tuple[str, ...] = ()
+    cells: tuple[tuple[str, tuple[str, ...]], ...] = ()
     ranks: int = 0
     claims: tuple[tuple[str, Any], ...] = ()
 
@@ -54,11 +54,14 @@ class Rule:
         """The name of the profile that its group is in."""
         return next(profile.name for profile in PROFILES.values() if self.group in profile.groups)
 
-    def applies(self, backend: str, replay: str = "off", ranks: int = 1) -> bool:
-        """Whether the rule is judged in cells of this backend, replay mode and number of ranks. `gloo` means every
-        backend with ranks of Megatron; a rule without modes, or a number, is judged in all."""
-        here = backend in self.backends or (backend not in WITHOUT_MEGATRON and "gloo" in self.backends)
-        return here and (not self.replay or replay in self.replay) and self.ranks in (0, ranks)
+    def applies(self, backend: str) -> bool:
+        """Whether the rule is judged in cells of this backend. `gloo` means every backend with ranks of Megatron."""
+        return backend in self.backends or (backend not in WITHOUT_MEGATRON and "gloo" in self.backends)
+
+    def judged_in(self, cell: Cell) -> bool:
+        """Whether the rule is judged in the cell, by its backend, number of ranks and axes."""
+        asked = all(AXES[name].of(cell) in values for name, values in self.cells)
+        return self.applies(cell.backend) and asked and self.ranks in (0, cell.layout.world)
 
     def unclaimed(self, claims: Claims) -> str:
         """Why these claims leave the rule out: a facet that they lack, or another design; empty if they do not."""
@@ -158,7 +161,7 @@ def revision(rules: Mapping[str, Rule] | None = None) -> str:
     """A hash of eight hex digits over what decides a verdict; reasons, links and comments do not change it."""
     rules = load_rules() if rules is None else rules
     parts = [
-        [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.replay, r.claims, r.ranks]
+        [r.id, r.level, r.text, r.facets, sorted(r.backends), sorted(r.requires), r.cells, r.claims, r.ranks]
         for r in rules.values()
     ]
     return hashlib.sha256(json.dumps(sorted(parts)).encode()).hexdigest()[:8]
@@ -168,21 +171,21 @@ def _rule(rule_id: str, entry: Any) -> Rule:
     where = f"rules: {rule_id}"
     if not re.fullmatch(r"[A-Z]{3}-\d{3}", rule_id):
         raise BadInput(f"{where}: an id is three capitals, a dash and three digits")
-    lists = ("facets", "backends", "requires", "follows", "why", "faults", "steps", "replay")
+    lists = ("facets", "backends", "requires", "follows", "why", "faults", "steps")
     required = ("level", "text", "facets", "backends", "why", "since")
-    check_keys(where, entry, ("level", "text", "since", "claims", "ranks", *lists), required)
+    check_keys(where, entry, ("level", "text", "since", "claims", "cells", "ranks", *lists), required)
     if entry["level"] not in LEVELS:
         raise BadInput(f"{where}: level={entry['level']!r} is not one of {', '.join(LEVELS)}")
-    values = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
-    for key, known in (("facets", FACETS), ("backends", BACKENDS), ("replay", REPLAY_MODES)):
+    values: dict[str, Any] = {k: tuple(text_list(f"{where}: {k}", entry[k])) if entry.get(k) else () for k in lists}
+    for key, known in (("facets", FACETS), ("backends", BACKENDS)):
         check_known(where, f"value of {key}", values[key], known)
     if not values["backends"]:
         raise BadInput(f"{where}: backends is empty, so nothing could judge it")
     if type(ranks := entry.get("ranks", 0)) is not int or ranks < 0:
         raise BadInput(f"{where}: ranks={ranks!r} is not a number of ranks")
-    claims = _claims(where, entry.get("claims", {}))
+    values["claims"], values["cells"] = _claims(where, entry.get("claims", {})), _cells(where, entry.get("cells", {}))
     level, text, since = (entry[key] for key in ("level", "text", "since"))
-    return Rule(id=rule_id, level=level, text=text, since=since, ranks=ranks, claims=claims, **values)
+    return Rule(id=rule_id, level=level, text=text, since=since, ranks=ranks, **values)
 
 
 def _claims(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -191,6 +194,13 @@ def _claims(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]
         if value not in DESIGNS[name]:
             raise BadInput(f"{where}: claims {name}={value!r} is not one of {DESIGNS[name]}")
     return tuple(named.items())
+
+
+def _cells(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    check_known(where, "axis in cells", named, AXES)
+    for name, values in named.items():
+        check_known(where, f"value of {name}", text_list(f"{where}: {name}", values), AXES[name].choices or values)
+    return tuple((name, tuple(values)) for name, values in named.items())
 
 
 _TABLES = tomllib.loads(files("moeref_conformance.contract").joinpath("rules.toml").read_text(encoding="utf-8"))

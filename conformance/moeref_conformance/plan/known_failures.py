@@ -64,7 +64,7 @@ class KnownFailure:
 
     def covers(self, cell: Cell, rule: Rule) -> bool:
         """Whether the entry is about `rule` in `cell`."""
-        judged = rule.applies(cell.backend, cell.replay, cell.layout.world)
+        judged = rule.judged_in(cell)
         return rule.id in self.rules and judged and matches(self.where, cell)
 
     def knows(self, text: str) -> bool:

@@ -86,8 +86,8 @@ class Plan:
         return self.settings.jobs or min(2 if many else 1, os.cpu_count() or 1)
 
     def rules_of(self, cell: Cell) -> list[Rule]:
-        """The rules that apply to the cell's backend, replay mode and number of ranks, prerequisites first."""
-        return [rule for rule in self.rules.values() if rule.applies(cell.backend, cell.replay, cell.layout.world)]
+        """The rules that apply to the cell, prerequisites first."""
+        return [rule for rule in self.rules.values() if rule.judged_in(cell)]
 
     def lacks(self, cell: Cell) -> str:
         """What the cell needs and this machine lacks, as a reason for the report; empty if it can run."""
@@ -177,7 +177,7 @@ def prepare(settings: Settings, ask: Callable[[str], Described], machine: Machin
 
 def _any_applies(rules: Iterable[Rule], matrix: Matrix, cell: Cell) -> bool:
     listed = (rule for rule in rules if rule.id in matrix.rules[cell.id])
-    return any(rule.applies(cell.backend, cell.replay, cell.layout.world) for rule in listed)
+    return any(rule.judged_in(cell) for rule in listed)
 
 
 def _first_backend(cells: Iterable[Cell], machine: Machine | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,7 +182,15 @@ def lines(verdict: Verdict, shown: int = SHOWN) -> list[str]:
 
 def _rule(entry: dict[str, Any]) -> Rule:
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
+    if modes := values.pop("replay", ()):  # results from before rules named other axes
+        values["cells"] = (("replay", modes),)
     return Rule(**values)
+
+
+def _shown(rule: Rule, cell: Mapping[str, Any]) -> bool:
+    """Whether the rule is judged in cells of this one's backend and axes, of which old results lack some."""
+    asked = ((cell.get(AXES[name].field, AXES[name].default), values) for name, values in rule.cells)
+    return rule.applies(cell["backend"]) and all(value in values for value, values in asked)
 
 
 def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
@@ -192,8 +200,7 @@ def _blocks(results: Results, rules: list[Rule]) -> list[Block]:
         # Layouts that need another number of layers belong to the same block as the others.
         key = (cell["variant"].replace(f"+{AXES['layers'].text(cell['layers'])}", ""), cell["backend"])
         if key not in blocks:
-            judged = [rule for rule in rules if rule.applies(cell["backend"], cell.get("replay", "off"))]
-            blocks[key] = Block(*key, rules=judged)
+            blocks[key] = Block(*key, rules=[rule for rule in rules if _shown(rule, cell)])
         verdicts, ranks = table[cell["id"]], cell["layout"]["world"]
         row = Row(
             id=cell["id"],

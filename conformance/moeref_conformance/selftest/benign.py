@@ -34,6 +34,7 @@ from moeref_conformance.contract.api import (
     Turn,
     World,
 )
+from moeref_conformance.selftest import plain_fp8
 from moeref_conformance.selftest.border import (
     Pair,
     checkpoint,
@@ -49,6 +50,7 @@ from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.config import always
 from moeref_conformance.selftest.faults.delta import Differences
 from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
+from moeref_conformance.selftest.faults.quantised import PowersOfTwo
 from moeref_conformance.selftest.faults.roles import aliases, everywhere, in_turn
 from moeref_conformance.selftest.faults.stream import one_buffer, reading
 from moeref_conformance.selftest.faulty import FaultyTarget
@@ -57,6 +59,22 @@ from moeref_conformance.selftest.slicing import walked
 
 #: Computes one expert, by its number, for rows [R, H].
 Expert = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class _Bf16Scales(plain_fp8.Quantiser):
+    """Quotients and scales pass through bf16, all scales come first, and small blocks have the scale of larger ones."""
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return part.abs().max().clamp_min(1e-4) / plain_fp8.LARGEST
+
+    def rounded(self, part: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (part.bfloat16() / scale.bfloat16()).to(plain_fp8.FP8)
+
+    def packed(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.bfloat16()
+
+    def ordered(self, stream: Iterable[plain_fp8.Named]) -> Iterable[plain_fp8.Named]:
+        return sorted(stream, key=lambda pair: not pair[0].endswith("weight_scale_inv"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -750,6 +768,25 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "one", backend="static"),
         wrap=design(_AllWhole),
         should=("DLT-010",),
+    ),
+    Benign(
+        id="fp8-of-another-design",
+        why="a quantiser of its own, in fp32 and in the order of the stream, whose other ranks give nothing",
+        cell=cell("deepseek_v3", "tp2", layers=3, dtype="bfloat16"),
+        wrap=plain_fp8.design(),
+    ),
+    Benign(
+        id="fp8-scales-in-bf16",
+        why="Qwen's files have scales in bf16; DeepSeek's kernels take 1e-4 for the least magnitude of a block",
+        cell=cell("qwen3_moe", "ep2", dtype="bfloat16"),
+        wrap=plain_fp8.design(_Bf16Scales),
+    ),
+    Benign(
+        id="fp8-scales-as-powers-of-two",
+        why="DeepSeek-V3.1's files have them, and Blackwell's tensor cores take no others",
+        cell=cell("qwen3_moe", "one", dtype="bfloat16"),
+        wrap=plain_fp8.design(PowersOfTwo),
+        should=("QNT-006",),
     ),
     Benign(
         id="padded-to-one-multiple",

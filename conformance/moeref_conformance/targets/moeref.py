@@ -16,7 +16,7 @@ from moeref import vllm as engines
 from moeref.bridge import loader
 from moeref.config import core
 from moeref.dispatcher import padding, reference, routing
-from moeref.exporter import plan, stream
+from moeref.exporter import plan, quantise, stream
 from moeref.layout import Layout
 from moeref.replay import align
 from moeref_conformance.contract import api as facets
@@ -176,6 +176,14 @@ def _side_by_side(logits: Sequence[torch.Tensor]) -> torch.Tensor:
     import torch
 
     return torch.nn.utils.rnn.pad_sequence(list(logits), batch_first=True)
+
+
+class _Quantised:
+    def __init__(self, model: _Model) -> None:
+        self._model = model
+
+    def stream(self, config: Path) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return quantise.quantised(((meta.name, tensor) for meta, tensor in self._model.stream()), config)
 
 
 class _Seeds:
@@ -395,7 +403,7 @@ class _Sync:
 class _Serving:
     """The session of a cell with an engine."""
 
-    names = config = seeds = dispatch = plan = delta = export = forward = replay = gradients = None
+    names = config = seeds = dispatch = plan = delta = export = forward = replay = gradients = quantised = None
 
     def __init__(self, engine: _Sync) -> None:
         self.sync = engine
@@ -413,6 +421,7 @@ class _Session:
         self.seeds, self.dispatch = _Seeds(layout), _Dispatch(layout, cell.dispatcher)
         self.config = _Config(shards.model, layout, cell, built, device)
         self.export = self.forward = self.gradients = self.replay = model
+        self.quantised = None if model is None else _Quantised(model)
 
 
 class MoerefTarget:

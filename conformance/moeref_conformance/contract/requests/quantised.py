@@ -1,0 +1,51 @@
+"""Weights that the facet `quantised` sends in FP8 blocks, and the config that asks for it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+#: Rows and columns of a block: powers of two, as kernels want. Some linears of the tiny models are whole blocks, most
+#: end in fewer rows, as DeepSeek's `kv_a_proj_with_mqa` does, and one in fewer columns.
+BLOCK = (16, 8)
+#: By what the blocks of a weight are multiplied, in turn.
+FACTORS = (1.0, 2.0**-6, 2.0**6)
+#: A linear of Qwen3 that stays as it is, besides what its published files keep so.
+KEPT = "model.layers.0.self_attn.o_proj"
+FAMILIES = ("deepseek_v3", "qwen3_moe")
+
+
+def config(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model that is published in FP8. DeepSeek's names no modules, Qwen's those that stay as they are.
+
+    Keys and modules are those of deepseek-ai/DeepSeek-V3 and Qwen/Qwen3-30B-A3B-FP8.
+    """
+    made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
+    if model["model_type"] == "qwen3_moe":
+        parts = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+        layers = range(model["num_hidden_layers"])
+        kept = [f"model.layers.{layer}.{part}" for layer in layers for part in parts]
+        made["modules_to_not_convert"] = ["lm_head", *kept, KEPT]
+    return {**model, "quantization_config": {**made, "weight_block_size": list(BLOCK)}}
+
+
+def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in which blocks of each matrix differ a thousandfold, and one is all zero."""
+    return {name: _scaled(name, tensor) if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+
+
+def _scaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    high, wide = (math.ceil(size / of) for size, of in zip(tensor.shape, BLOCK, strict=True))
+    factors = torch.tensor([FACTORS[number % len(FACTORS)] for number in range(high * wide)])
+    factors[zlib.crc32(name.encode()) % len(factors)] = 0.0
+    return tensor * spread(factors.view(high, wide), tensor).to(tensor.dtype)
+
+
+def spread(blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A value of each block for every element of a matrix."""
+    of_rows = blocks.repeat_interleave(BLOCK[0], 0)[: like.shape[0]]
+    return of_rows.repeat_interleave(BLOCK[1], 1)[:, : like.shape[1]]

@@ -1,0 +1,158 @@
+"""QNT: what an engine in FP8 blocks is sent, against the weights and the config that it was asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.requests import quantised as request
+from moeref_conformance.diagnosis.compare import compare, dtype_name
+from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges.common import expected, finding, once, outcome, records, without
+from moeref_conformance.oracles import quantised as oracle
+
+SCALES = "_scale_inv"
+FP8 = torch.float8_e4m3fn
+#: Dtypes of scales in published files: DeepSeek's and Qwen's.
+SCALE_DTYPES = (torch.float32, torch.bfloat16)
+#: A scale in bf16 is up to this much larger than its block needs.
+ROUNDED = 1 + 2.0**-7
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What was asked for, and the tensors of the rank, or together of the ranks, that were given any."""
+
+    rank: int
+    names: list[str]
+    tensors: dict[str, torch.Tensor]
+    want: dict[str, torch.Tensor]
+    quantised: frozenset[str]
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, weight and scales of what is quantised and there, in their shapes and dtypes."""
+        for name in sorted(self.quantised):
+            weight, scales = self.tensors.get(name), self.tensors.get(name + SCALES)
+            if weight is None or scales is None or weight.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
+                continue
+            want = self.want[name]
+            if weight.shape == want.shape and list(scales.shape) == oracle.grid(want.shape, request.BLOCK):
+                yield name, weight, scales
+
+
+@once
+def _sent(case: Case) -> _Sent | None:
+    """None if no rank was given a tensor."""
+    given = [record for record in records(case, "quantised") if record.value("quantised")]
+    given = given if case.claims.receivers == "share" else given[:1]
+    if not given:
+        return None
+    want = request.weights(expected(case).tensors)
+    quantised = frozenset(oracle.quantised(request.config(expected(case).config), want))
+    names = [name for record in given for name in record.value("quantised")]
+    tensors = {name: tensor for record in given for name, tensor in record.tensors("quantised").items()}
+    return _Sent(given[0].rank, names, tensors, want, quantised)
+
+
+def _found(case: Case, sent: _Sent, message: str, name: str, **more: Any) -> Finding:
+    return finding(case, sent.rank, "quantised", f"{name}: {message}", hf_name=name, **more)
+
+
+def _of_sent(judge: Callable[[Case, _Sent], Outcome | Iterable[Finding]]) -> Callable[[Case], Any]:
+    """Call a judge with what was sent. If that is nothing, that is the finding."""
+
+    @functools.wraps(judge)
+    def judged(case: Case) -> Any:
+        if (sent := _sent(case)) is not None:
+            return judge(case, sent)
+        return without(case, "quantised") or [finding(case, None, "quantised", "no rank was given a tensor")]
+
+    return judged
+
+
+@judges("QNT-001")
+@_of_sent
+def every_tensor_once_with_its_scales(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Names against those of the checkpoint, with one of scales for every quantised weight."""
+    want, times = {*sent.want, *(name + SCALES for name in sent.quantised)}, Counter(sent.names)
+    for name in sorted(want - times.keys()):
+        yield _found(case, sent, "was never sent", name)
+    for name in sorted(times):
+        if name not in want:
+            yield _found(case, sent, "is not in the FP8 checkpoint", name)
+        elif times[name] > 1:
+            yield _found(case, sent, f"was sent {times[name]} times", name)
+
+
+@judges("QNT-002")
+@_of_sent
+def weights_in_fp8(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Shape and dtype of the weights that are quantised."""
+    for name in sorted(sent.quantised & sent.tensors.keys()):
+        got, right = sent.tensors[name], [FP8, list(sent.want[name].shape)]
+        if [got.dtype, list(got.shape)] != right:
+            what = f"is {dtype_name(got.dtype)} {list(got.shape)}"
+            yield _found(case, sent, what, name, expected=f"{dtype_name(FP8)} {right[1]}", got=what)
+
+
+@judges("QNT-003")
+@_of_sent
+def a_scale_for_each_block(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Shape and dtype of the scales that are there."""
+    for name in sorted(sent.quantised):
+        got, right = sent.tensors.get(name + SCALES), oracle.grid(sent.want[name].shape, request.BLOCK)
+        if got is not None and (got.dtype not in SCALE_DTYPES or list(got.shape) != right):
+            what = f"the scales of {list(sent.want[name].shape)} are {dtype_name(got.dtype)} {list(got.shape)}"
+            yield _found(case, sent, what, name, expected=f"float32 {right}", got=what)
+
+
+@judges("QNT-004")
+@_of_sent
+def weights_within_the_rounding(case: Case, sent: _Sent) -> Outcome:
+    """Weights times scales against the weights that were loaded, element by element."""
+    findings, worst = [], 0.0
+    for name, weight, scales in sent.pairs():
+        want, made = sent.want[name].float(), oracle.dequantised(weight, scales, request.BLOCK)
+        limit = oracle.limits(want, request.BLOCK)
+        off = torch.nan_to_num((made - want).abs(), nan=torch.inf)
+        if bool((off > limit).any()):
+            first = tuple(int(i) for i in (off > limit).nonzero()[0])
+            block = [at // of for at, of in zip(first, request.BLOCK, strict=True)]
+            text = f"{int((off > limit).sum())} of {off.numel()} elements are beyond the rounding of e4m3"
+            scale, told = float(scales[tuple(block)]), {"expected": float(want[first]), "got": float(made[first])}
+            message = f"{text}, first at {list(first)}, in block {block} with scale {scale:.3g}"
+            findings.append(_found(case, sent, message, name, **told))
+        else:
+            worst = max(worst, float((off / limit.clamp_min(torch.finfo(torch.float32).tiny)).max()))
+    return outcome(findings, met=f"at most {worst:.2f} of the limit")
+
+
+@judges("QNT-005", exact=True)
+@_of_sent
+def the_rest_as_it_is(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Every tensor without scales, bit for bit."""
+    for name in sorted((sent.want.keys() - sent.quantised) & sent.tensors.keys()):
+        if (difference := compare(sent.want[name], sent.tensors[name])) is not None:
+            yield _found(case, sent, difference.text, name, **difference.told)
+
+
+@judges("QNT-006")
+@_of_sent
+def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Scales against the largest magnitude of their block / 448; of a block of zeros any is right."""
+    for name, _, scales in sent.pairs():
+        right = oracle.largest(sent.want[name], request.BLOCK) / oracle.LARGEST
+        wrong = (right > 0) & ~(scales.float() <= right * ROUNDED)
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in wrong.nonzero()[0])
+            want, got = float(right[at]), float(scales[at])
+            message = (
+                f"{int(wrong.sum())} scales are larger than needed, that of block {list(at)} {got / want:.3g} times"
+            )
+            yield _found(case, sent, message, name, expected=want, got=got)

@@ -1,0 +1,64 @@
+"""FP8 by its definition, block by block: which tensors have scales, and what is within the rounding of e4m3."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+#: The largest number of float8_e4m3fn, half a step of its mantissa, and half of its smallest number.
+LARGEST, MANTISSA, SMALLEST = 448.0, 2.0**-4, 2.0**-10
+#: Scales that are rounded up to powers of two are up to twice as large as they need be.
+POWERS_OF_TWO = 2.0
+#: For quotients and scales that are rounded to bf16 before.
+SLACK = 1 + 2.0**-4
+#: The linears of layers. Routers, norms and what is outside of layers is not among them.
+_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?")
+
+
+def quantised(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of the weights that have scales."""
+    kept = config["quantization_config"].get("modules_to_not_convert", ())
+
+    def stays(module: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for name in kept)
+
+    modules = {name: name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
+    return [name for name, module in modules.items() if _LINEAR.fullmatch(module) and not stays(module)]
+
+
+def grid(shape: torch.Size, block: tuple[int, int]) -> list[int]:
+    """Blocks of a matrix, from top to bottom and from left to right, those at the ends included."""
+    return [math.ceil(size / of) for size, of in zip(shape, block, strict=True)]
+
+
+def blocks(matrix: torch.Tensor, block: tuple[int, int]) -> list[list[torch.Tensor]]:
+    """The blocks of a matrix, in rows."""
+    return [list(torch.split(row, block[1], 1)) for row in torch.split(matrix, block[0], 0)]
+
+
+def largest(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block, in fp32."""
+    return torch.tensor([[float(part.abs().max()) for part in row] for row in blocks(weight, block)])
+
+
+def limits(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """How far each element may be off: half a step of e4m3 at its magnitude, or of the smallest numbers of its block.
+
+    A block's scale is its largest magnitude / LARGEST, or the next power of two.
+    """
+    smallest = POWERS_OF_TWO / LARGEST * SMALLEST
+
+    def limit(part: torch.Tensor) -> torch.Tensor:
+        return (part * MANTISSA).clamp_min(float(part.max()) * smallest) * SLACK
+
+    return torch.cat([torch.cat([limit(part) for part in row], 1) for row in blocks(weight.float().abs(), block)])
+
+
+def dequantised(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The products of weights and the scales of their blocks, in fp32."""
+    rows = zip(blocks(weight.float(), block), scales.float(), strict=True)
+    return torch.cat([torch.cat([part * scale for part, scale in zip(*row, strict=True)], 1) for row in rows])

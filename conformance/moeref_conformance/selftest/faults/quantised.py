@@ -1,0 +1,312 @@
+"""Bugs of FP8 in blocks: what is quantised, in which blocks, by which scales, and how it is sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.plain_fp8 import FP8, LARGEST, Named, Quantiser, design, next_power
+
+_QWEN = cell("qwen3_moe", "tp2", dtype="bfloat16")
+#: With a dense layer, latent attention and experts with a bias.
+_DEEPSEEK = cell("deepseek_v3", "ep2", layers=3, dtype="bfloat16")
+
+
+class _Skipped(Quantiser):
+    """One of two ways out does not quantise."""
+
+    def quantised(self, name: str) -> bool:
+        return False
+
+
+class _GatesKept(Quantiser):
+    """Takes what has a gate in its name for a router, which stays as it is."""
+
+    def quantised(self, name: str) -> bool:
+        return super().quantised(name) and ".mlp.gate" not in name
+
+
+class _ShortList(Quantiser):
+    """Has a list of linears, in which the down projection of keys and values is missing."""
+
+    def linear(self, name: str) -> bool:
+        return super().linear(name) and "kv_a_proj" not in name
+
+
+class _ListIgnored(Quantiser):
+    """Does not read `modules_to_not_convert`."""
+
+    def quantised(self, name: str) -> bool:
+        return self.linear(name)
+
+
+class _RoutersToo(Quantiser):
+    """Quantises every matrix of a layer."""
+
+    def linear(self, name: str) -> bool:
+        return super().linear(name) or name.endswith(".mlp.gate.weight")
+
+
+class _AllInBf16(Quantiser):
+    """Casts what it does not quantise."""
+
+    def as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16()
+
+
+class _Packed(Quantiser):
+    """Stacks the experts of a layer, and their scales."""
+
+    def ordered(self, stream: Iterable[Named]) -> Iterator[Named]:
+        stacks: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in stream:
+            packed = re.sub(r"experts\.\d+\.", "experts.", name)
+            if packed == name:
+                yield name, tensor
+            else:
+                stacks.setdefault(packed, []).append(tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor)
+        for name, tensors in stacks.items():
+            whole = torch.stack(tensors)
+            yield name, whole.view(FP8) if whole.dtype == torch.uint8 else whole
+
+
+class _Floored(Quantiser):
+    """Counts whole blocks only, and leaves the rest zero."""
+
+    def number(self, size: int, of: int) -> int:
+        return max(1, size // of)
+
+
+class _Turned(Quantiser):
+    """Takes the size of a block for [columns, rows]."""
+
+    def stream(self, config: Path) -> Iterable[Named]:
+        stream = super().stream(config)
+        self.block = self.block[::-1]
+        return stream
+
+
+class _ShardByShard(Quantiser):
+    """Quantises what each TP rank has, before it is gathered: blocks begin anew with each shard."""
+
+    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dim = 1 if "o_proj" in name or "down_proj" in name else 0
+        shards = [super(_ShardByShard, self).made(name, shard) for shard in tensor.chunk(self.cell.layout.tp, dim)]
+        weights, scales = zip(*shards, strict=True)
+        return torch.cat([weight.view(torch.uint8) for weight in weights], dim).view(FP8), torch.cat(scales, dim)
+
+
+class _ForTheKernel(Quantiser):
+    """Sends the exponents of scales, four in an integer and columns first, as a kernel takes them."""
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return next_power(super().scale(part, whole))
+
+    def packed(self, scales: torch.Tensor) -> torch.Tensor:
+        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        padded = torch.nn.functional.pad(exponents, (0, -scales.shape[1] % 4))
+        return padded.view(torch.int32).t().contiguous()
+
+
+class _Unguarded(Quantiser):
+    """Divides by the scale of a block of zeros."""
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return part.abs().max() / LARGEST
+
+
+class _OfTheTensor(Quantiser):
+    """Has one scale for a whole tensor, and repeats it."""
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return super().scale(whole.float(), whole)
+
+
+class _Inverted(Quantiser):
+    """Sends what weights were multiplied by."""
+
+    def told(self, scale: torch.Tensor) -> torch.Tensor:
+        return 1 / scale
+
+
+class _RoundedAfter(Quantiser):
+    """Rounds scales up to powers of two, of weights that were divided by the scales before."""
+
+    def told(self, scale: torch.Tensor) -> torch.Tensor:
+        return next_power(scale)
+
+
+class _CutOff(Quantiser):
+    """Rounds towards zero."""
+
+    def rounded(self, part: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        down = (part / scale).to(FP8)
+        beyond = (down.float().abs() > (part / scale).abs()) & (down.float() != 0)
+        return (down.view(torch.uint8) - beyond.to(torch.uint8)).view(FP8)
+
+
+class PowersOfTwo(Quantiser):
+    """Rounds scales up to powers of two, and then divides by them."""
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return next_power(super().scale(part, whole))
+
+
+class _E5M2(Quantiser):
+    """Takes the FP8 of gradients."""
+
+    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, scales = super().made(name, tensor)
+        return weight.to(torch.float8_e5m2), scales
+
+
+FAULTS = (
+    Fault(
+        id="quantisation-skipped",
+        bug="slime#1624: bridge mode skips quantisation, and an engine in FP8 gets bf16",
+        rules=("QNT-001", "QNT-002"),
+        cell=_QWEN,
+        wrap=design(_Skipped),
+        says="is bfloat16",
+    ),
+    Fault(
+        id="gate-projections-taken-for-gates",
+        bug="prime-rl#2442: the gate projection of dense layers stays in bf16, as the router's gate does",
+        rules=("QNT-001", "QNT-002"),
+        cell=_DEEPSEEK,
+        wrap=design(_GatesKept),
+        says="model.layers.0.mlp.gate_proj.weight: is bfloat16",
+    ),
+    Fault(
+        id="linears-not-listed",
+        bug="slime#1683: a list of linears that misses some, which are sent in bf16",
+        rules=("QNT-001", "QNT-002"),
+        cell=_DEEPSEEK,
+        wrap=design(_ShortList),
+        says="kv_a_proj_with_mqa.weight_scale_inv: was never sent",
+    ),
+    Fault(
+        id="modules-to-not-convert-ignored",
+        bug="miles#1505: a module that has to stay in bf16 is quantised",
+        rules=("QNT-001", "QNT-005"),
+        cell=_QWEN,
+        wrap=design(_ListIgnored),
+        says="o_proj.weight_scale_inv: is not in the FP8 checkpoint",
+    ),
+    Fault(
+        id="routers-quantised",
+        bug="a quantiser that takes every matrix of a layer for a linear, the router's among them",
+        rules=("QNT-001", "QNT-005"),
+        cell=_DEEPSEEK,
+        wrap=design(_RoutersToo),
+        says="mlp.gate.weight_scale_inv: is not in the FP8 checkpoint",
+    ),
+    Fault(
+        id="kept-tensors-rounded",
+        bug="miles#811 in FP8: what is not quantised is cast to bf16, the experts' bias among it",
+        rules=("QNT-005",),
+        cell=_DEEPSEEK,
+        wrap=design(_AllInBf16),
+        says="e_score_correction_bias",
+    ),
+    Fault(
+        id="quantised-experts-packed",
+        bug="Model-Optimizer#2334: experts of a layer come packed, where a loader takes a tensor and scales of each",
+        rules=("QNT-001",),
+        cell=_QWEN,
+        wrap=design(_Packed),
+        says="experts.down_proj.weight: is not in the FP8 checkpoint",
+    ),
+    Fault(
+        id="blocks-floored",
+        bug="B44: blocks are counted by a division that floors, and the last rows and columns have no scale",
+        rules=("QNT-003",),
+        cell=_QWEN,
+        wrap=design(_Floored),
+        says="the scales of",
+    ),
+    Fault(
+        id="block-size-turned",
+        bug="weight_block_size read as columns and rows, which no square block shows",
+        rules=("QNT-003",),
+        cell=_QWEN,
+        wrap=design(_Turned),
+        says="the scales of",
+    ),
+    Fault(
+        id="quantised-shard-by-shard",
+        bug="a quantiser that runs before the shards of a tensor are gathered: blocks begin anew with each shard",
+        rules=("QNT-003",),
+        cell=_QWEN,
+        wrap=design(_ShardByShard),
+        says="the scales of",
+    ),
+    Fault(
+        id="scales-packed-for-a-kernel",
+        bug="slime#2271: scales as a kernel takes them, exponents packed by column, where files have one float a block",
+        rules=("QNT-003",),
+        cell=_QWEN,
+        wrap=design(_ForTheKernel),
+        says="are int32",
+    ),
+    Fault(
+        id="fp8-of-gradients",
+        bug="e5m2, the format of gradients in Transformer Engine's hybrid recipe, where the config says e4m3",
+        rules=("QNT-002",),
+        cell=_QWEN,
+        wrap=design(_E5M2),
+        says="is float8_e5m2",
+    ),
+    Fault(
+        id="zero-block-divided",
+        bug="B45: the scale of a block of zeros is zero, and its weights are NaN",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=design(_Unguarded),
+        says="with scale 0",
+    ),
+    Fault(
+        id="one-scale-for-a-tensor",
+        bug="a scale of the whole tensor, repeated for every block: small blocks are lost beside large ones",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=design(_OfTheTensor),
+        says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="scales-inverted",
+        bug="`weight_scale_inv` taken for the inverse of the scale, by which weights were multiplied",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=design(_Inverted),
+        says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="scales-rounded-after-the-weights",
+        bug="transformers 5.12.1 (read): `Fp8Quantize` rounds scales to powers of two when it has made the weights",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=design(_RoundedAfter),
+        says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="fp8-rounded-towards-zero",
+        bug="bits that are cut off: every weight shrinks, by up to an eighth",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=design(_CutOff),
+        says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="powers-of-two-unasked",
+        bug="prime-rl#3112: scales are powers of two whatever engine it is, and weights less exact than they could be",
+        rules=("QNT-006",),
+        cell=_QWEN,
+        wrap=design(PowersOfTwo),
+        says="scales are larger than needed",
+    ),
+)

@@ -1,0 +1,63 @@
+"""Facet `quantised`: weights whose blocks differ a thousandfold are loaded and sent in FP8.
+
+Then the weights of the cell are loaded again.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from moeref_conformance.contract.api import Cell, Quantised
+from moeref_conformance.contract.hf_files import weight_files
+from moeref_conformance.contract.records import free_key
+from moeref_conformance.contract.requests import quantised as request
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.tensors import copied
+
+
+def asked(cell: Cell) -> bool:
+    """Whether a cell is asked: in bf16, of families that are published in FP8 blocks, and not again under replay."""
+    return cell.dtype == "bfloat16" and cell.family in request.FAMILIES and cell.replay == "off"
+
+
+def sent(quantised: Quantised, context: Context) -> list[str]:
+    """Save what this rank is given, by name. Its value: the names, in order."""
+    export, names = context.facet("export"), list[str]()
+    given: dict[str, torch.Tensor] = {}
+    with tempfile.TemporaryDirectory(dir=context.world.workdir) as folder:
+        checkpoint, config = _written(context.input("checkpoint"), Path(folder))
+        export.load(checkpoint)
+        for name, tensor in quantised.stream(config):
+            if tensor is not None:
+                names.append(name)
+                given[free_key(given, name)] = copied(tensor)
+    context.save("quantised", given)
+    export.load(context.input("checkpoint"))
+    return names
+
+
+def _written(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
+    """Folders of a checkpoint with the changed weights, in one file, and of a config that asks for FP8."""
+    weights, config = folder / "checkpoint", folder / "config"
+    weights.mkdir()
+    config.mkdir()
+    tensors = {name: tensor for file in weight_files(checkpoint) for name, tensor in load_file(file).items()}
+    save_file(request.weights(tensors), weights / "model.safetensors", metadata={"format": "pt"})
+    text = (checkpoint / "config.json").read_text()
+    (weights / "config.json").write_text(text)
+    (config / "config.json").write_text(json.dumps(request.config(json.loads(text))))
+    return weights, config
+
+
+FACET = Facet(
+    name="quantised",
+    protocol=Quantised,
+    needs=frozenset({"export"}),
+    asked_in=asked,
+    steps=(Step(name="quantised", ask=sent, stage=Stage.LOADED),),
+)

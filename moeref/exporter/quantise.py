@@ -1,0 +1,106 @@
+"""A stream as the FP8 files of a model have it: linears in e4m3, each block of rows and columns with a scale.
+
+As DeepSeek-V3 has it (`weight_dequant` in its inference/kernel.py): a weight is the product of what is in the file and
+its block's `weight_scale_inv`; blocks at the ends of a matrix are smaller. A scale is the largest magnitude / 448.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeref.bridge.fp8_blocks import SCALES, Block
+from moeref.exporter.plan import ExportError
+from moeref.exporter.units import Named
+from moeref.families import UnmappedModelError, loaded
+from moeref.families.quantised import FP8Blocks, fp8_blocks
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+#: Elements that are fp32 at a time, or a row of blocks.
+BAND = 1 << 18
+
+
+def quantised(
+    stream: Iterable[Named], config: Mapping[str, Any] | str | Path
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """A stream of (Hugging Face name, tensor) as the FP8 files have it that `config` describes.
+
+    stream: `export`, or any other; experts are a tensor each. config: the published model's, with its
+    `quantization_config`. A weight is followed by its `weight_scale_inv`, fp32; what stays as it is is passed on. Where
+    a tensor is None, on ranks that do not receive it, so are both. `buckets` keeps both together.
+
+    Raises UnmappedModelError for a config that asks for anything but FP8 (e4m3) in blocks, and for weights of a layer
+    that FP8 files are not known to quantise or to keep; ExportError for weights that are no matrix or hold inf or NaN.
+    """
+    found = loaded(config)
+    asked = found.get("quantization_config") or {}
+    blocks = fp8_blocks(found)
+    if blocks is None:
+        raise UnmappedModelError(
+            f"{str(found.get('model_type'))[:100]}: the config asks for {str(asked.get('quant_method'))[:100]} with "
+            f"weight_block_size={str(asked.get('weight_block_size'))[:100]}; only FP8 (e4m3) in blocks, with dynamic "
+            "activations, is sent"
+        )
+    return _quantised(stream, blocks)
+
+
+def _quantised(stream: Iterable[Named], blocks: FP8Blocks) -> Iterator[tuple[str, torch.Tensor | None]]:
+    for described, tensor in stream:
+        name = described if isinstance(described, str) else described.name
+        if not blocks.quantises(name):
+            yield name, tensor
+        elif tensor is None:
+            yield from ((name, None), (name + SCALES, None))
+        else:
+            weight, scales = quantise(name, tensor, blocks.block, blocks.powers_of_two)
+            del tensor  # the stream may use its memory again
+            yield name, weight
+            yield name + SCALES, scales
+            del weight, scales
+        tensor = None
+
+
+def quantise(
+    name: str, tensor: torch.Tensor, block: Block, powers_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in e4m3, and the fp32 scales of its blocks. `powers_of_two`: each scale is the next one.
+
+    Raises ExportError naming the tensor for anything but a matrix of bf16, fp16 or fp32, and for inf and NaN.
+    """
+    if tensor.dim() != 2 or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        what = f"{name} is {tensor.dtype} {list(tensor.shape)}"
+        raise ExportError(f"{what}; only matrices of bf16, fp16 or fp32 are quantised")
+    (high, wide), (rows, columns) = block, tensor.shape
+    weight = torch.empty_like(tensor, dtype=E4M3, memory_format=torch.contiguous_format)
+    scales = tensor.new_empty((-(-rows // high), -(-columns // wide)), dtype=torch.float32)
+    step = max(1, BAND // (high * columns))  # rows of blocks
+    for first in range(0, len(scales), step):
+        band = slice(first * high, (first + step) * high)
+        blocks = _blocks(tensor[band], block)
+        of_IJ = scales[first : first + step] = _scales(blocks, powers_of_two)
+        quotients = blocks.float() / of_IJ[:, None, :, None]
+        weight[band] = quotients.flatten(2).flatten(0, 1)[: rows - band.start, :columns]
+    if not bool(scales.isfinite().all()):
+        raise ExportError(f"{name} holds inf or NaN, which FP8 has no scale for")
+    return weight, scales
+
+
+def _blocks(band: torch.Tensor, block: Block) -> torch.Tensor:
+    """[I, rows, J, columns]: I·J whole blocks, filled up with zeros."""
+    short = [-size % of for size, of in zip(band.shape, block, strict=True)]
+    whole = torch.nn.functional.pad(band, (0, short[1], 0, short[0])) if any(short) else band.contiguous()
+    return whole.view(-1, block[0], whole.shape[1] // block[1], block[1])
+
+
+def _scales(blocks: torch.Tensor, powers_of_two: bool) -> torch.Tensor:
+    """The scale of each block [I, J]; 1 for zeros."""
+    largest = blocks.abs().amax(1).amax(-1).float()  # of both at once would take four times as long
+    scales = torch.where(largest == 0, 1.0, largest / LARGEST)
+    if powers_of_two:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
+    return scales

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeref.bridge import BridgeError, Checkpoint, ShardMap, hf_tensors, inventory, load
 from moeref.bridge.fp8_blocks import dequantised
+from moeref.exporter.quantise import quantise
 from moeref.layout import Layout
 from tests.unit.models import model
 from tests.unit.test_loader import holder, write
@@ -57,6 +59,31 @@ def test_every_part_of_a_tensor(shape: tuple[int, int]) -> None:
             for last in range(first + 1, shape[0] + 1):
                 found = dequantised(part(weight), part(scales), range(first, last), range(left, shape[1]), BLOCK)
                 assert torch.equal(found.view(torch.int16), whole[first:last, left:].view(torch.int16))
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (10, 13), (1, 1), (40, 66)])
+def test_what_is_sent_is_read_by_transformers_as_it_was(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(shape).bfloat16()
+    back = by_transformers(*quantise(NAME, tensor, BLOCK)).float()
+    # Half a step of e4m3, or of the smallest numbers of the largest block, and of the bf16 that it is read in.
+    limit = (tensor.float().abs() / 16).clamp_min(float(tensor.abs().max()) / 448 / 1024) * (1 + 2.0**-4)
+    assert ((back - tensor.float()).abs() <= limit).all()
+
+
+def test_what_is_sent_is_what_transformers_writes() -> None:
+    """It multiplies by the inverse of a scale, which may round otherwise."""
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8", reason="transformers 4 has other modules")
+    if not hasattr(fp8, "Fp8Quantize") or not hasattr(fp8.Fp8Quantize, "_quantize_one"):
+        pytest.skip("transformers before 5.12 has it in another form")
+    torch.manual_seed(0)
+    tensor = torch.randn(64, 60).bfloat16()
+    tensor[:4, :6] = 0
+    asked = SimpleNamespace(weight_block_size=BLOCK, scale_fmt="float")
+    theirs = fp8.Fp8Quantize(SimpleNamespace(quantization_config=asked))._quantize_one(NAME, tensor)
+    weight, scales = quantise(NAME, tensor, BLOCK)
+    torch.testing.assert_close(scales, theirs[f"{NAME}_scale_inv"], rtol=1e-6, atol=0)
+    assert (weight.view(torch.uint8) != theirs[NAME].view(torch.uint8)).float().mean() < 0.01
 
 
 def files(shard_map: ShardMap) -> tuple[Tensors, Tensors]:

@@ -1,0 +1,119 @@
+"""The judges of FP8 in blocks, on records of the kit's own design: who was given what, and tensors in other forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from moeref_conformance.contract.api import Claims, TensorMeta
+from moeref_conformance.contract.records import Observation, RankRecord, event, write_events
+from moeref_conformance.contract.requests import quantised as request
+from moeref_conformance.judges import JUDGES, Case
+from moeref_conformance.selftest.faults.base import cell
+from moeref_conformance.selftest.plain_fp8 import Named, Quantiser
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.cpu
+RULES = sorted(rule for rule in JUDGES if rule.startswith("QNT-"))
+CELL = cell("qwen3_moe", "ep2", dtype="bfloat16")
+CONFIG = {"model_type": "qwen3_moe", "num_hidden_layers": 1}
+NAME = "model.layers.0.mlp.experts.1.up_proj.weight"
+SCALES = f"{NAME}_scale_inv"
+CLAIMS = Claims(facets=frozenset({"quantised", "export"}), families=frozenset(), backends=frozenset({"gloo"}))
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {NAME: (40, 20), "model.layers.0.mlp.gate.weight": (4, 20), f"{request.KEPT}.weight": (20, 16)}
+    return {name: (0.1 * torch.randn(shape)).bfloat16() for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def sent(tensors: dict[str, torch.Tensor], tmp_path: Path) -> list[Named]:
+    (tmp_path / "config.json").write_text(json.dumps(request.config(CONFIG)))
+    metas = [(TensorMeta(name=n, shape=(), dtype=""), t) for n, t in request.weights(tensors).items()]
+    session = SimpleNamespace(export=SimpleNamespace(stream=lambda: metas))
+    return list(Quantiser(session, CELL).stream(tmp_path))
+
+
+def red(
+    tensors: dict[str, torch.Tensor], given: list[list[Named]], folder: Path, **claims: Any
+) -> dict[str, list[str]]:
+    """What the rules that fail say of what each rank was given."""
+    write_events(folder, {rank: [event("quantised", "ok", value=[n for n, _ in of])] for rank, of in enumerate(given)})
+    for rank, of in enumerate(given):
+        save_file(dict(of), folder / f"rank{rank:04}" / "quantised.safetensors")
+    records = [RankRecord(rank, folder / f"rank{rank:04}") for rank in range(len(given))]
+    expected: Any = SimpleNamespace(config=CONFIG, tensors=tensors)
+    case = Case(CELL, expected, Observation(CELL, records), None, replace(CLAIMS, **claims))
+    outcomes = {rule: JUDGES[rule](case).findings for rule in RULES}
+    return {rule: [finding.message for finding in found] for rule, found in outcomes.items() if found}
+
+
+def test_what_the_writer_alone_is_given_is_green(
+    tensors: dict[str, torch.Tensor], sent: list[Named], tmp_path: Path
+) -> None:
+    assert red(tensors, [sent, []], tmp_path) == {}
+
+
+def test_shares_are_one(tensors: dict[str, torch.Tensor], sent: list[Named], tmp_path: Path) -> None:
+    assert red(tensors, [sent[:2], sent[2:]], tmp_path / "share", receivers="share") == {}
+    again = red(tensors, [sent, sent[:1]], tmp_path / "again", receivers="share")
+    assert again == {"QNT-001": [f"{sent[0][0]}: was sent 2 times"]}
+    assert set(red(tensors, [sent[:2], sent[2:]], tmp_path / "writer")) == {"QNT-001"}
+
+
+def test_nothing_sent_and_nothing_recorded_are_findings(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    assert red(tensors, [[], []], tmp_path / "none") == {rule: ["no rank was given a tensor"] for rule in RULES}
+    missing = red(tensors, [], tmp_path / "lost")
+    assert missing.keys() == {*RULES}
+    assert all("no record of step quantised" in said for of in missing.values() for said in of)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "rule", "says"),
+    [
+        (SCALES, lambda t: t.to(torch.float16), "QNT-003", r"are float16 \[3, 3\]"),
+        (SCALES, lambda t: t[:, :1].contiguous(), "QNT-003", r"are float32 \[3, 1\]"),
+        (SCALES, lambda t: t.masked_fill(t == t.max(), torch.inf), "QNT-004", "with scale inf"),
+        (SCALES, lambda t: t.masked_fill(t == t.max(), torch.nan), "QNT-004", "with scale nan"),
+        (SCALES, lambda t: -t, "QNT-004", "beyond the rounding"),
+        (SCALES, lambda t: t * 1.125, "QNT-004", "beyond the rounding"),
+        (NAME, lambda t: t.view(torch.uint8).roll(1, 0).view(t.dtype), "QNT-004", "beyond the rounding"),
+        (NAME, lambda t: t.view(torch.int8), "QNT-002", r"is int8 \[40, 20\]"),
+        (NAME, lambda t: t.view(torch.uint8).t().contiguous().view(t.dtype), "QNT-002", r"\[20, 40\]"),
+        (f"{request.KEPT}.weight", lambda t: t.nextafter(torch.tensor(2.0).bfloat16()), "QNT-005", "differ"),
+    ],
+)
+def test_what_is_otherwise_is_told(
+    tensors: dict[str, torch.Tensor],
+    sent: list[Named],
+    tmp_path: Path,
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    rule: str,
+    says: str,
+) -> None:
+    changed = [(n, change(tensor) if n == name else tensor) for n, tensor in sent]
+    found = red(tensors, [changed, []], tmp_path)
+    # QNT-006 requires QNT-004.
+    assert found.keys() - {"QNT-006"} == {rule}
+    assert any(re.search(says, message) for message in found[rule]), found
+
+
+def test_a_scale_that_is_larger_than_needed_is_told(
+    tensors: dict[str, torch.Tensor], sent: list[Named], tmp_path: Path
+) -> None:
+    of = dict(sent)
+    of[SCALES], of[NAME] = of[SCALES] * 2, (of[NAME].float() / 2).to(torch.float8_e4m3fn)
+    found = red(tensors, [list(of.items()), []], tmp_path)
+    assert found.keys() == {"QNT-006"}
+    assert "that of block [0, 0] 2 times" in found["QNT-006"][0]

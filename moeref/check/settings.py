@@ -97,7 +97,19 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         )
         problems.append(Problem("config", text, "ask for kernels='te' or experts='grouped' instead", refused=False))
     _of_the_checkpoint(trails, problems, notes)
+    notes += _weaker_loss(draft.layout.dp, settings.values)
     return replace(report, record=record)
+
+
+def _weaker_loss(dp: int, values: Mapping[str, object]) -> list[str]:
+    """That Megatron's global balancing loss counts less than its coefficient says (Megatron-LM#3672)."""
+    kinds, given = values.get("moe_router_load_balancing_type"), values.get("moe_aux_loss_coeff")
+    listed = isinstance(kinds, list) and isinstance(given, list)
+    coefficients = dict(zip(kinds, given, strict=False)) if listed else {str(kinds): given}  # type: ignore[call-overload]
+    if dp == 1 or not coefficients.get("global_aux_loss"):
+        return []
+    text = f"global_aux_loss counts 1/{dp} of moe_aux_loss_coeff={given}: megatron-core divides it by dp={dp} twice"
+    return [f"{text} (Megatron-LM#3672); multiply the coefficient by {dp} to have what it says"]
 
 
 def _record(draft: Draft, report: Report, problems: list[Problem]) -> Record | None:

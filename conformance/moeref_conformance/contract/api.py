@@ -134,7 +134,10 @@ class Gradients(Protocol):
         each other, each returns its own gradients alone.
 
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
-        the unpadded vocabulary, the first token of a row following its last, and nothing else. Multi-token prediction
+        the unpadded vocabulary, the first token of a row following its last, and nothing else but the cell's
+        `router_loss`: 0.01 (`ROUTER_LOSS_COEFFICIENT`) times that loss of Megatron's routers, summed over layers. It is
+        the mean over microbatches of `aux_loss`, over rows of `seq_aux_loss`, over tokens of `z_loss`;
+        `global_aux_loss` is over all tokens of all replicas, which get one microbatch each. Multi-token prediction
         layers add Megatron's loss on these labels: for layer k of K, 0.1 / K (`mtp_loss_scaling_factor`) times the mean
         over the tokens of a row that have a label k positions on, over the unpadded vocabulary. `tokens_BS` is as in
         `Forward.logits`, but replicas (of the dense grid: ranks with other experts among them) get different rows, all

@@ -32,6 +32,10 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
 }
 #: What a microbatch is: one row of the tokens, two rows side by side [S, B], or two of unequal lengths packed (THD).
 BATCHES = ("single", "pairs", "packed")
+#: Losses of routers that a step may have besides the language model's: megatron-core's kinds of load balancing, and
+#: its z-loss; and the coefficient of each.
+ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
+ROUTER_LOSS_COEFFICIENT = 0.01
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -132,6 +136,10 @@ class Cell:
     precision: str = axis("", choices=("", *FP8_RECIPES), claim="precisions", hashed_if_set=True)
     #: What a microbatch is made of; see `api.Forward`.
     batch: str = axis("single", choices=BATCHES, claim="batches", shown_last=True, hashed_if_set=True)
+    #: A loss of the routers in the training step; see `api.Gradients`.
+    router_loss: str = axis(
+        "", choices=("", *ROUTER_LOSSES), claim="router_losses", shown_last=True, hashed_if_set=True
+    )
     gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
     needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
     gpus: int = field(default=0, compare=False)  # least number of GPUs
@@ -176,6 +184,7 @@ class Claims:
     kernels: frozenset[str] = frozenset({"torch"})
     precisions: frozenset[str] = frozenset({""})
     batches: frozenset[str] = frozenset({"single"})
+    router_losses: frozenset[str] = frozenset({""})
     tied: bool = True
     shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers

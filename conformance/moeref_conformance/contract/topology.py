@@ -62,6 +62,12 @@ def replica_rows(cell: Cell, rank: int, samples: int) -> range:
     return range(group.index(rank) % parts, samples, parts)
 
 
+def microbatches(cell: Cell, samples: int) -> tuple[tuple[int, ...], ...]:
+    """The rows of each microbatch of a training step, those of all replicas."""
+    replicas = {tuple(replica_rows(cell, rank, samples)) for rank in range(cell.layout.world)}
+    return tuple(sorted(rows[at : at + cell.rows] for rows in replicas for at in range(0, len(rows), cell.rows)))
+
+
 @lru_cache(maxsize=256)
 def _places(layout: Layout) -> list[tuple[int, ...]]:
     """The coordinates of every rank, in the order of AXES."""

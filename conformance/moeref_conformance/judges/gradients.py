@@ -41,7 +41,7 @@ def gradients_are_transformers(case: Case) -> Outcome:
         return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-008"))
     if no := _no_loss(case) or unmeasured(case):
         return no
-    want = mtp.gradients(expected(case)) if case.cell.mtp else oracle(case, "native").gradients
+    want = mtp.gradients(expected(case)) if case.cell.mtp else oracle(case, "native", case.cell.router_loss).gradients
     return _compared(case, "gradients", {"gradients": want}, _against, LIMIT)
 
 
@@ -184,6 +184,8 @@ def _against(
         step = "" if phase == "gradients" else f"{phase}: "
         message = f"{step}the gradient of {local} is off transformers' by {off}"
         said = _diagnosis(case, want, got) or _unreduced(case, record.rank, key, phase, want)
+        if case.cell.router_loss:
+            said = _share(case, record.rank, key, want, got) or said
         findings.append(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)
         )
@@ -201,6 +203,19 @@ def _diagnosis(case: Case, want: torch.Tensor, got: torch.Tensor) -> str:
     # One rank takes the same step twice.
     twice = case.cell.layout.world == 1 and round(factor, 2) == 2
     return f"{factor:.3g} times the right one" + (", as with those of the step before" if twice else "")
+
+
+def _share(case: Case, rank: int, key: str, want: torch.Tensor, got: torch.Tensor) -> str:
+    """How often the cell's loss of the routers counts, if the rest of a gradient is right."""
+    chunk, _, local = key.partition(":")
+    placed = Placement(case.cell, expected(case).config, oracle(case, "native").gradients)
+    plain = placed.shard(rank, int(chunk), local, list(got.shape)).tensor[: len(want)].double()
+    added, have = want - plain, got - plain
+    factor = float((have * added).sum() / added.square().sum().clamp_min(1e-30))
+    near = float((have - factor * added).norm()) <= 1e-2 * float(added.norm())
+    if not near or not bool(added.any()):
+        return ""
+    return f"{case.cell.router_loss} {f'counts {factor:.3g} times' if abs(factor) > 1e-3 else 'is left out'}"
 
 
 def _near(got: torch.Tensor, want: torch.Tensor) -> bool:

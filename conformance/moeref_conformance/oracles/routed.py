@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from moeref_conformance.contract.requests.replay import WHOLE
+from moeref_conformance.oracles import balancing as balancing_losses
 from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 
@@ -33,6 +34,8 @@ SETS = ("a", "b")
 
 #: Experts by layer, sample and position, for tokens whose route is not given.
 Chosen = frozenset[tuple[int, int, int, frozenset[int]]]
+#: The kind of a loss of routers, and the rows of each microbatch.
+Balancing = tuple[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def write(expected: Expected) -> Path:
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str, bool, Chosen, torch.dtype, bool], Routed] = {}
+_DONE: dict[tuple[Any, ...], Routed] = {}
 
 
 def under(
@@ -124,17 +127,18 @@ def under(
     chosen: Chosen = frozenset(),
     dtype: torch.dtype = torch.float32,
     negated: bool = False,
+    balancing: Balancing | None = None,
 ) -> Routed:
     """What transformers computes in `dtype` under the route set `a` or `b`, or with `native` routes.
 
     Tokens without a route take the experts `chosen`, else the router's; the weights of routers may be `negated`.
-    Computed once for equal checkpoints.
+    Gradients are those of a loss with `balancing`, if there is one. Computed once for equal checkpoints.
     """
-    key = expected.digest, which, missing, chosen, dtype, negated
+    key = expected.digest, which, missing, chosen, dtype, negated, balancing
     with _ONE_AT_A_TIME:
         if key not in _DONE:
             given = () if which == "native" else given_routes(expected, which, missing)
-            _DONE[key] = routed(expected, given, chosen, dtype, negated)
+            _DONE[key] = routed(expected, given, chosen, dtype, negated, balancing)
         return _DONE[key]
 
 
@@ -178,20 +182,34 @@ def routed(
     chosen: Chosen = frozenset(),
     dtype: torch.dtype = torch.float32,
     negated: bool = False,
+    balancing: Balancing | None = None,
 ) -> Routed:
     """transformers' step with the cell's tokens under `routes` as `given_routes` makes them; native without."""
     model, layers = _model(str(expected.inputs["checkpoint"]), dtype), _shape(expected).routed
     if negated:
         model = _negated(model)
     samples, length = expected.tokens_BS.shape
-    with torch.enable_grad(), forcing(expected, routes, chosen) as forced, _entering(model, layers) as entering:
-        logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
-        gradients = _gradients(model, logits_BSV, expected)
+    with torch.enable_grad():
+        with forcing(expected, routes, chosen) as forced, _entering(model, layers) as entering:
+            logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
+        gradients = _gradients(model, logits_BSV, expected, _of_routers(model, expected, entering, balancing))
     experts = {}
     for layer, chosen_TK in zip(layers, forced.chosen, strict=True):
         rows = chosen_TK.reshape(samples, length, -1).tolist()
         experts[layer] = {(b, s): frozenset(rows[b][s]) for b, n in enumerate(expected.lengths) for s in range(n)}
-    return Routed(logits_BSV.detach().contiguous(), experts, entering, gradients)
+    detached = {layer: entering_BSH.detach() for layer, entering_BSH in entering.items()}
+    return Routed(logits_BSV.detach().contiguous(), experts, detached, gradients)
+
+
+def _of_routers(
+    model: Any, expected: Expected, entering: Mapping[int, torch.Tensor], balancing: Balancing | None
+) -> torch.Tensor | float:
+    """The loss of the routers; 0 without one."""
+    if balancing is None:
+        return 0.0
+    logits_LBSE = [entering_BSH @ model.model.layers[i].mlp.gate.weight.T for i, entering_BSH in entering.items()]
+    sigmoid = any(name.endswith(".e_score_correction_bias") for name in expected.tensors)
+    return balancing_losses.added(*balancing, logits_LBSE, _shape(expected).top_k, sigmoid)
 
 
 def forcing(
@@ -214,7 +232,7 @@ def _entering(model: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Ten
     found: dict[int, torch.Tensor] = {}
 
     def keep(layer: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
-        return lambda _, args: found.update({layer: args[0].detach()})
+        return lambda _, args: found.update({layer: args[0]})
 
     handles = [model.model.layers[layer].mlp.register_forward_pre_hook(keep(layer)) for layer in layers]
     try:
@@ -224,15 +242,20 @@ def _entering(model: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Ten
             handle.remove()
 
 
-def _gradients(model: Any, logits_BSV: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
-    """The gradients under the names of the checkpoint, as transformers' own writer splits and names its tensors."""
+def _gradients(
+    model: Any, logits_BSV: torch.Tensor, expected: Expected, more: torch.Tensor | float
+) -> dict[str, torch.Tensor]:
+    """The gradients under the names of the checkpoint, as transformers' own writer splits and names its tensors.
+
+    more: what a step adds to the loss.
+    """
     labels_BS = expected.tokens_BS.roll(-1, 1)
     for tokens_S, labels_S, length in zip(expected.tokens_BS, labels_BS, expected.lengths, strict=True):
         labels_S[length - 1] = tokens_S[0]
         labels_S[length:] = -100  # counts for nothing
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     parameters = dict(model.named_parameters())
-    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    found = torch.autograd.grad(loss + more, list(parameters.values()), materialize_grads=True)
     gradients = dict(zip(parameters, found, strict=True))
     if not gradients.keys() <= expected.tensors.keys():  # a fused checkpoint has the module's own names
         gradients = in_files(model, gradients)

@@ -21,6 +21,7 @@ from moeref.layout import Layout
 from moeref.replay import align
 from moeref_conformance.contract import api as facets
 from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, Request, TensorMeta, Turn, World
+from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT, ROUTER_LOSSES
 from moeref_conformance.contract.results import version_of
 
 if TYPE_CHECKING:
@@ -295,15 +296,18 @@ class _Config:
         self._fields = {name: value for name, value in chosen.items() if value is not None}
         if cell.replay != "off":
             self._fields["moe_enable_routing_replay"] = True
+        self._fields, self._through = _with_loss(cell, self._fields)
 
     def given(self) -> dict[str, Any]:
-        return dict(self._built.settings.values) if self._built else self._settings(config.MoEConfig(**self._fields))
+        return dict(self._built.settings.values) if self._built else self._settings(self._asked(Request()))
 
     def resolve(self, request: Request, role: str) -> dict[str, Any]:
-        policy = config.MoEConfig.from_mapping(
-            {**self._fields, **request.fields, "transformer_config_kwargs": request.overrides}
-        )
+        policy = self._asked(request)
         return self._settings(policy if role == "policy" else config.for_reference(policy))
+
+    def _asked(self, request: Request) -> config.MoEConfig:
+        through = {"transformer_config_kwargs": {**self._through, **request.overrides}}
+        return config.MoEConfig.from_mapping({**self._fields, **request.fields, **through})
 
     def _settings(self, asked: config.MoEConfig) -> dict[str, Any]:
         from moeref import megatron
@@ -319,6 +323,16 @@ def _options(cell: Cell) -> dict[str, Any]:
     """moeref's options for a cell, besides the model and the layout."""
     names = ("dispatcher", "replay", "kernels", "norms", "experts")
     return {**{name: getattr(cell, name) for name in names}, "precision": cell.precision or None}
+
+
+def _with_loss(cell: Cell, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of MoEConfig, and what goes through it, with the loss of the routers that a cell asks for."""
+    if not cell.router_loss:
+        return dict(fields), {}
+    if cell.router_loss == "z_loss":
+        return dict(fields), {"moe_z_loss_coeff": ROUTER_LOSS_COEFFICIENT}
+    kind = {"moe_router_load_balancing_type": cell.router_loss}
+    return {**fields, **kind}, {"moe_aux_loss_coeff": ROUTER_LOSS_COEFFICIENT}
 
 
 class _Engine:
@@ -445,6 +459,8 @@ class MoerefTarget:
         precisions=frozenset({"", "delayed", "tensorwise", "blockwise", "mxfp8"}),
         replay=frozenset({"off", "R2", "R3"}),
         batches=frozenset({"single", "pairs", "packed"}),
+        # Megatron's global one is divided by the number of replicas twice (Megatron-LM#3672).
+        router_losses=frozenset({"", *ROUTER_LOSSES} - {"global_aux_loss"}),
     )
 
     def preload(self) -> None:
@@ -471,7 +487,9 @@ class MoerefTarget:
         rank = megatron.initialise(layout, tied=model.tied)
         try:
             options = record.Options(**_options(cell), divisible_by=self._divisible_by)
-            built = megatron.build(record.Record.of(model, layout, options=options), rank, world.device)
+            fields, through = _with_loss(cell, {})
+            asked = config.MoEConfig(**fields, transformer_config_kwargs=through)
+            built = megatron.build(record.Record.of(model, layout, asked, options), rank, world.device)
             shards = built.shard_map.in_format(cell.expert_format)  # type: ignore[arg-type]
             yield _Session(shards, cell, world.device, built, _Model(built, shards, rank, cell.batch))
         finally:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
@@ -191,6 +192,49 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_with_loss(moe_z_loss_coeff=COEFFICIENT),
+        one_rank=True,
+        says="off transformers' by",
+    ),
+    Fault(
+        id="router-loss-of-a-part",
+        bug="Megatron-LM#5047, Megatron-LM#5007: the loss of the routers is divided by the ranks of TP or CP once more",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "cp2", batch="pairs", router_loss="aux_loss"),
+        wrap=_with_loss(moe_aux_loss_coeff=ROUTER_LOSS_COEFFICIENT / 2),
+        diagnosis="aux_loss counts 0.5 times",
+    ),
+    Fault(
+        id="z-loss-of-each-rank",
+        bug="Megatron-LM#1652: the z-loss of each rank's tokens is added up over TP and CP where their mean is wanted",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "tp2", batch="pairs", router_loss="z_loss"),
+        wrap=_with_loss(moe_z_loss_coeff=ROUTER_LOSS_COEFFICIENT * 2),
+        diagnosis="z_loss counts 2 times",
+    ),
+    Fault(
+        id="global-loss-of-megatron",
+        bug="Megatron-LM#3672: the global loss is divided by the number of replicas twice",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "ep2", batch="pairs", router_loss="global_aux_loss"),
+        one_rank=True,
+        claims={"router_losses": frozenset({"global_aux_loss"})},
+        diagnosis="global_aux_loss counts 0.5 times",
+    ),
+    Fault(
+        id="router-loss-forgotten",
+        bug="B3 in kind: the coefficient stays in the user's file, and no step has the loss that was asked for",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", batch="pairs", router_loss="aux_loss"),
+        wrap=_with_loss(moe_aux_loss_coeff=0.0),
+        one_rank=True,
+        diagnosis="aux_loss is left out",
+    ),
+    Fault(
+        id="sequence-loss-over-the-microbatch",
+        bug="the balancing loss of sequences is computed over all tokens of a microbatch of several",
+        rules=("GRD-001",),
+        cell=cell("deepseek_v3", "one", layers=3, batch="pairs", router_loss="seq_aux_loss"),
+        wrap=_with_loss(routing_type="aux_loss"),
         one_rank=True,
         says="off transformers' by",
     ),

@@ -1,0 +1,54 @@
+"""Losses of routers, written apart from Megatron: by the formulas of their papers, over all tokens at once.
+
+With E experts, f_i is the share of the tokens' top-k choices that are expert i, and P_i the mean of its scores.
+A layer's balancing loss is E · Σ f_i · P_i: in Switch Transformer (arXiv 2101.03961) over a microbatch, in DeepSeek-V3
+(arXiv 2412.19437) over a sample, in "Demons in the Detail" (arXiv 2501.11873) over all tokens of a step. The z-loss of
+ST-MoE (arXiv 2202.08906) is the mean of logsumexp² of the logits. Experts' bias and groups of experts do not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
+
+Z_LOSS = "z_loss"
+
+
+def added(
+    kind: str,
+    microbatches: Sequence[tuple[int, ...]],
+    logits_LBSE: Sequence[torch.Tensor],
+    top_k: int,
+    sigmoid: bool,
+) -> torch.Tensor:
+    """What a loss of this kind adds to that of a step: its sum over layers, its mean over microbatches.
+
+    microbatches: the rows of each, all as many. logits_LBSE: of each layer's router, for all rows of the step.
+    """
+    rows = [row for of in microbatches for row in of]
+    parts: dict[str, Sequence[tuple[int, ...]]] = {
+        "seq_aux_loss": [(row,) for row in rows],
+        "global_aux_loss": [tuple(rows)],
+    }
+    loss = _z if kind == Z_LOSS else _balancing
+    found = [
+        loss(of_BSE[list(part)].flatten(0, 1), top_k, sigmoid)
+        for of_BSE in logits_LBSE
+        for part in parts.get(kind, microbatches)
+    ]
+    return ROUTER_LOSS_COEFFICIENT * len(logits_LBSE) * torch.stack(found).mean()
+
+
+def _balancing(logits_TE: torch.Tensor, top_k: int, sigmoid: bool) -> torch.Tensor:
+    scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
+    p_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+    tokens, experts = p_TE.shape
+    share_E = p_TE.topk(top_k).indices.flatten().bincount(minlength=experts) / (tokens * top_k)
+    return experts * (share_E * p_TE.mean(0)).sum()
+
+
+def _z(logits_TE: torch.Tensor, top_k: int, sigmoid: bool) -> torch.Tensor:
+    return logits_TE.logsumexp(-1).square().mean()

@@ -25,7 +25,12 @@ Loss = Callable[[torch.Tensor, Sequence[int], torch.Tensor], torch.Tensor]
 
 
 def gradients(
-    chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor, micro_batch: int = 1
+    chunks: Sequence[GPTModel],
+    shard_map: ShardMap,
+    tokens_BS: torch.Tensor,
+    micro_batch: int = 1,
+    *,
+    bias_rate: float = 0.0,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
@@ -33,13 +38,15 @@ def gradients(
     vocabulary; the label of the last token is the first token. Multi-token prediction layers add what megatron-core
     makes of these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over the tokens that have a
     label k positions on. Each `micro_batch` rows that follow each other are a microbatch; data-parallel replicas may
-    have different ones. Weights and buffers do not change.
+    have different ones. Weights and buffers do not change, but for the routers' expert bias: it grows by `bias_rate`
+    (megatron-core's moe_router_bias_update_rate) for experts with fewer tokens of the step than the mean, and shrinks
+    for those with more.
 
     Raises ValueError for multi-token prediction layers under CP or with packed samples, where megatron-core divides
     their loss by other numbers of tokens, and under VPP for a number of microbatches that is not a multiple of PP;
     other errors as `logits` does.
     """
-    return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch))
+    return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch), bias_rate)
 
 
 def packed_gradients(
@@ -70,7 +77,10 @@ def _over_replicas(number: int, chunks: Sequence[GPTModel], operation: Any) -> i
 
 
 def _step(
-    chunks: Sequence[GPTModel], shard_map: ShardMap, microbatches: Sequence[batches.Microbatch]
+    chunks: Sequence[GPTModel],
+    shard_map: ShardMap,
+    microbatches: Sequence[batches.Microbatch],
+    bias_rate: float = 0.0,
 ) -> dict[tuple[int, str], torch.Tensor]:
     own = sum(int((of.labels_BS != batches.IGNORED).sum()) for of in microbatches)
     counts = len(microbatches) * parallel_state.get_data_parallel_world_size()
@@ -82,7 +92,7 @@ def _step(
         mean: torch.Tensor = total / share
         return mean
 
-    _accumulate(in_ddp(chunks), shard_map, microbatches, loss)
+    _accumulate(in_ddp(chunks), shard_map, microbatches, loss, bias_rate)
     return {
         (number, name): parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)
@@ -121,6 +131,7 @@ def _accumulate(
     shard_map: ShardMap,
     microbatches: Sequence[batches.Microbatch],
     loss: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    bias_rate: float = 0.0,
 ) -> None:
     """As `accumulate`; `loss` gets logits, the number of the microbatch, and the positions of this rank's part."""
     layout, model, (size, length) = shard_map.layout, shard_map.model, microbatches[0].tokens_BS.shape
@@ -149,8 +160,8 @@ def _accumulate(
     for chunk in wrapped:
         chunk.train()
         chunk.zero_grad_buffer()
-    # With a rate above 0, finalize_model_grads would also update the routers' expert bias.
-    settings = {"finalize_model_grads_func": finalize_model_grads, "moe_router_bias_update_rate": 0.0}
+    # With a rate above 0, finalize_model_grads also updates the routers' expert bias.
+    settings = {"finalize_model_grads_func": finalize_model_grads, "moe_router_bias_update_rate": bias_rate}
     with _set(chunks[0].config, **settings), added.in_place(chunks):
         run_schedule(step, range(len(microbatches)), wrapped, length, micro_batch_size=size)
 

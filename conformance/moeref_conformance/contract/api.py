@@ -143,6 +143,10 @@ class Gradients(Protocol):
         `Forward.logits`, but replicas (of the dense grid: ranks with other experts among them) get different rows, all
         the same number, in multiples of 2·PP microbatches under interleaving. Not asked in bf16, nor with such layers
         under CP.
+
+        In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
+        (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are
+        counted over all microbatches and replicas of this step. The model's own bias stays as it was.
         """
 
 

@@ -36,6 +36,8 @@ BATCHES = ("single", "pairs", "packed")
 #: its z-loss; and the coefficient of each.
 ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 ROUTER_LOSS_COEFFICIENT = 0.01
+#: megatron-core's default of `moe_router_bias_update_rate`.
+BIAS_UPDATE_RATE = 1e-3
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -140,6 +142,15 @@ class Cell:
     router_loss: str = axis(
         "", choices=("", *ROUTER_LOSSES), claim="router_losses", shown_last=True, hashed_if_set=True
     )
+    #: A training step updates the experts' bias; see `api.Gradients`.
+    bias_update: bool = axis(
+        False,
+        claim="bias_updates",
+        noun="updates of the experts' bias",
+        shown="bias-update",
+        shown_last=True,
+        hashed_if_set=True,
+    )
     gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
     needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
     gpus: int = field(default=0, compare=False)  # least number of GPUs
@@ -185,6 +196,7 @@ class Claims:
     precisions: frozenset[str] = frozenset({""})
     batches: frozenset[str] = frozenset({"single"})
     router_losses: frozenset[str] = frozenset({""})
+    bias_updates: bool = False
     tied: bool = True
     shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers

@@ -40,7 +40,7 @@ class Rule:
     since: str = ""
     faults: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
-    cells: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    cells: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     ranks: int = 0
     claims: tuple[tuple[str, Any], ...] = ()
 
@@ -196,9 +196,13 @@ def _claims(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]
     return tuple(named.items())
 
 
-def _cells(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _cells(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     check_known(where, "axis in cells", named, AXES)
     for name, values in named.items():
+        if AXES[name].default is False:
+            if values != [True]:
+                raise BadInput(f"{where}: {name}: expected [true], got {values!r}")
+            continue
         check_known(where, f"value of {name}", text_list(f"{where}: {name}", values), AXES[name].choices or values)
     return tuple((name, tuple(values)) for name, values in named.items())
 

@@ -5,15 +5,17 @@ RPL-008 judges steps under given or recorded routes, which transformers takes to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from moeref_conformance.contract import topology
+from moeref_conformance.contract.cells import BIAS_UPDATE_RATE
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
-from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges import Case, Untested, judges
 from moeref_conformance.judges.common import (
     NATIVE,
     ROUNDINGS,
@@ -32,6 +34,9 @@ from moeref_conformance.oracles import mtp
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 
 LIMIT = 1e-4
+_BIAS = "e_score_correction_bias"
+#: In fp32 a bias of about 0.3 holds a step of 0.001 to a part in ten thousand.
+BIAS_STEPS_APART = 0.01
 
 
 @judges("GRD-001")
@@ -43,6 +48,57 @@ def gradients_are_transformers(case: Case) -> Outcome:
         return no
     want = mtp.gradients(expected(case)) if case.cell.mtp else oracle(case, "native", case.cell.router_loss).gradients
     return _compared(case, "gradients", {"gradients": want}, _against, LIMIT)
+
+
+@judges("GRD-002")
+def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
+    """Against the tokens that each expert gets in transformers; a bias holds values that differ by far more."""
+    yield from without(case, "inventory", "gradients")
+    if case.cell.mtp:
+        raise Untested("the routes of multi-token prediction layers are not known")
+    updated = dict(expected(case).tensors)
+    for layer, chosen in oracle(case, "native").experts.items():
+        name = f"model.layers.{layer}.mlp.gate.{_BIAS}"
+        counts_E = torch.tensor([e for experts in chosen.values() for e in experts]).bincount(
+            minlength=len(updated[name])
+        )
+        updated[name] = updated[name] + BIAS_UPDATE_RATE * (counts_E.double().mean() - counts_E).sign()
+    placed = Placement(case.cell, expected(case).config, updated)
+    for record in records(case, "inventory", "gradients"):
+        have = record.tensors("gradients")
+        for item in record.value("inventory"):
+            held = _bias(placed, record.rank, item)
+            if held is not None:
+                yield from _moved(case, record.rank, item["local"], held, have.get(f"{item['chunk']}:{item['local']}"))
+
+
+def _bias(placed: Placement, rank: int, item: Mapping[str, Any]) -> ExpectedShard | None:
+    """What a tensor holds if it is the experts' bias of a router."""
+    try:
+        held = placed.shard(rank, item["chunk"], item["local"], item["shape"])
+    except Unknown:
+        return None
+    return held if any(name.endswith(_BIAS) for name in held.hf) else None
+
+
+def _moved(case: Case, rank: int, local: str, held: ExpectedShard, got: torch.Tensor | None) -> Iterator[Finding]:
+    """A finding for an updated bias that is not there, or not the expected one."""
+    (name,) = held.hf
+    if got is None or got.shape != held.tensor.shape:
+        message = f"no {local} after the step" if got is None else f"{local} is {list(got.shape)} after the step"
+        yield finding(case, rank, "gradients", message, hf_name=name, local_name=local)
+        return
+    before = expected(case).tensors[name].double()
+    steps_E, want_E = ((one.double() - before) / BIAS_UPDATE_RATE for one in (got, held.tensor))
+    wrong_E = (steps_E - want_E).abs() > BIAS_STEPS_APART
+    if bool(wrong_E.any()):
+        said = f"moved by {_steps(steps_E)} times the rate, expected {_steps(want_E)}"
+        message = f"{local}: {int(wrong_E.sum())} of {len(got)} experts have another bias after the step"
+        yield finding(case, rank, "gradients", message, hf_name=name, local_name=local, diagnosis=said)
+
+
+def _steps(steps_E: torch.Tensor) -> str:
+    return ", ".join(f"{round(step, 2):g}" for step in steps_E[:8].tolist()) + (" …" if len(steps_E) > 8 else "")
 
 
 @judges("RPL-008")
@@ -132,8 +188,11 @@ def _pairs(
 ) -> tuple[list[Finding], list[Pair]]:
     """`chunk:local`, shard, wanted and given gradient without padded rows; and findings for those without a pair."""
     findings, found = _missing(case, record, have, phase), list[Pair]()
+    buffers = {f"{item['chunk']}:{item['local']}" for item in record.value("inventory") if item["kind"] == "buffer"}
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")
+        if case.cell.bias_update and key in buffers:  # GRD-002's
+            continue
         try:
             held = placed.shard(record.rank, int(chunk), local, list(got.shape))
         except Unknown as error:

@@ -21,7 +21,7 @@ from moeref.layout import Layout
 from moeref.replay import align
 from moeref_conformance.contract import api as facets
 from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, Request, TensorMeta, Turn, World
-from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT, ROUTER_LOSSES
+from moeref_conformance.contract.cells import BIAS_UPDATE_RATE, ROUTER_LOSS_COEFFICIENT, ROUTER_LOSSES
 from moeref_conformance.contract.results import version_of
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def _meta(tensor: bridge.HFTensor) -> TensorMeta:
 class _Model:
     """The facets of a built model: `export`, `forward`, `gradients` and `replay`. `shards` maps the exported format."""
 
-    def __init__(self, built: Built, shards: bridge.ShardMap, rank: int, batch: str) -> None:
+    def __init__(self, built: Built, shards: bridge.ShardMap, rank: int, cell: Cell) -> None:
         self._built, self._plan, self._rank = built, plan.Plan(shards), rank
-        self._batch, self._size = batch, 1 if batch == "single" else 2  # rows of a microbatch
+        self._batch, self._size, self._moves_bias = cell.batch, cell.rows, cell.bias_update
         self._recorded: list[replay.Routes] = []
 
     def chunks(self) -> Sequence[torch.nn.Module]:
@@ -103,7 +103,20 @@ class _Model:
         chunks, shards = self._built.chunks, self._built.shard_map
         if self._batch == "packed":
             return megatron.packed_gradients(chunks, shards, _packs(tokens_BS))
-        return megatron.gradients(chunks, shards, tokens_BS, self._size)
+        if not self._moves_bias:
+            return megatron.gradients(chunks, shards, tokens_BS, self._size)
+        held = {
+            (number, name): bias
+            for number, chunk in enumerate(chunks)
+            for name, bias in chunk.named_buffers()
+            if name.endswith(".expert_bias")
+        }
+        before = {key: bias.clone() for key, bias in held.items()}
+        found = megatron.gradients(chunks, shards, tokens_BS, self._size, bias_rate=BIAS_UPDATE_RATE)
+        found |= {key: bias.clone() for key, bias in held.items()}
+        for key, bias in held.items():
+            bias.copy_(before[key])
+        return found
 
     def _given(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None, total: int) -> list[replay.Routes]:
         """This rank's rows and layers of every microbatch. `total` is the padded length of packed samples."""
@@ -461,6 +474,7 @@ class MoerefTarget:
         batches=frozenset({"single", "pairs", "packed"}),
         # Megatron's global one is divided by the number of replicas twice (Megatron-LM#3672).
         router_losses=frozenset({"", *ROUTER_LOSSES} - {"global_aux_loss"}),
+        bias_updates=True,
     )
 
     def preload(self) -> None:
@@ -491,7 +505,7 @@ class MoerefTarget:
             asked = config.MoEConfig(**fields, transformer_config_kwargs=through)
             built = megatron.build(record.Record.of(model, layout, asked, options), rank, world.device)
             shards = built.shard_map.in_format(cell.expert_format)  # type: ignore[arg-type]
-            yield _Session(shards, cell, world.device, built, _Model(built, shards, rank, cell.batch))
+            yield _Session(shards, cell, world.device, built, _Model(built, shards, rank, cell))
         finally:
             megatron.shut_down()
 

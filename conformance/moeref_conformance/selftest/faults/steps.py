@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
+
+import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
@@ -13,6 +17,51 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 
 #: As in published configs, which a framework may read and apply unasked.
 COEFFICIENT = 1e-3
+
+
+def _other_bias(
+    bias: Callable[[Any, Any, Any, Any], Any],
+) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: updated biases are those that `bias` makes of the facet, the tokens, the model's own and the
+    right one by key."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.gradients
+
+        def gradients(tokens_BS: Any) -> Any:
+            answer = good.gradients(tokens_BS)
+            held = {(c, n): b for c, chunk in enumerate(session.export.chunks()) for n, b in chunk.named_buffers()}  # type: ignore[union-attr]
+            right = {key: value for key, value in answer.items() if key in held}
+            own = {key: held[key].clone() for key in right}
+            return {**answer, **bias(good, tokens_BS, own, right)}
+
+        return facet(session, "gradients", gradients=gradients)
+
+    return wrap
+
+
+def _each_microbatch(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
+    """Every row moves the bias that the one before it left; routes hardly change by that."""
+    of_rows = [good.gradients(row_S[None]) for row_S in tokens_BS]
+    return {key: own[key] + sum(answer[key] - own[key] for answer in of_rows) for key in right}
+
+
+def _with_an_evaluation(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
+    """Other tokens are counted too: those that an evaluation ran before the step."""
+    answer = good.gradients(torch.cat([tokens_BS, tokens_BS[:1].flip(1).repeat(len(tokens_BS), 1)]))
+    return {key: answer[key] for key in right}
+
+
+@contextmanager
+def _of_own_tokens(cell: Cell, world: World) -> Iterator[None]:
+    """Ranks do not add up their tokens."""
+    finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]
+
+    def updated(tokens_LE: Any, bias_LE: Any, rate: float, **groups: Any) -> Any:
+        return bias_LE + rate * (tokens_LE.mean(-1, keepdim=True) - tokens_LE).sign()
+
+    with mock.patch.object(finalize, "get_updated_expert_bias", updated):
+        yield
 
 
 def _with_loss(**settings: Any) -> Callable[[Session, Cell, World], Any]:
@@ -237,6 +286,50 @@ FAULTS = (
         wrap=_with_loss(routing_type="aux_loss"),
         one_rank=True,
         says="off transformers' by",
+    ),
+    Fault(
+        id="bias-never-moves",
+        bug="the rate of the experts' bias is read, and no step updates it",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", bias_update=True),
+        wrap=_other_bias(lambda good, tokens_BS, own, right: own),
+        one_rank=True,
+        diagnosis="moved by 0, 0",
+    ),
+    Fault(
+        id="bias-towards-the-busy",
+        bug="reported nowhere: the sign of the update is that of the count less the mean",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", bias_update=True),
+        wrap=_other_bias(lambda good, tokens_BS, own, right: {k: 2 * own[k] - right[k] for k in own}),
+        one_rank=True,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-updated-each-microbatch",
+        bug="the experts' bias is updated after each microbatch where a step has one update",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", bias_update=True),
+        wrap=_other_bias(_each_microbatch),
+        one_rank=True,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-counts-an-evaluation",
+        bug="Megatron-LM#4433: tokens of a forward that is no training step are counted in the next update",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", bias_update=True),
+        wrap=_other_bias(_with_an_evaluation),
+        one_rank=True,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-of-the-own-tokens",
+        bug="each replica updates the experts' bias by its own tokens, and replicas drift apart",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", bias_update=True),
+        patch=_of_own_tokens,
+        diagnosis="moved by",
     ),
     Fault(
         id="loss-summed-over-tokens",

@@ -1,8 +1,9 @@
-"""Changes judges and oracles bit by bit, and lists the changes that no fast test sees.
+"""Changes judges and oracles bit by bit, and lists the changes that no test sees.
 
 mutmut leaves decorated functions alone, and every judge is one. Tools that start a process for a change would import
 torch, transformers and megatron-core for each. Here everything is imported once; a forked process gives one function
-other code, in place, so that whoever holds the function runs it, and then runs the tests.
+other code, in place, so that whoever holds the function runs it. It judges again what the ranks of every fault, and of
+the good target, have left on record, by the tests of faults, and runs the tests that need no ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ import pkgutil
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
 #: What tests judges and oracles without rank processes.
-TESTS = [f"tests/kit/test_{name}.py" for name in ("delta_judges", "placement", "judges", "compare", "dispatch")]
+_WITHOUT_RANKS = ("delta_judges", "sync_judges", "placement", "judges", "compare", "dispatch", "settings")
+TESTS = [f"tests/kit/test_{name}.py" for name in _WITHOUT_RANKS]
+#: Oracles that make what ranks are given: what is on record was made of other inputs than theirs.
+_OF_INPUTS = ("checkpoint", "dialect", "published", "recipes", "spoiled")
+_QUIETLY = ("-x", "-q", "--durations=0", "--durations-min=60", "-p", "no:cacheprovider")
 SECONDS = 300
 _PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
@@ -114,20 +121,61 @@ def _plain(module: ModuleType, name: str) -> FunctionType:
     return found
 
 
+def recorded(folder: Path) -> Callable[[Mutant], None]:
+    """Run the cells of all faults once. Returns what judges these records again; it raises where a test would.
+
+    Of a judge's module the faults of its rules are judged, of other modules all.
+    """
+    from moeref_conformance.judges import JUDGES
+    from moeref_conformance.selftest.faulty import by_tag
+    from moeref_conformance.worlds.forked import ForkedWorld
+
+    from tests.kit import test_faults as of_faults
+    from tests.kit.bench import Bench
+    from tests.kit.shared_world import Shared
+
+    faults = of_faults.HERE.values()
+    cells = {fault.cell.id: fault.cell for fault in faults}.values()
+
+    def judge(rules: set[str]) -> None:
+        for fault in faults:
+            if not rules or rules & {*fault.rules, *fault.also}:
+                of_faults.test_fault_turns_its_rules_red(bench, fault)
+        for cell in cells:
+            of_faults.test_the_good_target_stays_green(bench, cell)
+
+    with (
+        ForkedWorld("tests.kit.shared_world:target", entry="tests.kit.shared_world:run") as world,
+        Shared(world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0) as shared,
+    ):
+        (folder / "records").mkdir()
+        bench = Bench(shared, folder / "records", by_tag, inputs=folder / "inputs")
+        judge(set())
+
+    def again(mutant: Mutant) -> None:
+        if mutant.module.rpartition(".")[2] not in _OF_INPUTS:
+            judge({rule for rule, one in JUDGES.items() if one.__module__ == mutant.module})
+
+    return again
+
+
 def outcome(prepare: Callable[[], None], tests: list[str]) -> str:
-    """What a forked process says of the tests after `prepare`: passed, failed, or late."""
+    """What a forked process says of `prepare` and the tests after it: passed, failed, or late."""
     if child := os.fork():
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return {0: "passed", -signal.SIGALRM: "late"}.get(status, "failed")
     signal.alarm(SECONDS)
-    prepare()
-    forget()
-    os._exit(run(tests))
+    try:
+        prepare()
+        status = run(tests)
+    except BaseException:
+        status = 1
+    os._exit(status)
 
 
-def forget() -> None:
-    """Empty the caches of the kit's functions: what an unchanged function gave is no answer."""
-    for name, module in list(sys.modules.items()):
+def forget(mutant: Mutant) -> None:
+    """Empty the caches of the kit's functions where an oracle is changed: what an unchanged one gave is no answer."""
+    for name, module in list(sys.modules.items()) if ".oracles" in mutant.module else ():
         for held in vars(module).values() if name.startswith("moeref_conformance") else ():
             if callable(clear := getattr(held, "cache_clear", None)):
                 clear()
@@ -138,7 +186,7 @@ def run(tests: list[str]) -> int:
     null, kept = os.open(os.devnull, os.O_WRONLY), [os.dup(1), os.dup(2)]
     for number in (1, 2):
         os.dup2(null, number)
-    status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    status = int(pytest.main([*_QUIETLY, *tests]))
     for number, before in enumerate(kept, 1):
         os.dup2(before, number)
     return status
@@ -153,17 +201,29 @@ def main(words: list[str]) -> int:
     asked = parser.parse_args(words)
     found = [mutant for package in asked.packages for module in _modules(package) for mutant in mutants(module)]
     chosen = random.Random(asked.seed).sample(found, min(asked.sample, len(found)))
-    if run(TESTS):  # here, so that what is imported for them is there in every fork
+    if pytest.main([*_QUIETLY, *TESTS]):  # here, so that what is imported for them is there in every fork
         print("the tests fail without a change", file=sys.stderr)
         return 2
-    print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
-    left = 0
-    for mutant in chosen:
-        if outcome(lambda mutant=mutant: apply(mutant), TESTS) == "passed":  # type: ignore[misc]
-            left += 1
-            print(f"{mutant.module.partition('.')[2]}: {mutant.function}: {mutant.text}", flush=True)
-    print(f"{left} of {len(chosen)} left")
+    with tempfile.TemporaryDirectory() as folder:
+        again = recorded(Path(folder))
+        print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
+        left = [mutant for mutant in chosen if _is_left(mutant, again)]
+    print(f"{len(left)} of {len(chosen)} left")
     return 0
+
+
+def _is_left(mutant: Mutant, again: Callable[[Mutant], None]) -> bool:
+    """Whether nothing notices a mutant, which is printed at once."""
+
+    def prepare() -> None:
+        apply(mutant)
+        forget(mutant)
+        again(mutant)
+
+    left = outcome(prepare, TESTS) == "passed"
+    if left:
+        print(f"{mutant.module.partition('.')[2]}: {mutant.function}: {mutant.text}", flush=True)
+    return left
 
 
 def _modules(package: str) -> list[ModuleType]:

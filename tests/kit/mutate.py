@@ -2,8 +2,8 @@
 
 mutmut leaves decorated functions alone, and every judge is one. Tools that start a process for a change would import
 torch, transformers and megatron-core for each. Here everything is imported once; a forked process gives one function
-other code, in place, so that whoever holds the function runs it. It judges again what the ranks of every fault, and of
-the good target, have left on record, by the tests of faults, and runs the tests that need no ranks.
+other code, in place, and those that it has made: whoever holds one runs it. It judges again what the ranks of every
+fault, and of the good target, have left on record, by the tests of faults, and runs the tests that need no ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib
 import inspect
 import os
@@ -93,13 +94,22 @@ def _nodes(function: ast.FunctionDef) -> list[ast.AST]:
 
 
 def apply(mutant: Mutant) -> None:
-    """Give the function the changed code, in this process. Raises LookupError if it cannot be found."""
+    """Give the function, and those that it has made inside, the changed code in this process.
+
+    Raises LookupError if there is none.
+    """
     module = importlib.import_module(mutant.module)
     tree = ast.parse(inspect.getsource(module))
     change(_nodes(dict(functions(tree))[mutant.function])[mutant.node])
     whole = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
-    function = _plain(module, mutant.function)
-    function.__code__ = next(code for code in _codes(whole) if code.co_qualname == mutant.function)
+    inside = f"{mutant.function}."
+    changed = {code.co_qualname: code for code in _codes(whole) if f"{code.co_qualname}.".startswith(inside)}
+    held = [one for one in gc.get_objects() if isinstance(one, FunctionType) and one.__module__ == mutant.module]
+    mine = [one for one in held if one.__code__.co_qualname in changed]
+    if not mine:
+        raise LookupError(f"{inside[:-1]} of {mutant.module} is no function")
+    for one in mine:
+        one.__code__ = changed[one.__code__.co_qualname]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -107,18 +117,6 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for part in code.co_consts:
         if isinstance(part, CodeType):
             yield from _codes(part)
-
-
-def _plain(module: ModuleType, name: str) -> FunctionType:
-    """The function itself, below decorators and properties."""
-    found: Any = module
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part)
-    found = getattr(found, "func", None) or getattr(found, "fget", None) or getattr(found, "__func__", found)
-    found = inspect.unwrap(found)
-    if not isinstance(found, FunctionType):
-        raise LookupError(f"{module.__name__}.{name} is no function")
-    return found
 
 
 def recorded(folder: Path) -> Callable[[Mutant], None]:

@@ -466,6 +466,28 @@ def test_a_target_that_announces_nothing_is_judged_by_its_streams(run: Run) -> N
     assert judge(run, "EXP-004")
 
 
+def test_an_export_that_nobody_is_given_is_one_finding(run: Run) -> None:
+    for rank in range(MANY.layout.world):
+        run.value(rank, "export", lambda rows: [{**row, "materialised": False} for row in rows])
+    for rule in ("EXP-001", "EXP-005"):
+        assert [f.message for f in judge(run, rule)] == ["no rank was given a tensor"], rule
+
+
+def test_a_list_that_is_too_long_names_what_it_has_more(run: Run) -> None:
+    run.value(1, "plan", lambda rows: [*rows, rows[0]])
+    (found,) = judge(run, "EXP-004")
+    assert found.message == "210 entries in plan, the export of rank 0 has 209: lm_head.weight"
+
+
+def test_without_an_export_of_one_rank_nothing_is_compared(run: Run) -> None:
+    case = run.case
+    for rule in ("EXP-007", "EXP-010"):
+        assert "no one-rank run" in JUDGES[rule](replace(case, baseline=None)).untested
+        assert JUDGES[rule](replace(case, baseline=case.observation)).met == "the one-rank run itself"
+        without = Observation(ONE, [])
+        assert JUDGES[rule](replace(case, baseline=without)).untested == "the one-rank run exported nothing"
+
+
 def test_where_all_ranks_receive_each_receives_everything(run: Run) -> None:
     assert not judge(run, "EXP-009")
     run.case.claims = replace(CLAIMS, receivers="all")

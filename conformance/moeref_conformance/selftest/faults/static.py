@@ -26,6 +26,23 @@ def _planned(keep: Callable[[TensorMeta, Cell], bool]) -> border.Change:
     return wrap
 
 
+def _planned_as(change: Callable[[TensorMeta], TensorMeta]) -> border.Change:
+    """A plan whose entries are changed."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good = session.plan
+        return border.facet(session, "plan", tensors=lambda: [change(tensor) for tensor in good.tensors()])
+
+    return wrap
+
+
+def _padded(tensor: TensorMeta) -> TensorMeta:
+    if tensor.name not in ("lm_head.weight", "model.embed_tokens.weight"):
+        return tensor
+    rows, width = tensor.shape
+    return replace(tensor, shape=(rows + 128 - rows % 128, width))
+
+
 def _of_the_first_ep_rank(tensor: TensorMeta, cell: Cell) -> bool:
     expert = _EXPERT.search(tensor.name)
     return expert is None or int(expert[1]) < 16 // cell.layout.ep
@@ -102,5 +119,21 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep4", backend="static"),
         wrap=_planned(_of_the_first_ep_rank),
         says="experts.10.",
+    ),
+    Fault(
+        id="bias-planned-in-bf16",
+        bug="miles#811 in the plan: a receiver makes buffers in the model's dtype for the experts' bias too",
+        rules=("PLN-001",),
+        cell=cell("glm4_moe", "tp1", backend="static", dtype="bfloat16"),
+        wrap=_planned_as(lambda tensor: replace(tensor, dtype="bfloat16")),
+        says="e_score_correction_bias is float32, the plan says bfloat16",
+    ),
+    Fault(
+        id="padded-rows-planned",
+        bug="Megatron-Bridge 0.6.2 in the plan: shapes have the rows that pad the vocabulary",
+        rules=("PLN-001",),
+        cell=cell("qwen3_moe", "tp2", backend="static"),
+        wrap=_planned_as(_padded),
+        says="shape of model.embed_tokens.weight is [131, 40]",
     ),
 )

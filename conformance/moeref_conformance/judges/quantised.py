@@ -34,6 +34,7 @@ class _Sent:
     tensors: dict[str, torch.Tensor]
     want: dict[str, torch.Tensor]
     quantised: frozenset[str]
+    block: tuple[int, int]
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, weight and scales of what is quantised and there, in their shapes and dtypes."""
@@ -42,7 +43,7 @@ class _Sent:
             if weight is None or scales is None or weight.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
                 continue
             want = self.want[name]
-            if weight.shape == want.shape and list(scales.shape) == oracle.grid(want.shape, request.BLOCK):
+            if weight.shape == want.shape and list(scales.shape) == oracle.grid(want.shape, self.block):
                 yield name, weight, scales
 
 
@@ -53,11 +54,12 @@ def _sent(case: Case) -> _Sent | None:
     given = given if case.claims.receivers == "share" else given[:1]
     if not given:
         return None
-    want = request.weights(expected(case).tensors)
+    block = request.BLOCKS[case.cell.family]
+    want = request.weights(expected(case).tensors, block)
     quantised = frozenset(oracle.quantised(request.config(expected(case).config), want))
     names = [name for record in given for name in record.value("quantised")]
     tensors = {name: tensor for record in given for name, tensor in record.tensors("quantised").items()}
-    return _Sent(given[0].rank, names, tensors, want, quantised)
+    return _Sent(given[0].rank, names, tensors, want, quantised, block)
 
 
 def _found(case: Case, sent: _Sent, message: str, name: str, **more: Any) -> Finding:
@@ -106,7 +108,7 @@ def weights_in_fp8(case: Case, sent: _Sent) -> Iterator[Finding]:
 def a_scale_for_each_block(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Shape and dtype of the scales that are there."""
     for name in sorted(sent.quantised):
-        got, right = sent.tensors.get(name + SCALES), oracle.grid(sent.want[name].shape, request.BLOCK)
+        got, right = sent.tensors.get(name + SCALES), oracle.grid(sent.want[name].shape, sent.block)
         if got is not None and (got.dtype not in SCALE_DTYPES or list(got.shape) != right):
             what = f"the scales of {list(sent.want[name].shape)} are {dtype_name(got.dtype)} {list(got.shape)}"
             yield _found(case, sent, what, name, expected=f"float32 {right}", got=what)
@@ -118,12 +120,12 @@ def weights_within_the_rounding(case: Case, sent: _Sent) -> Outcome:
     """Weights times scales against the weights that were loaded, element by element."""
     findings, worst = [], 0.0
     for name, weight, scales in sent.pairs():
-        want, made = sent.want[name].float(), oracle.dequantised(weight, scales, request.BLOCK)
-        limit = oracle.limits(want, request.BLOCK)
+        want, made = sent.want[name].float(), oracle.dequantised(weight, scales, sent.block)
+        limit = oracle.limits(want, sent.block)
         off = torch.nan_to_num((made - want).abs(), nan=torch.inf)
         if bool((off > limit).any()):
             first = tuple(int(i) for i in (off > limit).nonzero()[0])
-            block = [at // of for at, of in zip(first, request.BLOCK, strict=True)]
+            block = [at // of for at, of in zip(first, sent.block, strict=True)]
             text = f"{int((off > limit).sum())} of {off.numel()} elements are beyond the rounding of e4m3"
             scale, told = float(scales[tuple(block)]), {"expected": float(want[first]), "got": float(made[first])}
             message = f"{text}, first at {list(first)}, in block {block} with scale {scale:.3g}"
@@ -147,7 +149,7 @@ def the_rest_as_it_is(case: Case, sent: _Sent) -> Iterator[Finding]:
 def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Scales against the largest magnitude of their block / 448; of a block of zeros any is right."""
     for name, _, scales in sent.pairs():
-        right = oracle.largest(sent.want[name], request.BLOCK) / oracle.LARGEST
+        right = oracle.largest(sent.want[name], sent.block) / oracle.LARGEST
         wrong = (right > 0) & ~(scales.float() <= right * ROUNDED)
         if bool(wrong.any()):
             at = tuple(int(i) for i in wrong.nonzero()[0])

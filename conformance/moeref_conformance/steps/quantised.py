@@ -22,7 +22,7 @@ from moeref_conformance.steps.tensors import copied
 
 def asked(cell: Cell) -> bool:
     """Whether a cell is asked: in bf16, of families that are published in FP8 blocks, and not again under replay."""
-    return cell.dtype == "bfloat16" and cell.family in request.FAMILIES and cell.replay == "off"
+    return cell.dtype == "bfloat16" and cell.family in request.BLOCKS and cell.replay == "off"
 
 
 def sent(quantised: Quantised, context: Context) -> list[str]:
@@ -30,7 +30,7 @@ def sent(quantised: Quantised, context: Context) -> list[str]:
     export, names = context.facet("export"), list[str]()
     given: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(dir=context.world.workdir) as folder:
-        checkpoint, config = _written(context.input("checkpoint"), Path(folder))
+        checkpoint, config = _written(context, Path(folder))
         export.load(checkpoint)
         for name, tensor in quantised.stream(config):
             if tensor is not None:
@@ -41,13 +41,14 @@ def sent(quantised: Quantised, context: Context) -> list[str]:
     return names
 
 
-def _written(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
+def _written(context: Context, folder: Path) -> tuple[Path, Path]:
     """Folders of a checkpoint with the changed weights, in one file, and of a config that asks for FP8."""
+    checkpoint, block = context.input("checkpoint"), request.BLOCKS[context.cell.family]
     weights, config = folder / "checkpoint", folder / "config"
     weights.mkdir()
     config.mkdir()
     tensors = {name: tensor for file in weight_files(checkpoint) for name, tensor in load_file(file).items()}
-    save_file(request.weights(tensors), weights / "model.safetensors", metadata={"format": "pt"})
+    save_file(request.weights(tensors, block), weights / "model.safetensors", metadata={"format": "pt"})
     text = (checkpoint / "config.json").read_text()
     (weights / "config.json").write_text(text)
     (config / "config.json").write_text(json.dumps(request.config(json.loads(text))))

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-#: Rows and columns of a block: powers of two, as kernels want. Some linears of the tiny models are whole blocks, most
-#: end in fewer rows, as DeepSeek's `kv_a_proj_with_mqa` does, and one in fewer columns.
-BLOCK = (16, 8)
+Block = tuple[int, int]
+#: Rows and columns of a block by family: square, as published ones. Qwen's tiny linears are no whole blocks; DeepSeek's
+#: are, but for the `kv_a_proj_with_mqa`, which ends in fewer rows as the real one does, and the `kv_b_proj`.
+BLOCKS: dict[str, Block] = {"deepseek_v3": (8, 8), "qwen3_moe": (16, 16)}
 #: By what the blocks of a weight are multiplied, in turn.
 FACTORS = (1.0, 2.0**-6, 2.0**6)
 #: A linear of Qwen3 that stays as it is, besides what its published files keep so.
 KEPT = "model.layers.0.self_attn.o_proj"
-FAMILIES = ("deepseek_v3", "qwen3_moe")
 
 
 def config(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,22 +30,17 @@ def config(model: Mapping[str, Any]) -> dict[str, Any]:
         layers = range(model["num_hidden_layers"])
         kept = [f"model.layers.{layer}.{part}" for layer in layers for part in parts]
         made["modules_to_not_convert"] = ["lm_head", *kept, KEPT]
-    return {**model, "quantization_config": {**made, "weight_block_size": list(BLOCK)}}
+    return {**model, "quantization_config": {**made, "weight_block_size": list(BLOCKS[model["model_type"]])}}
 
 
-def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def weights(tensors: Mapping[str, torch.Tensor], block: Block) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint in which blocks of each matrix differ a thousandfold, and one is all zero."""
-    return {name: _scaled(name, tensor) if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+    return {name: _scaled(name, tensor, block) if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
 
 
-def _scaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    high, wide = (math.ceil(size / of) for size, of in zip(tensor.shape, BLOCK, strict=True))
+def _scaled(name: str, tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    high, wide = (math.ceil(size / of) for size, of in zip(tensor.shape, block, strict=True))
     factors = torch.tensor([FACTORS[number % len(FACTORS)] for number in range(high * wide)])
     factors[zlib.crc32(name.encode()) % len(factors)] = 0.0
-    return tensor * spread(factors.view(high, wide), tensor).to(tensor.dtype)
-
-
-def spread(blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A value of each block for every element of a matrix."""
-    of_rows = blocks.repeat_interleave(BLOCK[0], 0)[: like.shape[0]]
-    return of_rows.repeat_interleave(BLOCK[1], 1)[:, : like.shape[1]]
+    of_rows = factors.view(high, wide).repeat_interleave(block[0], 0)[: tensor.shape[0]]
+    return tensor * of_rows.repeat_interleave(block[1], 1)[:, : tensor.shape[1]].to(tensor.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -81,15 +80,6 @@ class _Floored(Quantiser):
         return max(1, size // of)
 
 
-class _Turned(Quantiser):
-    """Takes the size of a block for [columns, rows]."""
-
-    def stream(self, config: Path) -> Iterable[Named]:
-        stream = super().stream(config)
-        self.block = self.block[::-1]
-        return stream
-
-
 class _ShardByShard(Quantiser):
     """Quantises what each TP rank has, before it is gathered: blocks begin anew with each shard."""
 
@@ -124,6 +114,16 @@ class _OfTheTensor(Quantiser):
 
     def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return super().scale(whole.float(), whole)
+
+
+class _PaddedWithTheLast(Quantiser):
+    """Fills blocks at the ends up with the last element of the matrix."""
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        largest = part.abs().max()
+        if part.shape != self.block:
+            largest = torch.maximum(largest, whole[-1, -1].abs().float())
+        return largest / LARGEST if largest > 0 else torch.tensor(1.0)
 
 
 class _Inverted(Quantiser):
@@ -199,7 +199,7 @@ FAULTS = (
     ),
     Fault(
         id="routers-quantised",
-        bug="a quantiser that takes every matrix of a layer for a linear, the router's among them",
+        bug="verl b178a3cd5 (read): for SGLang it quantises what has `gate` or `mlp` in its name, routers among it",
         rules=("QNT-001", "QNT-005"),
         cell=_DEEPSEEK,
         wrap=design(_RoutersToo),
@@ -227,14 +227,6 @@ FAULTS = (
         rules=("QNT-003",),
         cell=_QWEN,
         wrap=design(_Floored),
-        says="the scales of",
-    ),
-    Fault(
-        id="block-size-turned",
-        bug="weight_block_size read as columns and rows, which no square block shows",
-        rules=("QNT-003",),
-        cell=_QWEN,
-        wrap=design(_Turned),
         says="the scales of",
     ),
     Fault(
@@ -275,6 +267,14 @@ FAULTS = (
         rules=("QNT-004",),
         cell=_QWEN,
         wrap=design(_OfTheTensor),
+        says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="blocks-padded-with-the-last-element",
+        bug="NeMo-RL 7ea279abf (read): blocks at the ends are filled up with the last element, which may be large",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=design(_PaddedWithTheLast),
         says="beyond the rounding of e4m3",
     ),
     Fault(

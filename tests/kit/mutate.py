@@ -205,8 +205,11 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         again = recorded(Path(folder))
         print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
-        left = [mutant for mutant in chosen if _is_left(mutant, again)]
-    print(f"{len(left)} of {len(chosen)} left")
+        left = 0
+        for number, mutant in enumerate(chosen, 1):
+            left += _is_left(mutant, again)
+            print(f"{number}/{len(chosen)} tried, {left} left", file=sys.stderr, flush=True)
+    print(f"{left} of {len(chosen)} left")
     return 0
 
 

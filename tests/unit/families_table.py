@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moeref_conformance.contract.cells import Cell
 from moeref_conformance.plan.matrix import load
+from moeref_conformance.steps import quantised
 
 
 def lines() -> list[str]:
@@ -31,6 +32,9 @@ def _also(cells: Sequence[Cell]) -> str:
         "MTP": any(cell.mtp for cell in cells),
         "tied head": any(cell.tied for cell in cells),
         "replay": any(cell.replay != "off" for cell in cells),
+        "router losses": any(cell.router_loss for cell in cells),
+        "bias updates": any(cell.bias_update for cell in cells),
+        "FP8 blocks": any(quantised.asked(cell) for cell in cells),
     }
     return ", ".join(name for name, judged in has.items() if judged)
 

@@ -412,8 +412,10 @@ class Delta(Protocol):
 
 @runtime_checkable
 class Quantised(Protocol):
-    """Facet `quantised`: weights as an engine that serves FP8 in blocks loads them. Asked in some bf16 cells, of all
-    ranks."""
+    """Facet `quantised`: weights as an engine that serves FP8 in blocks loads them.
+
+    Asked in some bf16 cells, of all ranks, after `Export.load` of other weights; those of the cell are loaded again.
+    """
 
     def stream(self, config: Path) -> Iterator[tuple[str, torch.Tensor | None]]:
         """The tensors of the published checkpoint whose config.json is in the folder `config`, made of the weights.

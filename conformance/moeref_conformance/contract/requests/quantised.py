@@ -20,10 +20,7 @@ KEPT = "model.layers.0.self_attn.o_proj"
 
 
 def config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model that is published in FP8. DeepSeek's names no modules, Qwen's those that stay as they are.
-
-    Keys and modules are those of deepseek-ai/DeepSeek-V3 and Qwen/Qwen3-30B-A3B-FP8.
-    """
+    """The config of a model that is published in FP8: DeepSeek-V3's names no modules, Qwen's head, norms and gates."""
     made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     if model["model_type"] == "qwen3_moe":
         parts = ("input_layernorm", "mlp.gate", "post_attention_layernorm")

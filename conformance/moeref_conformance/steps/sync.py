@@ -126,6 +126,7 @@ def killed(sync: Sync, context: Context) -> dict[str, Any]:
         def kill() -> None:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
+            _outlive(pids)  # a signal takes a moment, in which an update could end
 
         begun = time.monotonic()
         refused = refusal(engine.update, at(tensors(context.input("second")), kill), 1)

@@ -22,6 +22,7 @@ from moeref_conformance.judges.common import (
     distance,
     expected,
     finding,
+    once,
     outcome,
     records,
     tolerance,
@@ -264,11 +265,17 @@ def _diagnosis(case: Case, want: torch.Tensor, got: torch.Tensor) -> str:
     return f"{factor:.3g} times the right one" + (", as with those of the step before" if twice else "")
 
 
+@once
+def _without_loss(case: Case) -> Placement:
+    """The gradients of the same step without the loss of the routers."""
+    return Placement(case.cell, expected(case).config, oracle(case, "native").gradients)
+
+
 def _share(case: Case, rank: int, key: str, want: torch.Tensor, got: torch.Tensor) -> str:
     """How often the cell's loss of the routers counts, if the rest of a gradient is right."""
     chunk, _, local = key.partition(":")
-    placed = Placement(case.cell, expected(case).config, oracle(case, "native").gradients)
-    plain = placed.shard(rank, int(chunk), local, list(got.shape)).tensor[: len(want)].double()
+    held = _without_loss(case).shard(rank, int(chunk), local, list(got.shape))
+    plain = held.tensor[: len(want)].double()
     added, have = want - plain, got - plain
     factor = float((have * added).sum() / added.square().sum().clamp_min(1e-30))
     near = float((have - factor * added).norm()) <= 1e-2 * float(added.norm())

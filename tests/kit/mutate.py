@@ -132,14 +132,11 @@ def recorded(folder: Path) -> Callable[[Mutant], None]:
     from tests.kit.bench import Bench
     from tests.kit.shared_world import Shared
 
-    faults = of_faults.HERE.values()
-    cells = {fault.cell.id: fault.cell for fault in faults}.values()
-
     def judge(rules: set[str]) -> None:
-        for fault in faults:
+        for fault in of_faults.HERE.values():
             if not rules or rules & {*fault.rules, *fault.also}:
                 of_faults.test_fault_turns_its_rules_red(bench, fault)
-        for cell in cells:
+        for cell in of_faults.GOOD.values():
             of_faults.test_the_good_target_stays_green(bench, cell)
 
     with (

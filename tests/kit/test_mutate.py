@@ -67,12 +67,6 @@ def test_a_change_reaches_whoever_holds_the_function(module) -> None:  # type: i
     assert list(module.Box().size) == []
 
 
-def test_a_change_reaches_what_a_decorator_has_made(module) -> None:  # type: ignore[no-untyped-def]
-    assert module.over(4, 1) == 2
-    mutate.apply(next(m for m in mutate.mutants(module) if m.text == "2 → 3"))
-    assert module.over(4, 1) == 3
-
-
 @pytest.mark.parametrize("code", ["a.b", "'text'", "x = y", "return None"])
 def test_other_code_is_left_alone(code: str) -> None:
     (statement,) = ast.parse(f"def f():\n    {code}").body

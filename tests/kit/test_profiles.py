@@ -19,7 +19,7 @@ FROZEN = {
     "settings 1.0": "db9c47e9",
     "dispatch 1.0": "1f7e74dd",
     "delta 1.0": "1a1285fe",
-    "quantised 1.0": "c4120d06",
+    "quantised 1.0": "fb378978",
     "seeds 1.0": "d93142de",
     "replay 1.0": "d0f9ccbc",
     "sync 1.0": "1deabf86",

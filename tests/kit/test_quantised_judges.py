@@ -48,10 +48,15 @@ def sent(tensors: dict[str, torch.Tensor], tmp_path: Path) -> list[Named]:
 
 
 def red(
-    tensors: dict[str, torch.Tensor], given: list[list[Named]], folder: Path, **claims: Any
+    tensors: dict[str, torch.Tensor],
+    given: list[list[Named]],
+    folder: Path,
+    left: tuple[tuple[str, str], ...] = (),
+    **claims: Any,
 ) -> dict[str, list[str]]:
     """What the rules that fail say of what each rank was given."""
-    write_events(folder, {rank: [event("quantised", "ok", value=[n for n, _ in of])] for rank, of in enumerate(given)})
+    told = [{"names": [name for name, _ in of], "left": left} for of in given]
+    write_events(folder, {rank: [event("quantised", "ok", value=value)] for rank, value in enumerate(told)})
     for rank, of in enumerate(given):
         save_file(dict(of), folder / f"rank{rank:04}" / "quantised.safetensors")
     records = [RankRecord(rank, folder / f"rank{rank:04}") for rank in range(len(given))]
@@ -74,8 +79,28 @@ def test_shares_are_one(tensors: dict[str, torch.Tensor], sent: list[Named], tmp
     assert set(red(tensors, [sent[:2], sent[2:]], tmp_path / "writer")) == {"QNT-001"}
 
 
+def test_every_receiver_is_judged(tensors: dict[str, torch.Tensor], sent: list[Named], tmp_path: Path) -> None:
+    assert red(tensors, [sent, sent], tmp_path / "all", receivers="all") == {}
+    spoiled = [(n, -tensor if n == SCALES else tensor) for n, tensor in sent]
+    for claim in ("all", "writer"):
+        found = red(tensors, [sent, spoiled], tmp_path / claim / "other", receivers=claim)
+        assert found.keys() - {"QNT-006"} == {"QNT-004"}
+    missing = [f"{sent[0][0]}: was never sent"]
+    assert red(tensors, [sent, sent[1:]], tmp_path / "short", receivers="all") == {"QNT-001": missing}
+    assert red(tensors, [sent, []], tmp_path / "none", receivers="all") == {"QNT-001": [f"{NAME}: was never sent"]}
+
+
+def test_what_the_stream_has_changed_is_told(
+    tensors: dict[str, torch.Tensor], sent: list[Named], tmp_path: Path
+) -> None:
+    found = red(tensors, [[], sent], tmp_path, left=(("buffer", "0:a"), ("buffer", "0:b"), ("grad", "0:c")))
+    changed = "the stream in FP8 changed the"
+    assert found == {"QNT-007": [f"{changed} buffer of 0:a and 1 more", f"{changed} grad of 0:c"]}
+
+
 def test_nothing_sent_and_nothing_recorded_are_findings(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    assert red(tensors, [[], []], tmp_path / "none") == {rule: ["no rank was given a tensor"] for rule in RULES}
+    of_tensors = set(RULES) - {"QNT-007"}
+    assert red(tensors, [[], []], tmp_path / "none") == {rule: ["no rank was given a tensor"] for rule in of_tensors}
     missing = red(tensors, [], tmp_path / "lost")
     assert missing.keys() == {*RULES}
     assert all("no record of step quantised" in said for of in missing.values() for said in of)

@@ -22,6 +22,7 @@ from moeref_conformance.judges.common import (
     ITSELF,
     NO_BASELINE,
     aliases,
+    changed,
     context,
     expected,
     finding,
@@ -290,22 +291,11 @@ def training_goes_on(case: Case) -> Iterator[Finding]:
     """What an export has changed beside its stream, by kind."""
     yield from without(case, "left", "kept")
     for rank, value in values(case, "left"):
-        yield from _changed(case, rank, "left", value)
+        yield from changed(case, rank, "left", "export", value)
     for rank, value in values(case, "broken_off"):
-        yield from _changed(case, rank, "broken_off", value)
+        yield from changed(case, rank, "broken_off", "export that broke off", value)
     for rank, value in values(case, "kept"):
-        yield from _changed(case, rank, "kept", value["left"])
-
-
-def _changed(case: Case, rank: int, step: str, rows: list[list[str]]) -> Iterator[Finding]:
-    export = {"left": "export", "broken_off": "export that broke off", "kept": "second export"}[step]
-    names: dict[str, list[str]] = {}
-    for kind, name in rows:
-        names.setdefault(kind, []).append(name)
-    for kind, found in names.items():
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        message = f"the {export} changed the {kind} of {found[0]}{more}"
-        yield finding(case, rank, step, message, diagnosis=f"not as before the export: {kind}")
+        yield from changed(case, rank, "kept", "second export", value["left"])
 
 
 @judges("EXP-013", exact=True)

@@ -14,7 +14,7 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import expected, finding, once, outcome, records, without
+from moeref_conformance.judges.common import changed, expected, finding, once, outcome, records, values, without
 from moeref_conformance.oracles import quantised as oracle
 
 SCALES = "_scale_inv"
@@ -48,38 +48,60 @@ class _Sent:
 
 
 @once
-def _sent(case: Case) -> _Sent | None:
-    """None if no rank was given a tensor."""
-    given = [record for record in records(case, "quantised") if record.value("quantised")]
-    given = given if case.claims.receivers == "share" else given[:1]
-    if not given:
-        return None
+def _sent(case: Case) -> list[_Sent]:
+    """What each receiver was given, or all together where each is given a share. Empty if none was given a tensor."""
+    whole = list(records(case, "quantised"))
+    if case.claims.receivers != "all":
+        whole = [record for record in whole if record.value("quantised")["names"]]
+    given = [whole] if case.claims.receivers == "share" else [[record] for record in whole]
+    if not any(record.value("quantised")["names"] for record in whole):
+        return []
     block = request.BLOCKS[case.cell.family]
     want = request.weights(expected(case).tensors, block)
     quantised = frozenset(oracle.quantised(request.config(expected(case).config), want))
-    names = [name for record in given for name in record.value("quantised")]
-    tensors = {name: tensor for record in given for name, tensor in record.tensors("quantised").items()}
-    return _Sent(given[0].rank, names, tensors, want, quantised, block)
+    return [
+        _Sent(
+            rank=of[0].rank,
+            names=[name for record in of for name in record.value("quantised")["names"]],
+            tensors={name: tensor for record in of for name, tensor in record.tensors("quantised").items()},
+            want=want,
+            quantised=quantised,
+            block=block,
+        )
+        for of in given
+    ]
 
 
 def _found(case: Case, sent: _Sent, message: str, name: str, **more: Any) -> Finding:
     return finding(case, sent.rank, "quantised", f"{name}: {message}", hf_name=name, **more)
 
 
-def _of_sent(judge: Callable[[Case, _Sent], Outcome | Iterable[Finding]]) -> Callable[[Case], Any]:
+def _of_sent(judge: Callable[[Case, list[_Sent]], Outcome | Iterable[Finding]]) -> Callable[[Case], Any]:
     """Call a judge with what was sent. If that is nothing, that is the finding."""
 
     @functools.wraps(judge)
     def judged(case: Case) -> Any:
-        if (sent := _sent(case)) is not None:
+        if sent := _sent(case):
             return judge(case, sent)
         return without(case, "quantised") or [finding(case, None, "quantised", "no rank was given a tensor")]
 
     return judged
 
 
+def _per_receiver(judge: Callable[[Case, _Sent], Iterator[Finding]]) -> Callable[[Case], Any]:
+    """Call a judge for each receiver."""
+
+    @_of_sent
+    @functools.wraps(judge)
+    def judged(case: Case, sent: list[_Sent]) -> Iterator[Finding]:
+        for one in sent:
+            yield from judge(case, one)
+
+    return judged
+
+
 @judges("QNT-001")
-@_of_sent
+@_per_receiver
 def every_tensor_once_with_its_scales(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Names against those of the checkpoint, with one of scales for every quantised weight."""
     want, times = {*sent.want, *(name + SCALES for name in sent.quantised)}, Counter(sent.names)
@@ -93,7 +115,7 @@ def every_tensor_once_with_its_scales(case: Case, sent: _Sent) -> Iterator[Findi
 
 
 @judges("QNT-002")
-@_of_sent
+@_per_receiver
 def weights_in_fp8(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Shape and dtype of the weights that are quantised."""
     for name in sorted(sent.quantised & sent.tensors.keys()):
@@ -104,7 +126,7 @@ def weights_in_fp8(case: Case, sent: _Sent) -> Iterator[Finding]:
 
 
 @judges("QNT-003")
-@_of_sent
+@_per_receiver
 def a_scale_for_each_block(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Shape and dtype of the scales that are there."""
     for name in sorted(sent.quantised):
@@ -116,27 +138,27 @@ def a_scale_for_each_block(case: Case, sent: _Sent) -> Iterator[Finding]:
 
 @judges("QNT-004")
 @_of_sent
-def weights_within_the_rounding(case: Case, sent: _Sent) -> Outcome:
+def weights_within_the_rounding(case: Case, sent: list[_Sent]) -> Outcome:
     """Weights times scales against the weights that were loaded, element by element."""
     findings, worst = [], 0.0
-    for name, weight, scales in sent.pairs():
-        want, made = sent.want[name].float(), oracle.dequantised(weight, scales, sent.block)
-        limit = oracle.limits(want, sent.block)
+    for one, name, weight, scales in ((of, *pair) for of in sent for pair in of.pairs()):
+        want, made = one.want[name].float(), oracle.dequantised(weight, scales, one.block)
+        limit = oracle.limits(want, one.block)
         off = torch.nan_to_num((made - want).abs(), nan=torch.inf)
         if bool((off > limit).any()):
             first = tuple(int(i) for i in (off > limit).nonzero()[0])
-            block = [at // of for at, of in zip(first, sent.block, strict=True)]
+            block = [at // of for at, of in zip(first, one.block, strict=True)]
             text = f"{int((off > limit).sum())} of {off.numel()} elements are beyond the rounding of e4m3"
             scale, told = float(scales[tuple(block)]), {"expected": float(want[first]), "got": float(made[first])}
             message = f"{text}, first at {list(first)}, in block {block} with scale {scale:.3g}"
-            findings.append(_found(case, sent, message, name, **told))
+            findings.append(_found(case, one, message, name, **told))
         else:
             worst = max(worst, float((off / limit.clamp_min(torch.finfo(torch.float32).tiny)).max()))
     return outcome(findings, met=f"at most {worst:.2f} of the limit")
 
 
 @judges("QNT-005", exact=True)
-@_of_sent
+@_per_receiver
 def the_rest_as_it_is(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Every tensor without scales, bit for bit."""
     for name in sorted((sent.want.keys() - sent.quantised) & sent.tensors.keys()):
@@ -145,7 +167,7 @@ def the_rest_as_it_is(case: Case, sent: _Sent) -> Iterator[Finding]:
 
 
 @judges("QNT-006")
-@_of_sent
+@_per_receiver
 def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Scales against the largest magnitude of their block / 448; of a block of zeros any is right."""
     for name, _, scales in sent.pairs():
@@ -158,3 +180,11 @@ def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
                 f"{int(wrong.sum())} scales are larger than needed, that of block {list(at)} {got / want:.3g} times"
             )
             yield _found(case, sent, message, name, expected=want, got=got)
+
+
+@judges("QNT-007")
+def training_goes_on(case: Case) -> Iterator[Finding]:
+    """What a stream in FP8 has changed beside it, by kind."""
+    yield from without(case, "quantised")
+    for rank, value in values(case, "quantised"):
+        yield from changed(case, rank, "quantised", "stream in FP8", value["left"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,6 +17,7 @@ from moeref_conformance.contract.api import Cell, Quantised
 from moeref_conformance.contract.hf_files import weight_files
 from moeref_conformance.contract.records import free_key
 from moeref_conformance.contract.requests import quantised as request
+from moeref_conformance.steps.bystanders import changed, in_training, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.tensors import copied
 
@@ -25,20 +27,24 @@ def asked(cell: Cell) -> bool:
     return cell.dtype == "bfloat16" and cell.family in request.BLOCKS and cell.replay == "off"
 
 
-def sent(quantised: Quantised, context: Context) -> list[str]:
-    """Save what this rank is given, by name. Its value: the names, in order."""
+def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
+    """Save what this rank is given, by name. The value: the names, in order, and what else the stream has changed."""
     export, names = context.facet("export"), list[str]()
     given: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(dir=context.world.workdir) as folder:
         checkpoint, config = _written(context, Path(folder))
         export.load(checkpoint)
-        for name, tensor in quantised.stream(config):
-            if tensor is not None:
-                names.append(name)
-                given[free_key(given, name)] = copied(tensor)
+        chunks = export.chunks()
+        with in_training(chunks):
+            before = state(chunks)
+            for name, tensor in quantised.stream(config):
+                if tensor is not None:
+                    names.append(name)
+                    given[free_key(given, name)] = copied(tensor)
+            left = changed(before, state(chunks))
     context.save("quantised", given)
     export.load(context.input("checkpoint"))
-    return names
+    return {"names": names, "left": left}
 
 
 def _written(context: Context, folder: Path) -> tuple[Path, Path]:

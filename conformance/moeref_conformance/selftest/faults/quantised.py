@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import distributed as dist
 
+from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.roles import everywhere
 from moeref_conformance.selftest.plain_fp8 import FP8, LARGEST, Named, Quantiser, design, next_power
 
 _QWEN = cell("qwen3_moe", "tp2", dtype="bfloat16")
@@ -164,6 +168,36 @@ class _E5M2(Quantiser):
         return weight.to(torch.float8_e5m2), scales
 
 
+class _InPlace(Quantiser):
+    """Rounds each parameter where it lies, once all is sent."""
+
+    def all(self) -> Iterator[Named]:
+        yield from super().all()
+        for chunk in self.session.export.chunks():
+            for parameter in chunk.parameters():
+                parameter.data.copy_(parameter.data.to(FP8))
+
+
+class _GradientsFreed(Quantiser):
+    """Frees gradients to make room for the scales."""
+
+    def all(self) -> Iterator[Named]:
+        for chunk in self.session.export.chunks():
+            chunk.zero_grad(set_to_none=True)
+        yield from super().all()
+
+
+class _ScalesOfOthersUnset(Quantiser):
+    """Ranks other than the first hand on buffers of scales that nobody filled."""
+
+    def packed(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales if dist.get_rank() == 0 else torch.ones_like(scales)
+
+
+def _all_receive(session: Session, cell: Cell, world: World) -> Any:
+    return design(_ScalesOfOthersUnset)(everywhere(session, cell, world), cell, world)
+
+
 FAULTS = (
     Fault(
         id="quantisation-skipped",
@@ -308,5 +342,30 @@ FAULTS = (
         cell=_QWEN,
         wrap=design(PowersOfTwo),
         says="scales are larger than needed",
+    ),
+    Fault(
+        id="scales-of-other-receivers-unset",
+        bug="W16 in FP8: every rank has an engine, and only the first is given the scales; others keep their ones",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=_all_receive,
+        claims={"receivers": "all"},
+        says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="quantised-in-place",
+        bug="reported nowhere: what is sent in FP8 is rounded where it lies, and the trainer goes on with it",
+        rules=("QNT-007",),
+        cell=_QWEN,
+        wrap=design(_InPlace),
+        says="the stream in FP8 changed the parameter of 0:",
+    ),
+    Fault(
+        id="quantised-without-gradients",
+        bug="reported nowhere: gradients are freed to make room for the scales, also those of a step under way",
+        rules=("QNT-007",),
+        cell=_QWEN,
+        wrap=design(_GradientsFreed),
+        says="the stream in FP8 changed the grad of 0:",
     ),
 )

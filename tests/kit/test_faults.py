@@ -14,7 +14,9 @@ import pytest
 from moeref_conformance import selftest
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
+from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.diagnosis.diagnose import UNKNOWN
+from moeref_conformance.judges import JUDGES
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.selftest.faults import FAULTS, MODULES, Fault, bugs_of
 from moeref_conformance.selftest.faulty import by_tag
@@ -93,6 +95,28 @@ def test_the_good_target_stays_green(bench: Bench, cell: Cell) -> None:
     if cell.dtype == "bfloat16":
         untested |= NATIVE & outcomes.keys()
     assert {rule for rule, o in outcomes.items() if o.untested} == untested
+
+
+#: Rules that the good target meets in the cell of one of their faults, and of these cells one of the most ranks.
+_BY_RANKS = sorted(GOOD.values(), key=lambda cell: cell.layout.world)
+MET = {rule: cell for cell in _BY_RANKS for fault in HERE.values() if fault.cell == cell for rule in fault.rules}
+
+
+@pytest.mark.parametrize("rule", sorted(MET))
+def test_a_step_that_is_not_on_record_is_no_pass(bench: Bench, rule: str) -> None:
+    case = bench.case(MET[rule])
+    assert not JUDGES[rule](case).findings
+    assert case.observation is not None
+    for step in RULES[rule].steps:
+        for rank, record in enumerate(case.observation.ranks):
+            if all(event["step"] != step for event in record.events):
+                continue
+            cut = RankRecord(record.rank, record.dir)
+            cut.events = [event for event in record.events if event["step"] != step]
+            ranks = [*case.observation.ranks[:rank], cut, *case.observation.ranks[rank + 1 :]]
+            spoiled = replace(case, observation=replace(case.observation, ranks=ranks), made={})
+            outcome = JUDGES[rule](spoiled)
+            assert outcome.findings or outcome.untested, f"passes without step {step} of rank {rank}"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)

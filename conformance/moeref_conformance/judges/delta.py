@@ -120,7 +120,7 @@ def refused_and_sent_again(case: Case) -> Iterator[Finding]:
 @judges("DLT-007")
 def a_refusal_writes_nothing(case: Case) -> Iterator[Finding]:
     """After every refusal of a damaged delta, or of one with another base."""
-    yield from unanswered(case, "delta_damaged")
+    yield from (*unanswered(case, "delta"), *unanswered(case, "delta_damaged"))
     for rank, damage, tried in _damages(case):
         if tried["refused"] and (other := _other(case, 0, tried["held"])):
             yield finding(case, rank, "delta_damaged", f"{damage}: refused, and holds {other}")

@@ -77,13 +77,14 @@ def _found(case: Case, sent: _Sent, message: str, name: str, **more: Any) -> Fin
 
 
 def _of_sent(judge: Callable[[Case, list[_Sent]], Outcome | Iterable[Finding]]) -> Callable[[Case], Any]:
-    """Call a judge with what was sent. If that is nothing, that is the finding."""
+    """Call a judge with what was sent. If that is nothing, or a rank has no record of it, that is the finding."""
 
     @functools.wraps(judge)
     def judged(case: Case) -> Any:
-        if sent := _sent(case):
-            return judge(case, sent)
-        return without(case, "quantised") or [finding(case, None, "quantised", "no rank was given a tensor")]
+        if missing := without(case, "quantised"):
+            return missing
+        sent = _sent(case)
+        return judge(case, sent) if sent else [finding(case, None, "quantised", "no rank was given a tensor")]
 
     return judged
 

@@ -32,6 +32,7 @@ def shards_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
                 continue
             yield from _shape(case, given.rank, row, parts)
             yield from _dtype(case, given.rank, row, {name: dtypes[name] for name in parts})
+            held.update(dict.fromkeys(parts, 0))  # of what another replica alone lists, the first holds none
             if first := expert if _is_expert(row) else dense:
                 for name, share in _held(at, row, parts).items():
                     held[name] += share * first

@@ -167,6 +167,13 @@ def _anonymous(config: Any, request: Request, role: str) -> Mapping[str, Any]:
     return good
 
 
+def _recompute_refused(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    if "recompute_granularity" in {**request.fields, **request.overrides}:
+        raise ValueError("recompute_granularity: recomputation of MoE layers is not supported here")
+    good: Mapping[str, Any] = config.resolve(request, role)
+    return good
+
+
 def _built_with(**values: Any) -> Callable[[Cell, World], AbstractContextManager[Any]]:
     """Megatron builds its modules from a config in which `values` replace what was given."""
 
@@ -263,6 +270,14 @@ FAULTS = (
         cell=ONE,
         wrap=_resolving(_anonymous),
         says="the refusal names nothing",
+    ),
+    Fault(
+        id="recompute-refused",
+        bug="reported nowhere: a setting that Megatron takes is refused, by name",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=_resolving(_recompute_refused),
+        says="refused: ValueError: recompute_granularity",
     ),
     Fault(
         id="recompute-dropped",
@@ -495,6 +510,14 @@ FAULTS = (
         rules=("CFG-001",),
         cell=ONE,
         wrap=_unless_asked(moe_router_load_balancing_type="sinkhorn"),
+        says="moe_router_load_balancing_type='sinkhorn', by which tokens take other experts",
+    ),
+    Fault(
+        id="balanced-by-choosing-and-a-loss",
+        bug="reported nowhere: of two kinds of load balancing, as Megatron takes in a list, one chooses experts",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=_unless_asked(moe_router_load_balancing_type=["sinkhorn", "aux_loss"]),
         says="moe_router_load_balancing_type='sinkhorn', by which tokens take other experts",
     ),
     Fault(

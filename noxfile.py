@@ -414,7 +414,7 @@ def mutants_ranks(session: nox.Session) -> None:
 
 @nox.session(python=PYTHON, default=False)
 def mutants_kit(session: nox.Session) -> None:
-    """Change the kit's judges and oracles bit by bit and list what no fast test sees; `-- judges.load` selects."""
+    """Change the kit's judges and oracles bit by bit and list what no fault or test sees; `-- judges.load` selects."""
     install(session, "-e", ".[kit]", groups=("test",))
     session.run("python", "-m", "tests.kit.mutate", *session.posargs, env=ENV)
 

@@ -10,11 +10,13 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
-from tests.kit.mutate import outcome, run
+from tests.kit.mutate import run
 
+SECONDS = 300
 #: How the names of functions begin, and the tests in which ranks run them.
 TESTS = {
     "moeref.bridge.agreement.": ["tests/unit/test_agreement.py"],
@@ -33,6 +35,16 @@ def mutants() -> dict[str, list[str]]:
     return {name: tests for name in names for begins, tests in TESTS.items() if name.startswith(begins)}
 
 
+def outcome(name: str, tests: list[str]) -> str:
+    """What a forked process, in which a mutant is at work, says of the tests: passed, failed, or late."""
+    if child := os.fork():
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return {0: "passed", -signal.SIGALRM: "late"}.get(status, "failed")
+    signal.alarm(SECONDS)
+    os.environ["MUTANT_UNDER_TEST"] = name
+    os._exit(run(tests))
+
+
 def main(words: list[str]) -> int:
     """Print each mutant that no test sees, or whose tests do not end."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate_ranks", description=main.__doc__)
@@ -47,9 +59,8 @@ def main(words: list[str]) -> int:
         return 2
     left = 0
     for name in chosen:
-        tries = [lambda name=name: os.environ.update(MUTANT_UNDER_TEST=name)] * 2  # type: ignore[misc]
         # On a busy machine gloo may fail by itself: what is killed is killed twice.
-        ended = {outcome(prepare, found[name]) for prepare in tries}
+        ended = {outcome(name, found[name]) for _ in range(2)}
         if ended != {"failed"}:
             left += 1
             print(f"{name}: {', '.join(sorted(ended))}", flush=True)

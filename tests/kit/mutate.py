@@ -1,8 +1,9 @@
-"""Changes judges and oracles bit by bit, and lists the changes that no fast test sees.
+"""Changes judges and oracles bit by bit, and lists the changes that no test sees.
 
 mutmut leaves decorated functions alone, and every judge is one. Tools that start a process for a change would import
-torch, transformers and megatron-core for each. Here everything is imported once; a forked process gives one function
-other code, in place, so that whoever holds the function runs it, and then runs the tests.
+torch, transformers and megatron-core for each. Here one process gives one function other code, in place, so that
+whoever holds the function runs it, judges again what the ranks of every fault have left on record, runs the tests that
+need no ranks, and gives the function its own code again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import gc
 import importlib
 import inspect
 import os
@@ -17,8 +19,11 @@ import pkgutil
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -44,6 +49,10 @@ class Mutant:
     text: str
 
 
+class Late(BaseException):
+    """The tests did not end in time. No `Exception`, so that no judge takes it for its own."""
+
+
 def change(node: ast.AST) -> str:
     """Change a node in place and say how; nothing, and empty, for a node of another kind."""
     before = ast.unparse(node) if isinstance(node, ast.expr | ast.stmt) else ""
@@ -56,9 +65,9 @@ def change(node: ast.AST) -> str:
             node.value = not value
         case ast.Constant(value=int(value)):
             node.value = value + 1
-        case ast.Expr(value=ast.YieldFrom() | ast.Yield()):
-            # Without the finding; the function stays a generator.
-            node.value = ast.YieldFrom(ast.Tuple([], ast.Load()))
+        case ast.Expr(value=ast.YieldFrom() | ast.Yield() as value):
+            # Without the finding. Its names stay, so that the code has the variables of the function that gets it.
+            node.value = ast.BoolOp(ast.And(), [ast.Constant(None), value])
         case _:
             return ""
     return f"{before} → {ast.unparse(ast.fix_missing_locations(node))}"
@@ -85,14 +94,37 @@ def _nodes(function: ast.FunctionDef) -> list[ast.AST]:
     return [node for statement in function.body for node in ast.walk(statement)]
 
 
-def apply(mutant: Mutant) -> None:
-    """Give the function the changed code, in this process. Raises LookupError if it cannot be found."""
+@contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """Within, the function, and those that it has made inside, have the changed code.
+
+    Raises LookupError if there is none.
+    """
     module = importlib.import_module(mutant.module)
     tree = ast.parse(inspect.getsource(module))
     change(_nodes(dict(functions(tree))[mutant.function])[mutant.node])
     whole = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
-    function = _plain(module, mutant.function)
-    function.__code__ = next(code for code in _codes(whole) if code.co_qualname == mutant.function)
+    inside = f"{mutant.function}."
+    changed = {_place(code): code for code in _codes(whole) if f"{code.co_qualname}.".startswith(inside)}
+    gc.unfreeze()  # what is frozen is not listed
+    # `isinstance` would wake what is imported lazily.
+    held = [one for one in gc.get_objects() if type(one) is FunctionType and one.__module__ == mutant.module]
+    before = [(one, one.__code__) for one in held if _place(one.__code__) in changed]
+    if not before:
+        raise LookupError(f"{mutant.function} of {mutant.module} is no function")
+    try:
+        for one, code in before:
+            one.__code__ = changed[_place(code)]
+        forget(mutant)
+        yield
+    finally:
+        for one, code in before:
+            one.__code__ = code
+        forget(mutant)
+
+
+def _place(code: CodeType) -> tuple[object, ...]:
+    return code.co_qualname, code.co_firstlineno, next(code.co_positions(), None)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -102,35 +134,68 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(part)
 
 
-def _plain(module: ModuleType, name: str) -> FunctionType:
-    """The function itself, below decorators and properties."""
-    found: Any = module
-    for part in name.split("."):
-        found = inspect.getattr_static(found, part)
-    found = getattr(found, "func", None) or getattr(found, "fget", None) or getattr(found, "__func__", found)
-    found = inspect.unwrap(found)
-    if not isinstance(found, FunctionType):
-        raise LookupError(f"{module.__name__}.{name} is no function")
-    return found
-
-
-def outcome(prepare: Callable[[], None], tests: list[str]) -> str:
-    """What a forked process says of the tests after `prepare`: passed, failed, or late."""
-    if child := os.fork():
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return {0: "passed", -signal.SIGALRM: "late"}.get(status, "failed")
-    signal.alarm(SECONDS)
-    prepare()
-    forget()
-    os._exit(run(tests))
-
-
-def forget() -> None:
-    """Empty the caches of the kit's functions: what an unchanged function gave is no answer."""
-    for name, module in list(sys.modules.items()):
-        for held in vars(module).values() if name.startswith("moeref_conformance") else ():
+def forget(mutant: Mutant) -> None:
+    """Empty the caches where an oracle is changed: what it gave with other code is no answer. Judges keep nothing."""
+    for name, module in list(sys.modules.items()) if ".judges" not in mutant.module else ():
+        for held in list(vars(module).values()) if name.startswith("moeref_conformance.") else ():
             if callable(clear := getattr(held, "cache_clear", None)):
                 clear()
+
+
+@contextmanager
+def recorded() -> Iterator[Callable[[Mutant | None], None]]:
+    """Run the cells of all faults once. Gives what judges these records again, and fails where a test of faults would.
+
+    Of a judge's module the faults of its rules are judged, of other modules all.
+    """
+    from moeref_conformance.judges import JUDGES
+    from moeref_conformance.selftest.faulty import by_tag
+    from moeref_conformance.worlds.forked import ForkedWorld
+
+    from tests.kit import test_faults as of_faults
+    from tests.kit.bench import Bench
+    from tests.kit.shared_world import Shared
+
+    def judge(mutant: Mutant | None) -> None:
+        own = {rule for rule, one in JUDGES.items() if mutant and one.__module__ == mutant.module} or JUDGES.keys()
+        for fault in of_faults.HERE.values():
+            if own & {*fault.rules, *fault.also}:
+                of_faults.test_fault_turns_its_rules_red(bench, fault)
+        for cell in of_faults.GOOD.values():
+            of_faults.test_the_good_target_stays_green(bench, cell)
+        for rule in own & of_faults.MET.keys():
+            of_faults.test_a_step_that_is_not_on_record_is_no_pass(bench, rule)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "records").mkdir()
+        with (
+            ForkedWorld("tests.kit.shared_world:target", entry="tests.kit.shared_world:run") as world,
+            Shared(world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0) as shared,
+        ):
+            bench = Bench(shared, folder / "records", by_tag, inputs=folder / "inputs")
+            judge(None)
+        yield judge
+
+
+def outcome(check: Callable[[], object]) -> str:
+    """What becomes of a check: passed, failed, or late."""
+
+    def late(*_: object) -> None:
+        raise Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        check()
+    except Late:
+        return "late"
+    except (Exception, pytest.fail.Exception):
+        return "failed"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return "passed"
 
 
 def run(tests: list[str]) -> int:
@@ -141,6 +206,8 @@ def run(tests: list[str]) -> int:
     status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
     for number, before in enumerate(kept, 1):
         os.dup2(before, number)
+    for number in (null, *kept):
+        os.close(number)
     return status
 
 
@@ -153,15 +220,30 @@ def main(words: list[str]) -> int:
     asked = parser.parse_args(words)
     found = [mutant for package in asked.packages for module in _modules(package) for mutant in mutants(module)]
     chosen = random.Random(asked.seed).sample(found, min(asked.sample, len(found)))
-    if run(TESTS):  # here, so that what is imported for them is there in every fork
-        print("the tests fail without a change", file=sys.stderr)
-        return 2
-    print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
-    left = 0
-    for mutant in chosen:
-        if outcome(lambda mutant=mutant: apply(mutant), TESTS) == "passed":  # type: ignore[misc]
-            left += 1
-            print(f"{mutant.module.partition('.')[2]}: {mutant.function}: {mutant.text}", flush=True)
+    with recorded() as again:
+
+        def tried(mutant: Mutant | None) -> str:
+            def check() -> None:
+                again(mutant)
+                assert not run(TESTS)
+
+            return outcome(check)
+
+        if (unchanged := tried(None)) != "passed":
+            print(f"the tests are {unchanged} without a change", file=sys.stderr)
+            return 2
+        print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
+        left = 0
+        for number, mutant in enumerate(chosen, 1):
+            with applied(mutant):
+                result = tried(mutant)
+            if result != "failed":
+                left += 1
+                print(f"{mutant.module.partition('.')[2]}: {mutant.function}: {mutant.text} ({result})", flush=True)
+            print(f"{number}/{len(chosen)} tried, {left} left", file=sys.stderr, flush=True)
+        if (unchanged := tried(None)) != "passed":
+            print(f"the tests are {unchanged} without a change, at the end", file=sys.stderr)
+            return 2
     print(f"{left} of {len(chosen)} left")
     return 0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,18 +54,25 @@ def test_every_part_of_a_body_is_changed_once(module) -> None:  # type: ignore[n
         ("over", "a > b → a >= b"),
         ("over", "a != 3 → a == 3"),
         ("over", "3 → 4"),
-        ("Box.size", "yield from (1,) → yield from ()"),
+        ("Box.size", "yield from (1,) → None and (yield from (1,))"),
         ("Box.size", "1 → 2"),
     ]
 
 
-def test_a_change_reaches_whoever_holds_the_function(module) -> None:  # type: ignore[no-untyped-def]
-    held = module.over
+def test_a_change_reaches_whoever_holds_the_function_and_is_taken_back(module) -> None:  # type: ignore[no-untyped-def]
+    held, box = module.over, module.Box()
+    with mutate.applied(next(m for m in mutate.mutants(module) if m.text == "a > b → a >= b")):
+        assert held(1, 1) == 2
     assert held(1, 1) == 0
-    mutate.apply(next(m for m in mutate.mutants(module) if m.text == "a > b → a >= b"))
-    assert held(1, 1) == 2
-    mutate.apply(next(m for m in mutate.mutants(module) if m.function == "Box.size"))
-    assert list(module.Box().size) == []
+    with mutate.applied(next(m for m in mutate.mutants(module) if m.function == "Box.size")):
+        assert list(box.size) == []
+    assert list(module.Box().size) == [1]
+
+
+def test_a_change_reaches_the_inside_of_a_decorator(module) -> None:  # type: ignore[no-untyped-def]
+    with mutate.applied(next(m for m in mutate.mutants(module) if m.text == "2 → 3")):
+        assert module.over(2, 1) == 3
+    assert module.over(2, 1) == 2
 
 
 @pytest.mark.parametrize("code", ["a.b", "'text'", "x = y", "return None"])
@@ -74,8 +82,29 @@ def test_other_code_is_left_alone(code: str) -> None:
     assert not any(mutate.change(node) for node in ast.walk(statement))
 
 
-def test_a_failing_test_is_seen(tmp_path: Path) -> None:
-    test = tmp_path / "test_it.py"
+def test_a_failing_test_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = tmp_path / "test_one_of_a_mutant.py"
     test.write_text("import os\n\ndef test_it():\n    assert 'CHANGED_BY_A_MUTANT' not in os.environ\n")
-    assert mutate.outcome(lambda: None, [str(test)]) == "passed"
-    assert mutate.outcome(lambda: os.environ.update(CHANGED_BY_A_MUTANT="1"), [str(test)]) == "failed"
+    assert mutate.run([str(test)]) == 0
+    monkeypatch.setenv("CHANGED_BY_A_MUTANT", "1")
+    assert mutate.run([str(test)]) == 1
+
+
+@pytest.mark.parametrize("error", [AssertionError, KeyError, pytest.fail.Exception])
+def test_a_check_that_raises_has_failed(error: type[BaseException]) -> None:
+    def fails() -> None:
+        raise error("no")
+
+    assert mutate.outcome(fails) == "failed"
+    assert mutate.outcome(lambda: None) == "passed"
+
+
+def test_an_endless_check_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutate, "SECONDS", 1)
+
+    def endless() -> None:
+        while True:
+            with suppress(Exception):
+                time.sleep(0.01)
+
+    assert mutate.outcome(endless) == "late"

@@ -46,7 +46,7 @@ def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
     name = f"model.layers.2.{part}.weight"
     names = [f"model.layers.2.{one}.weight" for one in mtp.AROUND]
     gradient = mtp.gradients(want)[name]
-    step = 1e-2 * gradient / gradient.norm()
+    step = 2e-3 * gradient / gradient.norm()
 
     def loss(sign: float) -> float:
         around = {one: want.tensors[one] + (sign * step if one == name else 0.0) for one in names}

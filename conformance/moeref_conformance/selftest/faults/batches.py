@@ -30,6 +30,21 @@ def _sequence_first(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "forward", logits=logits)
 
 
+def _another_token_for(of: int) -> Any:
+    """In place of the token with this id the model is given its neighbour."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.forward
+
+        def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+            found_BSV: torch.Tensor | None = good.logits(tokens_BS.masked_fill(tokens_BS == of, abs(of - 1)))
+            return found_BSV
+
+        return facet(session, "forward", logits=logits)
+
+    return wrap
+
+
 def _padded_on_the_left(session: Session, cell: Cell, world: World) -> Any:
     """Sequences are filled up to a multiple of 8 at their beginning, and no mask says so."""
     good: Any = session.forward
@@ -228,5 +243,19 @@ FAULTS = (
         also=("FWD-001",),
         cell=cell("deepseek_v3", "tp2", layers=3, batch="packed"),
         wrap=_unpadded_offsets,
+    ),
+    *(
+        Fault(
+            id=f"{which}-id-replaced",
+            bug=bug,
+            rules=("FWD-001", "FWD-002"),
+            cell=cell("qwen3_moe", "tp2"),
+            wrap=_another_token_for(of),
+            says="logits differ from transformers",
+        )
+        for which, of, bug in (
+            ("first", 0, "reported nowhere: id 0 is taken for padding, and what stands there for no token"),
+            ("last", 130, "reported nowhere: ids are held below the vocabulary's last by a bound that is one short"),
+        )
     ),
 )

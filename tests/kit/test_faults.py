@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from moeref_conformance import selftest
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
@@ -117,6 +118,25 @@ def test_a_step_that_is_not_on_record_is_no_pass(bench: Bench, rule: str) -> Non
             spoiled = replace(case, observation=replace(case.observation, ranks=ranks), made={})
             outcome = JUDGES[rule](spoiled)
             assert outcome.findings or outcome.untested, f"passes without step {step} of rank {rank}"
+
+
+_OF_FP8 = [f"QNT-00{number}" for number in range(1, 7)]
+
+
+class _Empty(RankRecord):
+    """A record whose tensors are gone."""
+
+    def tensors(self, step: str) -> dict[str, torch.Tensor]:
+        return {}
+
+
+@pytest.mark.parametrize("rule", ["LOD-001", "EXP-002", "EXP-003", "EXP-007", *_OF_FP8])
+def test_tensors_that_are_not_on_record_are_findings(bench: Bench, rule: str) -> None:
+    case = bench.case(MET[rule])
+    assert case.observation is not None
+    ranks = [_Empty(record.rank, record.dir) for record in case.observation.ranks]
+    spoiled = replace(case, observation=replace(case.observation, ranks=ranks), made={})
+    assert any("no record of" in finding.message for finding in JUDGES[rule](spoiled).findings)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)

@@ -118,8 +118,10 @@ def _unlike(
 
     `stale` is what the tensors held before the last change.
     """
-    findings = []
-    for name, got in record.tensors(step).items():
+    there = record.tensors(step)
+    lost = [row["name"] for row in record.value(step) if row["materialised"] and row["name"] not in there]
+    findings = [finding(case, record.rank, step, f"{name}: no record of its values", hf_name=name) for name in lost]
+    for name, got in there.items():
         # A tensor that was sent again is recorded as name#2.
         want = whole.tensors.get(name, whole.tensors.get(aliases(case).get(name, "")))
         if want is None:

@@ -83,8 +83,10 @@ def _of_sent(judge: Callable[[Case, list[_Sent]], Outcome | Iterable[Finding]]) 
     def judged(case: Case) -> Any:
         if missing := without(case, "quantised"):
             return missing
-        sent = _sent(case)
-        return judge(case, sent) if sent else [finding(case, None, "quantised", "no rank was given a tensor")]
+        if not (sent := _sent(case)):
+            return [finding(case, None, "quantised", "no rank was given a tensor")]
+        lost = [(one, name) for one in sent for name in sorted({*one.names} - one.tensors.keys())]
+        return [_found(case, one, "no record of its values", name) for one, name in lost] or judge(case, sent)
 
     return judged
 

@@ -30,7 +30,9 @@ from typing import Any
 import pytest
 
 #: What tests judges and oracles without rank processes.
-TESTS = [f"tests/kit/test_{name}.py" for name in ("delta_judges", "placement", "judges", "compare", "dispatch")]
+_OF_JUDGES = ("judges", "delta_judges", "quantised_judges", "settings", "placement", "compare", "dispatch")
+_OF_ORACLES = ("checkpoint", *(f"{name}_oracle" for name in ("gradient", "mtp", "packed", "balancing", "quantised")))
+TESTS = [f"tests/kit/test_{name}.py" for name in (*_OF_JUDGES, *_OF_ORACLES)]
 SECONDS = 300
 _PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
@@ -165,6 +167,8 @@ def recorded() -> Iterator[Callable[[Mutant | None], None]]:
             of_faults.test_the_good_target_stays_green(bench, cell)
         for rule in own & of_faults.MET.keys():
             of_faults.test_a_step_that_is_not_on_record_is_no_pass(bench, rule)
+        for rule in own & {*of_faults.LISTED}:
+            of_faults.test_tensors_that_are_not_on_record_are_findings(bench, rule)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

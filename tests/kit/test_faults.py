@@ -120,7 +120,8 @@ def test_a_step_that_is_not_on_record_is_no_pass(bench: Bench, rule: str) -> Non
             assert outcome.findings or outcome.untested, f"passes without step {step} of rank {rank}"
 
 
-_OF_FP8 = [f"QNT-00{number}" for number in range(1, 7)]
+#: Rules that compare the tensors that a record lists.
+LISTED = ("LOD-001", "EXP-002", "EXP-003", "EXP-007", *(f"QNT-00{number}" for number in range(1, 7)))
 
 
 class _Empty(RankRecord):
@@ -130,7 +131,7 @@ class _Empty(RankRecord):
         return {}
 
 
-@pytest.mark.parametrize("rule", ["LOD-001", "EXP-002", "EXP-003", "EXP-007", *_OF_FP8])
+@pytest.mark.parametrize("rule", LISTED)
 def test_tensors_that_are_not_on_record_are_findings(bench: Bench, rule: str) -> None:
     case = bench.case(MET[rule])
     assert case.observation is not None

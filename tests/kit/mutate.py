@@ -139,8 +139,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def forget(mutant: Mutant) -> None:
     """Empty the caches where an oracle is changed: what it gave with other code is no answer. Judges keep nothing."""
     for name, module in list(sys.modules.items()) if ".judges" not in mutant.module else ():
-        for held in list(vars(module).values()) if name.startswith("moeref_conformance.") else ():
-            if callable(clear := getattr(held, "cache_clear", None)):
+        for key, held in list(vars(module).items()) if name.startswith("moeref_conformance.") else ():
+            # `_DONE` is what oracles name the answers that they keep by themselves.
+            clear = held.clear if key == "_DONE" else getattr(held, "cache_clear", None)
+            if callable(clear):
                 clear()
 
 

@@ -317,6 +317,7 @@ FAULTS = (
         id="scores-of-the-own-choice",
         bug="the weights of the router's own experts are given to the replayed ones",
         rules=("RPL-004",),
+        also=("RPL-003",),  # behind a layer with other weights, the router of a token without a route chooses otherwise
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("get_replay_topk", _scores_of_the_own),
         says="off transformers' under the same routes",

@@ -3,7 +3,8 @@
 mutmut leaves decorated functions alone, and every judge is one. Tools that start a process for a change would import
 torch, transformers and megatron-core for each. Here one process gives one function other code, in place, so that
 whoever holds the function runs it, judges again what the ranks of every fault have left on record, runs the tests that
-need no ranks, and gives the function its own code again.
+need no ranks, and gives the function its own code again. Only rules that can see the change are judged again, in runs
+whose judges reach the function.
 """
 
 from __future__ import annotations
@@ -20,20 +21,31 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.backends import ENGINE
+from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.judges import JUDGES
+from moeref_conformance.worlds.forked import ForkedWorld
+
+from tests.kit.bench import RULES, Bench
 
 #: What tests judges and oracles without rank processes.
 _OF_JUDGES = ("judges", "delta_judges", "quantised_judges", "settings", "placement", "compare", "dispatch")
 _OF_ORACLES = ("checkpoint", *(f"{name}_oracle" for name in ("gradient", "mtp", "packed", "balancing", "quantised")))
 TESTS = [f"tests/kit/test_{name}.py" for name in (*_OF_JUDGES, *_OF_ORACLES)]
-SECONDS = 300
+SECONDS = 120
+KIT = "moeref_conformance"
 _PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
     *((ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv)),
@@ -108,10 +120,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
     whole = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec", dont_inherit=True)
     inside = f"{mutant.function}."
     changed = {_place(code): code for code in _codes(whole) if f"{code.co_qualname}.".startswith(inside)}
-    gc.unfreeze()  # what is frozen is not listed
-    # `isinstance` would wake what is imported lazily.
-    held = [one for one in gc.get_objects() if type(one) is FunctionType and one.__module__ == mutant.module]
-    before = [(one, one.__code__) for one in held if _place(one.__code__) in changed]
+    before = [(one, one.__code__) for one in _held(module) if _place(one.__code__) in changed]
     if not before:
         raise LookupError(f"{mutant.function} of {mutant.module} is no function")
     try:
@@ -123,6 +132,14 @@ def applied(mutant: Mutant) -> Iterator[None]:
         for one, code in before:
             one.__code__ = code
         forget(mutant)
+
+
+@cache
+def _held(module: ModuleType) -> list[FunctionType]:
+    """The functions of a module, whoever holds them; those that they make later have their code from them."""
+    gc.unfreeze()  # what is frozen is not listed
+    # `isinstance` would wake what is imported lazily.
+    return [one for one in gc.get_objects() if type(one) is FunctionType and one.__module__ == module.__name__]
 
 
 def _place(code: CodeType) -> tuple[object, ...]:
@@ -137,51 +154,179 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def forget(mutant: Mutant) -> None:
-    """Empty the caches where an oracle is changed: what it gave with other code is no answer. Judges keep nothing."""
-    for name, module in list(sys.modules.items()) if ".judges" not in mutant.module else ():
-        for key, held in list(vars(module).items()) if name.startswith("moeref_conformance.") else ():
+    """Empty the caches of what an oracle's change reaches: an answer with other code is none. Judges keep nothing."""
+    for name in () if ".judges" in mutant.module else [name for name in _kit() if mutant.module in reach(name)]:
+        for key, held in list(vars(sys.modules[name]).items()):
             # `_DONE` is what oracles name the answers that they keep by themselves.
             clear = held.clear if key == "_DONE" else getattr(held, "cache_clear", None)
             if callable(clear):
                 clear()
 
 
+def _kit() -> list[str]:
+    return [name for name in sys.modules if name.startswith(f"{KIT}.")]
+
+
+@cache
+def reach(name: str) -> frozenset[str]:
+    """The module of this name and all modules of the kit that it imports, directly or not."""
+    found, left = set[str](), [name]
+    while left:
+        if (one := left.pop()) not in found and getattr(sys.modules.get(one), "__file__", None):
+            found.add(one)
+            left += _imports(one)
+    return frozenset(found)
+
+
+@cache
+def _imports(name: str) -> list[str]:
+    nodes = ast.walk(ast.parse(Path(str(sys.modules[name].__file__)).read_text(encoding="utf-8")))
+    sources = [(node.module, node.names) for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    named = [part for module, names in sources for part in (module, *(f"{module}.{alias.name}" for alias in names))]
+    return [part for part in named if part.startswith(f"{KIT}.")]
+
+
+def rules_of(module: str) -> set[str]:
+    """The rules whose judges have, or import, this module of the kit."""
+    return {rule for rule, judge in JUDGES.items() if module in reach(judge.__module__)}
+
+
+class Again(Bench):
+    """Judges a cell again by the rules of `afresh` alone, and by those that require them; the rest stays as it was."""
+
+    afresh: Collection[str] = ()
+
+    def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:
+        """As of `Bench`."""
+        kept: dict[Any, dict[str, Outcome]] = vars(self).setdefault("_kept", {})
+        before = kept.get((cell.id, cell.tags))
+        if before is None:
+            kept[cell.id, cell.tags] = super().judge(cell, one_rank=one_rank, deadline=deadline)
+            return kept[cell.id, cell.tags]
+        case, outcomes = self.case(cell, one_rank=one_rank, deadline=deadline), dict(before)
+        for rule in before:
+            unmet, was = ([r for r in RULES[rule].requires if _bad(of, r)] for of in (outcomes, before))
+            if unmet and unmet != was:
+                outcomes[rule] = Outcome(untested=f"requires {unmet}")
+            elif not unmet and (was or rule in self.afresh):
+                outcomes[rule] = JUDGES[rule](case)
+        return outcomes
+
+
+def _bad(outcomes: dict[str, Outcome], rule: str) -> bool:
+    return rule in outcomes and bool(outcomes[rule].findings or outcomes[rule].untested)
+
+
+@dataclass
+class Check:
+    """A test, as a call that raises, the rules that it judges, and the functions that it reached without a change."""
+
+    name: str
+    run: Callable[[], object]
+    rules: Collection[str] = ()
+    reached: set[tuple[str, str]] = field(default_factory=set)
+
+    def sees(self, mutant: Mutant) -> bool:
+        """Whether the change can show. Caches hide which oracles a check reaches: there its rules say so."""
+        function = mutant.module, mutant.function
+        return function in self.reached or (
+            ".oracles" in mutant.module and not rules_of(mutant.module).isdisjoint(self.rules)
+        )
+
+
 @contextmanager
-def recorded() -> Iterator[Callable[[Mutant | None], None]]:
-    """Run the cells of all faults once. Gives what judges these records again, and fails where a test of faults would.
+def reached(modules: Collection[str]) -> Iterator[Callable[[], set[tuple[str, str]]]]:
+    """Within, what is given says which functions of these modules have run since it was last asked."""
+    seen, tool, places = set[tuple[str, str]](), sys.monitoring.PROFILER_ID, dict[CodeType, tuple[str, str]]()
+    files = {str(sys.modules[module].__file__): module for module in modules}
 
-    Of a judge's module the faults of its rules are judged, of other modules all.
+    def begins(code: CodeType, _: int) -> object:
+        seen.add(places[code])
+        return sys.monitoring.DISABLE
+
+    def since() -> set[tuple[str, str]]:
+        found = set(seen)
+        seen.clear()
+        sys.monitoring.restart_events()
+        return found
+
+    sys.monitoring.use_tool_id(tool, "mutants")
+    sys.monitoring.register_callback(tool, sys.monitoring.events.PY_START, begins)
+    held = [one for module in modules for one in _held(sys.modules[module])]
+    for code in {code for one in held for code in _codes(one.__code__) if code.co_filename in files}:
+        places[code] = files[code.co_filename], code.co_qualname.partition(".<locals>")[0]
+        sys.monitoring.set_local_events(tool, code, sys.monitoring.events.PY_START)
+    try:
+        yield since
+    finally:
+        for code in places:
+            sys.monitoring.set_local_events(tool, code, 0)
+        sys.monitoring.free_tool_id(tool)
+
+
+@contextmanager
+def recorded(modules: Collection[str]) -> Iterator[tuple[list[Again], list[Check]]]:
+    """Run the cells of all faults once. Gives what judges these records again, and the checks, which all pass.
+
+    Cells of engines are run, by an engine of the tests, if a module of theirs is among `modules`.
     """
-    from moeref_conformance.judges import JUDGES
     from moeref_conformance.selftest.faulty import by_tag
-    from moeref_conformance.worlds.forked import ForkedWorld
 
-    from tests.kit import test_faults as of_faults
-    from tests.kit.bench import Bench
+    from tests.kit import test_faults, test_sync_judges, toy_engine
     from tests.kit.shared_world import Shared
 
-    def judge(mutant: Mutant | None) -> None:
-        own = {rule for rule, one in JUDGES.items() if mutant and one.__module__ == mutant.module} or JUDGES.keys()
-        for fault in of_faults.HERE.values():
-            if own & {*fault.rules, *fault.also}:
-                of_faults.test_fault_turns_its_rules_red(bench, fault)
-        for cell in of_faults.GOOD.values():
-            of_faults.test_the_good_target_stays_green(bench, cell)
-        for rule in own & of_faults.MET.keys():
-            of_faults.test_a_step_that_is_not_on_record_is_no_pass(bench, rule)
-        for rule in own & {*of_faults.LISTED}:
-            of_faults.test_tensors_that_are_not_on_record_are_findings(bench, rule)
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "records").mkdir()
-        with (
-            ForkedWorld("tests.kit.shared_world:target", entry="tests.kit.shared_world:run") as world,
-            Shared(world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0) as shared,
-        ):
-            bench = Bench(shared, folder / "records", by_tag, inputs=folder / "inputs")
-            judge(None)
-        yield judge
+        (folder / "engines").mkdir()
+        world = stack.enter_context(ForkedWorld("tests.kit.shared_world:target", entry="tests.kit.shared_world:run"))
+        shared = stack.enter_context(Shared(world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0))
+        benches = [Again(shared, folder / "records", by_tag, inputs=folder / "inputs")]
+        checks = _checks(benches[0], test_faults)
+        if any(module.endswith(".sync") for module in modules):
+            spec = "tests.kit.toy_engine:target"
+            other = stack.enter_context(ForkedWorld(spec, backend=ENGINE, grace=1.0))
+            benches.append(Again(other, folder / "engines", toy_engine.target))
+            checks += _of_engines(benches[1], test_sync_judges)
+        checks += [Check(test, partial(passes, test)) for test in TESTS]
+        with reached(modules) as since:
+            for number, check in enumerate(checks, 1):
+                since()
+                check.run()
+                check.reached = since()
+                print(f"{number}/{len(checks)} checks pass without a change", file=sys.stderr, end="\r", flush=True)
+        yield benches, checks
+
+
+def _checks(bench: Again, tests: ModuleType) -> list[Check]:
+    good = [
+        Check(f"good {cell.id}", partial(tests.test_the_good_target_stays_green, bench, cell), RULES)
+        for cell in tests.GOOD.values()
+    ]
+    faults = [
+        Check(name, partial(tests.test_fault_turns_its_rules_red, bench, fault), {*fault.rules, *fault.also})
+        for name, fault in tests.HERE.items()
+    ]
+    steps = [
+        Check(f"steps {rule}", partial(tests.test_a_step_that_is_not_on_record_is_no_pass, bench, rule), {rule})
+        for rule in tests.MET
+    ]
+    lost = [
+        Check(f"lost {rule}", partial(tests.test_tensors_that_are_not_on_record_are_findings, bench, rule), {rule})
+        for rule in tests.LISTED
+    ]
+    return [*faults, *good, *steps, *lost]
+
+
+def _of_engines(bench: Again, tests: ModuleType) -> list[Check]:
+    good = [
+        Check(f"engine {cell.id}", partial(tests.test_a_good_engine_is_green, bench, cell), RULES)
+        for cell in (tests.QWEN, tests.GLM)
+    ]
+    return good + [
+        Check(name, partial(tests.test_a_fault_turns_its_rules_red, bench, fault), {*fault.rules, *fault.also})
+        for name, fault in tests.ENGINES.items()
+    ]
 
 
 def outcome(check: Callable[[], object]) -> str:
@@ -204,6 +349,11 @@ def outcome(check: Callable[[], object]) -> str:
     return "passed"
 
 
+def passes(test: str) -> None:
+    """AssertionError if a file of tests does not pass."""
+    assert not run([test]), test
+
+
 def run(tests: list[str]) -> int:
     """pytest's exit status; its output is dropped."""
     null, kept = os.open(os.devnull, os.O_WRONLY), [os.dup(1), os.dup(2)]
@@ -217,49 +367,56 @@ def run(tests: list[str]) -> int:
     return status
 
 
+def tried(mutant: Mutant, benches: list[Again], checks: list[Check]) -> str:
+    """What becomes of the first check that notices the change; those whose rules are of its module come first."""
+    own = rules_of(mutant.module)
+    for bench in benches:
+        bench.afresh = own
+    able = sorted((check for check in checks if check.sees(mutant)), key=lambda check: own.isdisjoint(check.rules))
+    with applied(mutant):
+        return next((result for check in able if (result := outcome(check.run)) != "passed"), "passed")
+
+
 def main(words: list[str]) -> int:
-    """Try a sample of the mutants of packages of the kit, and print those that no test sees."""
+    """Try mutants of packages of the kit, and print those that no test sees."""
     parser = argparse.ArgumentParser(prog="python -m tests.kit.mutate", description=main.__doc__)
     parser.add_argument("packages", nargs="*", default=["judges", "oracles"])
-    parser.add_argument("--sample", type=int, default=30, help="how many mutants")
+    parser.add_argument("--sample", type=int, default=0, help="how many mutants; all if it is not said")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     asked = parser.parse_args(words)
-    found = [mutant for package in asked.packages for module in _modules(package) for mutant in mutants(module)]
-    chosen = random.Random(asked.seed).sample(found, min(asked.sample, len(found)))
-    with recorded() as again:
-
-        def tried(mutant: Mutant | None) -> str:
-            def check() -> None:
-                again(mutant)
-                assert not run(TESTS)
-
-            return outcome(check)
-
-        if (unchanged := tried(None)) != "passed":
-            print(f"the tests are {unchanged} without a change", file=sys.stderr)
-            return 2
+    modules = [module for package in asked.packages for module in _modules(package)]
+    found = [mutant for module in modules for mutant in mutants(module)]
+    chosen = random.Random(asked.seed).sample(found, min(asked.sample or len(found), len(found)))
+    with recorded([module.__name__ for module in modules]) as (benches, checks):
         print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
-        left = 0
+        left, tries = Counter[str](), Counter(mutant.module for mutant in chosen)
+        began = time.monotonic()
         for number, mutant in enumerate(chosen, 1):
-            with applied(mutant):
-                result = tried(mutant)
-            if result != "failed":
-                left += 1
+            if (result := tried(mutant, benches, checks)) != "failed":
+                left[mutant.module] += 1
                 print(f"{mutant.module.partition('.')[2]}: {mutant.function}: {mutant.text} ({result})", flush=True)
-            print(f"{number}/{len(chosen)} tried, {left} left", file=sys.stderr, flush=True)
-        if (unchanged := tried(None)) != "passed":
-            print(f"the tests are {unchanged} without a change, at the end", file=sys.stderr)
-            return 2
-    print(f"{left} of {len(chosen)} left")
+            seconds = time.monotonic() - began
+            print(f"{number}/{len(chosen)} tried, {left.total()} left, {seconds:.0f} s", file=sys.stderr, flush=True)
+        for bench in benches:
+            bench.afresh = JUDGES
+        for check in checks:  # a change that was not taken back would make all that came after worthless
+            if (unchanged := outcome(check.run)) != "passed":
+                print(f"{check.name}: {unchanged} without a change, at the end", file=sys.stderr)
+                return 2
+    print("\n".join(f"{module.partition('.')[2]}: {left[module]} of {tries[module]} left" for module in sorted(tries)))
+    print(f"{left.total()} of {len(chosen)} left")
     return 0
 
 
 def _modules(package: str) -> list[ModuleType]:
     """The modules of a package of the kit, or the one module that is named."""
-    root = importlib.import_module(f"moeref_conformance.{package}")
+    root = importlib.import_module(f"{KIT}.{package}")
     names = [f"{root.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(root, "__path__", []))]
     return [importlib.import_module(name) for name in names] or [root]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # Under `-m` this file is a second module called __main__; go on in the importable one.
+    from tests.kit.mutate import main as change_and_judge
+
+    sys.exit(change_and_judge(sys.argv[1:]))

@@ -20,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 from docs.examples.grpo_moe import Size  # noqa: E402
 from moeref import bridge, exporter, megatron, replay, sync  # noqa: E402
 from moeref import vllm as engines  # noqa: E402
-from moeref.megatron.optimise import Trainer  # noqa: E402
+from moeref.megatron.optimizer import Trainer  # noqa: E402
 from moeref.megatron.replay import recording, replaying  # noqa: E402
 
 BETA, CLIP, LR = 0.04, 0.2, 1e-3
@@ -39,7 +39,7 @@ class Rank:
         self.policy, self.reference = built
         for one in built:
             bridge.load(one.shard_map, rank, one.chunks, size.checkpoint)
-        # megatron-core's optimizer of bf16 parameters accepts CUDA tensors only.
+        # Without the kit's substitutions megatron-core's optimizer of bf16 parameters accepts CUDA tensors only.
         steps = CUDA or size.dtype == "float32"
         self.trainer = Trainer(self.policy, LR) if steps else None
         self.engine: sync.WeightSync | None = None

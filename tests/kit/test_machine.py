@@ -151,6 +151,7 @@ class AllTarget(kit_toy.Target):
         kernels=frozenset({"torch", "te"}),
         precisions=frozenset({"", *RECIPES}),
         mtp=1,
+        optimizer_steps=True,
     )
 
 

@@ -130,7 +130,7 @@ class Gradients(Protocol):
 
     def gradients(self, tokens_BS: torch.Tensor) -> Mapping[tuple[int, str], torch.Tensor]:
         """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
-        pass and all reductions over ranks; no optimiser step, and the weights stay as they are. Where steps follow
+        pass and all reductions over ranks; no optimizer step, and the weights stay as they are. Where steps follow
         each other, each returns its own gradients alone.
 
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
@@ -147,6 +147,24 @@ class Gradients(Protocol):
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are
         counted over all microbatches and replicas of this step. The model's own bias stays as it was.
+        """
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """Facet `optimizer`, asked in cells with `optimizer_step`. All calls are made by all ranks."""
+
+    def make(self) -> None:
+        """Called once, before `Export.load`, by when a framework that makes its optimizer with the model has done so.
+
+        Adam with betas (0.9, 0.999) and an epsilon of 1e-8, without weight decay, over all parameters of the model.
+        """
+
+    def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
+        """Take a training step as `Gradients.gradients` does, and move the weights loaded last at this learning rate.
+
+        Returns the Euclidean norm of the whole model's gradient, each parameter counted once, before any clipping; None
+        if it is not computed. Afterwards every rank's parameters are the new ones.
         """
 
 
@@ -455,6 +473,8 @@ class Session(Protocol):
     def replay(self) -> Replay | None: ...
     @property
     def gradients(self) -> Gradients | None: ...
+    @property
+    def optimizer(self) -> Optimizer | None: ...
     @property
     def quantised(self) -> Quantised | None: ...
     @property

@@ -38,6 +38,8 @@ ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 ROUTER_LOSS_COEFFICIENT = 0.01
 #: megatron-core's default of `moe_router_bias_update_rate`.
 BIAS_UPDATE_RATE = 1e-3
+#: The learning rate of the step that moves weights: some steps of bf16 for weights of these sizes.
+OPTIMIZER_RATE = 0.01
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -151,6 +153,15 @@ class Cell:
         shown_last=True,
         hashed_if_set=True,
     )
+    #: An optimizer takes steps, in place of the training step without one; see `api.Optimizer`.
+    optimizer_step: bool = axis(
+        False,
+        claim="optimizer_steps",
+        noun="steps of an optimizer",
+        shown="optimizer-step",
+        shown_last=True,
+        hashed_if_set=True,
+    )
     gradients: bool = field(default=True, compare=False)  # take a training step, if the target claims it
     needs: tuple[str, ...] = field(default=(), compare=False)  # of `machine.NEEDS`, beyond what the axes imply
     gpus: int = field(default=0, compare=False)  # least number of GPUs
@@ -197,6 +208,7 @@ class Claims:
     batches: frozenset[str] = frozenset({"single"})
     router_losses: frozenset[str] = frozenset({""})
     bias_updates: bool = False
+    optimizer_steps: bool = False
     tied: bool = True
     shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers

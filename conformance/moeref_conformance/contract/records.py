@@ -7,6 +7,7 @@ error) and one `<step>.safetensors` for every step that has tensors. `steps/run.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
@@ -32,6 +33,14 @@ EVENTS = "events.jsonl"
 MESSAGE = 100_000
 #: In these steps the target must raise.
 REFUSALS = ("refuse_parameter", "refuse_buffer", "refuse_extra", "refuse_missing", "refuse_routes")
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """The same for tensors on the CPU that hold the same bytes."""
+    import torch
+
+    values = tensor.detach().clone().reshape(-1)  # a storage that numpy has seen cannot be given new memory later
+    return hashlib.blake2b(values.view(torch.uint8).numpy(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -200,8 +200,8 @@ def _cells(where: str, named: Mapping[str, Any]) -> tuple[tuple[str, tuple[Any, 
     check_known(where, "axis in cells", named, AXES)
     for name, values in named.items():
         if AXES[name].default is False:
-            if values != [True]:
-                raise BadInput(f"{where}: {name}: expected [true], got {values!r}")
+            if values not in ([True], [False]) or type(values[0]) is not bool:
+                raise BadInput(f"{where}: {name}: expected [true] or [false], got {values!r}")
             continue
         check_known(where, f"value of {name}", text_list(f"{where}: {name}", values), AXES[name].choices or values)
     return tuple((name, tuple(values)) for name, values in named.items())

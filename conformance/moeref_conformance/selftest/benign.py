@@ -87,6 +87,18 @@ class Benign(Variant):
     one_rank: bool = True
 
 
+def _made_by_its_first_step(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.optimizer
+    made = iter([good.make])
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> None:
+        for make in made:
+            make()
+        good.step(tokens_BS, rate)
+
+    return facet(session, "optimizer", make=lambda: None, step=step)
+
+
 def _in_buckets(session: Session, cell: Cell, world: World) -> Any:
     """Tensors come as views of a buffer of up to 256 KiB, which has another memory each time."""
 
@@ -787,6 +799,12 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "one", dtype="bfloat16"),
         wrap=plain_fp8.design(PowersOfTwo),
         should=("QNT-006",),
+    ),
+    Benign(
+        id="optimizer-made-by-its-first-step",
+        why="made after the weights are loaded it has no older copies of them, and norms are for clipping alone",
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_made_by_its_first_step,
     ),
     Benign(
         id="padded-to-one-multiple",

@@ -1,7 +1,7 @@
 """Facet `delta`: weights go from version to version by deltas; some are lost, come twice, are damaged or do not fit.
 
 What a receiver holds is recorded as a digest of every tensor. The trainer's weights are changed in place, as an
-optimiser does.
+optimizer does.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ The kit reads and changes the modules through `export.chunks()`.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 import weakref
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Export, TensorMeta, to_plain
-from moeref_conformance.contract.records import free_key
+from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps.bystanders import changed, in_training, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows, refusal
@@ -43,11 +42,10 @@ def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
         return None
     rows = []
     for chunk, name, _, tensor in module_tensors(export.chunks()):
-        values = copied(tensor).reshape(-1)  # a storage that numpy has seen cannot be given new memory later
-        digest = hashlib.blake2b(values.view(torch.uint8).numpy(), digest_size=8).hexdigest()
+        values = copied(tensor)
         ends = [float(end) for end in values.aminmax()] if values.numel() and values.is_floating_point() else [0.0, 0.0]
         told = {"finite": all(map(math.isfinite, ends)), "constant": ends[0] == ends[1]}
-        rows.append({"chunk": chunk, "local": name, "shape": list(tensor.shape), "digest": digest, **told})
+        rows.append({"chunk": chunk, "local": name, "shape": list(tensor.shape), "digest": digest(values), **told})
     return rows
 
 
@@ -168,7 +166,7 @@ def kept(export: Export, context: Context) -> dict[str, list[Any]]:
 def change(export: Export, context: Context) -> None:
     """Multiply every floating-point tensor of the modules by CHANGE, where it is.
 
-    As an optimiser does, through `.data`, which leaves the version of a tensor as it is.
+    As an optimizer does, through `.data`, which leaves the version of a tensor as it is.
     """
     seen: set[int] = set()
     for _, _, _, tensor in module_tensors(export.chunks()):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from moeref.megatron import Built
+    from moeref.megatron.optimizer import Trainer
 
 Row = TypeVar("Row")
 
@@ -72,12 +73,15 @@ class _Model:
         self._built, self._plan, self._rank = built, plan.Plan(shards), rank
         self._batch, self._size, self._moves_bias = cell.batch, cell.rows, cell.bias_update
         self._recorded: list[replay.Routes] = []
+        #: Called after each load.
+        self.loaded: Callable[[], None] = lambda: None
 
     def chunks(self) -> Sequence[torch.nn.Module]:
         return self._built.chunks
 
     def load(self, checkpoint: Path) -> None:
         loader.load(self._built.shard_map, self._rank, self._built.chunks, checkpoint)
+        self.loaded()
 
     def plan(self) -> Sequence[TensorMeta]:
         loader.bind(self._plan.shard_map, self._rank, self._built.chunks)
@@ -190,6 +194,37 @@ def _side_by_side(logits: Sequence[torch.Tensor]) -> torch.Tensor:
     import torch
 
     return torch.nn.utils.rnn.pad_sequence(list(logits), batch_first=True)
+
+
+class _Optimizer:
+    """moeref's trainer, whose master weights are made anew after each load."""
+
+    _trainer: Trainer
+
+    def __init__(self, model: _Model, built: Built) -> None:
+        self._model, self._built = model, built
+
+    def make(self) -> None:
+        from moeref.megatron.optimizer import Trainer
+
+        self._trainer = Trainer(self._built, lr=0.0, clip_grad=0.0)
+        self._model.loaded = self._trainer.reload
+
+    def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
+        import torch
+
+        labels_BS = tokens_BS.roll(-1, 1)
+
+        def loss(logits_BSV: torch.Tensor, rows: Sequence[int], at_S: torch.Tensor) -> torch.Tensor:
+            wanted_BS = labels_BS[list(rows)][:, at_S].to(logits_BSV.device)
+            total = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), wanted_BS.flatten(), reduction="sum")
+            return total / labels_BS.shape[1]
+
+        for group in self._trainer.optimizer.param_groups:
+            group["lr"] = rate
+        self._trainer.step(tokens_BS, loss)
+        # Megatron gives it only where it clips.
+        return float(self._trainer.optimizer.get_grad_norm())
 
 
 class _Quantised:
@@ -430,7 +465,9 @@ class _Sync:
 class _Serving:
     """The session of a cell with an engine."""
 
-    names = config = seeds = dispatch = plan = delta = export = forward = replay = gradients = quantised = None
+    names = config = seeds = dispatch = plan = delta = export = forward = replay = gradients = optimizer = quantised = (
+        None
+    )
 
     def __init__(self, engine: _Sync) -> None:
         self.sync = engine
@@ -449,6 +486,7 @@ class _Session:
         self.config = _Config(shards.model, layout, cell, built, device)
         self.export = self.forward = self.gradients = self.replay = model
         self.quantised = None if model is None else _Quantised(model)
+        self.optimizer = None if model is None or built is None else _Optimizer(model, built)
 
 
 class MoerefTarget:
@@ -475,11 +513,12 @@ class MoerefTarget:
         # Megatron's global one is divided by the number of replicas twice (Megatron-LM#3672).
         router_losses=frozenset({"", *ROUTER_LOSSES} - {"global_aux_loss"}),
         bias_updates=True,
+        optimizer_steps=True,
     )
 
     def preload(self) -> None:
         """Import what uses megatron-core, and read its version and fields, once instead of in every rank."""
-        for name in ("megatron", "megatron.replay", "megatron.seeding"):
+        for name in ("megatron", "megatron.replay", "megatron.seeding", "megatron.optimizer"):
             importlib.import_module(f"moeref.{name}")
         for mla in (False, True):
             core.transformer_config(record.installed_core(), mla=mla)

@@ -138,6 +138,18 @@ def _on_cpu(real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def tensor_types() -> None:
+    """`Tensor.type()` without arguments names CUDA's type of a tensor, such as torch.cuda.BFloat16Tensor."""
+    real = torch.Tensor.type
+
+    @functools.wraps(real)
+    def of(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = real(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) and self.device == CPU else found
+
+    torch.Tensor.type = of  # type: ignore[method-assign,assignment]
+
+
 def cuda_random() -> None:
     """The CUDA generator is the CPU generator."""
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
@@ -244,6 +256,7 @@ SUBSTITUTIONS = (
     Substitution("synchronize", "torch", "pipeline point-to-point synchronises after a batch", synchronize),
     Substitution("streams", "torch", "the all-to-all dispatcher and shared experts use streams", streams),
     Substitution("device_literals", "torch", 'schedules allocate on device="cuda", rope pins memory', device_literals),
+    Substitution("tensor_types", "torch", "optimizers below fp32, and clipping, ask for CUDA's types", tensor_types),
     Substitution("cuda_random", "torch", "model-parallel seeding keeps states of the CUDA generator", cuda_random),
     Substitution("eager", "torch", "megatron-core compiles small functions, once more in every rank", eager),
     Substitution("uneven_all_gather", "torch", "gloo refuses uneven pieces (ETP > 1, all-to-all)", uneven_all_gather),

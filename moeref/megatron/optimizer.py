@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,10 @@ from moeref.replay import Routes
 
 
 class Trainer:
-    """The optimizer of a built model. Make it after `bridge.load`: its master weights are copies.
+    """The optimizer of a built model. Call `reload` whenever weights are loaded after it is made.
+
+    Below fp32 its master weights are fp32 copies of the weights, and steps write these back. So a step is refused where
+    the weights are not those of their copies: it would undo the load.
 
     `settings` are fields of megatron-core's OptimizerConfig. Gradient clipping needs a GPU: megatron-core asserts
     CUDA tensors there, so that it is off on a CPU unless `clip_grad` says otherwise.
@@ -33,12 +37,17 @@ class Trainer:
         # The schedule scales the loss, and the router its auxiliary losses, by the optimizer's loss scale.
         config.grad_scale_func = self.optimizer.scale_loss
 
+    def reload(self) -> None:
+        """Make the master weights anew, of the weights as they are now. Moments of the optimizer stay as they are."""
+        self.optimizer.reload_model_params()
+
     def step(self, tokens_BS: torch.Tensor, loss: Loss, given: list[Routes] | None = None) -> float | None:
         """One step down the mean of `loss` over rows (microbatches), replaying routes if they are `given` for each.
 
-        Returns the norm of the gradient, None where it is not clipped. Raises RuntimeError if the step was skipped,
-        and as `replaying` does.
+        Returns the norm of the gradient, None where it is not clipped. Raises RuntimeError for weights that changed
+        since the last step or `reload`, and if the step was skipped; other errors as `replaying` does.
         """
+        self._check_masters()
         self.optimizer.zero_grad()
         with replaying(self.built.chunks, given) if given is not None else nullcontext():
             accumulate(self._wrapped, self.built.shard_map, tokens_BS, loss)
@@ -46,3 +55,26 @@ class Trainer:
         if not done:
             raise RuntimeError("the optimizer skipped the step: gradients are not finite")
         return None if norm is None else float(norm)
+
+    def _check_masters(self) -> None:
+        pairs = [pair for one in self._optimizers() for pair in _masters(one)]
+        # One answer for all, since a GPU waits for each that Python reads.
+        if pairs and bool(torch.stack([(weight != main.to(weight.dtype)).any() for weight, main in pairs]).any()):
+            stale = next(weight for weight, main in pairs if not torch.equal(weight, main.to(weight.dtype)))
+            named = (pair for chunk in self.built.chunks for pair in chunk.named_parameters())
+            name = next((name for name, parameter in named if parameter is stale), "a parameter")
+            raise RuntimeError(
+                f"{name} is not what its fp32 master weight is, so a step would undo the change: call `reload` after "
+                "weights are loaded or changed"
+            )
+
+    def _optimizers(self) -> list[Any]:
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The weights that have fp32 copies in one of megatron-core's optimizers, with these."""
+    for weights, mains in zip(
+        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
+    ):
+        yield from zip(weights, mains, strict=True)

@@ -1,0 +1,175 @@
+"""Bugs of the optimizer: what its steps begin from, what they move, and the norm that clips them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.contract.cells import OPTIMIZER_RATE
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+Named = dict[tuple[int, str], torch.Tensor]
+#: Gets the weights before the model was loaded, before a step and after it, and the rate; writes to the last.
+Change = Callable[[Named, Named, Named, float], None]
+
+
+def _held(session: Any) -> Named:
+    chunks = enumerate(session.export.chunks())
+    return {(number, name): of.data for number, chunk in chunks for name, of in chunk.named_parameters()}
+
+
+def _copies(session: Any) -> Named:
+    return {key: tensor.clone() for key, tensor in _held(session).items()}
+
+
+def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap` that passes the weights of a rank through `change` after each step."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.optimizer
+        begun: Named = {}
+        right: Named = {}
+
+        def make() -> None:
+            begun.update(_copies(session))
+            good.make()
+
+        def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
+            for key, tensor in right.items():  # the good optimizer goes on from its own weights
+                _held(session)[key].copy_(tensor)
+            before = _copies(session)
+            norm: float | None = good.step(tokens_BS, rate)
+            right.update(_copies(session))
+            change(begun, before, _held(session), rate)
+            return norm
+
+        return facet(session, "optimizer", make=make, step=step)
+
+    return wrap
+
+
+def _kept(which: Callable[[int, str], bool]) -> Change:
+    """Steps do not move these parameters."""
+
+    def change(begun: Named, before: Named, after: Named, rate: float) -> None:
+        for key, tensor in after.items():
+            if which(*key):
+                tensor.copy_(before[key])
+
+    return change
+
+
+def _from_the_begin(begun: Named, before: Named, after: Named, rate: float) -> None:
+    for key, tensor in after.items():
+        tensor.copy_(begun[key] + (tensor - before[key]))
+        begun[key] = tensor.clone()
+
+
+def _norms_of_a_replica(chunk: int, name: str) -> bool:
+    return dist.get_rank() == 1 and "norm" in name
+
+
+def _decayed(begun: Named, before: Named, after: Named, rate: float) -> None:
+    for key, tensor in after.items():
+        tensor.sub_(before[key], alpha=0.1 * rate)
+
+
+def _rate_of_the_construction(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.optimizer
+    return facet(session, "optimizer", step=lambda tokens_BS, rate: good.step(tokens_BS, OPTIMIZER_RATE))
+
+
+def _norm_of_the_own(session: Session, cell: Cell, world: World) -> Any:
+    """The norm is not summed over the ranks of TP: each is about as long."""
+    good: Any = session.optimizer
+    return facet(session, "optimizer", step=lambda *given: good.step(*given) / cell.layout.tp**0.5)
+
+
+def _replicas_counted(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """No parameter is taken for a replica of another TP rank's."""
+    from megatron.core import tensor_parallel
+
+    return mock.patch.object(tensor_parallel, "param_is_not_tensor_parallel_duplicate", return_value=True)
+
+
+FAULTS = (
+    Fault(
+        id="masters-older-than-the-load",
+        bug="NeMo-RL#2372, Megatron-Bridge#4082: master weights keep what the model held before it was loaded",
+        rules=("OPT-001",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_after(_from_the_begin),
+        diagnosis="what it held before it was loaded",
+    ),
+    Fault(
+        id="rate-of-the-construction",
+        bug="the schedule's learning rate goes to one of the chained optimizers, the others keep the first one",
+        rules=("OPT-001",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        wrap=_rate_of_the_construction,
+        says="after a step at the rate 0",
+    ),
+    Fault(
+        id="experts-in-no-group",
+        bug="groups of parameters are made by a name or a mark that experts lack, so that no optimizer has them",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=_after(_kept(lambda chunk, name: ".experts." in name)),
+        diagnosis="not moved at all",
+    ),
+    Fault(
+        id="chunk-without-an-optimizer",
+        bug="B22 in kind: the optimizer is made of the first chunk of a rank with several virtual stages",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "pp2-vpp2", layers=4, optimizer_step=True),
+        wrap=_after(_kept(lambda chunk, name: chunk == 1)),
+        diagnosis="not moved at all",
+    ),
+    Fault(
+        id="new-weights-not-gathered",
+        bug="a distributed optimizer moves a replica's own shard, and those of the others are gathered too late",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp1", world_size=2, optimizer_step=True),
+        wrap=_after(_kept(_norms_of_a_replica)),
+        diagnosis="not moved at all",
+    ),
+    Fault(
+        id="decay-nobody-asked-for",
+        bug="the weight decay of a recipe of pre-training stays on",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_after(_decayed),
+        diagnosis="times the rate",
+    ),
+    Fault(
+        id="still-in-bf16",
+        bug="master weights move, and are copied back for all parameters but the router's, which are fp32 elsewhere",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_after(_kept(lambda chunk, name: name.endswith("router.weight"))),
+        diagnosis="not moved at all",
+    ),
+    Fault(
+        id="norm-of-the-own-shards",
+        bug="the norm by which gradients are clipped is that of a rank's own shards",
+        rules=("OPT-003",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_norm_of_the_own,
+        diagnosis="0.7071 times the right one",
+    ),
+    Fault(
+        id="norm-counts-replicas",
+        bug="norms and routers, which all TP ranks hold, count in the norm of the gradient once for each of them",
+        rules=("OPT-003",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        patch=_replicas_counted,
+        diagnosis="times the right one",
+    ),
+)

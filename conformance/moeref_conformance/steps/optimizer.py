@@ -1,0 +1,52 @@
+"""Facet `optimizer`: an optimizer that is made before the weights are loaded takes steps from them."""
+
+from __future__ import annotations
+
+import torch
+from safetensors.torch import load_file
+
+from moeref_conformance.contract.api import Optimizer
+from moeref_conformance.contract.cells import OPTIMIZER_RATE
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.gradients import batch, of_replica
+from moeref_conformance.steps.tensors import copied, module_tensors
+
+#: The steps in order, and the learning rate of each.
+RATES = {"still": 0.0, "moved": OPTIMIZER_RATE}
+
+
+def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
+    """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
+
+    Then the parameters hold again what they did before: a target may refuse to load weights twice.
+    """
+    tokens_BS = load_file(context.input("tokens"))["tokens"]
+    rows_BS = batch(of_replica(tokens_BS, context.cell, context.rank), context.cell)
+    norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
+    loaded = {name: copied(parameter) for name, parameter in _parameters(context).items()}
+    for step, rate in RATES.items():
+        norm = optimizer.step(rows_BS, rate)
+        norms[step] = None if norm is None else float(norm)
+        saved |= {f"{step}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
+    context.save("optimizer", saved)
+    for name, parameter in _parameters(context).items():
+        parameter.data.copy_(loaded[name])
+    return norms
+
+
+def _parameters(context: Context) -> dict[str, torch.Tensor]:
+    """The parameters of this rank by `chunk:local`."""
+    tensors = module_tensors(context.facet("export").chunks())
+    return {f"{chunk}:{local}": tensor for chunk, local, kind, tensor in tensors if kind == "parameter"}
+
+
+FACET = Facet(
+    name="optimizer",
+    protocol=Optimizer,
+    needs=frozenset({"export"}),
+    asked_in=lambda cell: cell.optimizer_step,
+    steps=(
+        Step(name="optimizer_made", ask=lambda optimizer, context: optimizer.make()),
+        Step(name="optimizer", ask=stepped, stage=Stage.LOADED),
+    ),
+)

@@ -45,6 +45,11 @@ def coords(layout: Layout, rank: int) -> dict[str, int]:
     return dict(zip(AXES, _places(layout)[rank], strict=True))
 
 
+def last_stage(layout: Layout, rank: int) -> bool:
+    """Whether a rank is of the last pipeline stage, which has the logits."""
+    return coords(layout, rank)["pp"] == layout.pp - 1
+
+
 def coords_text(layout: Layout, rank: int) -> str:
     """`tp0 pp1 ep1 etp0 dp0`; `cp` is named where the layout has it."""
     at = coords(layout, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -230,6 +230,13 @@ def unmeasured(case: Case) -> Outcome | None:
     if case.cell.kernels == "torch":
         return None
     return Outcome(untested="no tolerance is measured for Transformer Engine's kernels yet")
+
+
+def without_logits(case: Case, step: str, have: Collection[int], what: str = "logits") -> list[Finding]:
+    """Findings for ranks of the last stage that are not among those that have logits."""
+    layout = case.cell.layout
+    lacking = [rank for rank in range(layout.world) if rank not in have and topology.last_stage(layout, rank)]
+    return [finding(case, rank, step, f"no {what} on a rank of the last stage") for rank in lacking]
 
 
 def tokens_of(case: Case) -> torch.Tensor:

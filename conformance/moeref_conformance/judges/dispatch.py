@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -142,6 +142,12 @@ def _exchanges(case: Case) -> Iterator[tuple[int, Exchange, Looped, dict[str, to
             yield record.rank, exchange, looped(case.cell.layout, case.cell.dispatcher, number, record.rank), mine
 
 
+def _lost(case: Case, rank: int, exchange: Exchange, have: Collection[str], *names: str) -> list[Finding]:
+    """A finding for each tensor of an exchange that is not among those on record."""
+    lacking = [name for name in names if name not in have]
+    return [finding(case, rank, "exchange", f"{exchange.name}: no record of {name}") for name in lacking]
+
+
 def _padding(case: Case, exchange: Exchange, rank: int) -> torch.Tensor:
     return given(exchange, case.cell.layout, case.cell.dispatcher, rank).rows.padding_T
 
@@ -164,6 +170,9 @@ def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
                     what = "other rows than those routed to it"
                 message = f"{exchange.name}: expert {expert} received {what}"
                 findings.append(finding(case, rank, "exchange", message, expert=expert))
+        if lost := _lost(case, rank, exchange, have, "y"):
+            findings += lost
+            continue
         keep = ~_padding(case, exchange, rank)
         if problem := _apart(have["y"], want.y_TH, keep):
             message = f"{exchange.name}: rows come back {problem}"
@@ -240,7 +249,8 @@ def gradients_are_the_loop_s(case: Case) -> Outcome:
     findings = unanswered(case, "exchange")
     titles = dict(zip(GRADIENTS, ("rows", "weights", "experts' first weight", "experts' second weight"), strict=True))
     for rank, exchange, want, have in _exchanges(case):
-        for name in GRADIENTS:
+        findings += _lost(case, rank, exchange, have, *GRADIENTS)
+        for name in (name for name in GRADIENTS if name in have):
             if problem := _apart(have[name], want.gradients[name]):
                 message = f"{exchange.name}: the gradient of the {titles[name]} is {problem}"
                 why = _scaled(have[name], want.gradients[name])
@@ -253,6 +263,9 @@ def padding_rows_count_for_nothing(case: Case) -> Iterator[Finding]:
     """What came back for them, and the counts."""
     yield from unanswered(case, "exchange")
     for rank, exchange, want, have in _exchanges(case):
+        if lost := _lost(case, rank, exchange, have, "y", "counts"):
+            yield from lost
+            continue
         padding_T = _padding(case, exchange, rank)
         if have["y"].shape == want.y_TH.shape and bool(have["y"][padding_T].any()):
             yield finding(case, rank, "exchange", f"{exchange.name}: a padding row does not weigh zero")

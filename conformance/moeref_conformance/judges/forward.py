@@ -26,6 +26,7 @@ from moeref_conformance.judges.common import (
     unmeasured,
     within,
     without,
+    without_logits,
 )
 
 # Largest differences seen on three kinds of CPU: 2.2e-6 and 2.4e-6, both of Qwen3-Next under TP and EP.
@@ -35,7 +36,9 @@ LAYOUT = 1e-5
 
 def _logits(run: Observation) -> dict[int, torch.Tensor]:
     """Logits by rank, of the ranks that have them."""
-    return {r.rank: r.tensors("forward")["logits"] for r in run.ranks if r.has("forward") and r.value("forward")["has"]}
+    held = [r for r in run.ranks if r.has("forward") and r.value("forward")["has"]]
+    found = {r.rank: r.tensors("forward").get("logits") for r in held}
+    return {rank: logits_BSV for rank, logits_BSV in found.items() if logits_BSV is not None}
 
 
 def _shorter(run: Observation) -> dict[int, tuple[int, torch.Tensor | None]]:
@@ -50,13 +53,9 @@ def _holders(case: Case) -> list[Finding]:
     findings = without(case, "forward")
     if findings:
         return findings
-    have, layout = _logits(observed(case)), case.cell.layout
-    wrong = {True: "no logits on a rank of the last stage", False: "logits on a rank that is not of the last stage"}
-    for rank in range(layout.world):
-        last = topology.coords(layout, rank)["pp"] == layout.pp - 1
-        if last != (rank in have):
-            findings.append(finding(case, rank, "forward", wrong[last]))
-    return findings
+    have, told = _logits(observed(case)), "logits on a rank that is not of the last stage"
+    others = [rank for rank in have if not topology.last_stage(case.cell.layout, rank)]
+    return [*without_logits(case, "forward", have), *(finding(case, rank, "forward", told) for rank in others)]
 
 
 @dataclass

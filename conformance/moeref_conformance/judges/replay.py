@@ -17,12 +17,14 @@ from moeref_conformance.judges.common import (
     finding,
     not_refused,
     outcome,
+    records,
     tokens_of,
     tolerance,
     unmeasured,
     values,
     within,
     without,
+    without_logits,
 )
 from moeref_conformance.judges.observed_routes import (
     Place,
@@ -119,7 +121,7 @@ def tokens_take_their_routes(case: Case) -> list[Finding]:
     if case.cell.replay == "R2":
         for phase, source in (("replay", "record"), ("recompute", "record"), ("step-changed", "record-changed")):
             findings += _against(case, phase, seen_routes(case, source)[0], whose="the recorded forward's")
-        return findings
+        return [*(lost for source in ("record", "record-changed") for lost in _unseen(case, source)), *findings]
     missing = without_route(case)
     for phase in PHASES["R3"]:
         if phase.startswith("native"):
@@ -128,6 +130,16 @@ def tokens_take_their_routes(case: Case) -> list[Finding]:
         given = {layer: {p: e for p, e in places.items() if p not in missing} for layer, places in want.items()}
         findings += _against(case, phase, given, whose="its route says")
     return findings
+
+
+def _unseen(case: Case, phase: str) -> Iterator[Finding]:
+    """A finding for each layer in which some tokens of a phase reached no expert that the kit looks at."""
+    went = seen_routes(case, phase)[0]
+    for layer, places in sorted(oracle(case, "native").experts.items()):
+        lost = sorted(places.keys() - went.get(layer, {}).keys())
+        if lost:
+            message = f"{phase}: {len(lost)} of {len(places)} tokens reached no expert of layer {layer}"
+            yield finding(case, None, "replay", message, layer=layer)
 
 
 @judges("RPL-002")
@@ -197,8 +209,9 @@ def _far(
     case: Case, want: torch.Tensor, at_BS: torch.Tensor, limit: float = TRANSFORMERS, of_length: bool = False
 ) -> Outcome:
     """Whether logits at these tokens are transformers' under the same routes: each, or all `of_length` of them."""
-    phase, worst, findings = "replay-a", 0.0, list[Finding]()
-    for rank, got in _logits(case, phase).items():
+    phase, worst, have = "replay-a", 0.0, _logits(case, "replay-a")
+    findings = without_logits(case, "replay", have, f"logits of {phase}")
+    for rank, got in have.items():
         if got.shape != want.shape:
             message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"
             findings.append(finding(case, rank, "replay", message))
@@ -231,9 +244,8 @@ def replayed_logits_are_the_recorded_ones(case: Case) -> Iterator[Finding]:
         yield from missing
         return
     recorded, again = _logits(case, "record"), _logits(case, "replay")
-    if not recorded or recorded.keys() != again.keys():
-        message = f"logits of the recorded forward on ranks {sorted(recorded)}, of the replayed on {sorted(again)}"
-        yield finding(case, None, "replay", message)
+    yield from without_logits(case, "replay", recorded, "logits of the recorded forward")
+    yield from without_logits(case, "replay", again, "logits of the replayed forward")
     for rank in recorded.keys() & again.keys():
         if not same(recorded[rank], again[rank]):
             far = float((recorded[rank].double() - again[rank].double()).abs().max())
@@ -241,16 +253,17 @@ def replayed_logits_are_the_recorded_ones(case: Case) -> Iterator[Finding]:
 
 
 @judges("RPL-006")
-def gates_learn(case: Case) -> list[Finding]:
+def gates_learn(case: Case) -> Iterator[Finding]:
     """Every router's weight has a gradient that is not zero."""
     phases = ("step-a", "recompute-b") if case.cell.replay == "R3" else ("recompute", "step-changed")
-    return without(case, "replay") or [
-        finding(case, rank, "replay", f"{phase}: the gate {key.removeprefix(f'{phase}.gradients.')} has no gradient")
-        for rank, tensors in replayed(case).items()
-        for phase in phases
-        for key, gradient in tensors.items()
-        if key.startswith(f"{phase}.gradients.") and "router.weight" in key and not bool(gradient.any())
-    ]
+    yield from without(case, "inventory", "replay")
+    for record in records(case, "inventory", "replay"):
+        have = replayed(case)[record.rank]
+        held = [f"{item['chunk']}:{item['local']}" for item in record.value("inventory")]
+        for phase, key in ((phase, key) for phase in phases for key in held if key.endswith("router.weight")):
+            gradient = have.get(f"{phase}.gradients.{key}")
+            if gradient is None or not bool(gradient.any()):
+                yield finding(case, record.rank, "replay", f"{phase}: the gate {key} has no gradient")
 
 
 @judges("RPL-007")

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
+import torch
+
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.border import Swapped, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
@@ -243,6 +245,41 @@ def _one_router_scaled(gradients: Any) -> Any:
     return {**gradients, of: 1.5 * gradients[of]}
 
 
+def _without_logits(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.replay
+
+    def replay(*given: Any) -> None:
+        good.replay(*given)
+
+    return facet(session, "replay", replay=replay)
+
+
+def _without_gates(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.replay
+
+    def step(*given: Any) -> dict[tuple[int, str], Any]:
+        found = good.step(*given)
+        return {key: gradient for key, gradient in found.items() if not key[1].endswith("router.weight")}
+
+    return facet(session, "replay", step=step)
+
+
+def _recorded_elsewhere(session: Session, cell: Cell, world: World) -> Any:
+    """The experts that run the recorded forward are other modules than those of the session: no hook is called."""
+    good: Any = session.replay
+    real = torch.nn.Module.__call__
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        of_experts = hasattr(self, "experts") or hasattr(self, "local_experts")
+        return self.forward(*args, **named) if of_experts else real(self, *args, **named)
+
+    def record(tokens_BS: Any) -> Any:
+        with mock.patch.object(torch.nn.Module, "__call__", call):
+            return good.record(tokens_BS)
+
+    return facet(session, "replay", record=record)
+
+
 FAULTS = (
     Fault(
         id="routes-of-an-earlier-forward",
@@ -268,6 +305,33 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("set_router_replay_action", _action_of_the_discarded),
         diagnosis="the router's own choice",
+    ),
+    Fault(
+        id="no-logits-under-replay",
+        bug="a forward under given routes is run for its routes alone, and logprobs come from one without replay",
+        rules=("RPL-004",),
+        cell=cell("qwen3_moe", "tp2", replay="R3"),
+        wrap=_without_logits,
+        says="no logits of replay-a",
+        one_rank=True,
+    ),
+    Fault(
+        id="steps-without-gates",
+        bug="routers are frozen as long as routes are replayed",
+        rules=("RPL-006",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_without_gates,
+        says="has no gradient",
+        one_rank=True,
+    ),
+    Fault(
+        id="recorded-elsewhere",
+        bug="old logprobs, and the routes with them, are those of another copy of the model than the one that trains",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16", replay="R2"),
+        wrap=_recorded_elsewhere,
+        says="reached no expert of layer",
+        one_rank=True,
     ),
     Fault(
         id="replay-left-on",

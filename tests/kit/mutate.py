@@ -311,11 +311,19 @@ def _checks(bench: Again, tests: ModuleType) -> list[Check]:
         Check(f"steps {rule}", partial(tests.test_a_step_that_is_not_on_record_is_no_pass, bench, rule), {rule})
         for rule in tests.MET
     ]
+    otherwise = [
+        Check(
+            f"otherwise {said}",
+            partial(tests.test_a_record_that_says_otherwise_is_found, bench, said),
+            {tests.OTHERWISE[said][0]},
+        )
+        for said in tests.OTHERWISE
+    ]
     lost = [
         Check(f"lost {rule}", partial(tests.test_tensors_that_are_not_on_record_are_findings, bench, rule), {rule})
         for rule in sorted(tests.MET.keys() - {*tests.VALUES})
     ]
-    return [*faults, *good, *steps, *lost]
+    return [*faults, *good, *steps, *lost, *otherwise]
 
 
 def _of_engines(bench: Again, tests: ModuleType) -> list[Check]:

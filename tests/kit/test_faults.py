@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.diagnosis.diagnose import UNKNOWN
 from moeref_conformance.judges import JUDGES
+from moeref_conformance.judges.dispatch import FIELDS
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.selftest.faults import FAULTS, MODULES, Fault, bugs_of
 from moeref_conformance.selftest.faulty import by_tag
@@ -119,6 +122,51 @@ def test_a_step_that_is_not_on_record_is_no_pass(bench: Bench, rule: str) -> Non
             spoiled = replace(case, observation=replace(case.observation, ranks=ranks), made={})
             outcome = JUDGES[rule](spoiled)
             assert outcome.findings or outcome.untested, f"passes without step {step} of rank {rank}"
+
+
+def _first_refusal(value: dict[str, Any]) -> None:
+    value["refused"][next(iter(value["refused"]))] = "ValueError: no"
+
+
+def _first_answer(given: str) -> Callable[[dict[str, Any]], None]:
+    def change(value: dict[str, Any]) -> None:
+        answer = next(answer for answer in value.values() if "given" in answer)
+        answer["given"][FIELDS[0]] = given
+
+    return change
+
+
+#: By what a record of the good target says instead: rule, step, the change of its value, and what is found.
+OTHERWISE: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
+    "a refusal that does not say which seed": ("SED-003", "seeds_planned", _first_refusal, "does not name it"),
+    "modules without a config": ("CFG-009", "config", lambda value: value.update(held=[]), "no module has a config"),
+    "a config without a setting": (
+        "CFG-002",
+        "config",
+        lambda value: value["given"].pop("tensor_model_parallel_size"),
+        "says nothing of tensor_model_parallel_size",
+    ),
+    "another dispatcher than was asked for": ("DSP-004", "dispatchers", _first_answer("none"), "is 'none'"),
+    "a matrix of one value": (
+        "SED-007",
+        "begun",
+        lambda rows: rows[0].update(constant=True),
+        "one value in all places",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoiled", OTHERWISE)
+def test_a_record_that_says_otherwise_is_found(bench: Bench, spoiled: str) -> None:
+    rule, step, change, says = OTHERWISE[spoiled]
+    case = bench.case(MET[rule])
+    assert case.observation is not None
+    record = RankRecord(0, case.observation.ranks[0].dir)
+    record.events = copy.deepcopy(case.observation.ranks[0].events)
+    change(record.value(step))
+    ranks = [record, *case.observation.ranks[1:]]
+    outcome = JUDGES[rule](replace(case, observation=replace(case.observation, ranks=ranks), made={}))
+    assert any(says in finding.message for finding in outcome.findings), [f.message for f in outcome.findings]
 
 
 #: Rules that read values alone of steps that have tensors too, what one rank has for all, or padding.

@@ -186,6 +186,16 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         row(3, FC1, local=FC1.replace("experts.3", "experts.8")),
         "has 8 experts, so there is no",
     ),
+    "a name twice on a rank": (
+        "NAM-002",
+        row(0, "decoder.layers.1.pre_mlp_layernorm.weight", global_name="decoder.layers.1.input_layernorm.weight"),
+        "decoder.layers.1.input_layernorm.weight is listed twice on this rank",
+    ),
+    "a row twice": (
+        "NAM-005",
+        stream(1, "names", lambda rows: rows.append(rows[0])),
+        "embedding.word_embeddings.weight is listed twice",
+    ),
     "parameter not in the table": ("NAM-005", drop_row(1, QKV), f"parameter {QKV} is not in the table"),
     "unpadded shape": (
         "NAM-005",

@@ -5,16 +5,20 @@ tests/rollout/test_kit_facet.py has them with a real one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from moeref_conformance.contract.backends import ENGINE
+from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.judges import JUDGES
 from moeref_conformance.selftest.faults import FAULTS, Fault
 from moeref_conformance.selftest.faults.sync import GLM, QWEN
 from moeref_conformance.worlds.forked import ForkedWorld
 
-from tests.kit.bench import Bench
+from tests.kit.bench import RULES, Bench
 from tests.kit.toy_engine import target
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
@@ -34,6 +38,64 @@ def test_a_good_engine_is_green(bench: Bench, cell: object) -> None:
     assert {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings} == {}
     assert not [rule for rule, outcome in outcomes.items() if outcome.untested]
     assert {rule for rule in outcomes if rule.startswith("SYN-")} == {f"SYN-{n:03}" for n in range(1, 12)}
+
+
+def _first_state(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    """Change the first of the updates that failed."""
+    return lambda value: change(next(state for state in value.values() if "version" in state))
+
+
+#: By what a record of a good engine says instead: rule, step, the change of its value, and what is found.
+OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = {
+    "the second of two updates alone was taken": (
+        "SYN-007",
+        "sync_two",
+        lambda value: value.update(refused=["no", None]),
+        "after two updates at once",
+    ),
+    "neither of two updates was taken": (
+        "SYN-007",
+        "sync_two",
+        lambda value: value.update(refused=["no", "no"]),
+        "after two updates at once",
+    ),
+    "an update that lacked a tensor raised nothing": (
+        "SYN-009",
+        "sync_failed",
+        _first_state(lambda state: state.update(refused=None)),
+        "raised nothing",
+    ),
+    "the whole update after a failed one left the old weights": (
+        "SYN-010",
+        "sync_failed",
+        lambda value: next(one["again"] for one in value.values() if "again" in one).update(version=1),
+        "and a whole update the engine says version 1",
+    ),
+    "a killed engine took long": ("SYN-008", "sync_killed", lambda value: value.update(seconds=121.0), "took 121 s"),
+}
+
+
+@pytest.mark.parametrize("spoiled", OTHERWISE)
+def test_a_record_that_says_otherwise_is_found(bench: Bench, spoiled: str) -> None:
+    rule, step, change, says = OTHERWISE[spoiled]
+    case = bench.case(QWEN, one_rank=True)
+    assert case.observation is not None
+    record = RankRecord(0, case.observation.ranks[0].dir)
+    record.events = copy.deepcopy(case.observation.ranks[0].events)
+    change(record.value(step))
+    found = JUDGES[rule](replace(case, observation=replace(case.observation, ranks=[record]), made={})).findings
+    assert any(says in finding.message for finding in found), [finding.message for finding in found]
+
+
+@pytest.mark.parametrize("rule", [f"SYN-{number:03}" for number in range(1, 12)])
+def test_a_record_without_a_step_is_no_pass(bench: Bench, rule: str) -> None:
+    case = bench.case(QWEN, one_rank=True)
+    assert case.observation is not None
+    for step in RULES[rule].steps:
+        record = RankRecord(0, case.observation.ranks[0].dir)
+        record.events = [event for event in case.observation.ranks[0].events if event["step"] != step]
+        outcome = JUDGES[rule](replace(case, observation=replace(case.observation, ranks=[record]), made={}))
+        assert outcome.findings or outcome.untested, f"passes without step {step}"
 
 
 @pytest.mark.parametrize("fault", ENGINES.values(), ids=ENGINES)

@@ -43,8 +43,9 @@ def test_what_megatron_computes_wrongly_is_red(bench: Bench, fault) -> None:  # 
 def test_interleaving_gets_more_microbatches_of_the_same_mean() -> None:
     tokens_BS, interleaved = torch.arange(6).reshape(2, 3), cell("qwen3_moe", "pp2-vpp2")
     assert gradients.batch(tokens_BS, cell("qwen3_moe", "pp4")).tolist() == tokens_BS.tolist()
-    assert gradients.batch(tokens_BS, interleaved).tolist() == [*tokens_BS.tolist(), *tokens_BS.tolist()]
+    assert gradients.batch(tokens_BS, interleaved).tolist() == [*tokens_BS.tolist(), *tokens_BS.flip(0).tolist()]
     assert gradients.batch(tokens_BS[:1], interleaved).tolist() == 4 * tokens_BS[:1].tolist()
+    assert gradients.order(2, cell("qwen3_moe", "pp4-vpp2")) == [0, 1, 1, 0, 1, 0, 0, 1]
     pairs = replace(interleaved, batch="pairs")
     assert gradients.batch(tokens_BS, pairs).tolist() == 4 * tokens_BS.tolist()
 

@@ -227,6 +227,7 @@ class Replay(Protocol):
         """Take a training step under `routes`. Returns gradients as `Gradients.gradients` does.
 
         Data-parallel replicas get different rows with their own routes, and in R2 also in `record` and `replay`.
+        Raises for routes that do not fit.
         """
 
 

@@ -12,7 +12,7 @@ import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
-from moeref_conformance.contract.requests.replay import SHARED
+from moeref_conformance.contract.requests.replay import SHARED, SHORTER, shorter
 from moeref_conformance.judges import Case
 from moeref_conformance.judges.common import expected, finding, once, records, tokens_of
 from moeref_conformance.oracles import routed
@@ -127,6 +127,8 @@ def _of_phase(case: Case, phase: str) -> ByRank:
 def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[bytes, Place]], list[Finding]]:
     """layer -> row -> the place of the token whose hidden state it is; findings where a layer sees too few tokens."""
     layout, (samples, length) = case.cell.layout, expected(case).tokens_BS.shape
+    if phase == SHORTER:
+        length = shorter(length, case.cell)
     findings: list[Finding] = []
     place_of: dict[int, dict[bytes, Place]] = defaultdict(dict)
     for rank, calls in by_rank.items():

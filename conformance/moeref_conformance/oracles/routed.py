@@ -85,7 +85,8 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
     """The routes of set `a` or `b` as an engine sends them, one array [S - 1, layers, top-k] of int32 a sample.
 
     Random distinct experts in MoE layers, which no router would choose, zeros in dense ones; the last token has no row.
-    With `missing` one row in the middle of the last sample is -1.
+    Two rows that follow each other have the same route, to the first experts, as padding has it. With `missing` rows of
+    the last sample are -1: one in the middle, and of a longer one the first and the last.
     """
     shape = _shape(expected)
     rng = np.random.default_rng(1000 + SETS.index(name))
@@ -93,8 +94,10 @@ def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np
     for number, length in enumerate(expected.lengths):
         idx_TLK = rng.random((length - 1, shape.layers, shape.experts)).argsort(axis=2)[:, :, : shape.top_k]
         idx_TLK[:, [not moe for moe in shape.moe]] = 0
+        if number == 0:
+            idx_TLK[1:3, shape.routed] = np.arange(shape.top_k)
         if missing and number == len(expected.lengths) - 1:
-            idx_TLK[length // 2] = MISSING
+            idx_TLK[[0, length // 2, length - 2] if length > 8 else length // 2] = MISSING
         samples_routes.append(idx_TLK.astype(np.int32))
     return samples_routes
 

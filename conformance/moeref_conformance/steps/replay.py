@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Replay, Turn
-from moeref_conformance.contract.requests.replay import WHOLE
+from moeref_conformance.contract.requests.replay import SHORTER, WHOLE, shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
-from moeref_conformance.steps.gradients import batch
+from moeref_conformance.steps.gradients import order
 from moeref_conformance.steps.observed_routes import moe_layers, observed
 
 Routes = np.ndarray[Any, Any]
@@ -39,7 +39,8 @@ def run(replay: Replay, context: Context) -> None:
 def refuse(replay: Replay, context: Context) -> dict[str, Any]:
     """The errors for malformed routes, by defect. The last step: a rank may wait for ever for one that refuses.
 
-    On one rank also how far a forward without replay is then off the same one before, relative to the largest logit.
+    On one rank also those of training steps, and how far a forward without replay is then off the same one before,
+    relative to the largest logit.
     """
     if context.cell.replay == "R2":
         return {"refused": {}}
@@ -48,6 +49,8 @@ def refuse(replay: Replay, context: Context) -> dict[str, Any]:
     native = partial(context.facet("forward").logits, tokens_BS[: context.cell.rows]) if alone else lambda: None
     before = native()
     refused = {defect: refusal(replay.replay, tokens_BS, rows) for defect, rows in wrong.items()}
+    if alone:
+        refused |= {f"{defect} in a step": refusal(replay.step, tokens_BS, rows) for defect, rows in wrong.items()}
     after = native()
     if before is None or after is None:
         return {"refused": refused}
@@ -67,8 +70,9 @@ class _Phases:
         self._replay, self._forward = replay, context.facet("forward")
         self._chunks = list(context.facet("export").chunks())
         self.tokens_BS = load_file(context.input("tokens"))["tokens"]
-        self._own = list(topology.replica_rows(context.cell, context.rank, len(self.tokens_BS)))
-        self._rows_BS = batch(self.tokens_BS[self._own], context.cell)
+        own = topology.replica_rows(context.cell, context.rank, len(self.tokens_BS))
+        self._cell, self._own = context.cell, [own[number] for number in order(len(own), context.cell)]
+        self._rows_BS = self.tokens_BS[self._own]
         # An evaluation has another number of microbatches than a step.
         self._one_BS = self.tokens_BS[: context.cell.rows]
         # Whole layers, or where microbatches have several samples their experts alone.
@@ -89,12 +93,15 @@ class _Phases:
 
     def given(self, a: list[Routes], b: list[Routes]) -> None:
         """R3: routes that an engine sends, two sets of them; there is more than one sample."""
-        replay, rows_BS, again = self._replay, self._rows_BS, len(self._rows_BS) // len(self._own)
+        replay, rows_BS = self._replay, self._rows_BS
         self._take("replay-a", replay.replay, self.tokens_BS, [resumed(a[0], b[0]), *a[1:-1], aborted(a[-1])])
         self._take("native-between", self._forward.logits, self._one_BS)
-        self._take("step-a", replay.step, rows_BS, [a[row] for row in self._own] * again)
+        if length := shorter(self.tokens_BS.shape[1], self._cell):
+            begun = [sent_again(a[row][: length - 1], b[row]) for row in range(self._cell.rows)]
+            self._take(SHORTER, replay.replay, self._one_BS[:, :length].contiguous(), begun)
+        self._take("step-a", replay.step, rows_BS, [a[row] for row in self._own])
         with self._recomputed(self._chunks):
-            self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own] * again)
+            self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own])
         self._take("native-after", self._forward.logits, self._one_BS)
 
     def _take(self, phase: str, call: Callable[..., Any], *arguments: Any) -> None:
@@ -127,6 +134,12 @@ def resumed(whole: Routes, recomputed: Routes) -> list[Turn]:
     return [Turn(0, whole[:cut]), Turn(cut - 2, later)]
 
 
+def sent_again(whole: Routes, recomputed: Routes) -> list[Turn]:
+    """`whole` as two turns, of which the later begins at the first token again: the engine had kept nothing."""
+    cut = len(whole) // 2
+    return [Turn(0, whole[:cut]), Turn(0, np.concatenate([recomputed[:cut].astype(whole.dtype), whole[cut:]]))]
+
+
 def aborted(whole: Routes) -> list[Turn]:
     """`whole` as three turns that follow each other, and one before the last that was aborted before it had a row."""
     first, second = len(whole) // 3, len(whole) * 2 // 3
@@ -154,7 +167,9 @@ def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
         "an expert that does not exist": put(255),
         "an expert that wraps to one in 8 bits": put(256 + absent),
         "an expert twice in a row": put(row_K[1]),
+        "an expert that wraps to one in 16 bits": put(65536 + absent),
         "a negative expert among others": put(-1),
+        "a negative expert that wraps to one in 8 bits": put(absent - 256),
         "an expert too few in each row": [rows_TLK[..., :-1] for rows_TLK in routes],
         "an expert too many in each row": [_one_more(rows_TLK) for rows_TLK in routes],
         "a sample too few": list(routes[:-1]),

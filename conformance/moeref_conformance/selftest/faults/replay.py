@@ -128,7 +128,7 @@ def _left_on(session: Session, cell: Cell, world: World) -> Any:
 
     def replay(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
         logits_BSV = replaying.replay(tokens_BS, routes)
-        left[:] = routes[-1:] if routes else []
+        left[:] = left or (routes[-1:] if routes else [])
         return logits_BSV
 
     def logits(tokens_BS: Any) -> Any:
@@ -150,7 +150,7 @@ def _left_on_by_an_error(session: Session, cell: Cell, world: World) -> Any:
         except Exception:
             left[:] = last
             raise
-        last[:] = routes[-1:] if routes else []
+        last[:] = last or (routes[-1:] if routes else [])
         return logits_BSV
 
     def logits(tokens_BS: Any) -> Any:
@@ -226,6 +226,17 @@ def _routes_of_replica_0(session: Session, cell: Cell, world: World) -> Any:
         shared, group = [routes], parallel_state.get_data_parallel_group()
         dist.broadcast_object_list(shared, dist.get_process_group_ranks(group)[0], group)
         return good.step(tokens_BS, shared[0])
+
+    return facet(session, "replay", step=step)
+
+
+def _ring_of_microbatches(session: Session, cell: Cell, world: World) -> Any:
+    """Routes are kept for as many microbatches as there are stages; later ones take those of earlier ones."""
+    good: Any = session.replay
+    kept = cell.layout.pp * cell.rows
+
+    def step(tokens_BS: Any, routes: Any) -> Any:
+        return good.step(tokens_BS, routes and [routes[number % kept] for number in range(len(routes))])
 
     return facet(session, "replay", step=step)
 
@@ -350,6 +361,15 @@ FAULTS = (
         wrap=_routes_of_replica_0,
         says="step-a: ",
         diagnosis="of sample 0",
+    ),
+    Fault(
+        id="ring-of-microbatches",
+        bug="AReaL#1166 in kind: routes of microbatches are kept in a ring that fills before the first backward pass",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "pp2-vpp2", layers=4, replay="R3"),
+        wrap=_ring_of_microbatches,
+        says="step-a: ",
+        diagnosis="of sample",
     ),
     Fault(
         id="replay-left-on-by-an-error",

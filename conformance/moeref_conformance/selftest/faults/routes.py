@@ -161,6 +161,58 @@ def _wraps(rows: Rows) -> Rows:
     return np.where(rows < 0, rows, rows.astype(np.uint8))
 
 
+def _wraps_in_16(rows: Rows) -> Rows:
+    return np.where(rows < 0, rows, rows.astype(np.int16))
+
+
+def _negatives_wrap(rows: Rows) -> Rows:
+    """Of negative numbers -1 is a mark; the others are taken as the bytes that they were."""
+    return np.where(rows < -1, rows.astype(np.int32) % 256, rows)
+
+
+def _padded_on_the_left(sample: Any, tokens: int) -> Any:
+    """Rows are filled up to a multiple of 8 before the first, and read from there."""
+    rows, more = joined(sample, tokens) if isinstance(sample, list) else sample, -tokens % 8
+    return np.concatenate([np.full_like(rows[:more], -1, np.int32), rows])[: len(rows)] if more else sample
+
+
+def _first_experts_are_padding(rows: Rows) -> Rows:
+    """A row with the first experts in all layers is taken for one of padding, which is given these."""
+    routed_L = rows.any((0, 2))
+    first_T = (rows[:, routed_L] == np.arange(rows.shape[2])).all((1, 2))
+    return np.where(first_T[:, None, None], -1, rows.astype(np.int32))
+
+
+def _repeated_rows_dropped(rows: Rows) -> Rows:
+    """A row that is as the one before it is taken for one that was sent twice."""
+    twice_T = (rows[1:] == rows[:-1]).all((1, 2))
+    kept = rows[np.append(True, ~twice_T)]
+    return np.concatenate([kept, np.full((twice_T.sum(), *rows.shape[1:]), -1, np.int32)])
+
+
+def _begins_at_the_first_route(rows: Rows) -> Rows:
+    """Rows without a route before the first one that has one are taken for padding on the left, and cut off."""
+    begin = int((rows[:, -1, 0] >= 0).argmax())
+    return np.roll(rows, -begin, 0)
+
+
+def _from_the_start_again(sample: Any, tokens: int) -> Any:
+    """A turn that begins at the first token is taken for a new rollout."""
+    if not isinstance(sample, list):
+        return sample
+    return sample[max(number for number, turn in enumerate(sample) if turn.start == 0) :]
+
+
+def _refused_in_forwards_alone(session: Session, cell: Cell, world: World) -> Any:
+    """In a step rows past the last token are cut off, where a forward refuses them."""
+    good: Any = session.replay
+
+    def step(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+        return good.step(tokens_BS, routes and [_surplus_cut(sample, tokens_BS.shape[1]) for sample in routes])
+
+    return facet(session, "replay", step=step)
+
+
 def _next_expert(rows: Rows) -> Rows:
     """A repeated expert in a row of the last layer is replaced by another one."""
     found = np.array(rows)
@@ -328,6 +380,75 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=sending(each_turn(_wraps)),
         says="wraps",
+    ),
+    Fault(
+        id="experts-wrap-in-16-bits",
+        bug="prime-rl#3350 in kind: routes are packed into the smallest type, here int16, before they are looked at",
+        rules=("RPL-007",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(each_turn(_wraps_in_16)),
+        says="wraps to one in 16 bits",
+    ),
+    Fault(
+        id="negative-experts-wrap",
+        bug="R12 in kind: negative experts are taken for bytes that were read with a sign",
+        rules=("RPL-007",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(each_turn(_negatives_wrap)),
+        says="a negative expert that wraps",
+    ),
+    Fault(
+        id="routes-padded-on-the-left",
+        bug="slime#1052, R6 in kind: routes of a sequence whose length is no multiple are padded at the other end",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(_padded_on_the_left),
+        says="shorter-a: ",
+        one_rank=True,
+    ),
+    Fault(
+        id="first-experts-taken-for-padding",
+        bug="SkyRL#2091 in kind: padding is given the first experts, and a token with these is taken for padding",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(each_turn(_first_experts_are_padding)),
+        diagnosis="the router's own choice",
+        one_rank=True,
+    ),
+    Fault(
+        id="repeated-rows-dropped",
+        bug="reported nowhere: rows that an engine computed twice are found by their content where turns are joined",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(whole(_repeated_rows_dropped)),
+        diagnosis="the route of token",
+        one_rank=True,
+    ),
+    Fault(
+        id="begins-at-the-first-route",
+        bug="vLLM#57966 in kind: the rows of a prefix are left out, and the others taken for those of the first tokens",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(whole(_begins_at_the_first_route)),
+        diagnosis="the route of token",
+        one_rank=True,
+    ),
+    Fault(
+        id="turn-from-the-start-replaces",
+        bug="verl#6029: a resumed rollout comes with routes of all its tokens, which replace those of the sampled ones",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=sending(_from_the_start_again),
+        says="shorter-a: token 0 of sample 0",
+        one_rank=True,
+    ),
+    Fault(
+        id="refused-in-forwards-alone",
+        bug="verl#7261 in kind: two paths prepare routes, and that of the training step looks at nothing",
+        rules=("RPL-007",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_refused_in_forwards_alone,
+        says="three rows too many in a step",
     ),
     Fault(
         id="expert-twice-let-through",

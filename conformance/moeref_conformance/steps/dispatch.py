@@ -34,16 +34,20 @@ def exchanged(dispatch: Dispatch, context: Context) -> dict[str, Any]:
     """
     cell, rank, device = context.cell, context.rank, context.world.device
     observed: dict[str, torch.Tensor] = {}
+    # All forwards before the first backward pass, as microbatches in a pipeline: what a dispatcher keeps is of many.
+    under_way = []
     for exchange in EXCHANGES:
         start = given(exchange, cell.layout, cell.dispatcher, rank, device)
         experts = LocalExperts(cell.layout, rank, start.rows.experts, device)
         trip = dispatch.round_trip(start.rows, experts.compute)
         # Before the backward pass, in which a target that saves memory computes its experts once more.
         received = {f"received.{number}": torch.cat(rows) for number, rows in experts.received.items()}
+        under_way.append((exchange.name, start, experts, trip, received))
+    for name, start, experts, trip, received in under_way:
         leaves = (start.rows.x_TH, start.rows.weights_TK, experts.one, experts.two)
         gradients = torch.autograd.grad((trip.y_TH * start.loss_TH).sum(), leaves, materialize_grads=True)
         kept = {"y": trip.y_TH, "counts": trip.counts_E, **dict(zip(GRADIENTS, gradients, strict=True)), **received}
-        observed |= {f"{exchange.name}.{key}": tensor.detach() for key, tensor in kept.items()}
+        observed |= {f"{name}.{key}": tensor.detach() for key, tensor in kept.items()}
     context.save("exchange", observed)
     rows = given(EXCHANGES[0], cell.layout, cell.dispatcher, rank, device).rows
 

@@ -42,13 +42,16 @@ def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
 
 
 def step(facet: Gradients, context: Context) -> None:
-    """Save the gradients by `chunk:local`; on one rank those of a second step.
+    """Save the gradients by `chunk:local`; on one rank, and where tokens are counted, those of a second step.
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     rows_BS = batch(of_replica(tokens_BS, cell, context.rank), cell)
-    if cell.layout.world == 1:  # whether a step begins without the gradients of the one before depends on no layout
+    # Whether a step begins without the gradients of the one before depends on no layout.
+    if cell.bias_update:
+        facet.gradients(rows_BS.flip(1))  # other tokens: the same ones, counted twice, would move no bias otherwise
+    elif cell.layout.world == 1:
         facet.gradients(rows_BS)
     gradients = facet.gradients(rows_BS)
     by_name: dict[str, torch.Tensor] = {}

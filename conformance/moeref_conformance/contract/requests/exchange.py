@@ -34,6 +34,7 @@ EXCHANGES = (
     Exchange("empty experts and ranks", rows=(4, 0, 1), topk=3, crowd=True),
     Exchange("one expert a rank", rows=(5,), experts=1, topk=1),
     Exchange("other rows in the first shape", rows=(11, 6, 8, 5), padding=3),
+    Exchange("more rows than a byte counts", rows=(301, 2), topk=1, crowd=True),
 )
 
 

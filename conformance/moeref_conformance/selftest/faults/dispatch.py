@@ -236,6 +236,40 @@ def _map_of_the_shape(session: Session, cell: Cell, world: World) -> Any:
     return _sending(wrong)(session, cell, world)
 
 
+class _OfTheLast(torch.autograd.Function):
+    """Rows as they are; their gradients go to the rows that the last forward had there."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, last: list[int]) -> torch.Tensor:
+        last.append(len(last))
+        ctx.last, ctx.number = last, last[-1]
+        return x_TH.view_as(x_TH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient_TH if ctx.last[-1] == ctx.number else gradient_TH.roll(1, 0), None
+
+
+def _state_of_the_last(session: Session, cell: Cell, world: World) -> Any:
+    """What a forward leaves for its backward pass is kept in the dispatcher, where the next forward overwrites it."""
+    last: list[int] = []
+
+    def wrong(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+        return good.round_trip(replace(rows, x_TH=_OfTheLast.apply(rows.x_TH, last)), expert)
+
+    return _sending(wrong)(session, cell, world)
+
+
+def _counted_in(dtype: torch.dtype) -> Callable[[Dispatch, RoutedRows, Expert], RoundTrip]:
+    """Rows of each expert are counted in this dtype."""
+
+    def wrong(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+        trip = good.round_trip(rows, expert)
+        return replace(trip, counts_E=trip.counts_E.to(dtype).to(trip.counts_E.dtype))
+
+    return wrong
+
+
 def _padding_counted(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
     return replace(good.round_trip(rows, expert), counts_E=_counts(rows.experts_TK, rows.experts))
 
@@ -499,5 +533,21 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_sending(_duplicates),
         says="a row with an expert twice in a row was dispatched",
+    ),
+    Fault(
+        id="state-of-the-last-forward",
+        bug="reported nowhere: a dispatcher keeps what its backward pass needs of the last of several microbatches",
+        rules=("DSP-007",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_state_of_the_last,
+        says="the gradient of the rows is off",
+    ),
+    Fault(
+        id="rows-counted-in-bf16",
+        bug="Megatron-LM#7081: tokens of each expert are counted in bf16, which has no odd number over 256",
+        rules=("DSP-008",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_sending(_counted_in(torch.bfloat16)),
+        says="more rows than a byte counts: rows that count for each expert are",
     ),
 )

@@ -52,6 +52,18 @@ def _with_an_evaluation(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
     return {key: answer[key] for key in right}
 
 
+def _with_the_step_before(session: Session, cell: Cell, world: World) -> Any:
+    """Counts are not set back behind an update: each step counts the tokens of those before it too."""
+    counted: list[torch.Tensor] = []
+
+    def bias(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
+        counted.append(tokens_BS)
+        answer = good.gradients(torch.cat(counted)) if len(counted) > 1 else right
+        return {key: answer[key] for key in right}
+
+    return _other_bias(bias)(session, cell, world)
+
+
 @contextmanager
 def _of_own_tokens(cell: Cell, world: World) -> Iterator[None]:
     """Ranks do not add up their tokens."""
@@ -320,6 +332,15 @@ FAULTS = (
         rules=("GRD-002",),
         cell=cell("glm4_moe", "one", bias_update=True),
         wrap=_other_bias(_with_an_evaluation),
+        one_rank=True,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-counts-the-step-before",
+        bug="prime-rl#2267 in kind: counts of tokens are not set back where the bias is updated",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", bias_update=True),
+        wrap=_with_the_step_before,
         one_rank=True,
         diagnosis="moved by",
     ),

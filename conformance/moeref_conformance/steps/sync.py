@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
 from moeref_conformance.contract.hf_files import weight_files
+from moeref_conformance.contract.requests.sync import VERSIONS
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 
 Named = tuple[str, torch.Tensor]
@@ -67,22 +68,27 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         versions = [engine.version()]
         sampled = {"first": ask(engine, [known, fresh[0]])}
         sampled["cached"] = ask(engine, [known])
-        for version, (name, folder) in enumerate((("second", "second"), ("back", "checkpoint")), 1):
-            engine.update(tensors(context.input(folder)), version)
+        for number, (name, folder) in enumerate((("second", "second"), ("back", "checkpoint")), 1):
+            engine.update(tensors(context.input(folder)), VERSIONS[name])
             versions.append(engine.version())
-            sampled[name] = ask(engine, [fresh[version]])
+            sampled[name] = ask(engine, [fresh[number]])
             sampled[f"{name} known"] = ask(engine, [known])
     return {"versions": versions, "sampled": sampled}
 
 
 def under_way(sync: Sync, context: Context) -> dict[str, Any]:
-    """An update while samples are under way, in every pause mode, and what is sampled after it."""
+    """An update while samples are under way, in every pause mode, and what is sampled after it.
+
+    Of a prompt that is new, and of one whose sample was under way: what that left in a cache is half of old weights.
+    """
     *given, fresh = prompts(context)[-3:]
     found = {}
     for mode in sync.modes():
         with sync.open(context.input("checkpoint"), mode) as engine:
             meanwhile = engine.sample(given, LONG, lambda: engine.update(tensors(context.input("second")), 1))
-            found[mode] = {"meanwhile": said(given, meanwhile, range(1, LONG + 1)), "then": ask(engine, [fresh])}
+            meanwhile = said(given, meanwhile, range(1, LONG + 1))
+            again = said(given[:1], engine.sample(given[:1], LONG), range(1, LONG + 1))
+            found[mode] = {"meanwhile": meanwhile, "then": [*ask(engine, [fresh]), *again]}
     return found
 
 
@@ -158,11 +164,18 @@ def _breaks_off(sent: Iterable[Named]) -> Iterator[Named]:
         yield pair
 
 
+def _breaks_off_at_the_end(sent: Iterable[Named]) -> Iterator[Named]:
+    yield from sent
+    raise ConnectionError("the trainer broke off")
+
+
 def _changed(what: str, sent: Iterable[Named]) -> Iterator[Named]:
     for name, tensor in sent:
         if what == "lost" and name == EXPERT:
             continue
-        yield name, tensor[:-1] if what == "cut" and name == ATTENTION else tensor
+        if name == ATTENTION:
+            tensor = {"cut": tensor[:-1], "folded": tensor.reshape(2 * len(tensor), -1)}.get(what, tensor)
+        yield name, tensor
         if what == "twice" and name == ATTENTION:
             yield name, tensor
         if what == "unknown" and name == ATTENTION:
@@ -181,14 +194,16 @@ def _with_draft(sent: Iterable[Named]) -> Iterator[Named]:
 
 
 def _wrong(what: str, sent: Iterable[Named]) -> Iterator[Named]:
-    return {"broken off": _breaks_off, "draft": _with_draft}.get(what, functools.partial(_changed, what))(sent)
+    """These as an update with that wrong."""
+    others = {"broken off": _breaks_off, "broken off at the end": _breaks_off_at_the_end, "draft": _with_draft}
+    return iter(()) if what == "none" else others.get(what, functools.partial(_changed, what))(sent)
 
 
 def failed(sync: Sync, context: Context) -> dict[str, Any]:
     """Updates with something wrong; what is served after each, and after a whole update where the engine lives on."""
     found: dict[str, Any] = {}
     first, *_, last = prompts(context)
-    for what in ("broken off", "lost", "cut", "twice", "unknown", "draft"):
+    for what in ("broken off", "broken off at the end", "none", "lost", "cut", "folded", "twice", "unknown", "draft"):
         with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
             refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
             found[what] = {"refused": refused, **_state(engine, first)}

@@ -116,7 +116,7 @@ class _CachedRoutes(_Wrong):
         found = []
         for prompt, one in zip(prompts, self.good.sample(prompts, *asked), strict=True):
             then = self.seen.setdefault(tuple(prompt), one.routes)
-            rows = one.routes and (*then[: len(prompt)], *one.routes[len(prompt) :])
+            rows = one.routes and then and (*then[: len(prompt)], *one.routes[len(prompt) :])
             found.append(replace(one, routes=rows))
         return found
 
@@ -148,6 +148,12 @@ def _answering(change: Callable[[Sampled], Sampled]) -> type[_Wrong]:
             return [change(one) for one in self.good.sample(*asked)]
 
     return _Answers
+
+
+def _expert_twice(one: Sampled) -> Sampled:
+    """The same with the last expert of each route once more."""
+    rows = one.routes and tuple(tuple((*route, route[-1]) for route in row) for row in one.routes)
+    return replace(one, routes=rows)
 
 
 def _place(name: str) -> str:
@@ -266,6 +272,78 @@ class _KeepsHalf(_Wrong):
             raise failure
 
 
+class _Ends(_Wrong):
+    """Takes an update as soon as there is a tensor for each of the model's, and then waits for the sender to end."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        sent, came = iter(tensors), dict[str, torch.Tensor]()
+        for name, tensor in sent:
+            came[name] = tensor
+            if len(came) == len(self.first):
+                break
+        self.good.update(came.items(), version)
+        for _ in sent:
+            pass
+
+
+class _Empty(_Silent):
+    """Where there is nothing to write, nothing can fail."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        sent = list(tensors)
+        self.said = None if sent else version
+        if sent:
+            self.good.update(sent, version)
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        return list(self.good.sample(*asked)) if self.said is None else super().sample(*asked)
+
+
+class _ByNumber(_Wrong):
+    """Copies as many elements as a tensor has, whatever its shape."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            held = self.first.get(name)
+            return tensor if held is None or held.numel() != tensor.numel() else tensor.reshape(held.shape)
+
+        self.good.update(((name, fitted(name, tensor)) for name, tensor in tensors), version)
+
+
+class _Counts(_Wrong):
+    """Counts the updates that were begun, whatever version they are said to be."""
+
+    begun, counted = 0, 0
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.begun += 1
+        self.good.update(tensors, version)
+        self.counted = self.begun
+
+    def version(self) -> int:
+        return self.counted if self.good.version() else 0
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        found = self.good.sample(*asked)
+        return [replace(one, versions=tuple(min(v, self.counted) for v in one.versions)) for one in found]
+
+
+class _KeepsRunning(_Wrong):
+    """A cache is not emptied of what runs, and answers of a prompt that an update has met are from before it."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.kept: dict[tuple[int, ...], Sampled] = {}
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+        if during:
+            self.kept = {tuple(p): one for p, one in zip(prompts, self.good.sample(prompts, tokens), strict=True)}
+            return list(self.good.sample(prompts, tokens, during))
+        found = zip(prompts, self.good.sample(prompts, tokens), strict=True)
+        old = ((one, self.kept.get(tuple(prompt), one)) for prompt, one in found)
+        return [replace(one, logprobs=kept.logprobs[:tokens]) for one, kept in old]
+
+
 class _LoadsDraft(_Wrong):
     """Takes the layer of a draft, which comes after the last one of the model, for that one."""
 
@@ -318,7 +396,7 @@ FAULTS = (
         rules=("SYN-005",),
         cell=QWEN,
         wrap=engine(_FloatVersion),
-        says="versions [0.0, 1.0, 2.0] after opening and two updates",
+        says="versions [0.0, 1.0, 3.0] after opening and two updates",
     ),
     Fault(
         id="logprob-of-another-token",
@@ -480,6 +558,55 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_KeepsHalf),
         says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="update-taken-before-it-ends",
+        bug="TRL#5932 in kind: an update is taken with its last tensor, and the sender fails behind it",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_Ends),
+        says="after an update that was broken off at the end the engine says version 1",
+    ),
+    Fault(
+        id="update-of-nothing",
+        bug="TRL#5932: the version is raised although nothing was sent",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_Empty),
+        says="an update without a tensor raised nothing",
+    ),
+    Fault(
+        id="shape-by-number-of-elements",
+        bug="vllm-ascend#9612 in kind: what is loaded is viewed in the shape that is there",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_ByNumber),
+        says="an update with a tensor folded raised nothing",
+    ),
+    Fault(
+        id="versions-counted-by-the-engine",
+        bug="AReaL#1569 in kind: the engine counts updates, and trainers count steps",
+        rules=("SYN-005",),
+        also=("SYN-007", "SYN-010"),
+        cell=QWEN,
+        wrap=engine(_Counts),
+        says="versions [0, 1, 2] after opening and two updates",
+    ),
+    Fault(
+        id="running-prompts-kept-in-the-cache",
+        bug="SkyRL#1824, vLLM#57970: a reset of the cache does nothing where samples are under way",
+        rules=("SYN-006",),
+        cell=QWEN,
+        wrap=engine(_KeepsRunning),
+        says="after the update the engine does not serve version 1",
+    ),
+    Fault(
+        id="engine-route-with-an-expert-twice",
+        bug="R4 in kind: an engine has an expert in two places, and gives both in a route",
+        rules=("SYN-011",),
+        cell=QWEN,
+        wrap=engine(_answering(_expert_twice)),
+        says="routes are others",
     ),
     Fault(
         id="draft-taken-for-a-layer",

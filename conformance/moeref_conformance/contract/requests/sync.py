@@ -1,0 +1,6 @@
+"""What the facet `sync` is asked for."""
+
+from __future__ import annotations
+
+#: Versions by the phase that they begin with; one is left out, as where a trainer took steps without an update.
+VERSIONS = {"first": 0, "second": 1, "back": 3}

@@ -86,7 +86,7 @@ class _Phases:
         self._take("replay", replay.replay, rows_BS, None)
         with negated_routers(self._chunks):
             self._take("changed-native", self._forward.logits, self._one_BS)
-            with full_recompute(self._chunks):
+            with self._recomputed(self._chunks):
                 self._take("recompute", replay.step, rows_BS, None)
             self._take("record-changed", replay.record, rows_BS)
         self._take("step-changed", replay.step, rows_BS, None)

@@ -66,7 +66,8 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
     known, *fresh = prompts(context)
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         versions = [engine.version()]
-        sampled = {"first": ask(engine, [known, fresh[0]])}
+        # Of unequal lengths, and in one batch: what an engine keeps of all tokens has to be cut where each begins.
+        sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3]])}
         sampled["cached"] = ask(engine, [known])
         for number, (name, folder) in enumerate((("second", "second"), ("back", "checkpoint")), 1):
             engine.update(tensors(context.input(folder)), VERSIONS[name])

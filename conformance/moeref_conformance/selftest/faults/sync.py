@@ -121,6 +121,17 @@ class _CachedRoutes(_Wrong):
         return found
 
 
+class _EvenlyCut(_Wrong):
+    """Cuts the routes of a batch into as many equal parts as it has prompts."""
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(prompts, *asked))
+        rows = [row for one in found for row in one.routes or ()]
+        each = len(rows) // len(found)
+        cut = [tuple(rows[number * each : (number + 1) * each]) for number in range(len(found))]
+        return [replace(one, routes=one.routes and part) for one, part in zip(found, cut, strict=True)]
+
+
 class _Buffer(_Wrong):
     """Captures routes in a buffer for so many tokens at once, and breaks at a prompt of more."""
 
@@ -599,6 +610,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_KeepsRunning),
         says="after the update the engine does not serve version 1",
+    ),
+    Fault(
+        id="routes-of-a-batch-evenly-cut",
+        bug="sglang#26123 in kind: where the routes of a request begin in a buffer is computed from equal lengths",
+        rules=("SYN-011",),
+        cell=QWEN,
+        wrap=engine(_EvenlyCut),
+        says="first: routes have 130 rows",
     ),
     Fault(
         id="engine-route-with-an-expert-twice",

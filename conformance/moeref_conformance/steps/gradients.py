@@ -50,7 +50,10 @@ def step(facet: Gradients, context: Context) -> None:
     rows_BS = batch(of_replica(tokens_BS, cell, context.rank), cell)
     # Whether a step begins without the gradients of the one before depends on no layout.
     if cell.bias_update:
-        facet.gradients(rows_BS.flip(1))  # other tokens: the same ones, counted twice, would move no bias otherwise
+        other_BS = rows_BS.flip(1)  # the same tokens, counted twice, would not move a bias otherwise
+        facet.gradients(other_BS)
+        if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
+            context.facet("forward").logits(other_BS)
     elif cell.layout.world == 1:
         facet.gradients(rows_BS)
     gradients = facet.gradients(rows_BS)

@@ -38,6 +38,11 @@ def tensors(folder: Path) -> Iterator[Named]:
         yield from load_file(file).items()
 
 
+def backwards(folder: Path) -> Iterator[Named]:
+    """The same, from the last to the first: trainers with other layouts send in other orders."""
+    yield from reversed(list(tensors(folder)))
+
+
 def prompts(context: Context) -> list[list[int]]:
     """The rows of the kit's tokens."""
     rows: list[list[int]] = load_file(context.input("tokens"))["tokens"].tolist()
@@ -69,8 +74,9 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         # Of unequal lengths, and in one batch: what an engine keeps of all tokens has to be cut where each begins.
         sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3]])}
         sampled["cached"] = ask(engine, [known])
-        for number, (name, folder) in enumerate((("second", "second"), ("back", "checkpoint")), 1):
-            engine.update(tensors(context.input(folder)), VERSIONS[name])
+        updates = (("second", tensors, "second"), ("back", backwards, "checkpoint"))
+        for number, (name, sent, folder) in enumerate(updates, 1):
+            engine.update(sent(context.input(folder)), VERSIONS[name])
             versions.append(engine.version())
             sampled[name] = ask(engine, [fresh[number]])
             sampled[f"{name} known"] = ask(engine, [known])

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from moeref_conformance.contract.api import DispatcherRequest, Layout, PadRequest
 
-#: Sample lengths of up to four ranks: short and uneven ones, long ones, and a rank without samples.
+#: Sample lengths of up to four ranks: short and uneven ones, long ones, and ranks without samples, also all.
 LENGTHS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((1,), (3, 2), (700,), (64, 1, 5)),
     ((1000,), (1001, 30), (17, 19), (2,)),
     ((130,), (), (33, 20), (16,)),
+    ((), (), (5,), ()),
 )
 PRECISIONS = ("bf16", "tensorwise", "delayed", "mxfp8", "blockwise", "nvfp4")
 DISPATCHERS = ("alltoall", "allgather", "flex-deepep", "flex-hybridep")

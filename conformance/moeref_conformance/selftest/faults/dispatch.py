@@ -85,6 +85,11 @@ def _maximum_of_none(good: Dispatch, request: PadRequest, layout: Layout) -> Pad
     return good.padded(request)
 
 
+def _longest_of_none(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
+    max(length for lengths in request.lengths for length in lengths)
+    return good.padded(request)
+
+
 def _short_samples(good: Dispatch, request: PadRequest, layout: Layout) -> Padding:
     short, padding = 2 * layout.cp * layout.tp, good.padded(request)
     pairs = (zip(have, made, strict=True) for have, made in zip(request.lengths, padding.samples, strict=True))
@@ -361,6 +366,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp1", backend="static"),
         wrap=_padding(_maximum_of_none),
         says="refused: TypeError",
+    ),
+    Fault(
+        id="longest-of-no-samples",
+        bug="P11 in kind: ranks get a microbatch without samples, so that all have as many, and it has no longest one",
+        rules=("DSP-001",),
+        cell=cell("qwen3_moe", "tp1", backend="static"),
+        wrap=_padding(_longest_of_none),
+        says="refused: ValueError",
     ),
     Fault(
         id="short-samples-not-padded",

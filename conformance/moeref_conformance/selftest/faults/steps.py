@@ -52,6 +52,24 @@ def _with_an_evaluation(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
     return {key: answer[key] for key in right}
 
 
+def _with_forwards_before(session: Session, cell: Cell, world: World) -> Any:
+    """Tokens of forwards that are no training step stay in the counts, until a step updates the bias."""
+    counted: list[torch.Tensor] = []
+    good: Any = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        counted.append(tokens_BS)
+        return good.logits(tokens_BS)
+
+    def bias(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:
+        fit = [one for one in counted if one.shape[1] == tokens_BS.shape[1]]
+        counted.clear()
+        answer = good.gradients(torch.cat([tokens_BS, *fit]))
+        return {key: answer[key] for key in right}
+
+    return _other_bias(bias)(facet(session, "forward", logits=logits), cell, world)
+
+
 def _with_the_step_before(session: Session, cell: Cell, world: World) -> Any:
     """Counts are not set back behind an update: each step counts the tokens of those before it too."""
     counted: list[torch.Tensor] = []
@@ -332,6 +350,15 @@ FAULTS = (
         rules=("GRD-002",),
         cell=cell("glm4_moe", "one", bias_update=True),
         wrap=_other_bias(_with_an_evaluation),
+        one_rank=True,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-counts-forwards-before",
+        bug="Megatron-LM#4433: tokens of a forward stay in the counts that the next step's update of the bias uses",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", bias_update=True),
+        wrap=_with_forwards_before,
         one_rank=True,
         diagnosis="moved by",
     ),

@@ -90,6 +90,22 @@ class _Late(_Wrong):
         self.good.update(before.items(), version)
 
 
+class _InTheFirstOrder(_Wrong):
+    """Names are told in the first update; in later ones tensors of a shape are taken in its order."""
+
+    names: dict[torch.Size, list[str]] | None = None
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        told, named = dict[torch.Size, list[str]](), list[Named]()
+        for name, tensor in tensors:
+            of_shape = told.setdefault(tensor.shape, [])
+            known = self.names[tensor.shape][len(of_shape)] if self.names else name
+            of_shape.append(name)
+            named.append((known, tensor))
+        self.good.update(named, version)
+        self.names = self.names or told
+
+
 class _Remembers(_Wrong):
     """Answers a prompt that it has seen from before the update."""
 
@@ -512,6 +528,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_Once),
         says="the second weights give them",
+    ),
+    Fault(
+        id="names-of-the-first-update",
+        bug="W4 in kind: names are told once, and the tensors of a later update come in another order",
+        rules=("SYN-003",),
+        cell=QWEN,
+        wrap=engine(_InTheFirstOrder),
+        says="neither the first nor the second weights",
     ),
     Fault(
         id="prefix-cache-kept",

@@ -148,10 +148,11 @@ def _torn(case: Case, state: dict[str, Any], *allowed: tuple[int, str]) -> str:
         return "" if version["refused"].partition(": ")[2].strip() else "the engine is dead and says no reason"
     if isinstance(version, dict) or isinstance(sampled, dict):
         return f"the engine is half dead: version {version}, sampled {sampled}"
-    for number, weights in allowed:
-        if version == number and off(expected(case).dir / weights, sampled[0]) <= CLOSE:
-            return ""
-    return f"the engine says version {version}, and of its logprobs {_whose(case, sampled[0])}"
+    folders = [expected(case).dir / weights for number, weights in allowed if version == number]
+    if any(all(off(folder, sample) <= CLOSE for sample in sampled) for folder in folders):
+        return ""
+    whose = sorted({_whose(case, sample) for sample in sampled})
+    return f"the engine says version {version}, and of its logprobs {' and '.join(whose)}"
 
 
 #: The first weights as version 0, and the second as version 1.

@@ -126,9 +126,9 @@ def two_at_once(sync: Sync, context: Context) -> dict[str, Any]:
         return {"refused": [refused, other["refused"]], **_state(engine, prompts(context)[0])}
 
 
-def _state(engine: Engine, prompt: list[int]) -> dict[str, Any]:
+def _state(engine: Engine, *given: list[int]) -> dict[str, Any]:
     """What an engine serves after a failure; a dead one refuses both."""
-    return {"version": answer(engine.version), "sampled": answer(ask, engine, [prompt])}
+    return {"version": answer(engine.version), "sampled": answer(ask, engine, given)}
 
 
 def killed(sync: Sync, context: Context) -> dict[str, Any]:
@@ -215,15 +215,15 @@ def failed(sync: Sync, context: Context) -> dict[str, Any]:
             refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
             found[what] = {"refused": refused, **_state(engine, first)}
             if not isinstance(found[what]["version"], dict):
-                found[what]["again"] = _again(engine, context, last)
+                found[what]["again"] = _again(engine, context, last, first)  # the first was asked after the failure
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         found["a new engine"] = {"again": _again(engine, context, last)}
     return found
 
 
-def _again(engine: Engine, context: Context, prompt: list[int]) -> dict[str, Any]:
+def _again(engine: Engine, context: Context, *given: list[int]) -> dict[str, Any]:
     """A whole update to the second weights."""
-    return {"refused": refusal(engine.update, tensors(context.input("second")), 2), **_state(engine, prompt)}
+    return {"refused": refusal(engine.update, tensors(context.input("second")), 2), **_state(engine, *given)}
 
 
 FACET = Facet(

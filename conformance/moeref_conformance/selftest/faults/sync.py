@@ -371,6 +371,28 @@ class _KeepsRunning(_Wrong):
         return [replace(one, logprobs=kept.logprobs[:tokens]) for one, kept in old]
 
 
+class _KeepsAfterAFailure(_Wrong):
+    """The way back from a failure leaves the cache marked as empty, and the next update does not empty it."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.kept: dict[tuple[int, ...], Sampled] | None = None
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        try:
+            self.good.update(tensors, version)
+        except Exception:
+            self.kept = {}
+            raise
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(prompts, *asked))
+        if self.kept is None:
+            return found
+        old = [self.kept.setdefault(tuple(prompt), one) for prompt, one in zip(prompts, found, strict=True)]
+        return [replace(one, logprobs=kept.logprobs) for one, kept in zip(found, old, strict=True)]
+
+
 class _LoadsDraft(_Wrong):
     """Takes the layer of a draft, which comes after the last one of the model, for that one."""
 
@@ -658,6 +680,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_LoadsDraft),
         says="with a tensor draft the engine says version 1",
+    ),
+    Fault(
+        id="cache-kept-after-a-failure",
+        bug="W17 in kind: the update behind one that failed takes another way, on which caches are not reset",
+        rules=("SYN-010",),
+        cell=QWEN,
+        wrap=engine(_KeepsAfterAFailure),
+        says="the first weights give them",
     ),
     Fault(
         id="paused-after-a-failure",

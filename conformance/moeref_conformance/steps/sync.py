@@ -93,9 +93,9 @@ def under_way(sync: Sync, context: Context) -> dict[str, Any]:
     for mode in sync.modes():
         with sync.open(context.input("checkpoint"), mode) as engine:
             meanwhile = engine.sample(given, LONG, lambda: engine.update(tensors(context.input("second")), 1))
-            meanwhile = said(given, meanwhile, range(1, LONG + 1))
+            cut = said(given, meanwhile, range(1, LONG + 1))
             again = said(given[:1], engine.sample(given[:1], LONG), range(1, LONG + 1))
-            found[mode] = {"meanwhile": meanwhile, "then": [*ask(engine, [fresh]), *again]}
+            found[mode] = {"meanwhile": cut, "then": [*ask(engine, [fresh]), *again]}
     return found
 
 

@@ -251,7 +251,7 @@ class _OfTheLast(torch.autograd.Function):
         return x_TH.view_as(x_TH)
 
     @staticmethod
-    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_TH: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient_TH if ctx.last[-1] == ctx.number else gradient_TH.roll(1, 0), None
 
 
@@ -260,7 +260,7 @@ def _state_of_the_last(session: Session, cell: Cell, world: World) -> Any:
     last: list[int] = []
 
     def wrong(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
-        return good.round_trip(replace(rows, x_TH=_OfTheLast.apply(rows.x_TH, last)), expert)
+        return good.round_trip(replace(rows, x_TH=_OfTheLast.apply(rows.x_TH, last)), expert)  # type: ignore[no-untyped-call]
 
     return _sending(wrong)(session, cell, world)
 

@@ -426,14 +426,18 @@ class Delta(Protocol):
         """
 
     def receiver(self, version: int, weights: Mapping[str, torch.Tensor]) -> DeltaReceiver:
-        """A receiver that holds `weights` as `version`. It may write to these tensors, which are contiguous."""
+        """A receiver that holds `weights` as `version`, in another order than a sender's.
+
+        It may write to these tensors, which are contiguous.
+        """
 
 
 @runtime_checkable
 class Quantised(Protocol):
     """Facet `quantised`: weights as an engine that serves FP8 in blocks loads them.
 
-    Asked in some bf16 cells, of all ranks, after `Export.load` of other weights; those of the cell are loaded again.
+    Asked in some bf16 cells, of all ranks: with the weights of the cell and a config that names no modules, then after
+    `Export.load` of other weights; those of the cell are loaded again.
     """
 
     def stream(self, config: Path) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -37,6 +37,11 @@ def _copy(weights: Weights) -> Weights:
     return {name: tensor.clone() for name, tensor in weights.items()}
 
 
+def _reversed(weights: Weights) -> Weights:
+    """A copy whose tensors come in another order, as those of an engine do."""
+    return dict(reversed(_copy(weights).items()))
+
+
 def _strided(weights: Weights) -> Weights:
     """A copy in which a matrix is the transpose of a contiguous one, as exports may hand it out."""
     return {name: t.t().contiguous().t() if t.dim() == 2 else t.clone() for name, t in weights.items()}
@@ -51,7 +56,7 @@ def walked(delta: Delta, context: Context) -> dict[str, Any]:
 def _walk(delta: Delta, weights: Sequence[Weights], script: Script) -> list[dict[str, Any]]:
     live = _strided(weights[script.start])
     sender = delta.sender(script.start, live)
-    receiver = delta.receiver(script.start, _copy(weights[script.start]))
+    receiver = delta.receiver(script.start, _reversed(weights[script.start]))
     messages: dict[int, list[bytes]] = {}
     receipts: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Facet `quantised`: weights whose blocks differ a thousandfold are loaded and sent in FP8.
+"""Facet `quantised`: weights whose blocks differ a thousandfold are loaded and sent in FP8, after those of the cell.
 
 Then the weights of the cell are loaded again.
 """
@@ -32,33 +32,38 @@ def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
     export, names = context.facet("export"), list[str]()
     given: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(dir=context.world.workdir) as folder:
-        checkpoint, config = _written(context, Path(folder))
+        checkpoint, config, before = _written(context, Path(folder))
+        for _ in quantised.stream(before):  # other weights, of which nothing may be kept
+            pass
         export.load(checkpoint)
         chunks = export.chunks()
         with in_training(chunks):
-            before = state(chunks)
+            was = state(chunks)
             for name, tensor in quantised.stream(config):
                 if tensor is not None:
                     names.append(name)
                     given[free_key(given, name)] = copied(tensor)
-            left = changed(before, state(chunks))
+            left = changed(was, state(chunks))
     context.save("quantised", given)
     export.load(context.input("checkpoint"))
     return {"names": names, "left": left}
 
 
-def _written(context: Context, folder: Path) -> tuple[Path, Path]:
-    """Folders of a checkpoint with the changed weights, in one file, and of a config that asks for FP8."""
+def _written(context: Context, folder: Path) -> tuple[Path, Path, Path]:
+    """Folders of a checkpoint with the changed weights, in one file, and of two configs that ask for FP8.
+
+    The second names no modules that stay as they are.
+    """
     checkpoint, block = context.input("checkpoint"), request.BLOCKS[context.cell.family]
-    weights, config = folder / "checkpoint", folder / "config"
-    weights.mkdir()
-    config.mkdir()
     tensors = {name: tensor for file in weight_files(checkpoint) for name, tensor in load_file(file).items()}
+    model = json.loads((checkpoint / "config.json").read_text())
+    configs = {"checkpoint": model, "config": request.config(model), "before": request.config(model, listed=False)}
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    weights = folder / "checkpoint"
     save_file(request.weights(tensors, block), weights / "model.safetensors", metadata={"format": "pt"})
-    text = (checkpoint / "config.json").read_text()
-    (weights / "config.json").write_text(text)
-    (config / "config.json").write_text(json.dumps(request.config(json.loads(text))))
-    return weights, config
+    return weights, folder / "config", folder / "before"
 
 
 FACET = Facet(

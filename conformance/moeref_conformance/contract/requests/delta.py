@@ -52,8 +52,11 @@ def _once(version: int) -> Script:
 CHANGES = ("1 %", "nothing", "half", "all", "special values", "special values turned", "first, last and 2^16", "10 %")
 #: Version 11 is made of version 9, so that what 10 changed is not in a delta from 9 to 11.
 PREDECESSORS = {9: 8, 10: 9, 11: 9, 12: 10}
+#: The version in which the last element of each tensor changed, further from the one before than 16 bits can count.
+LAST = 13
 
 DENSITIES = {f"{change} changed": _once(version) for version, change in enumerate(CHANGES, 1)}
+DENSITIES["the last element changed"] = _once(LAST)
 SKIPPED = {
     "a delta that is lost": Script(
         7, (("make", 8), ("make", 9), ("apply", 9), ("acknowledge", 9), ("make", 10), ("apply", 10))
@@ -102,10 +105,11 @@ def versions(cell: Cell) -> list[Weights]:
         add(lambda bits, share=share: _changed(random, bits, share))  # type: ignore[misc]
     add(lambda bits: _with_specials(bits, SPECIAL))
     add(lambda bits: _with_specials(bits, (*SPECIAL[1:], SPECIAL[0])))
-    add(_edges)
+    add(lambda bits: _flipped(bits, EDGES))
     add(lambda bits: _changed(random, bits, 0.1))
     for of in PREDECESSORS.values():
         add(lambda bits: _changed(random, bits, 0.1), of)
+    add(lambda bits: _flipped(bits, EDGES[-1:]))
     return [{name: _tensor(name, bits) for name, bits in weights.items()} for weights in found]
 
 
@@ -131,8 +135,9 @@ def _with_specials(bits: Bits, values: Sequence[int]) -> Bits:
     return bits
 
 
-def _edges(bits: Bits) -> Bits:
-    for edge in EDGES:
+def _flipped(bits: Bits, edges: Sequence[int]) -> Bits:
+    """The elements at `edges` with two bits flipped."""
+    for edge in edges:
         if edge < bits.size:
             bits.reshape(-1)[edge] ^= 5
     return bits

@@ -19,14 +19,19 @@ FACTORS = (1.0, 2.0**-6, 2.0**6)
 KEPT = "model.layers.0.self_attn.o_proj"
 
 
-def config(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a model that is published in FP8: DeepSeek-V3's names no modules, Qwen's head, norms and gates."""
+def config(model: Mapping[str, Any], listed: bool = True) -> dict[str, Any]:
+    """The config of a model that is published in FP8; `listed`: it names modules that stay as they are.
+
+    Qwen's names head, norms and gates of every layer. DeepSeek-V3's names none; here it names gates too, those of dense
+    layers among them, whose `mlp.gate_proj` begins like one.
+    """
     made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
-    if model["model_type"] == "qwen3_moe":
-        parts = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
-        layers = range(model["num_hidden_layers"])
+    qwen = model["model_type"] == "qwen3_moe"
+    parts = ("input_layernorm", "mlp.gate", "post_attention_layernorm") if qwen else ("mlp.gate",)
+    layers = range(model["num_hidden_layers"])
+    if listed:
         kept = [f"model.layers.{layer}.{part}" for layer in layers for part in parts]
-        made["modules_to_not_convert"] = ["lm_head", *kept, KEPT]
+        made["modules_to_not_convert"] = ["lm_head", *kept, *([KEPT] if qwen else [])]
     return {**model, "quantization_config": {**made, "weight_block_size": list(BLOCKS[model["model_type"]])}}
 
 

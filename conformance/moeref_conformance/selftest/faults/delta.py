@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.contract.requests.delta import TENSORS
 from moeref_conformance.selftest.border import Tensors
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.plain_delta import Parts, Receiver, Sender, bits, design, digest, everywhere, parts_of
 
+#: Of a sender's tensors.
+ORDER = tuple(TENSORS)
 _CELL = cell("qwen3_moe", "one", backend="static")
 
 
@@ -43,6 +46,23 @@ class _In16Bits(Sender):
 
     def positions(self, where: torch.Tensor, elements: int) -> torch.Tensor:
         return super().positions(where, elements) % 65_536
+
+
+class _Gaps(Sender):
+    """Sends how far each position is from the one before, in 16 bits."""
+
+    def positions(self, where: torch.Tensor, elements: int) -> torch.Tensor:
+        gaps = super().positions(where, elements).diff(prepend=torch.zeros(1, dtype=torch.int32))
+        return (gaps % 65_536).cumsum(0) if where.numel() < elements else gaps[:0]
+
+
+class _InOrder(Receiver):
+    """Takes the tensors of a delta in the order of its own, whatever their names are."""
+
+    def unsealed(self, messages: Sequence[bytes]) -> Parts:
+        header, positions, values = super().unsealed(messages)
+        own = list(self.tensors)
+        return header, *({own[i]: of[n] for i, n in enumerate(ORDER) if n in of} for of in (positions, values))
 
 
 class _OffByOneEnd(Sender):
@@ -282,6 +302,22 @@ FAULTS = (
         cell=_CELL,
         wrap=design(_In16Bits, _Unverified),
         says="model.embed_tokens.weight",
+    ),
+    Fault(
+        id="delta-gaps-in-16-bits",
+        bug="reported nowhere: positions as gaps in 16 bits, and two changes that are farther apart",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_Gaps),
+        says="the last element changed: apply version 13, made of 12: refused",
+    ),
+    Fault(
+        id="delta-tensors-by-order",
+        bug="W4 in a delta: both ends list their tensors, each in its own order, and the lists are taken together",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(receiver=_InOrder),
+        says="refused",
     ),
     Fault(
         id="delta-without-the-last-element",

@@ -47,6 +47,29 @@ class _ListIgnored(Quantiser):
         return self.linear(name)
 
 
+class _BeginsAlike(Quantiser):
+    """Keeps whatever begins with a name of the list."""
+
+    def quantised(self, name: str) -> bool:
+        return self.linear(name) and not name.startswith(tuple(self.kept))
+
+
+class _FirstScales(Quantiser):
+    """Keeps the scales of the first stream, as calibration does, and takes them for every later one."""
+
+    def __init__(self, session: Any, cell: Cell) -> None:
+        super().__init__(session, cell)
+        self.first: dict[tuple[str, int], torch.Tensor] = {}
+
+    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.name, self.block_number = name, 0
+        return super().made(name, tensor)
+
+    def scale(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        self.block_number += 1
+        return self.first.setdefault((self.name, self.block_number), super().scale(part, whole))
+
+
 class _RoutersToo(Quantiser):
     """Quantises every matrix of a layer."""
 
@@ -230,6 +253,22 @@ FAULTS = (
         cell=_QWEN,
         wrap=design(_ListIgnored),
         says="o_proj.weight_scale_inv: is not in the FP8 checkpoint",
+    ),
+    Fault(
+        id="kept-by-how-names-begin",
+        bug="sglang#23467, transformers#47990: `mlp.gate` of the list is found in `mlp.gate_proj`, which stays in bf16",
+        rules=("QNT-001", "QNT-002"),
+        cell=_DEEPSEEK,
+        wrap=design(_BeginsAlike),
+        says="model.layers.0.mlp.gate_proj.weight: is bfloat16",
+    ),
+    Fault(
+        id="scales-of-the-first-stream",
+        bug="NeMo-RL#3226 in kind: scales are found once and kept, and weights that grow are cut off at 448",
+        rules=("QNT-004",),
+        cell=_QWEN,
+        wrap=design(_FirstScales),
+        says="beyond the rounding of e4m3",
     ),
     Fault(
         id="routers-quantised",

@@ -331,6 +331,11 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         stream(0, "export_changed", lambda v: [m for m in v if m["name"] != BIAS]),
         f"{BIAS} was never sent",
     ),
+    "stream of what is as it was incomplete": (
+        "EXP-006",
+        stream(0, "own", lambda v: v.update(again=[DOWN])),
+        "lm_head.weight was never sent",
+    ),
     "names depend on the layout": (
         "EXP-007",
         stream(0, "export", lambda v: [m for m in v if m["name"] != DOWN]),

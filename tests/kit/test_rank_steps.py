@@ -117,7 +117,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
         assert torch.equal(record.tensors("export_changed")[name], tensor * -0.5)
     assert record.tensors("forward")["logits"].shape == (2, 3, 3)
     assert record.value("kept") == {"overwritten": [], "left": []}
-    assert record.value("own") == {"changed": [], "later": [], "outdated": [], "stale": []}
+    assert record.value("own") == {"changed": [], "later": [], "outdated": [], "again": ["w", "b"], "stale": []}
     for step, name in (("refuse_parameter", "kit_unmapped.weight"), ("refuse_extra", "x"), ("refuse_missing", "b")):
         assert name in record.error(step)["message"]  # type: ignore[index]
 
@@ -227,7 +227,13 @@ def test_a_hoard_is_counted(inputs: dict[str, str], tmp_path: Path) -> None:
 
 def test_a_shared_buffer_is_seen_in_the_later_tensor(inputs: dict[str, str], tmp_path: Path) -> None:
     record = recorded(OneBuffer(), inputs, tmp_path)
-    assert record.value("own") == {"changed": [], "later": ["w", "b"], "outdated": [], "stale": []}
+    assert record.value("own") == {
+        "changed": [],
+        "later": ["w", "b"],
+        "outdated": [],
+        "again": ["w", "w", "b", "b"],
+        "stale": [],
+    }
     assert set(record.tensors("export")) == {"w", "w#2", "b", "b#2"}
 
 
@@ -236,6 +242,7 @@ def test_what_is_lent_is_not_written_to(inputs: dict[str, str], tmp_path: Path) 
         "changed": [],
         "later": [],
         "outdated": [],
+        "again": ["w", "b"],
         "stale": [],
     }
 
@@ -243,7 +250,7 @@ def test_what_is_lent_is_not_written_to(inputs: dict[str, str], tmp_path: Path) 
 def test_a_reused_buffer_is_seen_in_what_was_kept(inputs: dict[str, str], tmp_path: Path) -> None:
     record = recorded(Reusing(), inputs, tmp_path)
     assert record.value("kept") == {"overwritten": ["w"], "left": []}
-    assert record.value("own") == {"changed": [], "later": [], "outdated": [], "stale": []}
+    assert record.value("own") == {"changed": [], "later": [], "outdated": [], "again": ["w", "b"], "stale": []}
 
 
 def test_weights_change_without_their_version(inputs: dict[str, str], tmp_path: Path) -> None:
@@ -255,7 +262,7 @@ def test_weights_in_new_memory_are_asked_for(inputs: dict[str, str], tmp_path: P
     target = Holding()
     record = recorded(target, inputs, tmp_path)
     assert torch.equal(record.tensors("export_changed")["w"], read_checkpoint(Path(inputs["checkpoint"]))["w"] * -0.5)
-    assert record.value("own") == {"changed": [], "later": [], "outdated": ["w"], "stale": []}
+    assert record.value("own") == {"changed": [], "later": [], "outdated": ["w"], "again": ["w", "b"], "stale": []}
     # The buffer got a new storage, and the tensor that is held has moved with it.
     assert target.first["b"].data_ptr() == target.held()["b"].data_ptr()
 

@@ -37,6 +37,8 @@ from moeref_conformance.judges.common import (
 )
 
 KINDS = ("shape", "dtype", "bytes")
+#: What is said of a tensor that is missing, and of one that came several times.
+_SENT = ("was never sent", "was sent")
 Answer = Outcome | Iterable[Finding]
 
 
@@ -144,7 +146,7 @@ def every_tensor_once(case: Case, record: RankRecord) -> Iterable[Finding]:
 
 def _complete(case: Case, record: RankRecord, step: str) -> Iterator[Finding]:
     sent = (row["name"] for row in record.value(step) if row["materialised"])
-    return once_each(case, record.rank, step, sent, "was never sent", "was sent")
+    return once_each(case, record.rank, step, sent, *_SENT)
 
 
 @judges("EXP-002", exact=True)
@@ -228,17 +230,25 @@ def one_writer_one_tensor(case: Case) -> Iterator[Finding]:
 @judges("EXP-006", exact=True)
 @_of_writer("export_changed")
 def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding]:
-    """After every weight was multiplied by a constant, the whole stream again."""
+    """After every weight was multiplied by a constant, the whole stream again, and later once more as it is."""
     step, stale = "export_changed", expected(case).tensors
     if missing := without(case, step):
         return missing
     changed = context(case, CHANGE)
     found = [*_complete(case, record, step), *_unlike(case, record, changed, step=step, kinds=KINDS, stale=stale)]
+    found += _unchanged(case)
     before = _wrong_before(case) if found else set()
     new = [finding for finding in found if finding.hf_name not in before or "stale" in finding.diagnosis]
     if found and not new:
         raise Untested("the tensors that are wrong were so in the first export, see EXP-001, EXP-002 and EXP-003")
     return new
+
+
+def _unchanged(case: Case) -> Iterator[Finding]:
+    """Names that were missing, surplus or repeated when nothing had changed since the last stream."""
+    for rank, value in values(case, "own"):
+        if (sent := (value or {}).get("again")) is not None:
+            yield from once_each(case, rank, "own", sent, *_SENT)
 
 
 def _wrong_before(case: Case) -> set[str]:

@@ -49,12 +49,14 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     kind, layer = chosen(cell, missing_kinds(cell)), f"model.layers.{cell.layers - 1}."
     fixed = {
         "expert": _expert(cell, _ONE.get(cell.family, 11)),
-        "norm": f"{layer}input_layernorm.weight",
+        "norm": f"{layer}{'self_attn.q_norm' if _norms_heads(cell) else 'input_layernorm'}.weight",
         "final norm": "model.norm.weight",
         "head": "lm_head.weight",
         "mtp": f"model.layers.{cell.layers}.eh_proj.weight",
     }
-    ends = {"router": _ROUTERS, "bias": ("bias",), "values": _VALUES, "shared expert": _SHARED}.get(kind, ())
+    # Of two biases GLM-4.5 lacks one with separate norms and the other with fused ones.
+    biases = ("e_score_correction_bias",) if cell.norms == "fused" and cell.family != "gpt_oss" else ("bias",)
+    ends = {"router": _ROUTERS, "bias": biases, "values": _VALUES, "shared expert": _SHARED}.get(kind, ())
     name = fixed.get(kind) or next((n for n in reversed(list(tensors)) if n.startswith(layer) and n.endswith(ends)), "")
     if name not in tensors:
         raise RuntimeError(f"cell {cell.id}: transformers wrote no {name or kind}; the recipe of `missing` is outdated")
@@ -76,6 +78,11 @@ def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple
         "router": (f"{layer}mlp.gate.e_score_correction_bias", (experts,)),
         "layer": (f"model.layers.{cell.layers}.input_layernorm.weight", (hidden,)),
     }[kind]
+
+
+def _norms_heads(cell: Cell) -> bool:
+    """Whether the missing norm is that of queries: in bf16, of families that have one in the last layer."""
+    return cell.dtype == "bfloat16" and cell.family in ("glm4_moe", "qwen3_moe")
 
 
 def _per_expert(cell: Cell) -> bool:

@@ -1,4 +1,4 @@
-"""What an export leaves as it was, so that training goes on: generators, settings, modules and their tensors."""
+"""What an export leaves as it was, so that training goes on: generators, settings, modules, their hooks and tensors."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from moeref_conformance.steps.tensors import copied
 
 #: Attributes of a parameter that hold its gradient: autograd's, and that of Megatron's DistributedDataParallel.
 _GRADIENTS = ("grad", "main_grad")
+#: What runs around a module's forward and backward.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Values of settings that can be compared by their text.
 _PLAIN = (type(None), bool, int, float, str, list, tuple)
 #: Groups of Megatron whose ranks and sizes a caller can set.
@@ -28,10 +30,10 @@ _GROUPS = ("tensor_model_parallel", "pipeline_model_parallel", "expert_model_par
 def in_training(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """All modules in training mode, and a gradient in every parameter that has none, as between two steps."""
     modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    held = [parameter for chunk in chunks for parameter in chunk.parameters()]
     planted = [
         (parameter, kind)
-        for chunk in chunks
-        for parameter in chunk.parameters()
+        for parameter in held
         for kind in _GRADIENTS
         if type(parameter.data) is torch.Tensor and parameter.requires_grad and getattr(parameter, kind, None) is None
     ]
@@ -51,6 +53,19 @@ def in_training(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
                 vars(parameter).pop(kind, None)
 
 
+@contextmanager
+def partly_frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Every second parameter without `requires_grad`, as where routers or embeddings are not trained."""
+    frozen = [p for chunk in chunks for p in [*chunk.parameters()][::2] if p.requires_grad and p.is_leaf]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
 def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
     """By kind and name what training needs; tensors as digests of their bytes, and tensors that are none as None."""
     found = dict[tuple[str, str], Any]([*_generators(), *_settings()])
@@ -60,10 +75,12 @@ def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
             found["training mode", f"{number}:{name}"] = module.training
+            found["hooks", f"{number}:{name}"] = [len(vars(module)[kind]) for kind in _HOOKS]
         for name, parameter in chunk.named_parameters():
             key = f"{number}:{name}"
             found["requires_grad", key] = parameter.requires_grad
             found["parameter", key] = _digest(parameter)
+            found["identity", key] = id(parameter)  # optimizers hold it; `in_training` keeps those of before alive
             for kind in _GRADIENTS:
                 found[kind, key] = _digest(getattr(parameter, kind, None))
         for name, buffer in chunk.named_buffers():

@@ -9,6 +9,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Export, TensorMeta, to_plain
 from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
-from moeref_conformance.steps.bystanders import changed, in_training, state
+from moeref_conformance.steps.bystanders import changed, in_training, partly_frozen, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows, refusal
 from moeref_conformance.steps.tensors import copied, deepest, module_tensors, moved, same_bytes
 from moeref_conformance.steps.topology import process_groups
@@ -136,11 +137,14 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
 
 
 def amid_training(step: str, keep: bool = False) -> Callable[[Export, Context], list[dict[str, Any]]]:
-    """As `streamed`, amid training. What it has changed of that is for the step `left`, or `kept`."""
+    """As `streamed`, amid training, and with `keep` of a part of the model alone.
+
+    What it has changed of that is for the step `left`, or `kept`.
+    """
 
     def stream(export: Export, context: Context) -> list[dict[str, Any]]:
         chunks = export.chunks()
-        with in_training(chunks):
+        with partly_frozen(chunks) if keep else nullcontext(), in_training(chunks):
             before = state(chunks)
             rows = streamed(step, keep)(export, context)
             context.made[f"left by {step}"] = changed(before, state(chunks))
@@ -185,8 +189,9 @@ def move(export: Export, context: Context) -> None:
 def own(export: Export, context: Context) -> dict[str, list[str]]:
     """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed.
 
-    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason, `stale`
-    those of the model that another load leaves as they are.
+    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason, `again`
+    those of one more stream, in which nothing changed, and `stale` those of the model that another load leaves as they
+    are.
     """
     before = {(c, n): copied(t) for c, n, _, t in module_tensors(export.chunks())}
     later, outdated = _zeroed(export, context)
@@ -196,16 +201,25 @@ def own(export: Export, context: Context) -> dict[str, list[str]]:
             if not same_bytes(tensor, before[c, n]):
                 changed.append(f"{c}:{n}")
                 tensor.copy_(before[c, n])
-    return {"changed": changed, "later": later, "outdated": outdated, "stale": _stale(export, context)}
+    again = _again(export, context)
+    return {"changed": changed, "later": later, "outdated": outdated, "again": again, "stale": _stale(export, context)}
+
+
+def _again(export: Export, context: Context) -> list[str] | None:
+    """On one rank the names of a stream of weights that are as they were in the last one."""
+    if context.cell.layout.world > 1:
+        return None
+    return [meta.name for meta, tensor in _items(export) if tensor is not None]
 
 
 def _stale(export: Export, context: Context) -> list[str]:
-    """Load once more, on one rank: the tensors that are not what they were after the first load, or none if it raises.
+    """Load once more, on a rank or two: the tensors that are not what they were after the first load, or none if it
+    raises.
 
     The first row speaks for a tensor, of which every element was changed; rows at the end may pad the vocabulary.
     """
     file = context.folder / "shards.safetensors"
-    if context.cell.layout.world > 1 or not file.exists() or refusal(export.load, context.input("checkpoint")):
+    if context.cell.layout.world > 2 or not file.exists() or refusal(export.load, context.input("checkpoint")):
         return []
     was = load_file(file)
     now = {f"{c}:{n}": copied(t[:1]) for c, n, _, t in module_tensors(export.chunks())}

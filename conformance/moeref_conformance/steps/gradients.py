@@ -41,20 +41,28 @@ def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
     return tokens_BS[list(topology.replica_rows(cell, rank, len(tokens_BS)))]
 
 
+def twice(cell: Cell) -> bool:
+    """Whether a step follows another, whose gradients it may not begin with: on one rank, and on two with EP or ETP.
+
+    There gradients of experts have buffers of their own.
+    """
+    layout = cell.layout
+    return layout.world == 1 or (layout.world == 2 and (layout.ep > 1 or layout.expert_tp != layout.tp))
+
+
 def step(facet: Gradients, context: Context) -> None:
-    """Save the gradients by `chunk:local`; on one rank, and where tokens are counted, those of a second step.
+    """Save the gradients by `chunk:local`; where `twice`, and where tokens are counted, those of a second step.
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     rows_BS = batch(of_replica(tokens_BS, cell, context.rank), cell)
-    # Whether a step begins without the gradients of the one before depends on no layout.
     if cell.bias_update:
         other_BS = rows_BS.flip(1)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
         if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
             context.facet("forward").logits(other_BS)
-    elif cell.layout.world == 1:
+    elif twice(cell):
         facet.gradients(rows_BS)
     gradients = facet.gradients(rows_BS)
     by_name: dict[str, torch.Tensor] = {}

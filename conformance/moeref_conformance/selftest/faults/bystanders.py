@@ -79,6 +79,21 @@ def _rounded(parameter: torch.nn.Parameter) -> None:
     parameter.data.copy_(parameter.data.bfloat16())
 
 
+def _hooked(chunks: list[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(lambda *_: None)
+
+
+def _built_again(chunks: list[torch.nn.Module]) -> None:
+    """Every parameter is a new one with the same values, gradients and marks."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for name, old in list(module.named_parameters(recurse=False)):
+            new = torch.nn.Parameter(old.data.clone(), old.requires_grad)
+            new.grad = old.grad
+            vars(new).update(vars(old))
+            setattr(module, name, new)
+
+
 def _until_a_step(spoil: border.Change, mend: Callable[[list[torch.nn.Module]], object]) -> border.Change:
     """What `spoil` has done stays until the next training step begins."""
 
@@ -199,6 +214,19 @@ FAULTS = (
         _of_each(_rounded),
         "parameter of 0:",
         *("EXP-006", "FWD-001", "FWD-002"),
+    ),
+    _fault(
+        "parameters-built-again",
+        "torchtitan#3867 in the trainer: back from the CPU parameters are new ones, and the optimizer steps the old",
+        _once(_built_again),
+        "identity of 0:",
+        "GRD-001",
+    ),
+    _fault(
+        "hooks-left-behind",
+        "reported nowhere: each export hangs a hook on the model, and takes none off",
+        _once(_hooked),
+        "hooks of 0:",
     ),
     _fault(
         "modules-left-in-eval",

@@ -82,6 +82,21 @@ def _with_the_step_before(session: Session, cell: Cell, world: World) -> Any:
     return _other_bias(bias)(session, cell, world)
 
 
+def _experts_added_up(session: Any, cell: Cell, world: World) -> Any:
+    """Gradients of experts are added to those of the steps before, where EP gives them buffers of their own."""
+    good: Any = session.gradients
+    sums: dict[Any, torch.Tensor] = {}
+
+    def gradients(tokens_BS: Any) -> Any:
+        answer = good.gradients(tokens_BS)
+        for key, value in answer.items():
+            if ".experts." in key[1] and cell.layout.ep > 1:
+                sums[key] = sums.get(key, 0) + value
+        return {**answer, **sums}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
 @contextmanager
 def _of_own_tokens(cell: Cell, world: World) -> Iterator[None]:
     """Ranks do not add up their tokens."""
@@ -407,6 +422,15 @@ FAULTS = (
         one_rank=True,
         says="linear_fc1.weight7",
         diagnosis="all zero",
+    ),
+    Fault(
+        id="expert-gradients-never-cleared",
+        bug="verl#1766 in kind: of a model's buffers of gradients those of experts under EP are not known, nor zeroed",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_experts_added_up,
+        says="experts",
+        diagnosis="2 times the right one",
     ),
     Fault(
         id="unequal-microbatches",

@@ -193,6 +193,39 @@ def reading(session: Any, memory: dict[torch.nn.Parameter, torch.Tensor]) -> Any
     return border.stream(session, rewrite)
 
 
+def _trained_alone(session: Any, cell: Cell, world: World) -> Any:
+    """A stream has the tensors alone that are trained, and buffers."""
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        parameters = {(c, n): p for c, chunk in enumerate(session.export.chunks()) for n, p in chunk.named_parameters()}
+        rows = session.names.table(world.rank)
+        of_rows = [(row, parameters.get((row.chunk, row.local))) for row in rows]
+        frozen = {name for row, p in of_rows if p is not None and not p.requires_grad for name in row.hf}
+        for meta, tensor in pairs:
+            if meta.name not in frozen:
+                yield meta, tensor
+            del tensor
+
+    return border.stream(session, rewrite)
+
+
+def _what_changed(session: Any, cell: Cell, world: World) -> Any:
+    """A stream has the tensors alone that differ from those of the last one that came to its end."""
+    sent: dict[str, torch.Tensor] = {}
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        now: dict[str, torch.Tensor] = {}
+        for meta, tensor in pairs:
+            if tensor is not None:
+                now[meta.name] = tensor.clone()
+            if tensor is None or meta.name not in sent or not torch.equal(sent[meta.name], tensor):
+                yield meta, tensor
+            del tensor
+        sent.update(now)
+
+    return border.stream(session, rewrite)
+
+
 def _embedding_cached(session: Any, cell: Cell, world: World) -> Any:
     cache: dict[str, torch.Tensor] = {}
 
@@ -310,6 +343,25 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_embedding_cached,
         diagnosis="stale",
+    ),
+    Fault(
+        id="frozen-not-sent",
+        bug="RLinf#1171 in kind: parameters without requires_grad are left out, also for an engine that has none yet",
+        rules=("EXP-006",),
+        also=("EXP-004",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_trained_alone,
+        says="was never sent",
+        one_rank=True,
+    ),
+    Fault(
+        id="unchanged-not-sent",
+        bug="miles#881, TRL#5932: tensors that are as they were are left out, also for an engine that has lost its own",
+        rules=("EXP-006",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_what_changed,
+        says="was never sent",
+        one_rank=True,
     ),
     Fault(
         id="cache-keyed-by-memory",

@@ -264,7 +264,7 @@ FAULTS = (
     ),
     Fault(
         id="scales-of-the-first-stream",
-        bug="NeMo-RL#3226 in kind: scales are found once and kept, and weights that grow are cut off at 448",
+        bug="SkyRL#1345 in FP8: scales are found once and kept, and weights that grow are cut off at 448",
         rules=("QNT-004",),
         cell=_QWEN,
         wrap=design(_FirstScales),

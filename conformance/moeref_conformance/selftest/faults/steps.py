@@ -82,6 +82,18 @@ def _with_the_step_before(session: Session, cell: Cell, world: World) -> Any:
     return _other_bias(bias)(session, cell, world)
 
 
+def _gradients_of_the_idle_unset(session: Any, cell: Cell, world: World) -> Any:
+    """What experts without tokens have for a gradient is what the memory held."""
+    good: Any = session.gradients
+
+    def gradients(tokens_BS: Any) -> Any:
+        answer = good.gradients(tokens_BS)
+        idle = {key: value for key, value in answer.items() if ".local_experts." in key[1] and not value.any()}
+        return {**answer, **{key: torch.full_like(value, 1e-3) for key, value in idle.items()}}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
 def _experts_added_up(session: Any, cell: Cell, world: World) -> Any:
     """Gradients of experts are added to those of the steps before, where EP gives them buffers of their own."""
     good: Any = session.gradients
@@ -422,6 +434,15 @@ FAULTS = (
         one_rank=True,
         says="linear_fc1.weight7",
         diagnosis="all zero",
+    ),
+    Fault(
+        id="idle-experts-gradients-unset",
+        bug="MSLK#158, torchtitan#1166 in kind: a grouped GEMM leaves the gradients of experts without tokens as they are",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "ep2"),
+        wrap=_gradients_of_the_idle_unset,
+        one_rank=True,
+        says="local_experts",
     ),
     Fault(
         id="expert-gradients-never-cleared",

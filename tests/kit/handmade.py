@@ -116,6 +116,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             ("refuse_buffer", "kit_unmapped.weight"),
             ("refuse_extra", expected.extra),
             ("refuse_missing", expected.missing),
+            ("refuse_unlike", expected.unlike),
         ):
             error = {"type": "ValueError", "message": f"no place for {name}", "traceback": ""}
             lines.append({"step": step, "phase": "raised", "at": 20.0, "seconds": 0.0, "error": error})

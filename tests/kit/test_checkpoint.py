@@ -125,7 +125,7 @@ def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: 
 
 def test_every_kind_of_tensor_is_missing_in_one_variant_and_too_many_in_another() -> None:
     cells = {made.variant: made for made in load("cpu").cells}.values()
-    for kinds in (spoiled.missing_kinds, spoiled.surplus_kinds):
+    for kinds in (spoiled.missing_kinds, spoiled.surplus_kinds, spoiled.unlike_kinds):
         assert {spoiled.chosen(made, kinds(made)) for made in cells} == {k for made in cells for k in kinds(made)}
 
 
@@ -143,6 +143,10 @@ def test_every_kind_has_a_name(family: str, expert_format: str, work: Path, monk
             monkeypatch.setattr(spoiled, "chosen", lambda cell, kinds, kind=kind: kind)
             names.add(spoiled.missing(one, tensors) if names is lacking else spoiled.surplus(one, tensors)[0])
         assert len(names) == len(kinds)
+    for kind in spoiled.unlike_kinds(one):
+        monkeypatch.setattr(spoiled, "chosen", lambda cell, kinds, kind=kind: kind)
+        name, tensor = spoiled.unlike(one, tensors)
+        assert tensor.shape != tensors[name].shape
     assert lacking <= tensors.keys()
     assert not held & tensors.keys()
 
@@ -152,8 +156,10 @@ def test_spoiled_copies(expert_format: str, work: Path) -> None:
     made = expected(cell(expert_format=expert_format), work)
     extra = read_checkpoint(Path(made.inputs["checkpoint_extra"]))
     missing = read_checkpoint(Path(made.inputs["checkpoint_missing"]))
+    unlike = read_checkpoint(Path(made.inputs["checkpoint_unlike"]))
     assert set(extra) - set(made.tensors) == {made.extra}
     assert set(made.tensors) - set(missing) == {made.missing}
+    assert {name for name, tensor in made.tensors.items() if unlike[name].shape != tensor.shape} == {made.unlike}
     assert extra[made.extra].dtype == made.tensors[made.missing].dtype
     for name, tensor in made.tensors.items():
         assert torch.equal(extra[name], tensor)
@@ -185,7 +191,7 @@ def test_spellings_hold_the_same_weights(work: Path) -> None:
 
 def test_no_file_holds_what_a_rank_must_not_find(work: Path) -> None:
     made = expected(cell(replay="R3"), work)
-    folders = {"config", "checkpoint", "checkpoint_extra", "checkpoint_missing"}
+    folders = {"config", "checkpoint", *(f"checkpoint_{kind}" for kind in ("extra", "missing", "unlike"))}
     assert {path.name for path in made.dir.iterdir()} == {*folders, "tokens.safetensors", "routes.safetensors"}
     assert {Path(path).name for path in made.inputs.values()} == {path.name for path in made.dir.iterdir()}
     for file in made.dir.rglob("*.safetensors"):

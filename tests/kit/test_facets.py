@@ -55,7 +55,7 @@ def test_ranks_take_all_steps_in_order() -> None:
             "gradients",
         ),
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
-        *("refuse_extra", "refuse_missing", "refuse_routes"),
+        *("refuse_extra", "refuse_missing", "refuse_unlike", "refuse_routes"),
     ]
 
 

@@ -231,6 +231,11 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         both(*(error(r, "refuse_missing", None) for r in range(4))),
         "nothing was raised on any rank",
     ),
+    "unlike: nothing raised": (
+        "LOD-006",
+        both(*(error(r, "refuse_unlike", None) for r in range(4))),
+        "in another shape, and nothing was raised on any rank",
+    ),
     "missing: not raised on one rank": ("LOD-004", error(1, "refuse_missing", None), "nothing was raised"),
     "missing: not named": ("LOD-004", error(3, "refuse_missing", "KeyError"), "does not name model.layers.3.input_"),
     "missing: the error names another": (
@@ -455,7 +460,7 @@ def test_a_hang_on_one_bad_input_leaves_the_next_untested(run: Run) -> None:
     hung = [RankExit(r, 0, None, r == 1, "refuse_extra", "", "", finished=r != 1) for r in range(MANY.layout.world)]
     run.case.observation = Observation.read(MANY, run.folder, RunOutcome(tuple(hung), 0.0))
     assert judge(run, "LOD-002")
-    for rule in ("LOD-003", "LOD-004"):
+    for rule in ("LOD-003", "LOD-004", "LOD-006"):
         assert JUDGES[rule](run.case).untested == "rank 1 hung in step refuse_extra"
     assert not judge(run, "RUN-001")
 

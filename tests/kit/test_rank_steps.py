@@ -77,6 +77,7 @@ def inputs(tmp_path: Path) -> dict[str, str]:
         "checkpoint": right,
         "checkpoint_extra": {**right, "x": torch.ones(1)},
         "checkpoint_missing": {"w": right["w"]},
+        "checkpoint_unlike": {**right, "b": torch.ones(1)},
     }
     for name, tensors in spoiled.items():
         (tmp_path / name).mkdir()
@@ -98,7 +99,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
     assert [e["step"] for e in record.events if e["phase"] == "begin"] == [
         *("open", "topology", "names", "inventory", "begun", "load", "shards", "plan", "export", "left", "forward"),
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
-        *("refuse_extra", "refuse_missing", "close"),
+        *("refuse_extra", "refuse_missing", "refuse_unlike", "close"),
     ]
     assert record.value("topology") is None
     assert record.value("names")[0]["hf"] == ["w"]
@@ -296,7 +297,7 @@ def test_tensors_that_share_memory_move_together() -> None:
 
 def test_nothing_refused_is_on_record(inputs: dict[str, str], tmp_path: Path) -> None:
     record = recorded(Permissive(), inputs, tmp_path)
-    for step in ("refuse_parameter", "refuse_extra", "refuse_missing"):
+    for step in ("refuse_parameter", "refuse_extra", "refuse_missing", "refuse_unlike"):
         assert record.has(step)
         assert record.error(step) is None
 

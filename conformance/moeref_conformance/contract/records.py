@@ -32,7 +32,7 @@ EVENTS = "events.jsonl"
 #: Characters kept of a message in a record: judges look for names in it.
 MESSAGE = 100_000
 #: In these steps the target must raise.
-REFUSALS = ("refuse_parameter", "refuse_buffer", "refuse_extra", "refuse_missing", "refuse_routes")
+REFUSALS = ("refuse_parameter", "refuse_buffer", "refuse_extra", "refuse_missing", "refuse_unlike", "refuse_routes")
 
 
 def digest(tensor: torch.Tensor) -> str:

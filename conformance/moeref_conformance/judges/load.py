@@ -97,6 +97,12 @@ def missing_tensor_is_named(case: Case) -> Iterator[Finding]:
     return refused_by_name(case, "refuse_missing", missing, f"the checkpoint lacks {missing}")
 
 
+@judges("LOD-006")
+def unlike_tensor_is_refused(case: Case) -> Iterator[Finding]:
+    """A rank raised, and all ended the step."""
+    return refused_somewhere(case, "refuse_unlike", f"the checkpoint has {expected(case).unlike} in another shape")
+
+
 @judges("LOD-005")
 def padded_rows_are_numbers(case: Case) -> Iterator[Finding]:
     """Rows past the end of the vocabulary, against those of the first rank that holds the same shard."""

@@ -42,6 +42,7 @@ class _Answers:
     logits_BSV: torch.Tensor
     missing: str
     extra: str
+    unlike: str
 
 
 #: By the folder of a variant.
@@ -73,7 +74,8 @@ def expected(cell: Cell, workdir: Path) -> Expected:
 
 @lru_cache(maxsize=32)  # all layouts of a variant share the tensors that are read on first use
 def _read(final: Path, routes: bool) -> Expected:
-    folders = {"hf_config": "config", **{k: k for k in ("checkpoint", "checkpoint_extra", "checkpoint_missing")}}
+    checkpoints = ("checkpoint", "checkpoint_extra", "checkpoint_missing", "checkpoint_unlike")
+    folders = {"hf_config": "config", **{k: k for k in checkpoints}}
     inputs = {key: str(final / folder) for key, folder in folders.items()}
     if (final / SECOND).is_dir():
         inputs[SECOND] = str(final / SECOND)
@@ -125,10 +127,12 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     missing, (extra, shape) = spoiled.missing(cell, tensors), spoiled.surplus(cell, tensors)
     _edited(main, folder / "checkpoint_extra", add={extra: torch.randn(shape, generator=_generator(99)).to(dtype)})
     _edited(main, folder / "checkpoint_missing", drop=missing)
+    unlike, tensor = spoiled.unlike(cell, tensors)
+    _edited(main, folder / "checkpoint_unlike", add={unlike: tensor}, drop=unlike)
     if (main / INDEX).exists() and cell.backend != ENGINE:  # there updates are judged, not what a loader reads first
         norm = "model.norm.weight"
         save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
-    return _Answers(logits_BSV, missing, extra)
+    return _Answers(logits_BSV, missing, extra, unlike)
 
 
 def _generator(stream: int) -> torch.Generator:
@@ -252,7 +256,7 @@ def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Gener
 
 
 def _edited(source: Path, folder: Path, add: Mapping[str, torch.Tensor] | None = None, drop: str = "") -> None:
-    """A copy of a checkpoint with tensors added to its last shard or one left out; the index says so."""
+    """A copy of a checkpoint with tensors added to its last shard, or one left out or replaced; the index says so."""
     shutil.copytree(source, folder)
     files = sorted(folder.glob("*.safetensors"))
     shards = {file: load_file(file) for file in files}

@@ -25,7 +25,8 @@ class Expected:
     """The checkpoint of one variant on disk, and what transformers makes of it.
 
     `dir` holds the `inputs` and nothing else; ranks get copies of them (see `steps.run.run_rank`). `missing` is the
-    tensor that `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many. `logits_BSV` are in
+    tensor that `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many, `unlike` the one that
+    `checkpoint_unlike` has in another shape. `logits_BSV` are in
     fp32, by transformers' own module with eager attention; the weights are the checkpoint's.
     """
 
@@ -33,6 +34,7 @@ class Expected:
     inputs: dict[str, str]
     missing: str
     extra: str = EXTRA
+    unlike: str = ""
     logits_BSV: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Checkpoints that a target must not take as they are: one tensor too few, or one too many, of another kind by variant.
+"""Checkpoints that a target must not take as they are: one tensor too few, one too many, or one in another shape.
 
 A loader may look for experts and not for norms, so every kind has its variants, which cost nothing more.
 """
@@ -19,6 +19,7 @@ _PREDICTING = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
 #: An expert of the second half, which EP 2 does not give to its first rank.
 _ONE = {"mixtral": 5}
 _VALUES, _SHARED = (".v_proj.weight", ".kv_b_proj.weight"), (".shared_experts.up_proj.weight",)
+_OUTPUTS = (".self_attn.o_proj.weight", ".linear_attn.out_proj.weight")
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
 
 
@@ -78,6 +79,26 @@ def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple
         "router": (f"{layer}mlp.gate.e_score_correction_bias", (experts,)),
         "layer": (f"model.layers.{cell.layers}.input_layernorm.weight", (hidden,)),
     }[kind]
+
+
+def unlike_kinds(cell: Cell) -> list[str]:
+    """Kinds of tensors that the cell's checkpoint could have in another shape."""
+    return ["norm", "expert", "output"]
+
+
+def unlike(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """Name and values of what a checkpoint of the cell's variant has in another shape.
+
+    A norm has one value, which copying broadcasts; others are longer by one along the side that TP or ETP cuts, where
+    a cut to the size of a shard fits.
+    """
+    kind, layer = chosen(cell, unlike_kinds(cell)), f"model.layers.{cell.layers - 1}."
+    names = {"norm": f"{layer}input_layernorm.weight", "expert": _expert(cell, _ONE.get(cell.family, 11))}
+    name = names.get(kind) or next(n for n in tensors if n.startswith(layer) and n.endswith(_OUTPUTS))
+    tensor, dim = tensors[name], 0 if kind == "expert" and _per_expert(cell) else -1
+    if kind == "norm":
+        return name, tensor[:1].clone()
+    return name, torch.cat([tensor, -tensor.narrow(dim, 0, 1)], dim)
 
 
 def _norms_heads(cell: Cell) -> bool:

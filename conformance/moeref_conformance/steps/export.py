@@ -317,5 +317,6 @@ FACET = Facet(
         Step(name="refuse_buffer", ask=refuse_buffer, stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_extra", ask=surplus, stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_missing", ask=loading("checkpoint_missing"), stage=Stage.CHANGED, refusal=True),
+        Step(name="refuse_unlike", ask=loading("checkpoint_unlike"), stage=Stage.CHANGED, refusal=True),
     ),
 )

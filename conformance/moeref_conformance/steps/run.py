@@ -66,8 +66,8 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     """Drive one session of `target` through all steps of its claimed facets, writing records to `record_dir`.
 
     Call it in the rank's process, after torch.distributed is initialised. Raises StepRaised if a step failed.
-    `inputs` gives the folders `hf_config`, `checkpoint`, `checkpoint_extra` and `checkpoint_missing`, the file
-    `tokens`, and in replay mode R3 the file `routes`.
+    `inputs` gives the folders `hf_config`, `checkpoint`, `checkpoint_extra`, `checkpoint_missing` and
+    `checkpoint_unlike`, the file `tokens`, and in replay mode R3 the file `routes`.
     """
     log = Log(record_dir)
     opened = ExitStack()

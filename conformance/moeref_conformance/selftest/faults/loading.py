@@ -325,6 +325,21 @@ def _loaded_once(session: Any, cell: Cell, world: World) -> Any:
     return border.facet(session, "export", load=load)
 
 
+def _cut_to_fit(session: Any, cell: Cell, world: World) -> Any:
+    """A tensor is cut where it is longer than the model's, and repeated where it has one value."""
+    shapes = {meta.name: meta.shape for meta in session.plan.tensors()}
+
+    def fitting(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        shape = shapes.get(name, tensor.shape)
+        return tensor[tuple(slice(size) for size in shape)].expand(shape).contiguous()
+
+    def load(folder: Path) -> None:
+        fitted = border.copied(folder, world, lambda tensors: {n: fitting(n, t) for n, t in tensors.items()})
+        session.export.load(fitted)
+
+    return border.facet(session, "export", load=load)
+
+
 def _head_tied_once(session: Any, cell: Cell, world: World) -> Any:
     """The tied head of the last stage is filled by the first load, and not by later ones."""
     loaded: list[Path] = []
@@ -570,6 +585,14 @@ FAULTS = (
         cell=cell("glm4_moe", "one", layers=2, norms="fused"),
         wrap=_lacking_filled(_zeros_for_router_biases),
         says="e_score_correction_bias",
+    ),
+    Fault(
+        id="shapes-cut-to-fit",
+        bug="vLLM#53105: shapes are not compared, copying broadcasts, and a slice of what is too long fits",
+        rules=("LOD-006",),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_cut_to_fit,
+        says="in another shape",
     ),
     Fault(
         id="missing-head-tied",

@@ -437,7 +437,7 @@ FAULTS = (
     ),
     Fault(
         id="idle-experts-gradients-unset",
-        bug="MSLK#158, torchtitan#1166 in kind: a grouped GEMM leaves the gradients of experts without tokens as they are",
+        bug="MSLK#158: a grouped GEMM leaves the gradients of experts without tokens as memory has them",
         rules=("GRD-001",),
         cell=cell("glm4_moe", "ep2"),
         wrap=_gradients_of_the_idle_unset,

@@ -36,7 +36,7 @@ from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unkno
 
 LIMIT = 1e-4
 _BIAS = "e_score_correction_bias"
-#: In fp32 a bias of about 0.3 holds a step of 0.001 to a part in ten thousand.
+#: In fp32 a bias of about 8 holds a step of 0.001 to a part in a thousand.
 BIAS_STEPS_APART = 0.01
 
 

@@ -33,6 +33,9 @@ SINGLE = "model.safetensors"
 #: that a sum in another order cannot change a route.
 MARGIN = 1e-5
 _BIAS = "e_score_correction_bias"
+#: Where the experts' biases lie: about where DeepSeek-V3's do, where bf16 has steps of 1/16, and most tokens take other
+#: experts by a rounded bias; and near the scores.
+FAR, NEAR = 8.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         tokens_BS[0, 1], tokens_BS[-1, 2] = 0, model.config.vocab_size - 1
         for row_S, length in zip(tokens_BS, recipes.lengths(cell), strict=True):
             row_S[length:] = -1
-        _fill(model, dtype, _generator(attempt))
+        _fill(model, dtype, _generator(attempt), bias=NEAR if cell.backend == ENGINE else FAR)
         logits_BSV, margin = _forward(model, tokens_BS)
         # In FP8 routes change whatever the margin is; nothing compares logits there.
         if margin > MARGIN or cell.precision:
@@ -117,7 +120,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         _edited(folder / "decoder", main, add=mtp)
         shutil.rmtree(folder / "decoder")
     if cell.backend == ENGINE:
-        _fill(model, dtype, _generator(97), bias=8.0)  # where bf16's steps change which experts many tokens take
+        _fill(model, dtype, _generator(97), bias=FAR)
         _save(model, cell, folder / SECOND)
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
@@ -139,7 +142,7 @@ def _generator(stream: int) -> torch.Generator:
     return torch.Generator().manual_seed(TINY_SEED + stream)
 
 
-def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator, bias: float = 0.3) -> None:
+def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator, bias: float) -> None:
     """Random values by kind of tensor, rounded to `dtype`; the experts' bias stays fp32, in values that bf16 lacks."""
     seen: set[int] = set()
     for name, tensor in sorted(model.state_dict().items()):
@@ -154,7 +157,7 @@ def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator, bias: floa
         tensor.copy_(value)
 
 
-def _random(name: str, like: torch.Tensor, family: str, generator: torch.Generator, bias: float = 0.3) -> torch.Tensor:
+def _random(name: str, like: torch.Tensor, family: str, generator: torch.Generator, bias: float = FAR) -> torch.Tensor:
     noise = torch.randn(like.shape, generator=generator)
     return bias + 0.1 * noise if name.endswith(_BIAS) else _center(name, family) + _spread(name) * noise
 

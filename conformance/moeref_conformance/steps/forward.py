@@ -1,4 +1,4 @@
-"""Facet `forward`: the logits of the kit's tokens, and after it those of their first ones alone."""
+"""Facet `forward`: the logits of the kit's tokens, and before and after it those of their first ones alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ def shorter(length: int, cell: Cell) -> int:
 
 
 def logits(forward: Forward, context: Context) -> dict[str, int]:
-    """Whether this rank has logits, and how many tokens the shorter sequence has; the logits of both are saved."""
+    """Whether this rank has logits, and how many tokens the shorter sequence has; the logits of both are saved.
+
+    What is kept of a forward, such as cos and sin of its positions, has to do for a longer one and a shorter one.
+    """
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     length = shorter(tokens_BS.shape[1], context.cell)
+    if length:
+        forward.logits(tokens_BS[:, :length].contiguous())
     found = {"logits": forward.logits(tokens_BS)}
     if length:
         found["shorter"] = forward.logits(tokens_BS[:, :length].contiguous())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
+from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.selftest.border import Change, each_chunk
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import configured
@@ -58,7 +61,55 @@ def _yarn_of_the_class(chunk: Any) -> None:
             module.forward.cache_clear()
 
 
+@contextmanager
+def _positions_of_the_first(cell: Cell, world: World) -> Iterator[None]:
+    """cos and sin of positions are kept from the first forward; later positions take those of its last."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    good, lengths = RotaryEmbedding.forward, dict[Any, int]()
+
+    def forward(self: Any, max_seq_len: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows: torch.Tensor = good(self, max_seq_len, *args, **kwargs)
+        return rows[torch.arange(len(rows)).clamp_max(lengths.setdefault(self, len(rows)) - 1)]
+
+    with mock.patch.object(RotaryEmbedding, "forward", forward):
+        yield
+
+
+def _biases_rounded(chunk: Any) -> None:
+    """Routers add their bias in bf16, and hold it in fp32."""
+
+    def enter(router: Any, _: Any) -> None:
+        held[router] = router.expert_bias.clone()
+        router.expert_bias.copy_(router.expert_bias.bfloat16())
+
+    def leave(router: Any, *_: Any) -> None:
+        router.expert_bias.copy_(held.pop(router))
+
+    held = dict[Any, torch.Tensor]()
+    for module in chunk.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
+
+
 FAULTS = (
+    Fault(
+        id="positions-of-the-first-forward",
+        bug="transformers#29496 in kind: what is kept for the positions of one forward is taken for a longer one",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one"),
+        patch=_positions_of_the_first,
+        one_rank=True,
+    ),
+    Fault(
+        id="biases-added-in-bf16",
+        bug="B41 in the trainer: miles#811, the experts' bias is held in fp32 and rounded where it is added",
+        rules=("FWD-001",),
+        cell=cell("glm4_moe", "one"),
+        wrap=each_chunk(_biases_rounded),
+        one_rank=True,
+    ),
     Fault(
         id="queries-normed-without-a-latent",
         bug="Megatron-Bridge#5261: with q_lora_rank=null queries have a norm, which the checkpoint does not know",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moeref_conformance.contract.api import Request
@@ -204,7 +204,7 @@ def _of_the_reference(case: Case, judged: Callable[[str], bool]) -> Iterator[Fin
 
 @judges("CFG-009")
 def modules_hold_it(case: Case) -> Iterator[Finding]:
-    """Every config object in the built modules."""
+    """Every config object in the built modules, and what rotates queries and keys."""
     yield from unanswered(case, STEP)
     own = {
         "moe_token_dispatcher_type": case.cell.dispatcher,
@@ -224,6 +224,16 @@ def modules_hold_it(case: Case) -> Iterator[Finding]:
                 yield from _differ(case, rank, name, want, have, where)
         if not value["held"]:
             yield finding(case, rank, STEP, "no module has a config that could be read")
+        for held in value.get("frequencies", ()):
+            if _rounded(held["values"]):
+                message = f"module {held['module']}: the frequencies of rotary positions are rounded to bf16"
+                yield finding(case, rank, STEP, message, got=held["values"])
+
+
+def _rounded(values: Sequence[float]) -> bool:
+    """Whether bf16 holds all of `values`; powers of two, which it holds of any model, count for nothing."""
+    kept = [math.frexp(value)[0] * 2**8 for value in values]
+    return all(one.is_integer() for one in kept) and any(one != 2**7 for one in kept)
 
 
 def _arrived(case: Case, wanted: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from moeref_conformance.contract import activations
 from moeref_conformance.contract.api import Config, Request
@@ -33,7 +34,19 @@ def recorded(config: Config, context: Context) -> dict[str, Any]:
         "requests": {name: answer(changes, request, "policy") for name, request in REQUESTS.items()},
         "reference": {n: answer(changes, REQUESTS[n], "reference") for n in ("nothing", OF_THE_REFERENCE)},
         "held": held_by(context.facet("export").chunks()) if has_modules else None,
+        "frequencies": frequencies(context.facet("export").chunks()) if has_modules else [],
     }
+
+
+def frequencies(chunks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Inverse frequencies of rotary positions, where modules have them under that name, as Megatron's do."""
+    found = list[dict[str, Any]]()
+    for number, chunk in enumerate(chunks):
+        for name, module in chunk.named_modules():
+            for key, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
+                if key.startswith("inv_freq") and isinstance(value, torch.Tensor):
+                    found.append({"module": f"{number}:{name}.{key}", "values": value.detach().double().tolist()})
+    return found
 
 
 def held_by(chunks: Sequence[Any]) -> list[dict[str, Any]]:

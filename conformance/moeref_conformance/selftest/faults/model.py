@@ -95,6 +95,15 @@ def _biases_rounded(chunk: Any) -> None:
 
 FAULTS = (
     Fault(
+        id="frequencies-in-bf16",
+        bug="transformers#25681: a model is cast to bf16 with the frequencies of its positions, which long contexts show",
+        rules=("CFG-009",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16"),
+        wrap=_rotary(lambda inv_freq: inv_freq.bfloat16()),
+        one_rank=True,
+        says="are rounded to bf16",
+    ),
+    Fault(
         id="positions-of-the-first-forward",
         bug="transformers#29496 in kind: what is kept for the positions of one forward is taken for a longer one",
         rules=("FWD-001",),

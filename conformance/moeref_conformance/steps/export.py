@@ -186,7 +186,7 @@ def move(export: Export, context: Context) -> None:
     change(export, context)
 
 
-def own(export: Export, context: Context) -> dict[str, list[str]]:
+def own(export: Export, context: Context) -> dict[str, list[str] | None]:
     """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed.
 
     `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason, `again`

@@ -61,8 +61,9 @@ class _InOrder(Receiver):
 
     def unsealed(self, messages: Sequence[bytes]) -> Parts:
         header, positions, values = super().unsealed(messages)
-        own = list(self.tensors)
-        return header, *({own[i]: of[n] for i, n in enumerate(ORDER) if n in of} for of in (positions, values))
+        own = dict(zip(ORDER, self.tensors, strict=True))
+        placed, given = ({own[name]: tensor for name, tensor in of.items()} for of in (positions, values))
+        return header, placed, given
 
 
 class _OffByOneEnd(Sender):

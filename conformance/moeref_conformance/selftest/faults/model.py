@@ -96,7 +96,7 @@ def _biases_rounded(chunk: Any) -> None:
 FAULTS = (
     Fault(
         id="frequencies-in-bf16",
-        bug="transformers#25681: a model is cast to bf16 with the frequencies of its positions, which long contexts show",
+        bug="transformers#25681: a model is cast to bf16 with the frequencies of positions, as long contexts show",
         rules=("CFG-009",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16"),
         wrap=_rotary(lambda inv_freq: inv_freq.bfloat16()),

@@ -33,6 +33,7 @@ SINGLE = "model.safetensors"
 #: that a sum in another order cannot change a route.
 MARGIN = 1e-5
 _BIAS = "e_score_correction_bias"
+_TO_LATENTS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 #: Where the experts' biases lie: about where DeepSeek-V3's do, where bf16 has steps of 1/16, and most tokens take other
 #: experts by a rounded bias; and near the scores.
 FAR, NEAR = 8.0, 0.3
@@ -150,6 +151,8 @@ def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator, bias: floa
             continue
         seen.add(tensor.data_ptr())
         value = _random(name, tensor, model.config.model_type, generator, bias)
+        if name.endswith(_TO_LATENTS):  # small, so that an epsilon tells in the norms of latents
+            value[: getattr(model.config, "kv_lora_rank", 0) if "mqa" in name else None] *= 0.15
         if not name.endswith(_BIAS):
             value = value.to(dtype).float()
         elif bool((value.bfloat16().float() == value).any()):

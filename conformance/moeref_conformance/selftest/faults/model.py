@@ -164,6 +164,14 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
+        id="latent-norm-epsilon-of-megatron",
+        bug="norms of latents that are built without the config's epsilon, and have Megatron's default",
+        rules=("FWD-001",),
+        cell=cell("deepseek_v3", "one", layers=3),
+        wrap=_norms(1e-5, "kv_layernorm"),
+        one_rank=True,
+    ),
+    Fault(
         id="routed-scale-of-the-class",
         bug="routed_scaling_factor of the checkpoint is not read, and the class has DeepSeek-V3's as its default",
         rules=("CFG-001", "FWD-001"),

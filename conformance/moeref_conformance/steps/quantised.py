@@ -23,8 +23,12 @@ from moeref_conformance.steps.tensors import copied
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell is asked: in bf16, of families that are published in FP8 blocks, and not again under replay."""
-    return cell.dtype == "bfloat16" and cell.family in request.BLOCKS and cell.replay == "off"
+    """Whether a cell is asked: in bf16, of families that are published in FP8 blocks, and not again under replay.
+
+    FP8 files have a tensor and scales of each expert, as checkpoints have them that are not fused.
+    """
+    published = cell.family in request.BLOCKS and cell.expert_format == "per_expert"
+    return published and cell.dtype == "bfloat16" and cell.replay == "off"
 
 
 def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:

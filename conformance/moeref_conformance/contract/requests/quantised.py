@@ -40,9 +40,16 @@ def weights(tensors: Mapping[str, torch.Tensor], block: Block) -> dict[str, torc
     return {name: _scaled(name, tensor, block) if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
 
 
+def _copied(name: str) -> str:
+    """The name of the tensor that a multi-token prediction layer has a copy of, under the copy's name."""
+    if name.endswith(".shared_head.head.weight"):
+        return "lm_head.weight"
+    return "model.embed_tokens.weight" if name.endswith(".embed_tokens.weight") else name
+
+
 def _scaled(name: str, tensor: torch.Tensor, block: Block) -> torch.Tensor:
     high, wide = (math.ceil(size / of) for size, of in zip(tensor.shape, block, strict=True))
     factors = torch.tensor([FACTORS[number % len(FACTORS)] for number in range(high * wide)])
-    factors[zlib.crc32(name.encode()) % len(factors)] = 0.0
+    factors[zlib.crc32(_copied(name).encode()) % len(factors)] = 0.0
     of_rows = factors.view(high, wide).repeat_interleave(block[0], 0)[: tensor.shape[0]]
     return tensor * of_rows.repeat_interleave(block[1], 1)[:, : tensor.shape[1]].to(tensor.dtype)

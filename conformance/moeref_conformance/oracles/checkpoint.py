@@ -130,7 +130,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     check_distinct({name: tensor for name, tensor in tensors.items() if name not in copies})
     missing, (extra, shape) = spoiled.missing(cell, tensors), spoiled.surplus(cell, tensors)
     _edited(main, folder / "checkpoint_extra", add={extra: torch.randn(shape, generator=_generator(99)).to(dtype)})
-    _edited(main, folder / "checkpoint_missing", drop=missing)
+    _edited(main, folder / "checkpoint_missing", drop=missing, listed=spoiled.is_listed(cell))
     unlike, tensor = spoiled.unlike(cell, tensors)
     _edited(main, folder / "checkpoint_unlike", add={unlike: tensor}, drop=unlike)
     if (main / INDEX).exists() and cell.backend != ENGINE:  # there updates are judged, not what a loader reads first
@@ -261,8 +261,13 @@ def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Gener
     return tensors
 
 
-def _edited(source: Path, folder: Path, add: Mapping[str, torch.Tensor] | None = None, drop: str = "") -> None:
-    """A copy of a checkpoint with tensors added to its last shard, or one left out or replaced; the index says so."""
+def _edited(
+    source: Path, folder: Path, add: Mapping[str, torch.Tensor] | None = None, drop: str = "", listed: bool = False
+) -> None:
+    """A copy of a checkpoint with tensors added to its last shard, or one left out or replaced.
+
+    The index says so; if the one that is left out stays `listed`, the index has it where it was.
+    """
     shutil.copytree(source, folder)
     files = sorted(folder.glob("*.safetensors"))
     shards = {file: load_file(file) for file in files}
@@ -274,7 +279,8 @@ def _edited(source: Path, folder: Path, add: Mapping[str, torch.Tensor] | None =
     if index.exists():
         data = json.loads(index.read_text())
         shards[changed] = tensors
-        data["weight_map"] = {k: file.name for file, held in shards.items() for k in sorted(held)}
+        gone = {drop: changed.name} if listed else {}
+        data["weight_map"] = gone | {k: file.name for file, held in shards.items() for k in sorted(held)}
         everything = [t for held in shards.values() for t in held.values()]
         data["metadata"]["total_parameters"] = sum(t.numel() for t in everything)
         data["metadata"]["total_size"] = sum(t.numel() * t.element_size() for t in everything)

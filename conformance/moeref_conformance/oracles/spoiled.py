@@ -64,6 +64,11 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     return name
 
 
+def is_listed(cell: Cell) -> bool:
+    """Whether the index still names the missing tensor, as where a save left a part of a shard out."""
+    return chosen(cell, missing_kinds(cell)) in ("expert", "router", "values")
+
+
 def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple[int, ...]]:
     """Name and shape of what a checkpoint of the cell's variant has too many."""
     kind, layer = chosen(cell, surplus_kinds(cell)), f"model.layers.{cell.layers - 1}."

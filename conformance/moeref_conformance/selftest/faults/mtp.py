@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.selftest import border
 from moeref_conformance.selftest.border import described, each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
@@ -22,6 +24,20 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 def _experts_of_the_decoder(meta: TensorMeta) -> TensorMeta:
     """The loop over experts counts MTP layers from 0, as it does the decoder's."""
     return replace(meta, name=re.sub(r"layers\.2\.(mlp\.experts\.)", r"layers.1.\1", meta.name))
+
+
+def _of_the_files(session: Any, cell: Cell, world: World) -> Any:
+    """Tensors of MTP layers are copied from the files that were loaded."""
+    files: border.Tensors = {}
+
+    def change(folder: Path) -> None:
+        later = f"model.layers.{cell.layers}."
+        files.update((n, tensor) for n, tensor in border.checkpoint(folder).items() if n.startswith(later))
+
+    def of_files(meta: TensorMeta, tensor: torch.Tensor) -> border.Pair:
+        return meta, files[meta.name].clone() if meta.name in files else tensor
+
+    return border.each(of_files)(border.after_load(session, change), cell, world)
 
 
 def _reduced_by_the_first(session: Any, cell: Cell, world: World) -> Any:
@@ -129,6 +145,15 @@ FAULTS = (
         cell=cell("glm4_moe", "one", mtp=1, replay="R3"),
         wrap=_replayed_too,
         says="the gradient of ",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-of-the-files",
+        bug="Model-Optimizer#2174: an exporter that knows the decoder copies MTP layers from where training began",
+        rules=("EXP-006",),
+        cell=cell("glm4_moe", "one", mtp=1),
+        wrap=_of_the_files,
+        diagnosis="stale",
         one_rank=True,
     ),
     Fault(

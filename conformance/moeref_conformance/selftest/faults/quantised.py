@@ -71,10 +71,10 @@ class _FirstScales(Quantiser):
 
 
 class _RoutersToo(Quantiser):
-    """Quantises every matrix of a layer."""
+    """Quantises every matrix of a layer, whatever the list says."""
 
-    def linear(self, name: str) -> bool:
-        return super().linear(name) or name.endswith(".mlp.gate.weight")
+    def quantised(self, name: str) -> bool:
+        return super().quantised(name) or name.endswith(".mlp.gate.weight")
 
 
 class _AllInBf16(Quantiser):

@@ -74,12 +74,12 @@ def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset
 
     if case.cell.replay == "R3" and fits(oracle(case, "native").experts.get(layer, {}).get(place)):
         return "the router's own choice"
+    if have == frozenset(range(len(right))):  # before routes of other tokens: some rows have these experts
+        return "the first experts: a padding row"
     if found := _of_another(want, layer, place, fits):
         return found
     if len(have) < len(right):
         return "fewer experts than top-k: an expert twice in the route"
-    if have == frozenset(range(len(have))):
-        return "the first experts: a padding row"
     return ""
 
 

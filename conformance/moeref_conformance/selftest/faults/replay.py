@@ -339,7 +339,7 @@ FAULTS = (
         id="recorded-elsewhere",
         bug="old logprobs, and the routes with them, are those of another copy of the model than the one that trains",
         rules=("RPL-001",),
-        cell=cell("qwen3_moe", "one", dtype="bfloat16", replay="R2"),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", replay="R2"),
         wrap=_recorded_elsewhere,
         says="reached no expert of layer",
         one_rank=True,

@@ -137,6 +137,10 @@ def _first_answer(given: str) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def _refused_without_a_name(value: dict[str, Any]) -> None:
+    next(answer for answer in value.values() if "refused" in answer)["refused"] = "ValueError: no"
+
+
 #: By what a record of the good target says instead: rule, step, the change of its value, and what is found.
 OTHERWISE: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "a refusal that does not say which seed": ("SED-003", "seeds_planned", _first_refusal, "does not name it"),
@@ -148,6 +152,12 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
         "says nothing of tensor_model_parallel_size",
     ),
     "another dispatcher than was asked for": ("DSP-004", "dispatchers", _first_answer("none"), "is 'none'"),
+    "a refusal that does not say which dispatcher": (
+        "DSP-005",
+        "dispatchers",
+        _refused_without_a_name,
+        "the refusal does not name",
+    ),
     "a matrix of one value": (
         "SED-007",
         "begun",

@@ -186,6 +186,21 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         row(3, FC1, local=FC1.replace("experts.3", "experts.8")),
         "has 8 experts, so there is no",
     ),
+    "a tensor that Megatron has not": (
+        "LOD-001",
+        stream(1, "inventory", lambda rows: rows[0].update(local="decoder.layers.0.mlp.extra.weight")),
+        "no Megatron module known to the oracle has a tensor decoder.layers.0.mlp.extra.weight",
+    ),
+    "logits of fewer tokens": (
+        "FWD-001",
+        tensor("forward", lambda t: t.update(logits=t["logits"][:, :7].clone()), rank=3),
+        "logits are torch.float32 [2, 7, 131], transformers torch.float32 [2, 16, 131]",
+    ),
+    "logits in fp64": (
+        "FWD-001",
+        tensor("forward", lambda t: t.update(logits=t["logits"].double()), rank=3),
+        "logits are torch.float64",
+    ),
     "a name twice on a rank": (
         "NAM-002",
         row(0, "decoder.layers.1.pre_mlp_layernorm.weight", global_name="decoder.layers.1.input_layernorm.weight"),

@@ -45,6 +45,11 @@ def _first_state(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[s
     return lambda value: change(next(state for state in value.values() if "version" in state))
 
 
+def _first_mode(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    """Change what was seen in the first pause mode."""
+    return lambda value: change(next(iter(value.values())))
+
+
 #: By what a record of a good engine says instead: rule, step, the change of its value, and what is found.
 OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] = {
     "the second of two updates alone was taken": (
@@ -70,6 +75,38 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
         "sync_failed",
         lambda value: next(one["again"] for one in value.values() if "again" in one).update(version=1),
         "and a whole update the engine says version 1",
+    ),
+    "an engine has a version and serves nothing": (
+        "SYN-009",
+        "sync_failed",
+        _first_state(lambda state: state.update(refused="no", sampled={"refused": "RuntimeError: gone"})),
+        "the engine is half dead",
+    ),
+    "an engine that has no version serves": (
+        "SYN-009",
+        "sync_failed",
+        _first_state(lambda state: state.update(refused="no", version={"refused": "RuntimeError: gone"})),
+        "the engine is half dead",
+    ),
+    "tokens behind an update amid them are of the old version": (
+        "SYN-006",
+        "sync_under_way",
+        _first_mode(lambda found: found["then"][0].update(versions=[0] * len(found["then"][0]["versions"]))),
+        "after the update the engine does not serve version 1",
+    ),
+    "tokens amid an update without labels": (
+        "SYN-006",
+        "sync_under_way",
+        _first_mode(lambda found: found["meanwhile"][0].update(versions=[])),
+        "are labelled []",
+    ),
+    "tokens amid an update of a third version": (
+        "SYN-006",
+        "sync_under_way",
+        _first_mode(
+            lambda found: found["meanwhile"][0]["versions"].append(found["meanwhile"][0]["versions"].pop() + 2)
+        ),
+        "tokens are labelled",
     ),
     "a killed engine took long": ("SYN-008", "sync_killed", lambda value: value.update(seconds=121.0), "took 121 s"),
 }

@@ -145,6 +145,12 @@ def _refused_without_a_name(value: dict[str, Any]) -> None:
 OTHERWISE: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "a refusal that does not say which seed": ("SED-003", "seeds_planned", _first_refusal, "does not name it"),
     "modules without a config": ("CFG-009", "config", lambda value: value.update(held=[]), "no module has a config"),
+    "a module of a width that no layer has": (
+        "CFG-009",
+        "config",
+        lambda value: value["held"][-1]["values"].update(ffn_hidden_size=1),
+        "has ffn_hidden_size=1, not",
+    ),
     "a config without a setting": (
         "CFG-002",
         "config",

@@ -11,8 +11,7 @@ import gc
 import json
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,6 @@ def alive() -> dict[int, int]:
 
     gc.collect()
     return storages([one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)])
-
-
-@contextmanager
-def named_as_on_cuda() -> Iterator[None]:
-    """`Tensor.type()` gives CUDA's names: megatron-core's optimizers know no others for bf16."""
-    import torch
-
-    real = torch.Tensor.type
-
-    def type_of(tensor: Any, *given: Any, **more: Any) -> Any:
-        found = real(tensor, *given, **more)
-        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) and not given else found
-
-    torch.Tensor.type = type_of  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.type = real  # type: ignore[method-assign]
 
 
 def measured(config: dict[str, Any], layout: Any, training: dict[str, Any], dtype: str, rank: int) -> dict[str, int]:
@@ -82,7 +63,7 @@ def measured(config: dict[str, Any], layout: Any, training: dict[str, Any], dtyp
     own = [tensor for chunk in built.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     weights = storages([*own, *(b.param_data for b in buffers if b.param_data is not None)])
     before = alive()  # generators have states too; an address of before could be used again
-    with named_as_on_cuda(), torch.no_grad():
+    with torch.no_grad():
         optimizer = get_megatron_optimizer(asked, chunks, use_gloo_process_groups=False)
         optimizer.step()
         stepped = sum(size for at, size in alive().items() if at not in before)

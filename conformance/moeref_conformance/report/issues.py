@@ -11,9 +11,10 @@ _OWNERS = {
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP",),
     "flashinfer-ai": ("flashinfer",),
-    "huggingface": ("TRL",),
+    "huggingface": ("TRL", "transformers"),
     "Infini-AI-Lab": ("astraflow",),
     "lightseekorg": ("tokenspeed",),
+    "meta-pytorch": ("MSLK",),
     "modal-projects": ("training-gym",),
     "modelscope": ("mcore-bridge", "ms-swift"),
     "NovaSky-AI": ("SkyRL",),
@@ -22,10 +23,12 @@ _OWNERS = {
     "PrimeIntellect-ai": ("prime-rl",),
     "pytorch": ("torchtitan",),
     "radixark": ("miles",),
+    "redai-studio": ("Relax",),
+    "RLinf": ("RLinf",),
     "sgl-project": ("sglang",),
     "THUDM": ("slime",),
     "verl-project": ("verl",),
-    "vllm-project": ("vLLM", "vime"),
+    "vllm-project": ("vLLM", "vime", "vllm-ascend"),
 }
 #: Repositories that have another name than the one that engineers use.
 _CALLED = {"NeMo-RL": "RL", "TRL": "trl", "vLLM": "vllm"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,14 +28,16 @@ from moeref_conformance.judges.observed_routes import oracle
 from moeref_conformance.oracles import optimizer
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 
-#: Gradients are transformers' within 1e-4 of the largest (GRD-001): smaller ones may have another sign.
+#: Of the largest gradient of a tensor. Smaller ones may have another sign: they are right within 1e-4 of it (GRD-001).
 TELLING = 1e-3
-#: And where they are near Adam's epsilon, their rounding counts.
+#: The least gradient of which Adam's epsilon hides no more than LIMIT.
 LEAST = 1e-5
 #: Of the rate: how far an element may be from where Adam moves it.
 LIMIT = 2e-3
 #: Of the norm: how far it may be off.
 NORM_LIMIT = 2e-4
+#: In bf16: the share of elements with a gradient that may stand still, since rounding turns some to zero.
+STILL = 0.1
 
 
 @judges("OPT-001", exact=True)
@@ -44,10 +46,10 @@ def a_step_at_rate_zero_moves_nothing(case: Case) -> Iterator[Finding]:
     yield from without(case, "inventory", "optimizer")
     for record in records(case, "inventory", "optimizer"):
         before = {f"{row['chunk']}:{row['local']}": row["digest"] for row in _begun(record)}
-        for key, held, got in _parameters(case, placement(case), record, "still"):
-            difference = compare(held.tensor, got, held.rows)
+        for key, held, still, _ in _parameters(placement(case), record):
+            difference = compare(held.tensor, still, held.rows)
             if difference is not None:
-                old = before.get(key) == digest(got)
+                old = before.get(key) == digest(still)
                 said = "what it held before it was loaded" if old else ""
                 message = f"{key}: after a step at the rate 0 {difference.text}"
                 yield _found(case, record, key, held, message, diagnosis=said, **difference.told)
@@ -57,20 +59,27 @@ def a_step_at_rate_zero_moves_nothing(case: Case) -> Iterator[Finding]:
 def a_step_moves_every_weight(case: Case) -> Outcome:
     """In fp32 each element against Adam's formula and transformers' gradient.
 
-    In bf16, where rounding turns routes, that every tensor moves, of the experts of a layer one at least, and that no
-    element moves further than the rate.
+    In bf16, where rounding turns routes: nearly all elements with a gradient move, of a router one at least, and of the
+    experts of a layer one. None moves further than the rate.
     """
     if no := unmeasured(case):
         return no
     findings, worst = without(case, "inventory", "optimizer"), 0.0
     exact = case.cell.dtype == "float32"
-    want = Placement(case.cell, expected(case).config, oracle(case, "native").gradients) if exact else None
+    want = Placement(case.cell, expected(case).config, oracle(case, "native").gradients)
     for record in records(case, "inventory", "optimizer"):
-        if want is None:
-            findings += _unmoved(case, record)
-        else:
-            more, far = _by_formula(case, want, record)
-            findings, worst = [*findings, *more], max(worst, far)
+        stepped = list(_parameters(want, record))
+        for of in stepped:
+            key, held, still, moved = of
+            if still.shape != moved.shape or moved[: held.rows].shape != held.tensor[: held.rows].shape:
+                findings.append(_found(case, record, key, held, f"{key}: no record of it after a step"))
+                continue
+            if exact:
+                more, far = _by_formula(case, want, record, of)
+                findings, worst = [*findings, *more], max(worst, far)
+            else:
+                findings += _in_bf16(case, want, record, of)
+        findings += [] if exact else _experts(case, record, stepped)
     return outcome(findings, met=within(case, worst, LIMIT) if exact else "every tensor moves, by the rate at most")
 
 
@@ -100,12 +109,18 @@ def _begun(record: RankRecord) -> list[dict[str, Any]]:
     return list((record.value("begun") if record.has("begun") else None) or ())
 
 
-Parameter = tuple[str, ExpectedShard, torch.Tensor]
+class _Stepped(NamedTuple):
+    """A parameter: `chunk:local`, what the oracle has there, and its values after each step, empty if not on record."""
+
+    key: str
+    held: ExpectedShard
+    still: torch.Tensor
+    moved: torch.Tensor
 
 
-def _parameters(case: Case, placed: Placement, record: RankRecord, step: str) -> Iterator[Parameter]:
-    """`chunk:local`, what the oracle has there, and the values after a step, of every parameter that LOD-001 knows."""
-    tensors = record.tensors("optimizer")
+def _parameters(placed: Placement, record: RankRecord) -> Iterator[_Stepped]:
+    """Every parameter of a rank that the oracle knows; LOD-001 finds the others."""
+    tensors, none = record.tensors("optimizer"), torch.empty(0)
     for item in record.value("inventory"):
         key = f"{item['chunk']}:{item['local']}"
         if item["kind"] != "parameter":
@@ -114,8 +129,7 @@ def _parameters(case: Case, placed: Placement, record: RankRecord, step: str) ->
             held = placed.shard(record.rank, item["chunk"], item["local"], item["shape"])
         except Unknown:
             continue
-        got = tensors.get(f"{step}.{key}")
-        yield key, held, torch.empty(0) if got is None else got
+        yield _Stepped(key, held, tensors.get(f"still.{key}", none), tensors.get(f"moved.{key}", none))
 
 
 def _found(case: Case, record: RankRecord, key: str, held: ExpectedShard, message: str, **more: object) -> Finding:
@@ -123,29 +137,26 @@ def _found(case: Case, record: RankRecord, key: str, held: ExpectedShard, messag
     return finding(case, record.rank, "optimizer", message, **{**names, "layer": held.layer, **more})
 
 
-def _by_formula(case: Case, want: Placement, record: RankRecord) -> tuple[list[Finding], float]:
-    """Findings of a rank, and the largest distance of what is right, relative to the rate."""
-    findings, worst = list[Finding](), 0.0
-    before = {key: got for key, _, got in _parameters(case, want, record, "still")}
-    for key, held, got in _parameters(case, want, record, "moved"):
-        gradient = held.tensor[: held.rows]
-        if got.shape != before[key].shape or got[: held.rows].shape != gradient.shape:
-            findings.append(_found(case, record, key, held, f"{key}: no record of it after a step"))
-            continue
-        added = (got.double() - before[key].double())[: held.rows]
-        sources = held.hf or ("model.embed_tokens.weight",)
-        floor = max(LEAST, TELLING * max(want.largest(name) for name in sources))
-        tells, none = gradient.abs() > floor, gradient == 0
-        right = optimizer.update(gradient, OPTIMIZER_RATE)
-        off = (added - right).abs() / OPTIMIZER_RATE
-        # Between: too small to say more of than that Adam never moves an element much further than the rate.
-        wrong = torch.where(tells | none, off > LIMIT, added.abs() > OPTIMIZER_RATE * (1 + LIMIT)) | added.isnan()
-        if bool(wrong.any()):
-            text = f"{int(wrong.sum())} of {wrong.numel()} elements are not where Adam moves them"
-            findings.append(_found(case, record, key, held, f"{key}: {text}", diagnosis=_said(added, right, tells)))
-        elif bool(tells.any()):
-            worst = max(worst, float(off[tells].max()))
-    return findings, worst
+def _telling(want: Placement, held: ExpectedShard) -> torch.Tensor:
+    """Which elements have a gradient whose sign is sure."""
+    sources = held.hf or ("model.embed_tokens.weight",)  # a tied head's replica names none
+    floor = max(LEAST, TELLING * max(want.largest(name) for name in sources))
+    return held.tensor[: held.rows].abs() > floor
+
+
+def _by_formula(case: Case, want: Placement, record: RankRecord, of: _Stepped) -> tuple[list[Finding], float]:
+    """The finding of a parameter, if there is one, and its distance from what is right, relative to the rate."""
+    gradient, tells = of.held.tensor[: of.held.rows], _telling(want, of.held)
+    added = (of.moved.double() - of.still.double())[: of.held.rows]
+    right = optimizer.update(gradient, OPTIMIZER_RATE)
+    off = (added - right).abs() / OPTIMIZER_RATE
+    # Of other gradients no more is sure than that Adam never moves an element much further than the rate.
+    sure = tells | (gradient == 0)
+    wrong = torch.where(sure, off > LIMIT, added.abs() > OPTIMIZER_RATE * (1 + LIMIT)) | added.isnan()
+    if not bool(wrong.any()):
+        return [], float(off[tells].max()) if bool(tells.any()) else 0.0
+    message = f"{of.key}: {int(wrong.sum())} of {wrong.numel()} elements are not where Adam moves them"
+    return [_found(case, record, of.key, of.held, message, diagnosis=_said(added, right, tells))], 0.0
 
 
 def _said(added: torch.Tensor, right: torch.Tensor, tells: torch.Tensor) -> str:
@@ -153,22 +164,37 @@ def _said(added: torch.Tensor, right: torch.Tensor, tells: torch.Tensor) -> str:
         return "not moved at all"
     if bool(tells.any()) and torch.allclose(added[tells], -right[tells], rtol=0.1):
         return "moved up the gradient"
+    return _times(added)
+
+
+def _times(added: torch.Tensor) -> str:
     return f"moved by up to {float(added.abs().max()) / OPTIMIZER_RATE:.3g} times the rate"
 
 
-def _unmoved(case: Case, record: RankRecord) -> Iterator[Finding]:
-    """Tensors that stand still, experts only where all of a layer do, and elements that moved further than the rate."""
-    before = {key: got for key, _, got in _parameters(case, placement(case), record, "still")}
-    moved = {key: (held, got) for key, held, got in _parameters(case, placement(case), record, "moved")}
-    alike = {key: got.shape == before[key].shape and torch.equal(got, before[key]) for key, (_, got) in moved.items()}
-    for key, (held, got) in moved.items():
-        experts = [k for k, (of, _) in moved.items() if of.expert is not None and of.layer == held.layer]
-        if all(alike[k] for k in (experts if held.expert is not None else [key])):
-            yield _found(case, record, key, held, f"{key}: no element moved in a step", diagnosis="not moved at all")
-            continue
-        added = (got.double() - before[key].double()).abs()
-        steps = torch.finfo(got.dtype).eps * torch.maximum(got.double().abs(), before[key].double().abs())
-        if not bool((added <= OPTIMIZER_RATE * (1 + LIMIT) + steps).all()):
-            said = f"moved by up to {float(added.max()) / OPTIMIZER_RATE:.3g} times the rate"
-            message = f"{key}: elements moved further than {tolerance(case, OPTIMIZER_RATE)}, the rate"
-            yield _found(case, record, key, held, message, diagnosis=said)
+def _in_bf16(case: Case, want: Placement, record: RankRecord, of: _Stepped) -> Iterator[Finding]:
+    """Elements that stand still, and elements that moved further than the rate."""
+    still, moved = (values.double()[: of.held.rows] for values in (of.still, of.moved))
+    added = (moved - still).abs()
+    steps = torch.finfo(of.moved.dtype).eps * torch.maximum(moved.abs(), still.abs())
+    if not bool((added <= OPTIMIZER_RATE * (1 + LIMIT) + steps).all()):
+        message = f"{of.key}: elements moved further than {tolerance(case, OPTIMIZER_RATE)}, the rate"
+        yield _found(case, record, of.key, of.held, message, diagnosis=_times(added))
+    if of.held.expert is not None:
+        return
+    due = _telling(want, of.held) & (steps < OPTIMIZER_RATE)
+    stand = due & (added == 0)
+    most = 1.0 if of.key.endswith("router.weight") else STILL
+    if int(stand.sum()) > most * int(due.sum()) or not bool(added.any()):
+        message = f"{of.key}: {int(stand.sum())} of {int(due.sum())} elements with a gradient did not move in a step"
+        said = "not moved in part" if bool(added.any()) else "not moved at all"
+        yield _found(case, record, of.key, of.held, message, diagnosis=said)
+
+
+def _experts(case: Case, record: RankRecord, stepped: Sequence[_Stepped]) -> Iterator[Finding]:
+    """Experts of layers in which none moved: one may have no token."""
+    experts = [of for of in stepped if of.held.expert is not None]
+    moving = {of.held.layer for of in experts if not torch.equal(of.still, of.moved)}
+    for of in experts:
+        if of.held.layer not in moving:
+            message = f"{of.key}: no expert of the layer moved in a step"
+            yield _found(case, record, of.key, of.held, message, diagnosis="not moved at all")

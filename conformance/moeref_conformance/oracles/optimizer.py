@@ -15,7 +15,7 @@ def update(gradient: torch.Tensor, rate: float) -> torch.Tensor:
     Both moments are then the gradient and its square, once their bias is corrected.
     """
     of = gradient.double()
-    return -rate * of / (of.square().sqrt() + EPSILON)
+    return -rate * of / (of.abs() + EPSILON)
 
 
 def norm(gradients: Mapping[str, torch.Tensor]) -> float:

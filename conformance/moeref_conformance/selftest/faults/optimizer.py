@@ -66,6 +66,12 @@ def _kept(which: Callable[[int, str], bool]) -> Change:
     return change
 
 
+def _half_of_each(begun: Named, before: Named, after: Named, rate: float) -> None:
+    for key, tensor in after.items():
+        half = tensor.numel() // 2
+        tensor.view(-1)[half:] = before[key].reshape(-1)[half:]
+
+
 def _from_the_begin(begun: Named, before: Named, after: Named, rate: float) -> None:
     for key, tensor in after.items():
         tensor.copy_(begun[key] + (tensor - before[key]))
@@ -155,6 +161,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_after(_kept(lambda chunk, name: name.endswith("router.weight"))),
         diagnosis="not moved at all",
+    ),
+    Fault(
+        id="half-of-the-new-weights-in-bf16",
+        bug="a buffer of bf16 weights is cut in two for a distributed optimizer, and the other half is never gathered",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_after(_half_of_each),
+        diagnosis="not moved",
     ),
     Fault(
         id="norm-of-the-own-shards",

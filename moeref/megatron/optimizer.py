@@ -57,7 +57,7 @@ class Trainer:
         return None if norm is None else float(norm)
 
     def _check_masters(self) -> None:
-        pairs = [pair for one in self._optimizers() for pair in _masters(one)]
+        pairs = list(_masters(self.optimizer))
         # One answer for all, since a GPU waits for each that Python reads.
         if pairs and bool(torch.stack([(weight != main.to(weight.dtype)).any() for weight, main in pairs]).any()):
             stale = next(weight for weight, main in pairs if not torch.equal(weight, main.to(weight.dtype)))
@@ -68,13 +68,10 @@ class Trainer:
                 "weights are loaded or changed"
             )
 
-    def _optimizers(self) -> list[Any]:
-        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
-
 
 def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The weights that have fp32 copies in one of megatron-core's optimizers, with these."""
-    for weights, mains in zip(
-        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
-    ):
-        yield from zip(weights, mains, strict=True)
+    """The weights that have fp32 copies in a megatron-core optimizer, with these; in fp32 there are none."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        groups = (getattr(one, name, ()) for name in ("float16_groups", "fp32_from_float16_groups"))
+        for weights, mains in zip(*groups, strict=True):
+            yield from zip(weights, mains, strict=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims, Layout, Target
 from moeref_conformance.contract.findings import Outcome
-from moeref_conformance.contract.records import Observation
+from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.rules import load_rules
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.oracles.checkpoint import expected
@@ -19,6 +22,32 @@ from moeref_conformance.worlds.static import StaticWorld
 RULES = load_rules()
 #: What routers choose themselves: in bf16 nothing is compared with it.
 NATIVE = {"FWD-001", "FWD-002", "RPL-002", "RPL-003", "RPL-009"}
+
+
+def spoiled(case: Case, rank: int, record: RankRecord) -> Case:
+    """A case in which a rank left another record."""
+    assert case.observation is not None
+    ranks = [*case.observation.ranks[:rank], record, *case.observation.ranks[rank + 1 :]]
+    return replace(case, observation=replace(case.observation, ranks=ranks), made={})
+
+
+def without(case: Case, rank: int, step: str) -> Case:
+    """A case in which a rank left no record of a step."""
+    assert case.observation is not None
+    whole = case.observation.ranks[rank]
+    record = RankRecord(rank, whole.dir)
+    record.events = [event for event in whole.events if event["step"] != step]
+    return spoiled(case, rank, record)
+
+
+def otherwise(case: Case, step: str, change: Callable[[Any], object]) -> Case:
+    """A case in which the record of rank 0 has another value of a step."""
+    assert case.observation is not None
+    whole = case.observation.ranks[0]
+    record = RankRecord(0, whole.dir)
+    record.events = copy.deepcopy(whole.events)
+    change(record.value(step))
+    return spoiled(case, 0, record)
 
 
 class Bench:

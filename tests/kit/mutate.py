@@ -32,7 +32,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
-from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.api import Cell, Target
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.judges import JUDGES
@@ -194,15 +194,19 @@ def rules_of(module: str) -> set[str]:
 class Again(Bench):
     """Judges a cell again by the rules of `afresh` alone, and by those that require them; the rest stays as it was."""
 
-    afresh: Collection[str] = ()
+    def __init__(self, world: ForkedWorld, folder: Path, target: Target, inputs: Path | None = None) -> None:
+        super().__init__(world, folder, target, inputs)
+        self.afresh: Collection[str] = ()
+        self._kept: dict[tuple[str, tuple[str, ...]], dict[str, Outcome]] = {}
 
     def judge(self, cell: Cell, *, one_rank: bool = False, deadline: float = 60.0) -> dict[str, Outcome]:
         """As of `Bench`."""
-        kept: dict[Any, dict[str, Outcome]] = vars(self).setdefault("_kept", {})
-        before = kept.get((cell.id, cell.tags))
-        if before is None:
-            kept[cell.id, cell.tags] = super().judge(cell, one_rank=one_rank, deadline=deadline)
-            return kept[cell.id, cell.tags]
+        key = cell.id, cell.tags
+        if key not in self._kept:
+            self._kept[key] = super().judge(cell, one_rank=one_rank, deadline=deadline)
+        before = self._kept[key]
+        if not self.afresh:
+            return before
         case, outcomes = self.case(cell, one_rank=one_rank, deadline=deadline), dict(before)
         for rule in before:
             unmet, was = ([r for r in RULES[rule].requires if _bad(of, r)] for of in (outcomes, before))

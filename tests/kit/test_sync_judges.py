@@ -5,20 +5,18 @@ tests/rollout/test_kit_facet.py has them with a real one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from moeref_conformance.contract.backends import ENGINE
-from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.judges import JUDGES
 from moeref_conformance.selftest.faults import FAULTS, Fault
 from moeref_conformance.selftest.faults.sync import GLM, QWEN
 from moeref_conformance.worlds.forked import ForkedWorld
 
-from tests.kit.bench import RULES, Bench
+from tests.kit.bench import RULES, Bench, otherwise, without
 from tests.kit.toy_engine import target
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
@@ -112,26 +110,17 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
 }
 
 
-@pytest.mark.parametrize("spoiled", OTHERWISE)
-def test_a_record_that_says_otherwise_is_found(bench: Bench, spoiled: str) -> None:
-    rule, step, change, says = OTHERWISE[spoiled]
-    case = bench.case(QWEN, one_rank=True)
-    assert case.observation is not None
-    record = RankRecord(0, case.observation.ranks[0].dir)
-    record.events = copy.deepcopy(case.observation.ranks[0].events)
-    change(record.value(step))
-    found = JUDGES[rule](replace(case, observation=replace(case.observation, ranks=[record]), made={})).findings
+@pytest.mark.parametrize("said", OTHERWISE)
+def test_a_record_that_says_otherwise_is_found(bench: Bench, said: str) -> None:
+    rule, step, change, says = OTHERWISE[said]
+    found = JUDGES[rule](otherwise(bench.case(QWEN, one_rank=True), step, change)).findings
     assert any(says in finding.message for finding in found), [finding.message for finding in found]
 
 
 @pytest.mark.parametrize("rule", [f"SYN-{number:03}" for number in range(1, 12)])
 def test_a_record_without_a_step_is_no_pass(bench: Bench, rule: str) -> None:
-    case = bench.case(QWEN, one_rank=True)
-    assert case.observation is not None
     for step in RULES[rule].steps:
-        record = RankRecord(0, case.observation.ranks[0].dir)
-        record.events = [event for event in case.observation.ranks[0].events if event["step"] != step]
-        outcome = JUDGES[rule](replace(case, observation=replace(case.observation, ranks=[record]), made={}))
+        outcome = JUDGES[rule](without(bench.case(QWEN, one_rank=True), 0, step))
         assert outcome.findings or outcome.untested, f"passes without step {step}"
 
 

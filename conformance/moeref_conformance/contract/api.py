@@ -155,9 +155,10 @@ class Optimizer(Protocol):
     """Facet `optimizer`, asked in cells with `optimizer_step`. All calls are made by all ranks."""
 
     def make(self) -> None:
-        """Called once, before `Export.load`, by when a framework that makes its optimizer with the model has done so.
+        """Make the optimizer. Called once, before `Export.load`; a target that makes it later does nothing here.
 
-        Adam with betas (0.9, 0.999) and an epsilon of 1e-8, without weight decay, over all parameters of the model.
+        It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8 and
+        no weight decay.
         """
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:

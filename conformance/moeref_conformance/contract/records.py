@@ -36,11 +36,10 @@ REFUSALS = ("refuse_parameter", "refuse_buffer", "refuse_extra", "refuse_missing
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The same for tensors on the CPU that hold the same bytes."""
+    """The same for tensors on the CPU that hold the same bytes. numpy sees the storage, which cannot be moved then."""
     import torch
 
-    values = tensor.detach().clone().reshape(-1)  # a storage that numpy has seen cannot be given new memory later
-    return hashlib.blake2b(values.view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)

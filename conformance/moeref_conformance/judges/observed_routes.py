@@ -12,7 +12,8 @@ import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
-from moeref_conformance.contract.requests.replay import SHARED, SHORTER, shorter
+from moeref_conformance.contract.requests.replay import SHARED, SHORTER
+from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.judges import Case
 from moeref_conformance.judges.common import expected, finding, once, records, tokens_of
 from moeref_conformance.oracles import routed

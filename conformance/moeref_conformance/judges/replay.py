@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.replay import PHASES, SHORTER, shorter
+from moeref_conformance.contract.requests.replay import PHASES, SHORTER
+from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.diagnosis.compare import same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (

@@ -43,7 +43,7 @@ def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
         return None
     rows = []
     for chunk, name, _, tensor in module_tensors(export.chunks()):
-        values = copied(tensor)
+        values = copied(tensor)  # a storage that numpy has seen cannot be given new memory later
         ends = [float(end) for end in values.aminmax()] if values.numel() and values.is_floating_point() else [0.0, 0.0]
         told = {"finite": all(map(math.isfinite, ends)), "constant": ends[0] == ends[1]}
         rows.append({"chunk": chunk, "local": name, "shape": list(tensor.shape), "digest": digest(values), **told})

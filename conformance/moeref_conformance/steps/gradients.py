@@ -42,9 +42,9 @@ def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
 
 
 def twice(cell: Cell) -> bool:
-    """Whether a step follows another, whose gradients it may not begin with: on one rank, and on two with EP or ETP.
+    """Whether a cell takes two steps, to see that the second one begins without the gradients of the first.
 
-    There gradients of experts have buffers of their own.
+    On one rank, and on two with EP or ETP, where Megatron keeps gradients of experts in buffers of their own.
     """
     layout = cell.layout
     return layout.world == 1 or (layout.world == 2 and (layout.ep > 1 or layout.expert_tp != layout.tp))

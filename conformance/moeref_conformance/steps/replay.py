@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Replay, Turn
-from moeref_conformance.contract.requests.replay import SHORTER, WHOLE, shorter
+from moeref_conformance.contract.requests.replay import SHORTER, WHOLE
+from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import order
 from moeref_conformance.steps.observed_routes import moe_layers, observed

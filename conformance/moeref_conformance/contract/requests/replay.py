@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from moeref_conformance.contract.api import Cell
-
 #: What the name of a set of routes begins with that has no missing row.
 WHOLE = "whole-"
 #: The phase that replays the beginning of the first microbatch alone.
@@ -15,14 +13,3 @@ PHASES = {
 }
 #: Phases in which all data-parallel replicas take the same rows. In the others each takes `topology.replica_rows`.
 SHARED = frozenset({"replay-a", "native-between", SHORTER, "native-after", "changed-native"})
-
-
-def shorter(length: int, cell: Cell) -> int:
-    """The number of tokens in SHORTER: the most under `length` that CP and TP ranks divide; 0 where it is left out.
-
-    Packed samples have unequal lengths anyway, and on more ranks others repeat what these show.
-    """
-    if cell.batch == "packed" or cell.precision or cell.layout.world > 4:
-        return 0
-    unit = cell.layout.tp * (2 * cell.layout.cp if cell.layout.cp > 1 else 1)
-    return (length - 1) // unit * unit

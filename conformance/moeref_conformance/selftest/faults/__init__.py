@@ -35,22 +35,8 @@ from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
     *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
-    *(
-        roles,
-        seeds,
-        config,
-        gpt_oss,
-        hybrid,
-        static,
-        routes,
-        capture,
-        replay,
-        dispatch,
-        delta,
-        quantised,
-        optimizer,
-        sync,
-    ),
+    *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
+    *(optimizer, sync),
 )
 FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}
 

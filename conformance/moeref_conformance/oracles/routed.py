@@ -147,36 +147,33 @@ def under(
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far transformers in bf16 is from itself in fp32: the distance of all values, relative to their length.
-
-    `tensor` is that of the gradient that is furthest off, among the tensors of the checkpoint.
-    """
+    """What transformers computes in bf16, beside itself in fp32 under the same routes, by the checkpoint's names."""
 
     logits: float
-    gradients: float
-    tensor: float
+    exact: Mapping[str, torch.Tensor]
+    rounded: Mapping[str, torch.Tensor]
 
 
 def rounding(expected: Expected, which: str, missing: bool) -> Rounding:
-    """That of bf16 where every token takes the experts that it takes in fp32 under the route set `a` or `b`."""
+    """That of bf16 where every token takes the experts that it takes in fp32 under the route set `a` or `b`.
+
+    `logits` is their distance relative to their length.
+    """
     exact = under(expected, which, missing)
     taken = frozenset(
         (layer, *place, own) for layer, by_place in exact.experts.items() for place, own in by_place.items()
     )
     rounded = under(expected, "native", chosen=taken, dtype=torch.bfloat16)
-    # Not of a tensor that is no parameter, nor of an expert that no token reaches.
-    pairs = [(rounded.gradients[name], want) for name, want in exact.gradients.items() if bool(want.nan_to_num().any())]
-    got, want = zip(*pairs, strict=True)
-    return Rounding(
-        _apart([rounded.logits_BSV], [exact.logits_BSV]),
-        _apart(got, want),
-        max(_apart([one], [of]) for one, of in pairs),
-    )
+    logits = apart([(rounded.logits_BSV, exact.logits_BSV)])
+    return Rounding(logits, exact.gradients, rounded.gradients)
 
 
-def _apart(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
-    pairs = [(a.double(), b.double()) for a, b in zip(got, want, strict=True)]
-    return float((sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)) ** 0.5)
+def apart(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """How far the first of each pair is from the second: the Euclidean distance of all, relative to their length."""
+    both = [(got.double(), want.double()) for got, want in pairs]
+    far = sum(float((got - want).square().sum()) for got, want in both)
+    length = sum(float(want.square().sum()) for _, want in both)
+    return float((far / length) ** 0.5) if length else 0.0 if far == 0.0 else float("inf")
 
 
 def routed(

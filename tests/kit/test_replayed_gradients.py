@@ -20,8 +20,8 @@ CELL = cell("qwen3_moe", "tp2-ep2", replay="R3", dtype="bfloat16")
 #: A token without a route takes another expert in bf16 than in fp32, and others in the layers behind.
 TURNED = cell("glm4_moe", "tp2-ep2", layers=5, replay="R3", dtype="bfloat16")
 #: Rounding adds up towards the first layers, which one stage has; attention with sinks adds more under TP.
-EARLY = cell("gpt_oss", "pp2", layers=6, replay="R3", dtype="bfloat16")
-SINKS = cell("gpt_oss", "tp2-ep2-etp1", layers=6, replay="R3", dtype="bfloat16")
+EARLY = cell("gpt_oss", "pp2", layers=8, replay="R3", dtype="bfloat16")
+SINKS = cell("gpt_oss", "tp2-ep2-etp1", layers=8, replay="R3", dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from safetensors.torch import save_file
 
 from moeref_conformance.contract.api import Cell, Session, Target, World, to_plain
@@ -22,6 +23,26 @@ from moeref_conformance.steps.tensors import copied
 
 class StepRaised(Exception):
     """A step raised; the event is written. The rank's main turns this into exit code 3."""
+
+
+class Meeting:
+    """Where the ranks of a cell wait for each other: the store in which they met, which no target's collective uses."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # Taken before the target is opened, which may end the process group.
+        self._store = c10d._get_default_store() if world.size > 1 else None
+
+    def wait(self, step: str) -> None:
+        """Wait until every rank has ended the step, for ever if one never does: the world's deadline ends it.
+
+        One that refused alone would go on to the next step, whose collectives free those that wait in this one.
+        """
+        if self._store is not None:
+            keys = [f"moeref_conformance/{step}/{rank}" for rank in range(self._world.size)]
+            self._store.set(keys[self._world.rank], "")
+            while not self._store.check(keys):
+                time.sleep(0.005)
 
 
 class Log:
@@ -69,7 +90,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     `inputs` gives the folders `hf_config`, `checkpoint`, `checkpoint_extra`, `checkpoint_missing` and
     `checkpoint_unlike`, the file `tokens`, and in replay mode R3 the file `routes`.
     """
-    log = Log(record_dir)
+    log, meeting = Log(record_dir), Meeting(world)
     opened = ExitStack()
     session: Session = log.step("open", lambda: opened.enter_context(target.open(cell, world)))
     context = Context(
@@ -85,6 +106,8 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     try:
         for facet, step in rank_steps(target.claims, cell):
             log.step(step.name, partial(step.take, facet, context), step.refusal)
+            if step.refusal:
+                meeting.wait(step.name)
     except BaseException as error:
         # The outcome is already on record; a second error on the way out must not hide it.
         try:

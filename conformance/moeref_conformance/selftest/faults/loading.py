@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
@@ -141,6 +142,19 @@ def _index_believed(session: Any, cell: Cell, world: World) -> Any:
         listed = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         filling = _lacking_filled(lambda meta, _: torch.zeros(meta.shape) if meta.name in listed else None)
         filling(session, cell, world).export.load(folder)
+
+    return border.facet(session, "export", load=load)
+
+
+def _one_rank_reads(session: Any, cell: Cell, world: World) -> Any:
+    """Rank 0 reads the files and scatters what is in them; it raises alone, and the others wait for their part."""
+    needed = {name for rank in range(world.size) for row in session.names.table(rank) for name in row.hf}
+
+    def load(folder: Path) -> None:
+        if world.rank == 0 and (missing := needed - border.checkpoint(folder).keys()):
+            raise KeyError(f"{folder.name} lacks {min(missing)}")
+        dist.broadcast(torch.zeros(1), src=0)
+        session.export.load(folder)
 
     return border.facet(session, "export", load=load)
 
@@ -557,6 +571,15 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2"),
         wrap=_missing_on_one_rank,
         says="nothing was raised",
+    ),
+    Fault(
+        id="others-wait-for-the-reader",
+        bug="mbridge 0.15.1, verl at b178a3c: the rank that reads raises, and the others wait in a scatter",
+        rules=("LOD-003",),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_one_rank_reads,
+        says="it hung in step refuse_missing",
+        deadline=12.0,
     ),
     Fault(
         id="padding-never-written",

@@ -30,6 +30,7 @@ def _also(cells: Sequence[Cell]) -> str:
         "bf16": any(cell.dtype == "bfloat16" for cell in cells),
         "CP": any(cell.layout.cp > 1 for cell in cells),
         "MTP": any(cell.mtp for cell in cells),
+        "MTP left out": any(cell.mtp_left_out for cell in cells),
         "tied head": any(cell.tied for cell in cells),
         "replay": any(cell.replay != "off" for cell in cells),
         "router losses": any(cell.router_loss for cell in cells),

@@ -126,6 +126,16 @@ class Cell:
     mtp: int = axis(
         0, about="a number of layers", claim="mtp", noun="multi-token prediction layers", shown="mtp{}", of_size=True
     )
+    #: The checkpoint has one multi-token prediction layer, and the model none: loading skips its tensors, and no export
+    #: has them.
+    mtp_left_out: bool = axis(
+        False,
+        claim="leaves_mtp_out",
+        noun="models without the multi-token prediction layers of their checkpoint",
+        shown="mtp-left-out",
+        of_size=True,
+        hashed_if_set=True,
+    )
     #: Experts of the Hugging Face checkpoint: a tensor each, or one for all, as in the modules of transformers 5.
     expert_format: str = axis("per_expert", choices=("per_expert", "fused"), claim="expert_formats")
     #: Norms of the Megatron modules: separate (local spec), or fused into linears (Transformer Engine's names).
@@ -212,6 +222,7 @@ class Claims:
     tied: bool = True
     shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers
+    leaves_mtp_out: bool = False  # of a checkpoint that has them, for a model that has none
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP

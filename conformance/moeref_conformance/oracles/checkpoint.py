@@ -47,6 +47,7 @@ class _Answers:
     missing: str
     extra: str
     unlike: str
+    left_out: str
 
 
 #: By the folder of a variant.
@@ -114,9 +115,10 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     for parameter in model.parameters():  # buffers, the experts' bias among them, stay fp32
         parameter.data = parameter.data.to(dtype)
     main = folder / "checkpoint"
-    _save(model, cell, folder / "decoder" if cell.mtp else main)
+    with_mtp = cell.mtp or cell.mtp_left_out
+    _save(model, cell, folder / "decoder" if with_mtp else main)
     mtp: dict[str, torch.Tensor] = {}
-    if cell.mtp:
+    if with_mtp:
         mtp = _mtp(cell, read_checkpoint(folder / "decoder"), _generator(98))
         _edited(folder / "decoder", main, add=mtp)
         shutil.rmtree(folder / "decoder")
@@ -128,6 +130,8 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     tensors = read_checkpoint(main)
     copies = {name for name in mtp if name.endswith(published.COPIES)}
     check_distinct({name: tensor for name, tensor in tensors.items() if name not in copies})
+    if cell.mtp_left_out:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in mtp}
     missing, (extra, shape) = spoiled.missing(cell, tensors), spoiled.surplus(cell, tensors)
     _edited(main, folder / "checkpoint_extra", add={extra: torch.randn(shape, generator=_generator(99)).to(dtype)})
     _edited(main, folder / "checkpoint_missing", drop=missing, listed=spoiled.is_listed(cell))
@@ -136,7 +140,8 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     if (main / INDEX).exists() and cell.backend != ENGINE:  # there updates are judged, not what a loader reads first
         norm = "model.norm.weight"
         save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
-    return _Answers(logits_BSV, missing, extra, unlike)
+    left_out = f"model.layers.{cell.layers}." if cell.mtp_left_out else ""
+    return _Answers(logits_BSV, missing, extra, unlike, left_out)
 
 
 def _generator(stream: int) -> torch.Generator:
@@ -254,7 +259,7 @@ def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Gener
     if cell.expert_format != "per_expert" or cell.tied:
         raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied per_expert checkpoints only")
     tensors = {}
-    for number in range(cell.mtp):
+    for number in range(cell.mtp + cell.mtp_left_out):
         for name, like in sorted(published.mtp_layer(cell.layers, number, decoder).items()):
             copy = name.endswith(published.COPIES)
             tensors[name] = like.clone() if copy else _random(name, like, cell.family, generator).to(like.dtype)

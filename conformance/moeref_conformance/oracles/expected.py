@@ -26,8 +26,8 @@ class Expected:
 
     `dir` holds the `inputs` and nothing else; ranks get copies of them (see `steps.run.run_rank`). `missing` is the
     tensor that `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many, `unlike` the one that
-    `checkpoint_unlike` has in another shape. `logits_BSV` are in
-    fp32, by transformers' own module with eager attention; the weights are the checkpoint's.
+    `checkpoint_unlike` has in another shape. Tensors with the prefix `left_out` are in the files and not in the model.
+    `logits_BSV` are in fp32, by transformers' own module with eager attention; the weights are the checkpoint's.
     """
 
     dir: Path
@@ -35,6 +35,7 @@ class Expected:
     missing: str
     extra: str = EXTRA
     unlike: str = ""
+    left_out: str = ""
     logits_BSV: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @cached_property
@@ -44,8 +45,9 @@ class Expected:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the checkpoint by Hugging Face name, in the order of their names."""
-        return read_checkpoint(self.dir / "checkpoint")
+        """All tensors of the model by Hugging Face name, in the order of their names."""
+        found = read_checkpoint(self.dir / "checkpoint")
+        return {name: of for name, of in found.items() if not (self.left_out and name.startswith(self.left_out))}
 
     @cached_property
     def left_over(self) -> dict[str, torch.Tensor]:

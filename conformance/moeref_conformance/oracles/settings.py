@@ -106,7 +106,9 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": rows(
             ".mlp.shared_experts.gate_proj.weight", ".mlp.shared_expert.gate_proj.weight"
         ),
-        "mtp_num_layers": cell.mtp or int(getattr(config, "num_nextn_predict_layers", None) or 0),
+        "mtp_num_layers": 0
+        if cell.mtp_left_out
+        else int(getattr(config, "num_nextn_predict_layers", None) or cell.mtp),
         "qk_layernorm": rows(".q_norm.weight", ".kv_a_layernorm.weight") is not None,
     }
     if len(routers) < layers:

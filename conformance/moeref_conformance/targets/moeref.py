@@ -504,6 +504,7 @@ class MoerefTarget:
         norms=frozenset({"separate", "fused"}),
         engine_routes=True,
         mtp=2,
+        leaves_mtp_out=True,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset(dispatcher.Choice),
         kernels=frozenset({"torch", "te"}),
@@ -530,6 +531,7 @@ class MoerefTarget:
                 yield _Serving(engine)
             return
         layout, model = Layout.parse(cell.layout.text), families.read(world.hf_config, cell.dtype)
+        model = model.with_mtp(0) if cell.mtp_left_out else model
         if world.backend == "static":
             names = families.SpecNames(norms=cell.norms, experts=cell.experts)  # type: ignore[arg-type]
             shards = bridge.ShardMap(model, layout, names, cell.expert_format)  # type: ignore[arg-type]

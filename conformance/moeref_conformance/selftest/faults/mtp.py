@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, TensorMeta, World
@@ -38,6 +39,35 @@ def _of_the_files(session: Any, cell: Cell, world: World) -> Any:
         return meta, files[meta.name].clone() if meta.name in files else tensor
 
     return border.each(of_files)(border.after_load(session, change), cell, world)
+
+
+def _whole_files_alone(session: Any, cell: Cell, world: World) -> Any:
+    """An export goes file by file, as the checkpoint's index has them, and leaves out those that are not complete."""
+    gone: set[str] = set()
+
+    def change(folder: Path) -> None:
+        for names in (load_file(file).keys() for file in folder.glob("*.safetensors")):
+            if any(name.startswith(f"model.layers.{cell.layers}.") for name in names):
+                gone.update(names)
+
+    return described(lambda meta: None if meta.name in gone else meta)(border.after_load(session, change), cell, world)
+
+
+def _added_of_the_files(session: Any, cell: Cell, world: World) -> Any:
+    """An export ends with the MTP layers of the files that were loaded, so that it is as complete as these."""
+    files: border.Tensors = {}
+
+    def change(folder: Path) -> None:
+        later = f"model.layers.{cell.layers}."
+        files.update((n, tensor) for n, tensor in border.checkpoint(folder).items() if n.startswith(later))
+
+    def added(pairs: Iterator[border.Pair]) -> Iterator[border.Pair]:
+        yield from pairs
+        for name, tensor in files.items():
+            meta = TensorMeta(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+            yield meta, tensor if world.rank == 0 else None
+
+    return border.stream(border.after_load(session, change), added)
 
 
 def _reduced_by_the_first(session: Any, cell: Cell, world: World) -> Any:
@@ -154,6 +184,25 @@ FAULTS = (
         cell=cell("glm4_moe", "one", mtp=1),
         wrap=_of_the_files,
         diagnosis="stale",
+        one_rank=True,
+    ),
+    Fault(
+        id="files-with-mtp-left-out",
+        bug="Megatron-Bridge#4188: the files that hold an MTP layer are left out, with the head and layers in them",
+        rules=("EXP-001",),
+        cell=cell("glm4_moe", "pp2", layers=4, mtp_left_out=True),
+        wrap=_whole_files_alone,
+        says="lm_head.weight was never sent",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-of-the-files-added",
+        bug="Model-Optimizer#2174 in kind: a model without MTP layers is exported with those that training began with",
+        rules=("EXP-001",),
+        also=("EXP-004", "EXP-005"),
+        cell=cell("glm4_moe", "tp2", mtp_left_out=True),
+        wrap=_added_of_the_files,
+        says="is not in the checkpoint",
         one_rank=True,
     ),
     Fault(

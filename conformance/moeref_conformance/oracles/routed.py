@@ -131,17 +131,19 @@ def under(
     dtype: torch.dtype = torch.float32,
     negated: bool = False,
     balancing: Balancing | None = None,
+    counted: int | None = None,
 ) -> Routed:
     """What transformers computes in `dtype` under the route set `a` or `b`, or with `native` routes.
 
     Tokens without a route take the experts `chosen`, else the router's; the weights of routers may be `negated`.
-    Gradients are those of a loss with `balancing`, if there is one. Computed once for equal checkpoints.
+    Gradients are those of a loss with `balancing`, if there is one, and of the first `counted` rows, of all without.
+    Computed once for equal checkpoints.
     """
-    key = expected.digest, which, missing, chosen, dtype, negated, balancing
+    key = expected.digest, which, missing, chosen, dtype, negated, balancing, counted
     with _ONE_AT_A_TIME:
         if key not in _DONE:
             given = () if which == "native" else given_routes(expected, which, missing)
-            _DONE[key] = routed(expected, given, chosen, dtype, negated, balancing)
+            _DONE[key] = routed(expected, given, chosen, dtype, negated, balancing, counted)
         return _DONE[key]
 
 
@@ -186,6 +188,7 @@ def routed(
     dtype: torch.dtype = torch.float32,
     negated: bool = False,
     balancing: Balancing | None = None,
+    counted: int | None = None,
 ) -> Routed:
     """transformers' step with the cell's tokens under `routes` as `given_routes` makes them; native without."""
     model, layers = _model(str(expected.inputs["checkpoint"]), dtype), _shape(expected).routed
@@ -195,7 +198,8 @@ def routed(
     with torch.enable_grad():
         with forcing(expected, routes, chosen) as forced, _entering(model, layers) as entering:
             logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
-        gradients = _gradients(model, logits_BSV, expected, _of_routers(model, expected, entering, balancing))
+        more = _of_routers(model, expected, entering, balancing)
+        gradients = _gradients(model, logits_BSV, expected, more, counted)
     experts = {}
     for layer, chosen_TK in zip(layers, forced.chosen, strict=True):
         rows = chosen_TK.reshape(samples, length, -1).tolist()
@@ -246,16 +250,18 @@ def _entering(model: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Ten
 
 
 def _gradients(
-    model: Any, logits_BSV: torch.Tensor, expected: Expected, more: torch.Tensor | float
+    model: Any, logits_BSV: torch.Tensor, expected: Expected, more: torch.Tensor | float, counted: int | None
 ) -> dict[str, torch.Tensor]:
     """The gradients under the names of the checkpoint, as transformers' own writer splits and names its tensors.
 
-    more: what a step adds to the loss.
+    more: what a step adds to the loss. counted: how many rows the loss is of.
     """
     labels_BS = expected.tokens_BS.roll(-1, 1)
     for tokens_S, labels_S, length in zip(expected.tokens_BS, labels_BS, expected.lengths, strict=True):
         labels_S[length - 1] = tokens_S[0]
         labels_S[length:] = -100  # counts for nothing
+    if counted is not None:
+        labels_BS[counted:] = -100
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss + more, list(parameters.values()), materialize_grads=True)

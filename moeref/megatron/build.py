@@ -10,6 +10,7 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
@@ -155,6 +156,8 @@ def _chunk(
         parameter.data = parameter.data.to(TORCH[model.param_dtype])
     chunk.to(where)  # plain torch modules were created on the host
     _mark_experts(chunk)
+    if model.sinks:
+        _mark_sinks(chunk)
     if model.linear_bias:
         patch_expert_biases(chunk)
     by_name = record.kernels == "torch" and record.names.experts == "grouped"
@@ -202,6 +205,16 @@ def _mark_experts(chunk: torch.nn.Module) -> None:
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010 -- a mark torch does not know
             mark_sequence_parallel(parameter, False)
+
+
+def _mark_sinks(chunk: torch.nn.Module) -> None:
+    """Mark attention sinks as cut over TP: those of the first TP rank alone would count in the norm of the gradient.
+
+    megatron-core cuts them by heads, and marks them in neither version (Megatron-LM#7452).
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
 def _pp_rank(pp: int) -> dict[str, int]:

@@ -39,8 +39,8 @@ TELLING = 1e-3
 LEAST = 1e-5
 #: Of the rate: how far an element may be from where Adam moves it.
 LIMIT = 2e-3
-#: Of the norm: how far it may be off.
-NORM_LIMIT = 2e-4
+#: Of the norm: how far it may be off. The largest seen is 5e-7, and 5e-6 without the sinks of half of the heads.
+NORM_LIMIT = 3e-6
 #: Below fp32: the share of elements, and a number, that may be elsewhere, since rounding turns gradients.
 ELSEWHERE, FEW = 0.1, 4
 #: Of a router, and of all experts of a layer: tokens that go to other experts turn more of them.
@@ -108,8 +108,8 @@ def norms_are_the_models(case: Case) -> Outcome:
                 continue
             none, far, want = False, abs(got / wants[step] - 1.0), wants[step]
             if not far <= NORM_LIMIT:
-                message = f"{step}: the norm of the gradient is {got:.6g}, that of transformers' {want:.6g}"
-                told = {"expected": want, "got": got, "diagnosis": f"{got / want:.4g} times the right one"}
+                message = f"{step}: the norm of the gradient is {got:.8g}, that of transformers' {want:.8g}"
+                told = {"expected": want, "got": got, "diagnosis": f"{got / want:.7g} times the right one"}
                 findings.append(finding(case, rank, "optimizer", message, **told))
             else:
                 worst = max(worst, far)

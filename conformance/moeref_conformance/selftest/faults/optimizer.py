@@ -271,7 +271,15 @@ FAULTS = (
         rules=("OPT-003",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         wrap=_norm_of_the_own,
-        diagnosis="0.7071 times the right one",
+        diagnosis="0.7071",
+    ),
+    Fault(
+        id="norm-without-sinks",
+        bug="Megatron-LM#7452: sinks are cut over TP and not marked so: the norm has those of the first rank alone",
+        rules=("OPT-003",),
+        cell=cell("gpt_oss", "tp2-ep2-etp1", layers=8, optimizer_step=True),
+        wrap=marked("tensor_model_parallel", False, "softmax_offset"),
+        says="the norm of the gradient is",
     ),
     Fault(
         id="norm-counts-replicas",

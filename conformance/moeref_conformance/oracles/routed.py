@@ -121,6 +121,7 @@ def write(expected: Expected) -> Path:
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
 _DONE: dict[tuple[Any, ...], Routed] = {}
+_OF_NEGATED: dict[str, torch.Tensor] = {}
 
 
 def under(
@@ -306,13 +307,26 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _negated(model: Any) -> Any:
-    """A copy of the module whose routers have their weight negated."""
+def _negated(model: Any, which: str = r"\.(gate|router)\.weight$") -> Any:
+    """A copy of the module whose routers have their weight negated, or the parameters `which` have."""
     other = copy.deepcopy(model)
     for name, parameter in other.named_parameters():
-        if re.search(r"\.(gate|router)\.weight$", name):
+        if re.search(which, name):
             parameter.data.neg_()
     return other
+
+
+def with_last_experts_negated(expected: Expected) -> torch.Tensor:
+    """Logits in fp32 where the second linears of the last layer's experts are negated; no route depends on them."""
+    last = int(expected.config["num_hidden_layers"]) - 1
+    which = rf"\.layers\.{last}\.(mlp|block_sparse_moe)\.experts\.(\d+\.)?(down_proj|w2)"
+    with _ONE_AT_A_TIME:
+        if expected.digest not in _OF_NEGATED:
+            model = _negated(_model(str(expected.inputs["checkpoint"]), torch.float32), which)
+            with torch.no_grad():
+                logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
+            _OF_NEGATED[expected.digest] = logits_BSV.contiguous()
+        return _OF_NEGATED[expected.digest]
 
 
 @contextmanager

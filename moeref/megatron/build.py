@@ -155,7 +155,7 @@ def _chunk(
         # fp32. Float16Module's module.bfloat16() would round it.
         parameter.data = parameter.data.to(TORCH[model.param_dtype])
     chunk.to(where)  # plain torch modules were created on the host
-    _mark_experts(chunk)
+    _mark_experts(chunk, whole=layout.etp == 1)
     if model.sinks:
         _mark_sinks(chunk)
     if model.linear_bias:
@@ -194,17 +194,22 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
     return block, mtp_spec(config, moe=moe[-1], vp_stage=vp_stage, **kind) if with_mtp else None
 
 
-def _mark_experts(chunk: torch.nn.Module) -> None:
+def _mark_experts(chunk: torch.nn.Module, whole: bool) -> None:
     """Mark experts for DistributedDataParallel, which then reduces their gradients over the expert grid's replicas.
 
     megatron-core 0.16.1 marks them only at EP > 1; unmarked experts are reduced over the dense grid's replicas, which
     is wrong if ETP differs from TP. Both versions also mark the biases of row-parallel linears to be summed over TP.
     For experts that would sum twice, so the mark is removed.
+
+    whole: no ETP rank has a replica of an expert's parameter. Then all count in the norm of the gradient; 0.16.1 counts
+    biases on the first TP rank alone (Megatron-LM#5916).
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010 -- a mark torch does not know
             mark_sequence_parallel(parameter, False)
+            if whole:
+                setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
 
 
 def _mark_sinks(chunk: torch.nn.Module) -> None:

@@ -10,6 +10,7 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
@@ -154,7 +155,9 @@ def _chunk(
         # fp32. Float16Module's module.bfloat16() would round it.
         parameter.data = parameter.data.to(TORCH[model.param_dtype])
     chunk.to(where)  # plain torch modules were created on the host
-    _mark_experts(chunk)
+    _mark_experts(chunk, whole=layout.etp == 1)
+    if model.sinks:
+        _mark_sinks(chunk)
     if model.linear_bias:
         patch_expert_biases(chunk)
     by_name = record.kernels == "torch" and record.names.experts == "grouped"
@@ -191,17 +194,32 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
     return block, mtp_spec(config, moe=moe[-1], vp_stage=vp_stage, **kind) if with_mtp else None
 
 
-def _mark_experts(chunk: torch.nn.Module) -> None:
+def _mark_experts(chunk: torch.nn.Module, whole: bool) -> None:
     """Mark experts for DistributedDataParallel, which then reduces their gradients over the expert grid's replicas.
 
     megatron-core 0.16.1 marks them only at EP > 1; unmarked experts are reduced over the dense grid's replicas, which
     is wrong if ETP differs from TP. Both versions also mark the biases of row-parallel linears to be summed over TP.
     For experts that would sum twice, so the mark is removed.
+
+    whole: no ETP rank has a replica of an expert's parameter. Then all count in the norm of the gradient; 0.16.1 counts
+    biases on the first TP rank alone (Megatron-LM#5916).
     """
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             setattr(parameter, "allreduce", False)  # noqa: B010 -- a mark torch does not know
             mark_sequence_parallel(parameter, False)
+            if whole:
+                setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
+
+
+def _mark_sinks(chunk: torch.nn.Module) -> None:
+    """Mark attention sinks as cut over TP: those of the first TP rank alone would count in the norm of the gradient.
+
+    megatron-core cuts them by heads, and marks them in neither version (Megatron-LM#7452).
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
 def _pp_rank(pp: int) -> dict[str, int]:

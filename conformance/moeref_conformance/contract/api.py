@@ -157,15 +157,18 @@ class Optimizer(Protocol):
     def make(self) -> None:
         """Make the optimizer. Called once, before `Export.load`; a target that makes it later does nothing here.
 
-        It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8 and
-        no weight decay.
+        It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8, no
+        weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight, as fp32
+        master weights do.
         """
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
-        """Take a training step as `Gradients.gradients` does, and move the weights loaded last at this learning rate.
+        """Take a training step as `Gradients.gradients` does, and move the weights at this learning rate: those loaded
+        last, or where the step before has left them. Moments stay from step to step, between which weights are streamed
+        and logits computed.
 
-        Returns the Euclidean norm of the whole model's gradient, each parameter counted once, before any clipping; None
-        if it is not computed. Afterwards every rank's parameters are the new ones.
+        Returns the Euclidean norm of the whole model's gradient, each parameter counted once; None if it is not
+        computed. Afterwards every rank's parameters are the new ones.
         """
 
 

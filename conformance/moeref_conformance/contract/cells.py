@@ -38,8 +38,8 @@ ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 ROUTER_LOSS_COEFFICIENT = 0.01
 #: megatron-core's default of `moe_router_bias_update_rate`.
 BIAS_UPDATE_RATE = 1e-3
-#: The learning rate of the step that moves weights: some steps of bf16 for weights of these sizes.
-OPTIMIZER_RATE = 0.01
+#: The learning rate of steps that move weights: some digits of most weights in bf16, not half of one of those over 1.
+OPTIMIZER_RATE = 0.0038
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 

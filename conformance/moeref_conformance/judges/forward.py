@@ -28,6 +28,7 @@ from moeref_conformance.judges.common import (
     without,
     without_logits,
 )
+from moeref_conformance.oracles.routed import with_last_experts_negated
 
 # Largest differences seen on three kinds of CPU: 2.2e-6 and 2.4e-6, both of Qwen3-Next under TP and EP.
 TRANSFORMERS = 2e-5
@@ -41,11 +42,14 @@ def _logits(run: Observation) -> dict[int, torch.Tensor]:
     return {rank: logits_BSV for rank, logits_BSV in found.items() if logits_BSV is not None}
 
 
-def _shorter(run: Observation) -> dict[int, tuple[int, torch.Tensor | None]]:
-    """By rank of those that have logits: the length of the shorter sequence, if one was asked for, and its logits."""
-    told = [(r, r.value("forward")) for r in run.ranks if r.has("forward")]
-    asked = [(r, value["shorter"]) for r, value in told if value["has"] and value.get("shorter")]
-    return {r.rank: (length, r.tensors("forward").get("shorter")) for r, length in asked}
+def _shorter(run: Observation) -> Iterator[tuple[int, int, bool, torch.Tensor | None]]:
+    """Of the ranks that have logits, and were asked for those of a shorter sequence: rank, its length, whether experts
+    were negated, and its logits."""
+    for record in run.ranks:
+        value = record.value("forward") if record.has("forward") else {"has": False}
+        if value["has"] and value.get("shorter"):
+            found = record.tensors("forward").get("shorter")
+            yield record.rank, value["shorter"], bool(value.get("negated")), found
 
 
 def _holders(case: Case) -> list[Finding]:
@@ -94,12 +98,13 @@ def _judge(case: Case, want: torch.Tensor, whose: str, limit: float, shorter: bo
     findings, compared = _holders(case), _Comparison(case, whose, limit)
     for rank, got in _logits(observed(case)).items():
         findings += compared.of(rank, want, got)
-    for rank, (length, again) in _shorter(observed(case)).items() if shorter else ():
-        what = f"logits of the first {length} tokens alone"
+    for rank, length, negated, again in _shorter(observed(case)) if shorter else ():
+        what = f"logits of the first {length} tokens alone" + (", with experts negated," if negated else "")
+        of_all = with_last_experts_negated(expected(case)) if negated else want
         if again is None:
             findings.append(finding(case, rank, "forward", f"no {what}"))
         else:
-            findings += compared.of(rank, want[:, :length], again, what)
+            findings += compared.of(rank, of_all[:, :length], again, what)
     return outcome(findings, met=within(case, compared.worst, limit))
 
 

@@ -61,11 +61,14 @@ def seen_routes(case: Case, phase: str) -> Routes:
     return frozen, findings
 
 
-def oracle(case: Case, which: str, router_loss: str = "") -> routed.Routed:
-    """What transformers computes under these routes, or the router's own where they have none."""
+def oracle(case: Case, which: str, router_loss: str = "", counted: int | None = None) -> routed.Routed:
+    """What transformers computes under these routes, or the router's own where they have none.
+
+    Gradients are those of the first `counted` rows, of all without.
+    """
     rows = topology.microbatches(case.cell, len(expected(case).tokens_BS))
     balancing = (router_loss, rows) if router_loss else None
-    return routed.under(expected(case), which, case.claims.missing_rows, balancing=balancing)
+    return routed.under(expected(case), which, case.claims.missing_rows, balancing=balancing, counted=counted)
 
 
 def rounding(case: Case, which: str) -> routed.Rounding:

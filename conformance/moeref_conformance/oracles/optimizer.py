@@ -1,21 +1,24 @@
-"""The first step of Adam, by its formula: Kingma and Ba, arXiv:1412.6980, algorithm 1."""
+"""Steps of Adam, by its formula: Kingma and Ba, arXiv:1412.6980, algorithm 1."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
+BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 
 
-def update(gradient: torch.Tensor, rate: float) -> torch.Tensor:
-    """What the first step adds to the weights, in fp64; a later one adds the same while the gradient stays the same.
-
-    Both moments are then the gradient and its square, once their bias is corrected.
-    """
-    of = gradient.double()
-    return -rate * of / (of.abs() + EPSILON)
+def update(gradients: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
+    """What the last of these steps, each with its gradient, adds to the weights, in fp64."""
+    first, second = torch.zeros(()).double(), torch.zeros(()).double()
+    for gradient in gradients:
+        of = gradient.double()
+        first = BETAS[0] * first + (1 - BETAS[0]) * of
+        second = BETAS[1] * second + (1 - BETAS[1]) * of.square()
+    mean, square = (moment / (1 - beta ** len(gradients)) for moment, beta in zip((first, second), BETAS, strict=True))
+    return -rate * mean / (square.sqrt() + EPSILON)
 
 
 def norm(gradients: Mapping[str, torch.Tensor]) -> float:

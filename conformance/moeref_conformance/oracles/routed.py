@@ -121,6 +121,7 @@ def write(expected: Expected) -> Path:
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
 _DONE: dict[tuple[Any, ...], Routed] = {}
+_OF_NEGATED: dict[str, torch.Tensor] = {}
 
 
 def under(
@@ -131,17 +132,19 @@ def under(
     dtype: torch.dtype = torch.float32,
     negated: bool = False,
     balancing: Balancing | None = None,
+    counted: int | None = None,
 ) -> Routed:
     """What transformers computes in `dtype` under the route set `a` or `b`, or with `native` routes.
 
     Tokens without a route take the experts `chosen`, else the router's; the weights of routers may be `negated`.
-    Gradients are those of a loss with `balancing`, if there is one. Computed once for equal checkpoints.
+    Gradients are those of a loss with `balancing`, if there is one, and of the first `counted` rows, of all without.
+    Computed once for equal checkpoints.
     """
-    key = expected.digest, which, missing, chosen, dtype, negated, balancing
+    key = expected.digest, which, missing, chosen, dtype, negated, balancing, counted
     with _ONE_AT_A_TIME:
         if key not in _DONE:
             given = () if which == "native" else given_routes(expected, which, missing)
-            _DONE[key] = routed(expected, given, chosen, dtype, negated, balancing)
+            _DONE[key] = routed(expected, given, chosen, dtype, negated, balancing, counted)
         return _DONE[key]
 
 
@@ -183,6 +186,7 @@ def routed(
     dtype: torch.dtype = torch.float32,
     negated: bool = False,
     balancing: Balancing | None = None,
+    counted: int | None = None,
 ) -> Routed:
     """transformers' step with the cell's tokens under `routes` as `given_routes` makes them; native without."""
     model, layers = _model(str(expected.inputs["checkpoint"]), dtype), _shape(expected).routed
@@ -192,7 +196,8 @@ def routed(
     with torch.enable_grad():
         with forcing(expected, routes, chosen) as forced, _entering(model, layers) as entering:
             logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()  # causal: padding changes no token
-        gradients = _gradients(model, logits_BSV, expected, _of_routers(model, expected, entering, balancing))
+        more = _of_routers(model, expected, entering, balancing)
+        gradients = _gradients(model, logits_BSV, expected, more, counted)
     experts = {}
     for layer, chosen_TK in zip(layers, forced.chosen, strict=True):
         rows = chosen_TK.reshape(samples, length, -1).tolist()
@@ -243,16 +248,18 @@ def _entering(model: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Ten
 
 
 def _gradients(
-    model: Any, logits_BSV: torch.Tensor, expected: Expected, more: torch.Tensor | float
+    model: Any, logits_BSV: torch.Tensor, expected: Expected, more: torch.Tensor | float, counted: int | None
 ) -> dict[str, torch.Tensor]:
     """The gradients under the names of the checkpoint, as transformers' own writer splits and names its tensors.
 
-    more: what a step adds to the loss.
+    more: what a step adds to the loss. counted: how many rows the loss is of.
     """
     labels_BS = expected.tokens_BS.roll(-1, 1)
     for tokens_S, labels_S, length in zip(expected.tokens_BS, labels_BS, expected.lengths, strict=True):
         labels_S[length - 1] = tokens_S[0]
         labels_S[length:] = -100  # counts for nothing
+    if counted is not None:
+        labels_BS[counted:] = -100
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss + more, list(parameters.values()), materialize_grads=True)
@@ -297,13 +304,26 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _negated(model: Any) -> Any:
-    """A copy of the module whose routers have their weight negated."""
+def _negated(model: Any, which: str = r"\.(gate|router)\.weight$") -> Any:
+    """A copy of the module whose routers have their weight negated, or the parameters `which` have."""
     other = copy.deepcopy(model)
     for name, parameter in other.named_parameters():
-        if re.search(r"\.(gate|router)\.weight$", name):
+        if re.search(which, name):
             parameter.data.neg_()
     return other
+
+
+def with_last_experts_negated(expected: Expected) -> torch.Tensor:
+    """Logits in fp32 where the second linears of the last layer's experts are negated; no route depends on them."""
+    last = int(expected.config["num_hidden_layers"]) - 1
+    which = rf"\.layers\.{last}\.(mlp|block_sparse_moe)\.experts\.(\d+\.)?(down_proj|w2)"
+    with _ONE_AT_A_TIME:
+        if expected.digest not in _OF_NEGATED:
+            model = _negated(_model(str(expected.inputs["checkpoint"]), torch.float32), which)
+            with torch.no_grad():
+                logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
+            _OF_NEGATED[expected.digest] = logits_BSV.contiguous()
+        return _OF_NEGATED[expected.digest]
 
 
 @contextmanager

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Forward
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
+_SECOND_LINEAR = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\..*linear_fc2\.")
+
 
 def logits(forward: Forward, context: Context) -> dict[str, int]:
     """Whether this rank has logits, and how many tokens the shorter sequence has; the logits of both are saved.
 
     A target that keeps something of one forward, such as the cosines of its positions, may be wrong in a longer one or
-    in a shorter one. Under replay the facet `replay` has a shorter one.
+    in a shorter one. In the last one weights are `negated`, where stages are one: others that were kept show. Under
+    replay the facet `replay` has a shorter one.
     """
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     length = shorter(tokens_BS.shape[1], context.cell) if context.cell.replay == "off" else 0
@@ -21,12 +29,35 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     if length:
         forward.logits(first_BS)
     found = {"logits": forward.logits(tokens_BS)}
+    last = _last_experts(context) if length else []
     if length:
-        found["shorter"] = forward.logits(first_BS)
+        with _negated(last):
+            found["shorter"] = forward.logits(first_BS)
     saved = {name: logits_BSV for name, logits_BSV in found.items() if logits_BSV is not None}
     if saved:
         context.save("forward", saved)
-    return {"has": "logits" in saved, "shorter": length}
+    return {"has": "logits" in saved, "shorter": length, "negated": len(last)}
+
+
+def _last_experts(context: Context) -> list[torch.Tensor]:
+    """The second linears of the last layer's experts on this rank, on which no route depends; none under PP."""
+    if context.cell.layout.pp > 1:
+        return []
+    named = [pair for chunk in context.facet("export").chunks() for pair in chunk.named_parameters()]
+    found = [(int(m[1]), of) for name, of in named if (m := _SECOND_LINEAR.search(name))]
+    last = max((layer for layer, _ in found), default=0)
+    return [of for layer, of in found if layer == last]
+
+
+@contextmanager
+def _negated(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    for parameter in parameters:
+        parameter.data.neg_()
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.data.neg_()
 
 
 FACET = Facet(

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Optimizer
-from moeref_conformance.contract.cells import OPTIMIZER_RATE
+from moeref_conformance.contract.requests.optimizer import STILL, rates
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.gradients import batch, of_replica
 from moeref_conformance.steps.tensors import copied, module_tensors
-
-#: The steps in order, and the learning rate of each.
-RATES = {"still": 0.0, "moved": OPTIMIZER_RATE}
 
 
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
+    Behind the first one weights are sent and logits computed, as RL does between steps.
     Then the parameters hold again what they did before: a target may refuse to load weights twice.
     """
-    tokens_BS = load_file(context.input("tokens"))["tokens"]
-    rows_BS = batch(of_replica(tokens_BS, context.cell, context.rank), context.cell)
+    cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
+    own_BS = of_replica(tokens_BS, cell, context.rank)
+    first_BS = tokens_BS[: cell.rows].repeat(len(own_BS) // cell.rows, 1)
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
     loaded = {name: copied(parameter) for name, parameter in _parameters(context).items()}
-    for step, rate in RATES.items():
-        norm = optimizer.step(rows_BS, rate)
+    for step, rate in rates(cell).items():
+        norm = optimizer.step(batch(first_BS if step == STILL else own_BS, cell), rate)
         norms[step] = None if norm is None else float(norm)
         saved |= {f"{step}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
+        if step == STILL:
+            deque(context.facet("export").stream(), maxlen=0)
+            if "forward" in context.claims.facets:
+                context.facet("forward").logits(tokens_BS)
     context.save("optimizer", saved)
     for name, parameter in _parameters(context).items():
         parameter.data.copy_(loaded[name])

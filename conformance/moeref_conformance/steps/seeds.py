@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Seeds
 from moeref_conformance.contract.requests.seeds import BAD, OTHER, SEED, WAYS
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
@@ -38,9 +39,13 @@ def installed(seeds: Seeds, context: Context) -> dict[str, Any]:
 
 
 def resumed(seeds: Seeds, context: Context) -> dict[str, list[Any]]:
-    """Draws after a save, then after each of two restores of the same states."""
+    """Draws after a save, then after each of two restores of the same states.
+
+    A run that is saved has drawn before: replicas have other tokens, and drew for them, not all the same number.
+    """
     seeds.install(SEED, False)
-    _draws()  # a run that is saved has drawn before
+    for _ in range(1 + topology.coords(context.cell.layout, context.rank)["dp"]):
+        _draws()
     saved = seeds.save()
     draws = {"went on": _draws()}
     for turn in ("resumed", "resumed again"):

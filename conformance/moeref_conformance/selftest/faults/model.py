@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from moeref_conformance.contract.api import Cell, World
-from moeref_conformance.selftest.border import Change, each_chunk
+from moeref_conformance.selftest.border import Change, each_chunk, facet, inventory
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import configured
 
@@ -93,7 +93,32 @@ def _biases_rounded(chunk: Any) -> None:
             module.register_forward_hook(leave)
 
 
+def _experts_of_the_first_forward(session: Any, cell: Cell, world: World) -> Any:
+    """Experts compute with copies of their weights that the first forward has made."""
+    kept: dict[tuple[int, str], torch.Tensor] = {}
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        experts = {key: tensor for key, tensor in inventory(session).items() if ".experts." in key[1]}
+        now = {key: tensor.clone() for key, tensor in experts.items()}
+        for key, tensor in experts.items():
+            tensor.copy_(kept.setdefault(key, now[key]))
+        found: torch.Tensor | None = session.forward.logits(tokens_BS)
+        for key, tensor in experts.items():
+            tensor.copy_(now[key])
+        return found
+
+    return facet(session, "forward", logits=logits)
+
+
 FAULTS = (
+    Fault(
+        id="experts-of-the-first-forward",
+        bug="Automodel#3606, Primus#983: copies of experts' weights are kept, whatever the optimizer does",
+        rules=("FWD-001",),
+        cell=cell("glm4_moe", "tp2-ep2-etp1", experts="grouped"),
+        wrap=_experts_of_the_first_forward,
+        says="with experts negated, differ from transformers",
+    ),
     Fault(
         id="frequencies-in-bf16",
         bug="transformers#25681: a model is cast to bf16 with the frequencies of positions, as long contexts show",

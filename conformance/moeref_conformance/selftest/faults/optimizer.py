@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,10 +14,12 @@ from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.gradients import marked
 
 Named = dict[tuple[int, str], torch.Tensor]
-#: Gets the weights before the model was loaded, before a step and after it, and the rate; writes to the last.
-Change = Callable[[Named, Named, Named, float], None]
+#: Gets the weights before the model was loaded, those before a step, what a good step adds, those after it, and the
+#: rate; writes to those after it.
+Change = Callable[[Named, Named, Named, Named, float], None]
 
 
 def _held(session: Any) -> Named:
@@ -42,12 +44,13 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
             good.make()
 
         def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
+            held = _copies(session)
             for key, tensor in right.items():  # the good optimizer goes on from its own weights
                 _held(session)[key].copy_(tensor)
             before = _copies(session)
             norm: float | None = good.step(tokens_BS, rate)
             right.update(_copies(session))
-            change(begun, before, _held(session), rate)
+            change(begun, held, {key: right[key] - before[key] for key in right}, _held(session), rate)
             return norm
 
         return facet(session, "optimizer", make=make, step=step)
@@ -58,23 +61,23 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
 def _kept(which: Callable[[int, str], bool]) -> Change:
     """Steps do not move these parameters."""
 
-    def change(begun: Named, before: Named, after: Named, rate: float) -> None:
+    def change(begun: Named, held: Named, adds: Named, after: Named, rate: float) -> None:
         for key, tensor in after.items():
             if which(*key):
-                tensor.copy_(before[key])
+                tensor.copy_(held[key])
 
     return change
 
 
-def _half_of_each(begun: Named, before: Named, after: Named, rate: float) -> None:
+def _half_of_each(begun: Named, held: Named, adds: Named, after: Named, rate: float) -> None:
     for key, tensor in after.items():
         half = tensor.numel() // 2
-        tensor.view(-1)[half:] = before[key].reshape(-1)[half:]
+        tensor.view(-1)[half:] = held[key].reshape(-1)[half:]
 
 
-def _from_the_begin(begun: Named, before: Named, after: Named, rate: float) -> None:
+def _from_the_begin(begun: Named, held: Named, adds: Named, after: Named, rate: float) -> None:
     for key, tensor in after.items():
-        tensor.copy_(begun[key] + (tensor - before[key]))
+        tensor.copy_(begun[key] + adds[key])
         begun[key] = tensor.clone()
 
 
@@ -82,9 +85,9 @@ def _norms_of_a_replica(chunk: int, name: str) -> bool:
     return dist.get_rank() == 1 and "norm" in name
 
 
-def _decayed(begun: Named, before: Named, after: Named, rate: float) -> None:
+def _decayed(begun: Named, held: Named, adds: Named, after: Named, rate: float) -> None:
     for key, tensor in after.items():
-        tensor.sub_(before[key], alpha=0.1 * rate)
+        tensor.sub_(held[key], alpha=0.1 * rate)
 
 
 def _rate_of_the_construction(session: Session, cell: Cell, world: World) -> Any:
@@ -105,7 +108,90 @@ def _replicas_counted(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(tensor_parallel, "param_is_not_tensor_parallel_duplicate", return_value=True)
 
 
+def _with_betas_of_pretraining(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    good = torch.optim.Optimizer.__init__
+
+    def init(self: Any, params: Any, defaults: dict[str, Any]) -> None:
+        good(self, params, {**defaults, "betas": (0.9, 0.95)})
+
+    return mock.patch.object(torch.optim.Optimizer, "__init__", init)
+
+
+def _counting_streams(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.export
+
+    def stream() -> Iterator[Any]:
+        yield from good.stream()
+        torch.optim.Adam.streams += 1  # type: ignore[attr-defined]
+
+    return facet(session, "export", stream=stream)
+
+
+@contextmanager
+def _without_moments(cell: Cell, world: World) -> Iterator[None]:
+    """The first step of Adam behind a stream is as its very first one."""
+    good, seen = torch.optim.Adam.step, dict[int, int]()
+
+    def step(self: Any, closure: Any = None) -> Any:
+        if seen.setdefault(id(self), self.streams) != self.streams:
+            self.state.clear()
+        seen[id(self)] = self.streams
+        return good(self, closure)
+
+    with mock.patch.multiple(torch.optim.Adam, create=True, step=step, streams=0):
+        yield
+
+
+def _without_masters(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Each step begins from what bf16 has kept of the one before."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    good = MixedPrecisionOptimizer.step_with_ready_grads
+
+    def step(self: Any) -> Any:
+        self.reload_model_params()
+        return good(self)
+
+    return mock.patch.object(MixedPrecisionOptimizer, "step_with_ready_grads", step)
+
+
 FAULTS = (
+    Fault(
+        id="betas-not-passed-on",
+        bug="SkyRL#1646: Adam's betas are not among the settings that go to Megatron's optimizer",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        patch=_with_betas_of_pretraining,
+        one_rank=True,
+        says="are not where Adam moves them",
+    ),
+    Fault(
+        id="moments-lost-in-a-sync",
+        bug="reported nowhere: Adam's moments make room while weights are sent, and are not brought back",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_without_moments,
+        wrap=_counting_streams,
+        one_rank=True,
+        says="are not where Adam moves them",
+    ),
+    Fault(
+        id="no-masters-in-bf16",
+        bug="NeMo-RL#2322: the optimizer has bf16 weights alone, and steps under half of their last digit are lost",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        patch=_without_masters,
+        one_rank=True,
+        diagnosis="small steps are lost",
+    ),
+    Fault(
+        id="replicas-part-in-bf16",
+        bug="NeMo-RL#3716: a step of one's own leaves out the sum over TP of what its ranks share",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=marked("sequence_parallel", False),
+        diagnosis="replicas part",
+    ),
     Fault(
         id="masters-older-than-the-load",
         bug="NeMo-RL#2372, Megatron-Bridge#4082: master weights keep what the model held before it was loaded",
@@ -140,7 +226,7 @@ FAULTS = (
     ),
     Fault(
         id="new-weights-not-gathered",
-        bug="a distributed optimizer moves a replica's own shard, and those of the others are gathered too late",
+        bug="NeMo-RL#4086: a distributed optimizer moves a replica's own shard, and gathers the others too late",
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "tp1", world_size=2, optimizer_step=True),
         wrap=_after(_kept(_norms_of_a_replica)),
@@ -163,6 +249,15 @@ FAULTS = (
         diagnosis="not moved at all",
     ),
     Fault(
+        id="first-expert-alone-in-bf16",
+        bug="reported nowhere: of a rank's experts, whose master weights move in one tensor, one is copied back",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_after(_kept(lambda chunk, name: ".experts." in name and "local_experts.0." not in name)),
+        says="and other experts",
+        diagnosis="not moved at all",
+    ),
+    Fault(
         id="half-of-the-new-weights-in-bf16",
         bug="a buffer of bf16 weights is cut in two for a distributed optimizer, and the other half is never gathered",
         rules=("OPT-002",),
@@ -176,7 +271,15 @@ FAULTS = (
         rules=("OPT-003",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         wrap=_norm_of_the_own,
-        diagnosis="0.7071 times the right one",
+        diagnosis="0.7071",
+    ),
+    Fault(
+        id="norm-without-sinks",
+        bug="Megatron-LM#7452: sinks are cut over TP and not marked so: the norm has those of the first rank alone",
+        rules=("OPT-003",),
+        cell=cell("gpt_oss", "tp2-ep2-etp1", layers=8, optimizer_step=True),
+        wrap=marked("tensor_model_parallel", False, "softmax_offset"),
+        says="the norm of the gradient is",
     ),
     Fault(
         id="norm-counts-replicas",

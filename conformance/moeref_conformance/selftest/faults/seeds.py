@@ -155,6 +155,15 @@ class _TrackersOfRank0(_Seeds):
         tensor_parallel.get_cuda_rng_tracker().set_states({name: state.clone() for name, state in trackers.items()})
 
 
+class _StatesOfRank0(_Seeds):
+    """Rank 0's generators are saved for all ranks that were seeded as it was."""
+
+    def save(self) -> Any:
+        states: list[Any] = [self.good.save()]
+        dist.broadcast_object_list(states, src=0)
+        return {**self.good.save(), **{name: states[0][name] for name in ("python", "numpy", "torch", "cuda")}}
+
+
 class _NotForShuffling(_Seeds):
     """The plan has the generators that draw weights and dropout alone."""
 
@@ -297,7 +306,15 @@ FAULTS = (
         rules=("SED-004",),
         cell=cell("qwen3_moe", "ep2"),
         wrap=_with(_TrackersOfRank0),
-        says="resumed: other draws of expert",
+        says="resumed: other draws of tp, expert",
+    ),
+    Fault(
+        id="states-of-rank-0",
+        bug="miles#3187: the generators of rank 0 are restored on all ranks, which had drawn unequally many numbers",
+        rules=("SED-004",),
+        cell=cell("qwen3_moe", "tp1", world_size=2),
+        wrap=_with(_StatesOfRank0),
+        says="resumed: other draws of python, numpy, torch",
     ),
     Fault(
         id="restored-states-written-to",

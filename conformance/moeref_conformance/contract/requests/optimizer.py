@@ -1,0 +1,15 @@
+"""The steps that the facet `optimizer` is asked for."""
+
+from __future__ import annotations
+
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.cells import OPTIMIZER_RATE
+
+#: The step at the rate 0. Its gradient is that of the first microbatch alone, so that moments have to outlive it.
+STILL = "still"
+
+
+def rates(cell: Cell) -> dict[str, float]:
+    """The steps in order, and the learning rate of each. Below fp32 two move weights: small steps have to add up."""
+    again = {"again": OPTIMIZER_RATE} if cell.dtype != "float32" else {}
+    return {STILL: 0.0, "moved": OPTIMIZER_RATE, **again}

@@ -188,7 +188,7 @@ def _of_the_reference(case: Case, judged: Callable[[str], bool]) -> Iterator[Fin
     """Findings where the reference model is given other settings than the policy, of those that are `judged`."""
     yield from unanswered(case, STEP)
     for rank, value in values(case, STEP):
-        for title in ("nothing", OF_THE_REFERENCE):
+        for title in OF_THE_REFERENCE:
             mine, other = value["requests"][title], value["reference"][title]
             if "refused" in other:
                 yield finding(case, rank, STEP, f"asked for {title}: the reference refuses it: {other['refused']}")

@@ -42,6 +42,7 @@ _NEUTRAL: Mapping[str, object] = {
     "hidden_dropout": 0.0,
     "moe_apply_probs_on_input": False,
     "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
     "moe_input_jitter_eps": None,
     "moe_router_force_biased": None,
     "moe_router_force_load_balancing": False,

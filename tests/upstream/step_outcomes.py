@@ -47,8 +47,8 @@ _FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 def groups() -> ProcessGroupCollection:
     """megatron-core's process groups of this one rank."""
     if not dist.is_initialized():
-        store = dist.FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        where = (Path(tempfile.mkdtemp()) / "store").as_uri()
+        dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -118,17 +118,17 @@ def _replayed(router: Any) -> None:
 
 
 def _sinkhorn(**settings: Any) -> str:
-    balancing = {"moe_router_load_balancing_type": "sinkhorn"}
+    balancing: dict[str, Any] = {"moe_router_load_balancing_type": "sinkhorn"}
     return _same(routed(**balancing, **settings), routed(**balancing))
 
 
 def _bias_under(kind: str) -> str:
-    settings = {**_BIAS, "moe_router_load_balancing_type": kind}
+    settings: dict[str, Any] = {**_BIAS, "moe_router_load_balancing_type": kind}
     return _same(routed(_biased, **settings), routed(**settings))
 
 
 def _random_logits(**settings: Any) -> str:
-    replay = {"moe_enable_routing_replay": True}
+    replay: dict[str, Any] = {"moe_enable_routing_replay": True}
     other = _same(routed(_replayed, **replay, **settings), routed(_replayed, **replay))
     return {"ignored": "the model's weights", "heeded": "other weights"}[other]
 

@@ -454,6 +454,14 @@ FAULTS = (
         says="moe_expert_capacity_factor=1.0, not None",
     ),
     Fault(
+        id="rank-capacity-left-on",
+        bug="Megatron-LM#1756 in kind: a budget of rows for each rank, beyond which HybridEP drops tokens",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=always(moe_expert_rank_capacity_factor=1.0),
+        says="moe_expert_rank_capacity_factor=1.0, not None",
+    ),
+    Fault(
         id="window-that-is-off",
         bug="reported nowhere: sliding_window of config.json is read, and use_sliding_window=false beside it is not",
         rules=("CFG-001",),
@@ -575,7 +583,7 @@ FAULTS = (
     ),
     Fault(
         id="router-in-bf16",
-        bug="reported nowhere: the router's dtype is left at Megatron's default, which is that of the parameters",
+        bug="miles#3263: a list of what is passed on lacks the router's dtype, whose default is the parameters'",
         rules=("CFG-013",),
         cell=cell("glm4_moe", "tp1", backend="static", dtype="bfloat16"),
         wrap=_unless_asked(moe_router_dtype=None),

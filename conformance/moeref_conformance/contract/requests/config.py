@@ -71,7 +71,7 @@ SILENT: dict[str, Request] = {
 }
 REQUESTS = {**HONOURED, **TWICE, **UNKNOWN, **SILENT}
 #: Asked of the reference model too.
-OF_THE_REFERENCE = ("nothing", "other values", "false", "false and zero, passed through", "none")
+OF_THE_REFERENCE = ("nothing", "other values", "false", "false and zero, passed through", "none", "a list", "recompute")
 
 
 def same(a: Any, b: Any) -> bool:

@@ -158,6 +158,11 @@ def _reference_by_truth(config: Any, request: Request, role: str) -> Mapping[str
     return good
 
 
+def _reference_not_recomputed(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    good: Mapping[str, Any] = config.resolve(request if role == "policy" else _without_recompute(config, request), role)
+    return good
+
+
 def _reference_without_losses(config: Any, request: Request, role: str) -> Mapping[str, Any]:
     good: Mapping[str, Any] = config.resolve(request, role)
     if role == "policy":
@@ -275,6 +280,14 @@ FAULTS = (
         cell=ONE,
         wrap=_resolving(_reference_without_losses),
         says="moe_aux_loss_coeff is",
+    ),
+    Fault(
+        id="reference-not-recomputed",
+        bug="verl#6247 in kind: what is passed through reaches the policy alone, here recomputation",
+        rules=("CFG-011",),
+        cell=ONE,
+        wrap=_resolving(_reference_not_recomputed),
+        says="asked for recompute: recompute_granularity is",
     ),
     Fault(
         id="refused-setting-not-named",

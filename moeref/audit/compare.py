@@ -121,7 +121,8 @@ class _Comparison:
         if a is None or b is None:
             side = self._a.label if a is None else self._b.label
             return fallback, f"{differs}; the {side} side has hashes alone, so what happened cannot be tried"
-        if said := trials.one(a, b, fused="gate_up_proj" in name) or self._together(name):
+        stacked = re.search(r"\.experts\.\D", name) is not None
+        if said := trials.one(a, b, fused="gate_up_proj" in name, stacked=stacked) or self._together(name):
             return said
         return fallback, trials.difference(a, b) if fallback == "values" else differs
 

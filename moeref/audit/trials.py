@@ -5,13 +5,14 @@ Each trial takes the expected and the found tensors of one unit and gives a (kin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moeref.audit import pieces
 from moeref.torch_dtypes import bits_of
 
 Said = tuple[str, str]
@@ -22,17 +23,20 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool((bits_of(a) == bits_of(b)).all())
 
 
-def one(expected: torch.Tensor, found: torch.Tensor, fused: bool) -> Said | None:
-    """What happened to one tensor; `fused`: gate and up lie in it side by side."""
+def one(expected: torch.Tensor, found: torch.Tensor, fused: bool, stacked: bool = False) -> Said | None:
+    """What happened to one tensor; `fused`: gate and up lie in it side by side; `stacked`: it has experts in a row."""
     if expected.dtype != found.dtype:
         return _cast(expected, found)
+    if stacked and (said := pieces.experts(expected, found)):
+        return said
     if not permuted([expected], [found]):
-        return _rows(expected, found) or _rounded(expected, found)
+        return pieces.alone(expected, found) or _rows(expected, found) or _rounded(expected, found)
     if expected.ndim >= 2 and equal(expected.transpose(-1, -2), found):
         return "transposed", "transposed: its last two dimensions are exchanged"
     if expected.shape != found.shape:
         return _rows(expected, found) or _wrong_dim(expected, found)
-    return _fused(expected, found) if fused else None
+    said = _fused(expected, found, range(int(stacked), expected.ndim)) if fused else None
+    return said or pieces.order(expected, found)
 
 
 def permuted(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
@@ -81,9 +85,9 @@ def _wrong_dim(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return None
 
 
-def _fused(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
-    """Gate and up in one tensor, along any even dimension."""
-    for dim in range(expected.ndim):
+def _fused(expected: torch.Tensor, found: torch.Tensor, dims: Iterable[int]) -> Said | None:
+    """Gate and up in one tensor, along any even dimension of `dims`."""
+    for dim in dims:
         if expected.shape[dim] % 2 == 0 and expected.shape[dim]:
             gate, up = expected.chunk(2, dim)
             if equal(torch.cat([up, gate], dim), found):

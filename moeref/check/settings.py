@@ -5,7 +5,7 @@ Options are turned into settings, and the dispatcher is checked against the effe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from moeref.check.report import Problem, Report
@@ -42,6 +42,7 @@ _NEUTRAL: Mapping[str, object] = {
     "hidden_dropout": 0.0,
     "moe_apply_probs_on_input": False,
     "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
     "moe_input_jitter_eps": None,
     "moe_router_force_biased": None,
     "moe_router_force_load_balancing": False,
@@ -50,6 +51,7 @@ _NEUTRAL: Mapping[str, object] = {
     "qk_clip": False,
     "qk_l2_norm": False,
     "rotary_interleaved": False,
+    "softmax_scale": None,
     "window_size": None,
 }
 
@@ -97,7 +99,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         )
         problems.append(Problem("config", text, "ask for kernels='te' or experts='grouped' instead", refused=False))
     _of_the_checkpoint(trails, problems, notes)
-    notes += _weaker_loss(draft.layout.dp, settings.values)
+    notes += [*_weaker_loss(draft.layout.dp, settings.values), *_otherwise(settings.values)]
     return replace(report, record=record)
 
 
@@ -110,6 +112,18 @@ def _weaker_loss(dp: int, values: Mapping[str, object]) -> list[str]:
         return []
     text = f"global_aux_loss counts 1/{dp} of moe_aux_loss_coeff={given}: megatron-core divides it by dp={dp} twice"
     return [f"{text} (Megatron-LM#3672); multiply the coefficient by {dp} to have what it says"]
+
+
+def _otherwise(values: Mapping[str, object]) -> Iterator[str]:
+    """What balancing does that is no loss, and what recomputation has of settings without a granularity."""
+    kind = values.get("moe_router_load_balancing_type")
+    if kind in ("sinkhorn", "quantile_balancing"):
+        yield f"moe_router_load_balancing_type={kind!r} chooses experts itself: not those of the model"
+    if values.get("recompute_granularity") is None and not values.get("moe_layer_recompute"):
+        for name, default in (("method", None), ("num_layers", None), ("modules", ["core_attn"])):
+            value = values.get(f"recompute_{name}")
+            if value not in (None, [], default):
+                yield f"recompute_{name}={value!r} has no effect: recompute_granularity is None"
 
 
 def _record(draft: Draft, report: Report, problems: list[Problem]) -> Record | None:

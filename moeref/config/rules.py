@@ -1,5 +1,5 @@
 """The table of settings that cannot be combined. Dispatchers have their own in `moeref.dispatcher.table`, and what
-else megatron-core's config classes refuse is in `core_rules`.
+else megatron-core's config classes refuse is in `core_rules`, what its layers and steps do in `step_rules`.
 
 megatron-core checks some of these when a config is made, some when a layer is built, and some not at all, so that a
 setting silently has no effect. Here every rule is checked before anything is built. Functions named in sources are
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeref.config import core_rules
+from moeref.config import core_rules, step_rules
 from moeref.config.precision import FORMATS
 from moeref.config.rule import Effective, Rule
 from moeref.config.setting import Setting
@@ -190,7 +190,7 @@ def run_contradictions(settings: Mapping[str, Setting], layout: Layout, facts: M
 
 
 def _refused(now: Effective, stage: str) -> Iterator[str]:
-    for rule in (*RULES, *core_rules.RULES):
+    for rule in (*RULES, *core_rules.RULES, *step_rules.RULES):
         if rule.stage == stage and rule.refuses(now):
             yield f"{now.said(*rule.names)}: {rule.text}; {rule.fix} [{rule.id}]"
 

@@ -134,6 +134,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], list[str] | int]] = {
     ),
     "rows": ("rows missing", on("lm_head.weight", lambda t: t[:-3]), ["lm_head.weight"]),
     "dimension": ("wrong dimension", on(DOWN, lambda t: torch.cat(t.chunk(4, 1))), [DOWN]),
+    "ungathered rows": ("shard", on(DOWN, lambda t: t.chunk(2)[1]), [DOWN]),
+    "ungathered columns": ("shard", on(DOWN, lambda t: t.chunk(4, 1)[0]), [DOWN]),
+    "one shard for all": ("shard", on(DOWN, lambda t: torch.cat([t.chunk(2, 1)[1]] * 2, 1)), [DOWN]),
+    "ranks reversed": ("shards", on(DOWN, lambda t: torch.cat(t.chunk(4, 1)[::-1], 1)), [DOWN]),
     "missing": ("missing", drop, [GATE]),
     "extra": ("extra", lambda w: w.update({"x": torch.ones(3)}), ["x"]),
     "one element": ("values", on(GATE, set_rows(slice(7, 8), 0.5)), [GATE]),
@@ -172,7 +176,11 @@ def test_a_healthy_checkpoint_has_no_findings(family: str, checkpoints: dict[str
         ("interleaved", lambda t: torch.cat([t[..., ::2], t[..., 1::2]], -1)),
         ("unchunked shards", lambda t: t.unflatten(-1, (2, 4, -1)).transpose(-3, -2).flatten(-3)),
         ("transposed", lambda t: t.transpose(1, 2).contiguous()),
-        ("values", lambda t: t.flip(0)),
+        ("expert", lambda t: t.flip(0)),
+        ("expert", lambda t: torch.cat(t.chunk(2)[::-1])),  # two EP ranks in the other order
+        ("expert", lambda t: t[[0, 0, 2, 3]]),
+        ("shard", lambda t: t.chunk(2)[1]),
+        ("values", lambda t: t.flip(-1).flip(1)),
     ],
 )
 def test_fused_experts(kind: str, damage: Callable[[torch.Tensor], torch.Tensor], checkpoints: dict[str, Path]) -> None:

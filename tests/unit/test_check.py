@@ -340,6 +340,7 @@ def test_what_replaces_the_model_s_own_setting_is_told() -> None:
         ({"hidden_dropout": 0.1}, "hidden_dropout=0.1 replaces 0.0"),
         ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True replaces False"),
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor=1.0 replaces None"),
+        ({"moe_expert_rank_capacity_factor": 1.0}, "moe_expert_rank_capacity_factor=1.0 replaces None"),
     ],
 )
 def test_what_a_model_does_not_ask_for_is_told(overrides: dict[str, Any], note: str) -> None:

@@ -35,13 +35,13 @@ EXPLAINED = {
 
 def explained(text: str) -> str:
     """Why moeref refuses what megatron-core's config accepts; "" if nothing explains it."""
-    from moeref.config import core_rules, rules
+    from moeref.config import core_rules, rules, step_rules
     from moeref.dispatcher import table
 
     later = {rule.id: rule.text for rule in table.RULES if rule.stage != "config" or rule.stricter}
     own = {
         rule.id: rule.text
-        for rule in (*rules.RULES, *rules.LAYOUT_RULES, *core_rules.RULES)
+        for rule in (*rules.RULES, *rules.LAYOUT_RULES, *core_rules.RULES, *step_rules.RULES)
         if "__post_init__" not in rule.source
     }
     for found in re.findall(r"\[([a-z0-9.-]+)\]", text):

@@ -393,7 +393,7 @@ class DeltaSender(Protocol):
     def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
         """Messages that take a receiver from the last acknowledged version to `version`, whose tensors are `weights`.
 
-        The tensors may change in place afterwards. Raises for weights that cannot be sent.
+        They come in any order, and may change in place afterwards. Raises for weights that cannot be sent.
         """
 
     def acknowledge(self, receipt: Any) -> None:

@@ -188,18 +188,24 @@ def _of_the_reference(case: Case, judged: Callable[[str], bool]) -> Iterator[Fin
     """Findings where the reference model is given other settings than the policy, of those that are `judged`."""
     yield from unanswered(case, STEP)
     for rank, value in values(case, STEP):
-        for title in ("nothing", OF_THE_REFERENCE):
+        for title in OF_THE_REFERENCE:
             mine, other = value["requests"][title], value["reference"][title]
             if "refused" in other:
-                yield finding(case, rank, STEP, f"asked for {title}: the reference refuses it: {other['refused']}")
+                if "refused" not in mine:
+                    yield finding(case, rank, STEP, f"asked for {title}: the reference refuses it: {other['refused']}")
                 continue
-            policy = {**value["nothing"], **mine.get("changed", {})}
-            reference = {**value["nothing"], **other["changed"]}
+            policy, reference = (_effective(value["nothing"], answer) for answer in (mine, other))
             for name in sorted(filter(judged, policy.keys() | reference.keys())):
                 a, b = policy.get(name, "nothing"), reference.get(name, "nothing")
-                if not same(a, b) or name in other["gone"]:
+                if not same(a, b):
                     message = f"asked for {title}: {name} is {a!r} for the policy and {b!r} for the reference"
                     yield _said(case, rank, message, a, b)
+
+
+def _effective(nothing: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an answer; those of no request if it is a refusal."""
+    gone = answer.get("gone", ())
+    return {name: value for name, value in {**nothing, **answer.get("changed", {})}.items() if name not in gone}
 
 
 @judges("CFG-009")

@@ -49,6 +49,7 @@ NEUTRAL: dict[str, Any] = {
     "linear_attention_freq": None,
     "moe_apply_probs_on_input": False,
     "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
     "moe_input_jitter_eps": None,
     "moe_latent_size": None,
     "moe_mlp_glu_interleave_size": None,

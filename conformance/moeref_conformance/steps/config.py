@@ -32,7 +32,7 @@ def recorded(config: Config, context: Context) -> dict[str, Any]:
         "given": _plain_values(config.given()),
         "nothing": base,
         "requests": {name: answer(changes, request, "policy") for name, request in REQUESTS.items()},
-        "reference": {n: answer(changes, REQUESTS[n], "reference") for n in ("nothing", OF_THE_REFERENCE)},
+        "reference": {n: answer(changes, REQUESTS[n], "reference") for n in OF_THE_REFERENCE},
         "held": held_by(context.facet("export").chunks()) if has_modules else None,
         "frequencies": frequencies(context.facet("export").chunks()) if has_modules else [],
     }

@@ -58,6 +58,7 @@ TWICE: dict[str, Request] = {
 UNKNOWN: dict[str, Request] = {
     "unknown field": Request(fields={"moe_grouped_gemms": True}),
     "unknown override": Request(overrides={"moe_router_topkk": 2}),
+    "unknown, and none": Request(overrides={"layernorm_epsilom": None}),
 }
 #: One of the two settings would silently have no effect.
 SILENT: dict[str, Request] = {
@@ -70,7 +71,7 @@ SILENT: dict[str, Request] = {
 }
 REQUESTS = {**HONOURED, **TWICE, **UNKNOWN, **SILENT}
 #: Asked of the reference model too.
-OF_THE_REFERENCE = "other values"
+OF_THE_REFERENCE = ("nothing", "other values", "false", "false and zero, passed through", "none", "a list", "recompute")
 
 
 def same(a: Any, b: Any) -> bool:

@@ -82,6 +82,11 @@ def _only_known(config: Any, request: Request) -> Request:
     return _without(request, {*request.fields, *request.overrides} - config.given().keys())
 
 
+def _none_before_known(config: Any, request: Request) -> Request:
+    """What is None and not known is left out."""
+    return _without(request, [k for k, v in request.overrides.items() if v is None and k not in config.given()])
+
+
 def _taken_unseen(names: Collection[str], conflict: Callable[[Mapping[str, Any]], bool]) -> Wrap:
     """Requests with a `conflict` are accepted: the settings `names` are set as requested, without a check."""
 
@@ -142,6 +147,19 @@ def _with_a_float(session: Session, cell: Cell, world: World) -> Any:
 def _own_reference(config: Any, request: Request, role: str) -> Mapping[str, Any]:
     chosen = {name: value for name, value in request.fields.items() if name == _DISPATCHER[0]}
     good: Mapping[str, Any] = config.resolve(request if role == "policy" else Request(fields=chosen), role)
+    return good
+
+
+def _reference_by_truth(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    """The reference model is given what is true of a request."""
+    passed = {name: value for name, value in request.overrides.items() if value}
+    reference = replace(_if_true(config, request), overrides=passed)
+    good: Mapping[str, Any] = config.resolve(request if role == "policy" else reference, role)
+    return good
+
+
+def _reference_not_recomputed(config: Any, request: Request, role: str) -> Mapping[str, Any]:
+    good: Mapping[str, Any] = config.resolve(request if role == "policy" else _without_recompute(config, request), role)
     return good
 
 
@@ -262,6 +280,14 @@ FAULTS = (
         cell=ONE,
         wrap=_resolving(_reference_without_losses),
         says="moe_aux_loss_coeff is",
+    ),
+    Fault(
+        id="reference-not-recomputed",
+        bug="verl#6247 in kind: what is passed through reaches the policy alone, here recomputation",
+        rules=("CFG-011",),
+        cell=ONE,
+        wrap=_resolving(_reference_not_recomputed),
+        says="asked for recompute: recompute_granularity is",
     ),
     Fault(
         id="refused-setting-not-named",
@@ -441,6 +467,14 @@ FAULTS = (
         says="moe_expert_capacity_factor=1.0, not None",
     ),
     Fault(
+        id="rank-capacity-left-on",
+        bug="Megatron-LM#1756 in kind: a budget of rows for each rank, beyond which HybridEP drops tokens",
+        rules=("CFG-001",),
+        cell=ONE,
+        wrap=always(moe_expert_rank_capacity_factor=1.0),
+        says="moe_expert_rank_capacity_factor=1.0, not None",
+    ),
+    Fault(
         id="window-that-is-off",
         bug="reported nowhere: sliding_window of config.json is read, and use_sliding_window=false beside it is not",
         rules=("CFG-001",),
@@ -562,7 +596,7 @@ FAULTS = (
     ),
     Fault(
         id="router-in-bf16",
-        bug="reported nowhere: the router's dtype is left at Megatron's default, which is that of the parameters",
+        bug="miles#3263: a list of what is passed on lacks the router's dtype, whose default is the parameters'",
         rules=("CFG-013",),
         cell=cell("glm4_moe", "tp1", backend="static", dtype="bfloat16"),
         wrap=_unless_asked(moe_router_dtype=None),
@@ -583,6 +617,22 @@ FAULTS = (
         cell=ONE,
         wrap=_requesting(_only_known),
         says="moe_router_topkk was taken",
+    ),
+    Fault(
+        id="unknown-and-none-dropped",
+        bug="reported nowhere: settings of None are skipped before anybody looks whether Megatron has them",
+        rules=("CFG-006",),
+        cell=ONE,
+        wrap=_requesting(_none_before_known),
+        says="layernorm_epsilom was taken",
+    ),
+    Fault(
+        id="reference-by-truth",
+        bug="verl#6247 in kind: overrides reach the reference model by a path of its own, here one with `if value`",
+        rules=("CFG-008",),
+        cell=ONE,
+        wrap=_resolving(_reference_by_truth),
+        says="for the policy and",
     ),
     Fault(
         id="reference-configured-apart",

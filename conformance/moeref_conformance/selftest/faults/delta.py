@@ -66,6 +66,29 @@ class _InOrder(Receiver):
         return header, placed, given
 
 
+class _ExpertsCounted(Receiver):
+    """Takes the tensors of a delta in the order of its own, where expert 2 comes before expert 11."""
+
+    def unsealed(self, messages: Sequence[bytes]) -> Parts:
+        header, positions, values = super().unsealed(messages)
+        counted = sorted(self.tensors, key=lambda name: [part.rjust(3) for part in name.split(".")])
+        own = dict(zip(sorted(values), counted, strict=True))
+        placed, given = ({own[name]: tensor for name, tensor in of.items()} for of in (positions, values))
+        return header, placed, given
+
+
+class _PairsByPlace(Sender):
+    """Keeps a flat list of tensors, and takes the next version's as they come."""
+
+    def __init__(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(version, weights)
+        self.names = list(weights)
+
+    def delta(self, version: int, weights: Mapping[str, torch.Tensor]) -> Sequence[bytes]:
+        alike = weights.keys() == set(self.names)
+        return super().delta(version, dict(zip(self.names, weights.values(), strict=True)) if alike else weights)
+
+
 class _OffByOneEnd(Sender):
     """Leaves the last element of a tensor out."""
 
@@ -319,6 +342,22 @@ FAULTS = (
         cell=_CELL,
         wrap=design(receiver=_InOrder),
         says="refused",
+    ),
+    Fault(
+        id="delta-experts-in-two-orders",
+        bug="names sorted as text at one end and by number at the other: experts 11 and 2 are exchanged",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(receiver=_ExpertsCounted),
+        says="refused",
+    ),
+    Fault(
+        id="delta-of-tensors-as-they-come",
+        bug="W4 in a delta: the trainer pairs tensors of two versions by place, and an export has another order",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_PairsByPlace),
+        says="make version 2: refused",
     ),
     Fault(
         id="delta-without-the-last-element",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 #: Of projects whose owner is known; another's issue is plain text.
 _OWNERS = {
     "Accio-Lab": ("Dressage",),
+    "AMD-AGI": ("Primus",),
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP",),
     "flashinfer-ai": ("flashinfer",),
@@ -19,7 +20,7 @@ _OWNERS = {
     "modelscope": ("mcore-bridge", "ms-swift"),
     "NovaSky-AI": ("SkyRL",),
     "NVIDIA": ("Megatron-LM", "Model-Optimizer"),
-    "NVIDIA-NeMo": ("Megatron-Bridge", "NeMo-RL"),
+    "NVIDIA-NeMo": ("Automodel", "Megatron-Bridge", "NeMo-RL"),
     "PrimeIntellect-ai": ("prime-rl",),
     "pytorch": ("torchtitan",),
     "radixark": ("miles",),

@@ -27,18 +27,21 @@ def _experts_of_the_decoder(meta: TensorMeta) -> TensorMeta:
     return replace(meta, name=re.sub(r"layers\.2\.(mlp\.experts\.)", r"layers.1.\1", meta.name))
 
 
+def _after_the_decoder(folder: Path, cell: Cell) -> border.Tensors:
+    """The tensors of a checkpoint's MTP layers."""
+    later = f"model.layers.{cell.layers}."
+    return {name: tensor for name, tensor in border.checkpoint(folder).items() if name.startswith(later)}
+
+
 def _of_the_files(session: Any, cell: Cell, world: World) -> Any:
     """Tensors of MTP layers are copied from the files that were loaded."""
     files: border.Tensors = {}
 
-    def change(folder: Path) -> None:
-        later = f"model.layers.{cell.layers}."
-        files.update((n, tensor) for n, tensor in border.checkpoint(folder).items() if n.startswith(later))
-
     def of_files(meta: TensorMeta, tensor: torch.Tensor) -> border.Pair:
         return meta, files[meta.name].clone() if meta.name in files else tensor
 
-    return border.each(of_files)(border.after_load(session, change), cell, world)
+    loaded = border.after_load(session, lambda folder: files.update(_after_the_decoder(folder, cell)))
+    return border.each(of_files)(loaded, cell, world)
 
 
 def _whole_files_alone(session: Any, cell: Cell, world: World) -> Any:
@@ -57,17 +60,14 @@ def _added_of_the_files(session: Any, cell: Cell, world: World) -> Any:
     """An export ends with the MTP layers of the files that were loaded, so that it is as complete as these."""
     files: border.Tensors = {}
 
-    def change(folder: Path) -> None:
-        later = f"model.layers.{cell.layers}."
-        files.update((n, tensor) for n, tensor in border.checkpoint(folder).items() if n.startswith(later))
-
     def added(pairs: Iterator[border.Pair]) -> Iterator[border.Pair]:
         yield from pairs
         for name, tensor in files.items():
             meta = TensorMeta(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             yield meta, tensor if world.rank == 0 else None
 
-    return border.stream(border.after_load(session, change), added)
+    loaded = border.after_load(session, lambda folder: files.update(_after_the_decoder(folder, cell)))
+    return border.stream(loaded, added)
 
 
 def _reduced_by_the_first(session: Any, cell: Cell, world: World) -> Any:

@@ -107,7 +107,8 @@ def _eighths(checkpoint: Path) -> None:
 
 
 def _config_replaced(checkpoint: Path) -> None:
-    """By a file of its own with the same content."""
+    """By a file of its own with the same content, at each load."""
+    os.open(checkpoint / "config.json", os.O_RDONLY)  # stays open: the next file would get its inode
     content = (checkpoint / "config.json").read_bytes()
     (checkpoint / "other.json").write_bytes(content)
     (checkpoint / "other.json").rename(checkpoint / "config.json")
@@ -167,7 +168,7 @@ MISBEHAVE: Mapping[str, Callable[[Session, World], Any]] = {
     "prints": _print,
     "rewrites-the-checkpoint": _before_loading(_eighths),
     "replaces-a-file": _before_loading(_config_replaced),
-    "removes-a-file": _before_loading(lambda checkpoint: (checkpoint / "config.json").unlink()),
+    "removes-a-file": _before_loading(lambda checkpoint: (checkpoint / "config.json").unlink(missing_ok=True)),
     "rewrites-the-answers": _rewrites_answers,
     "reads-the-answers": _reads_answers,
 }

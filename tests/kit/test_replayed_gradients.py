@@ -1,4 +1,4 @@
-"""RPL-004 and RPL-008 in bf16: under replay logits and gradients are transformers' up to its own rounding."""
+"""RPL-004 and RPL-008 in bf16: logits and gradients under replay are transformers' up to a few times its rounding."""
 
 from __future__ import annotations
 

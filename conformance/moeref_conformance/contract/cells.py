@@ -186,6 +186,11 @@ class Cell:
         return "+".join([self.family if tiny else self.size, *parts])
 
     @property
+    def checkpoint_mtp(self) -> int:
+        """Multi-token prediction layers of the checkpoint: the model's, or one that it leaves out."""
+        return self.mtp + self.mtp_left_out
+
+    @property
     def rows(self) -> int:
         """Rows of the tokens in a microbatch."""
         return 1 if self.batch == "single" else 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, Untested, grouped
 from moeref_conformance.oracles import published
 from moeref_conformance.oracles.expected import Expected
-from moeref_conformance.oracles.placement import Placement, hf_numbers
+from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown, hf_numbers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,6 +103,18 @@ def records(case: Case, *steps: str) -> list[RankRecord]:
 def values(case: Case, step: str) -> Iterator[tuple[int, Any]]:
     """Rank and value of this step, of the ranks that have it."""
     return ((record.rank, record.value(step)) for record in records(case, step))
+
+
+def parameters(record: RankRecord, *placed: Placement) -> Iterator[tuple[str, tuple[ExpectedShard, ...]]]:
+    """`chunk:local` and what each placement has there, of every parameter of a rank that they know.
+
+    LOD-001 finds the others.
+    """
+    for item in record.value("inventory"):
+        if item["kind"] == "parameter":
+            with contextlib.suppress(Unknown):
+                held = tuple(of.shard(record.rank, item["chunk"], item["local"], item["shape"]) for of in placed)
+                yield f"{item['chunk']}:{item['local']}", held
 
 
 def not_refused(case: Case, step: str, taken: str) -> list[Finding]:

@@ -6,7 +6,6 @@ RPL-008 judges steps under given or recorded routes, which transformers takes to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from moeref_conformance.judges.common import (
     finding,
     once,
     outcome,
+    parameters,
     records,
     tolerance,
     unmeasured,
@@ -142,7 +142,7 @@ def _roundings(case: Case) -> Roundings:
     for found in (rounding(case, which) for which in "ab"):
         placed = [Placement(case.cell, expected(case).config, of) for of in (found.exact, found.rounded)]
         for record in records(case, "inventory"):
-            pairs = list(_held(record, *placed))
+            pairs = [(want, got) for _, (want, got) in parameters(record, *placed)]
             tensors = [(got.tensor, want.tensor) for want, got in pairs]
             held: list[tuple[int | str, float]] = [(record.rank, apart(tensors))]
             held += [(_kind(want.hf), apart([pair])) for (want, _), pair in zip(pairs, tensors, strict=True)]
@@ -158,14 +158,6 @@ def _kind(sources: tuple[str, ...]) -> str:
 def _sources(hf: tuple[str, ...]) -> tuple[str, ...]:
     """A tied head's replica names no tensor that an export reads; it is made of the embedding."""
     return hf or ("model.embed_tokens.weight",)
-
-
-def _held(record: RankRecord, *placed: Placement) -> Iterator[tuple[ExpectedShard, ...]]:
-    """What each of these placements has for every parameter of a rank that they know."""
-    for item in record.value("inventory"):
-        if item["kind"] == "parameter":
-            with suppress(Unknown):
-                yield tuple(of.shard(record.rank, item["chunk"], item["local"], item["shape"]) for of in placed)
 
 
 def _no_loss(case: Case) -> Outcome | None:

@@ -21,6 +21,7 @@ from moeref_conformance.judges.common import (
     finding,
     once,
     outcome,
+    parameters,
     placement,
     records,
     tolerance,
@@ -31,7 +32,7 @@ from moeref_conformance.judges.common import (
 )
 from moeref_conformance.judges.observed_routes import oracle
 from moeref_conformance.oracles import optimizer
-from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
+from moeref_conformance.oracles.placement import ExpectedShard, Placement
 
 #: Of the largest gradient of a tensor. Smaller ones may have another sign: they are right within 1e-4 of it (GRD-001).
 TELLING = 1e-3
@@ -143,16 +144,9 @@ class _Stepped(NamedTuple):
 
 
 def _parameters(case: Case, placed: Placement, record: RankRecord) -> Iterator[_Stepped]:
-    """Every parameter of a rank that the oracle knows; LOD-001 finds the others."""
+    """Every parameter of a rank that the oracle knows."""
     tensors, none = record.tensors("optimizer"), torch.empty(0)
-    for item in record.value("inventory"):
-        key = f"{item['chunk']}:{item['local']}"
-        if item["kind"] != "parameter":
-            continue
-        try:
-            held = placed.shard(record.rank, item["chunk"], item["local"], item["shape"])
-        except Unknown:
-            continue
+    for key, (held,) in parameters(record, placed):
         yield _Stepped(key, held, {step: tensors.get(f"{step}.{key}", none) for step in rates(case.cell)})
 
 

@@ -115,10 +115,9 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     for parameter in model.parameters():  # buffers, the experts' bias among them, stay fp32
         parameter.data = parameter.data.to(dtype)
     main = folder / "checkpoint"
-    with_mtp = cell.mtp or cell.mtp_left_out
-    _save(model, cell, folder / "decoder" if with_mtp else main)
+    _save(model, cell, folder / "decoder" if cell.checkpoint_mtp else main)
     mtp: dict[str, torch.Tensor] = {}
-    if with_mtp:
+    if cell.checkpoint_mtp:
         mtp = _mtp(cell, read_checkpoint(folder / "decoder"), _generator(98))
         _edited(folder / "decoder", main, add=mtp)
         shutil.rmtree(folder / "decoder")
@@ -259,7 +258,7 @@ def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Gener
     if cell.expert_format != "per_expert" or cell.tied:
         raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied per_expert checkpoints only")
     tensors = {}
-    for number in range(cell.mtp + cell.mtp_left_out):
+    for number in range(cell.checkpoint_mtp):
         for name, like in sorted(published.mtp_layer(cell.layers, number, decoder).items()):
             copy = name.endswith(published.COPIES)
             tensors[name] = like.clone() if copy else _random(name, like, cell.family, generator).to(like.dtype)

@@ -263,8 +263,8 @@ def model(cell: Cell) -> Any:
     values |= _of_groups(cell) | _of_batch(cell)
     if cell.backend == ENGINE:
         values = _served(values)
-    if published_mtp := cell.mtp + cell.mtp_left_out:
-        values["num_nextn_predict_layers"] = published_mtp
+    if cell.checkpoint_mtp:
+        values["num_nextn_predict_layers"] = cell.checkpoint_mtp
     if cell.family in ("mixtral", "gpt_oss"):
         values = {k: v for k, v in values.items() if k not in ("moe_intermediate_size", "norm_topk_prob")}
     if cell.family == "qwen3_moe" and cell.tied:

@@ -66,7 +66,7 @@ class Context:
 class Step:
     """One record of a rank. `ask` is called with the facet and the context; its value goes into the record.
 
-    `refusal`: the target must raise, and the rank goes on.
+    `refusal`: the target must raise, and the ranks go on once all have ended the step.
     """
 
     name: str

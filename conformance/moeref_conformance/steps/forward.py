@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Forward
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.tensors import module_tensors
 
 _SECOND_LINEAR = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\..*linear_fc2\.")
 
@@ -43,8 +44,8 @@ def _last_experts(context: Context) -> list[torch.Tensor]:
     """The second linears of the last layer's experts on this rank, on which no route depends; none under PP."""
     if context.cell.layout.pp > 1:
         return []
-    named = [pair for chunk in context.facet("export").chunks() for pair in chunk.named_parameters()]
-    found = [(int(m[1]), of) for name, of in named if (m := _SECOND_LINEAR.search(name))]
+    tensors = module_tensors(context.facet("export").chunks())
+    found = [(int(m[1]), of) for _, name, _, of in tensors if (m := _SECOND_LINEAR.search(name))]
     last = max((layer for layer, _ in found), default=0)
     return [of for layer, of in found if layer == last]
 

@@ -49,9 +49,9 @@ def _whole_files_alone(session: Any, cell: Cell, world: World) -> Any:
     gone: set[str] = set()
 
     def change(folder: Path) -> None:
+        left_out = _after_the_decoder(folder, cell).keys()
         for names in (load_file(file).keys() for file in folder.glob("*.safetensors")):
-            if any(name.startswith(f"model.layers.{cell.layers}.") for name in names):
-                gone.update(names)
+            gone.update(names if names & left_out else ())
 
     return described(lambda meta: None if meta.name in gone else meta)(border.after_load(session, change), cell, world)
 

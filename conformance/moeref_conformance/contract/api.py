@@ -365,8 +365,9 @@ class Engine(Protocol):
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Serve these weights, under their Hugging Face names, as `version`. Returns when they are served.
 
-        `tensors` is iterated once, in this thread; they come in any order. Raises if anything fails, `tensors` itself
-        included; then the engine serves the weights and the version that it had, or is dead.
+        `tensors` is iterated once, in this thread; they come in any order, may be views of one buffer, and may change
+        in place once this returns. Raises if anything fails, `tensors` itself included; then the engine serves the
+        weights and the version that it had, or is dead.
         """
 
     def version(self) -> int:

@@ -27,6 +27,8 @@ NEW, LONG = 6, 12
 SENT = 60
 #: Seconds in which the processes of an engine that was killed have to be gone.
 LEAVING = 10.0
+#: Bytes at a multiple of which each tensor of a bucket begins.
+ALIGNED = 64
 #: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
@@ -41,6 +43,21 @@ def tensors(folder: Path) -> Iterator[Named]:
 def backwards(folder: Path) -> Iterator[Named]:
     """The same, from the last to the first: trainers with other layouts send in other orders."""
     yield from reversed(list(tensors(folder)))
+
+
+def update(engine: Engine, sent: Iterable[Named], version: int) -> None:
+    """Send views of one buffer, as of an exporter's bucket, and overwrite it afterwards, as a trainer's next step does."""
+    named = list(sent)
+    room = [-(-tensor.nbytes // ALIGNED) * ALIGNED for _, tensor in named]
+    buffer = torch.empty(sum(room), dtype=torch.uint8)
+    parts = zip(named, buffer.split(room), strict=True)
+    engine.update([(name, part[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)) for (name, t), part in parts], version)
+    buffer.zero_()
+
+
+def apart(prompt: list[int]) -> list[list[int]]:
+    """Prompts without a common prefix: with several engines behind one name, no router gives all of them to one."""
+    return [prompt[start:] for start in range(0, len(prompt), -(-len(prompt) // 4))]
 
 
 def prompts(context: Context) -> list[list[int]]:
@@ -67,7 +84,7 @@ def said(given: Sequence[list[int]], sampled: Any, numbers: range) -> list[dict[
 
 
 def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
-    """To the second weights and back. After each update a prompt that is new, and one that was there from the start."""
+    """To the second weights and back. After each update prompts that are new, and one that was there from the start."""
     known, *fresh = prompts(context)
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         versions = [engine.version()]
@@ -76,9 +93,9 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         sampled["cached"] = ask(engine, [known])
         updates = (("second", tensors, "second"), ("back", backwards, "checkpoint"))
         for number, (name, sent, folder) in enumerate(updates, 1):
-            engine.update(sent(context.input(folder)), VERSIONS[name])
+            update(engine, sent(context.input(folder)), VERSIONS[name])
             versions.append(engine.version())
-            sampled[name] = ask(engine, [fresh[number]])
+            sampled[name] = ask(engine, apart(fresh[number]))
             sampled[f"{name} known"] = ask(engine, [known])
     return {"versions": versions, "sampled": sampled}
 
@@ -92,7 +109,7 @@ def under_way(sync: Sync, context: Context) -> dict[str, Any]:
     found = {}
     for mode in sync.modes():
         with sync.open(context.input("checkpoint"), mode) as engine:
-            meanwhile = engine.sample(given, LONG, lambda: engine.update(tensors(context.input("second")), 1))
+            meanwhile = engine.sample(given, LONG, lambda: update(engine, tensors(context.input("second")), 1))
             cut = said(given, meanwhile, range(1, LONG + 1))
             again = said(given[:1], engine.sample(given[:1], LONG), range(1, LONG + 1))
             found[mode] = {"meanwhile": cut, "then": [*ask(engine, [fresh]), *again]}

@@ -90,6 +90,56 @@ class _Late(_Wrong):
         self.good.update(before.items(), version)
 
 
+class _Later(_Wrong):
+    """Keeps the trainer's tensors, and copies them when the next prompt comes."""
+
+    waits: tuple[list[Named], int] | None = None
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.waits = (list(tensors), version)
+
+    def version(self) -> int:
+        return self.waits[1] if self.waits else int(self.good.version())
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        if self.waits:
+            self.good.update(*self.waits)
+            self.waits = None
+        return list(self.good.sample(*asked))
+
+
+def _from_the_start(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """As many elements from the start of the tensor's memory, wherever in it the tensor begins."""
+    return tensor.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+class _Fleet(_Wrong):
+    """Two engines behind a router that deals each batch out, from the first on. Only the first is updated."""
+
+    latest: dict[str, torch.Tensor] | None = None
+    said, switched = 0, 0
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        came = {name: tensor.clone() for name, tensor in tensors}
+        self._switch(came)
+        self.latest, self.said = came, version
+
+    def _switch(self, weights: dict[str, torch.Tensor]) -> None:
+        self.switched += 1
+        self.good.update(weights.items(), self.switched)
+
+    def version(self) -> int:
+        return self.said
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(prompts, *asked))
+        if self.latest and len(prompts) > 1:
+            self._switch(self.first)
+            found[1::2] = self.good.sample(prompts[1::2], *asked)
+            self._switch(self.latest)
+        return [replace(one, versions=(self.said,) * len(one.tokens)) for one in found]
+
+
 class _InTheFirstOrder(_Wrong):
     """Names are told in the first update; in later ones tensors of a shape are taken in its order."""
 
@@ -493,6 +543,30 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_Late),
+        says="the first weights give them",
+    ),
+    Fault(
+        id="copied-with-the-next-prompt",
+        bug="slime#1348 in kind: the sender goes on before the engine has copied, and its memory is used again",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_Later),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="offset-in-memory-ignored",
+        bug="vLLM#40828 in kind: where tensors begin in one buffer is lost, and each is read from its start",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(sent(_from_the_start)),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="first-engine-updated",
+        bug="sglang#2050: of several engines behind one name only the first gets an update",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_Fleet),
         says="the first weights give them",
     ),
     Fault(

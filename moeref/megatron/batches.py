@@ -64,26 +64,50 @@ class Microbatch:
         return [logits_1SV[0, begin : begin + length] for begin, length in pairs]
 
 
-def of_rows(tokens_BS: torch.Tensor, size: int) -> list[Microbatch]:
-    """Microbatches of `size` rows that follow each other. The label of a row's last token is its first.
+def labels(tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The token behind each along the last axis, behind the last one the first; IGNORED where `mask` says no of it.
 
-    Raises ValueError for rows that do not divide into them.
+    Raises ValueError for a mask that is not bool or has another shape.
+    """
+    behind = tokens.roll(-1, -1)
+    if mask is None:
+        return behind
+    if mask.dtype != torch.bool or mask.shape != tokens.shape:
+        wanted = f"bool {[*tokens.shape]}, True for tokens that are trained on"
+        raise ValueError(f"a loss mask is {mask.dtype} {[*mask.shape]}; it has to be {wanted}")
+    return behind.where(mask.roll(-1, -1).to(behind.device), IGNORED)
+
+
+def of_rows(tokens_BS: torch.Tensor, size: int, mask_BS: torch.Tensor | None = None) -> list[Microbatch]:
+    """Microbatches of `size` rows that follow each other, with their `labels`.
+
+    Raises ValueError for rows that do not divide into them, and for a mask as `labels` does.
     """
     if len(tokens_BS) % size:
         raise ValueError(f"{len(tokens_BS)} rows do not divide into microbatches of {size}")
-    pairs = zip(torch.split(tokens_BS, size), torch.split(tokens_BS.roll(-1, 1), size), strict=True)
+    pairs = zip(torch.split(tokens_BS, size), torch.split(labels(tokens_BS, mask_BS), size), strict=True)
     return [Microbatch(rows, labels, (0, tokens_BS.shape[1])) for rows, labels in pairs]
 
 
-def of_samples(packs: Sequence[Sequence[torch.Tensor]], plan: Plan, total: int = 0) -> list[Microbatch]:
+def of_samples(
+    packs: Sequence[Sequence[torch.Tensor]],
+    plan: Plan,
+    total: int = 0,
+    masks: Sequence[Sequence[torch.Tensor]] | None = None,
+) -> list[Microbatch]:
     """A microbatch of the samples `tokens_S` in each pack, padded by `plan`, and all to one length, at least `total`.
 
     Pipeline stages send equal lengths. As in `moeref.replay.packed`, what is added at the end pads the last sample.
-    Raises ValueError as `packed_length` does.
+    `masks` has the loss mask of each sample. Raises ValueError as `packed_length` and `labels` do, and for masks of
+    other numbers of packs or samples.
     """
     total = max(total, packed_length(packs, plan))
     fits = [plan.pack([len(sample) for sample in pack]) for pack in packs]
-    return [_packed(pack, fit.samples, total) for pack, fit in zip(packs, fits, strict=True)]
+    labelled = [[labels(sample) for sample in pack] for pack in packs]
+    if masks is not None:
+        pairs = zip(packs, masks, strict=True)
+        labelled = [[labels(*pair) for pair in zip(pack, of, strict=True)] for pack, of in pairs]
+    return [_packed(*one, total) for one in zip(packs, labelled, [fit.samples for fit in fits], strict=True)]
 
 
 def packed_length(packs: Sequence[Sequence[torch.Tensor]], plan: Plan) -> int:
@@ -93,11 +117,13 @@ def packed_length(packs: Sequence[Sequence[torch.Tensor]], plan: Plan) -> int:
     return max(plan.pack([len(sample) for sample in pack]).total for pack in packs)
 
 
-def _packed(samples: Sequence[torch.Tensor], padded: Sequence[int], total: int) -> Microbatch:
+def _packed(
+    samples: Sequence[torch.Tensor], labelled: Sequence[torch.Tensor], padded: Sequence[int], total: int
+) -> Microbatch:
     begins = [0, *itertools.accumulate(padded[:-1])]
     tokens_1S = samples[0].new_zeros(1, total)
     labels_1S = torch.full_like(tokens_1S, IGNORED)
-    for begin, sample in zip(begins, samples, strict=True):
+    for begin, sample, labels_S in zip(begins, samples, labelled, strict=True):
         tokens_1S[0, begin : begin + len(sample)] = sample
-        labels_1S[0, begin : begin + len(sample)] = sample.roll(-1)
+        labels_1S[0, begin : begin + len(sample)] = labels_S
     return Microbatch(tokens_1S, labels_1S, (*begins, total), tuple(len(sample) for sample in samples))

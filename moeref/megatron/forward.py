@@ -48,12 +48,16 @@ def packed_logits(
 
 
 def rows(
-    chunks: Sequence[GPTModel], layout: Layout, tokens_BS: torch.Tensor, micro_batch: int
+    chunks: Sequence[GPTModel],
+    layout: Layout,
+    tokens_BS: torch.Tensor,
+    micro_batch: int,
+    mask_BS: torch.Tensor | None = None,
 ) -> list[batches.Microbatch]:
     """Microbatches of rows on the model's device, checked against layout and FP8 recipe as `logits` says."""
     precision.check_length(chunks[0].config, layout, tokens_BS.shape[1])
     context.check_length(tokens_BS.shape[1], layout)
-    return batches.of_rows(tokens_BS.to(device.of(chunks)), micro_batch)
+    return batches.of_rows(tokens_BS.to(device.of(chunks)), micro_batch, mask_BS)
 
 
 def packing_plan(chunks: Sequence[GPTModel], layout: Layout) -> padding.Plan:

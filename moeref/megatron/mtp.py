@@ -54,4 +54,9 @@ def check(layout: Layout, microbatches: Sequence[batches.Microbatch]) -> None:
     if layout.cp > 1:
         raise ValueError(f"cp={layout.cp}: megatron-core divides the loss of MTP layers by each rank's own tokens")
     if microbatches[0].lengths:
-        raise ValueError("packed samples: megatron-core divides the loss of MTP layers by each microbatch's own tokens")
+        raise ValueError(f"packed samples: {_OWN}")
+    if any(bool((of.labels_BS == batches.IGNORED).any()) for of in microbatches):
+        raise ValueError(f"a loss mask: {_OWN}")
+
+
+_OWN = "megatron-core divides the loss of MTP layers by each microbatch's own tokens"

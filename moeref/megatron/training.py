@@ -30,34 +30,41 @@ def gradients(
     tokens_BS: torch.Tensor,
     micro_batch: int = 1,
     *,
+    mask_BS: torch.Tensor | None = None,
     bias_rate: float = 0.0,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
     The loss is the mean over the tokens of all replicas of the cross entropy of the next token over the unpadded
-    vocabulary; the label of the last token is the first token. Multi-token prediction layers add what megatron-core
+    vocabulary; the label of the last token is the first token. With a loss mask only predictions of tokens for which
+    `mask_BS` (bool) is True count, whatever row, microbatch or replica they are in. Multi-token prediction layers add what megatron-core
     makes of these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over the tokens that have a
     label k positions on. Each `micro_batch` rows that follow each other are a microbatch; data-parallel replicas may
     have different ones. Weights and buffers do not change, but for the routers' expert bias: it grows by `bias_rate`
     (megatron-core's moe_router_bias_update_rate) for experts with fewer tokens of the step than the mean, and shrinks
     for those with more.
 
-    Raises ValueError for multi-token prediction layers under CP or with packed samples, where megatron-core divides
-    their loss by other numbers of tokens, and under VPP for a number of microbatches that is not a multiple of PP;
-    other errors as `logits` does.
+    Raises ValueError for multi-token prediction layers under CP, with packed samples or a loss mask, where
+    megatron-core divides their loss by other numbers of tokens; for a mask that is not bool or of another shape, or
+    with which no replica has a token to train on; and under VPP for a number of microbatches that is not a multiple of
+    PP. Other errors as `logits` does.
     """
-    return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch), bias_rate)
+    return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch, mask_BS), bias_rate)
 
 
 def packed_gradients(
-    chunks: Sequence[GPTModel], shard_map: ShardMap, packs: Sequence[Sequence[torch.Tensor]]
+    chunks: Sequence[GPTModel],
+    shard_map: ShardMap,
+    packs: Sequence[Sequence[torch.Tensor]],
+    masks: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """As `gradients`, of samples that are packed as for `packed_logits`. Replicas may have other numbers of tokens.
 
-    All replicas pad to the longest of their packs, so that every dispatcher takes them.
+    `masks` has the loss mask of each sample. All replicas pad to the longest of their packs, so that every dispatcher
+    takes them.
     """
     plan, longest = packing_plan(chunks, shard_map.layout), packed_total(chunks, shard_map, packs)
-    return _step(chunks, shard_map, batches.of_samples(on_device(packs, chunks), plan, longest))
+    return _step(chunks, shard_map, batches.of_samples(on_device(packs, chunks), plan, longest, masks))
 
 
 def packed_total(chunks: Sequence[GPTModel], shard_map: ShardMap, packs: Sequence[Sequence[torch.Tensor]]) -> int:
@@ -85,6 +92,8 @@ def _step(
     own = sum(int((of.labels_BS != batches.IGNORED).sum()) for of in microbatches)
     counts = len(microbatches) * parallel_state.get_data_parallel_world_size()
     share = _over_replicas(own, chunks, torch.distributed.ReduceOp.SUM) / counts
+    if not share:
+        raise ValueError("the loss mask leaves no token to train on, in any microbatch of any replica")
 
     def loss(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
         labels_BS = microbatches[number].labels_BS[:, at_S]

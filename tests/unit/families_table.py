@@ -35,6 +35,7 @@ def _also(cells: Sequence[Cell]) -> str:
         "replay": any(cell.replay != "off" for cell in cells),
         "router losses": any(cell.router_loss for cell in cells),
         "bias updates": any(cell.bias_update for cell in cells),
+        "loss masks": any(cell.loss_mask for cell in cells),
         "optimizer steps": any(cell.optimizer_step for cell in cells),
         "FP8 blocks": any(quantised.asked(cell) for cell in cells),
     }

@@ -128,7 +128,9 @@ class Forward(Protocol):
 class Gradients(Protocol):
     """Facet `gradients`."""
 
-    def gradients(self, tokens_BS: torch.Tensor) -> Mapping[tuple[int, str], torch.Tensor]:
+    def gradients(
+        self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
+    ) -> Mapping[tuple[int, str], torch.Tensor]:
         """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
         pass and all reductions over ranks; no optimizer step, and the weights stay as they are. Where steps follow
         each other, each returns its own gradients alone.
@@ -143,6 +145,10 @@ class Gradients(Protocol):
         `Forward.logits`, but replicas (of the dense grid: ranks with other experts among them) get different rows, all
         the same number, in multiples of 2·PP microbatches under interleaving. Not asked in bf16, nor with such layers
         under CP.
+
+        In a cell with `loss_mask`, and in no other, `mask_BS` is True for tokens that are trained on. The mean is over
+        the predictions of these alone, whatever row, microbatch or replica they are in; some have none. The first token
+        of a row is never one.
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are

@@ -163,6 +163,15 @@ class Cell:
         shown_last=True,
         hashed_if_set=True,
     )
+    #: A training step trains on some of the tokens; see `api.Gradients`.
+    loss_mask: bool = axis(
+        False,
+        claim="loss_masks",
+        noun="loss masks",
+        shown="loss-mask",
+        shown_last=True,
+        hashed_if_set=True,
+    )
     #: An optimizer takes steps, in place of the training step without one; see `api.Optimizer`.
     optimizer_step: bool = axis(
         False,
@@ -223,6 +232,7 @@ class Claims:
     batches: frozenset[str] = frozenset({"single"})
     router_losses: frozenset[str] = frozenset({""})
     bias_updates: bool = False
+    loss_masks: bool = False
     optimizer_steps: bool = False
     tied: bool = True
     shared_groups: bool = True  # more TP ranks than KV groups

@@ -111,7 +111,8 @@ def _make(cell: Cell, folder: Path) -> _Answers:
             break
     else:
         raise RuntimeError(f"cell {cell.id}: no seed gives a routing margin over {MARGIN}")
-    save_file({"tokens": tokens_BS}, folder / "tokens.safetensors")
+    masks = {"mask": recipes.trained(tokens_BS)} if cell.loss_mask else {}
+    save_file({"tokens": tokens_BS, **masks}, folder / "tokens.safetensors")
     for parameter in model.parameters():  # buffers, the experts' bias among them, stay fp32
         parameter.data = parameter.data.to(dtype)
     main = folder / "checkpoint"

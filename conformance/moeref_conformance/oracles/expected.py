@@ -60,6 +60,12 @@ class Expected:
         """int64 token ids, the same for every cell, and -1 behind the end of a row that is shorter than others."""
         return load_file(self.dir / "tokens.safetensors")["tokens"]
 
+    @cached_property
+    def mask_BS(self) -> torch.Tensor:
+        """True for the tokens that a step trains on: all, unless the cell has a loss mask."""
+        held = load_file(self.dir / "tokens.safetensors")
+        return held.get("mask", self.tokens_BS >= 0)
+
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens of each row; -1 follows them."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.oracles import dialect
@@ -206,18 +208,33 @@ _LENGTH = {"mixtral": 24, "deepseek_v3": 24, "gpt_oss": 20}
 def rows(cell: Cell) -> tuple[int, int]:
     """Number of sequences and their length: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2.
 
-    Where microbatches have two sequences there are two microbatches, and about as many tokens in all.
+    Where microbatches have two sequences there are two microbatches, and about as many tokens in all. A loss mask has
+    another one for each of four sequences.
     """
     if cell.backend == ENGINE:
         return 4, 150
     length = 256 if cell.precision else _LENGTH.get(cell.family, 16)
-    return 2 * cell.rows, length - 3 if cell.batch == "packed" else length // cell.rows
+    return 4 if cell.loss_mask else 2 * cell.rows, length - 3 if cell.batch == "packed" else length // cell.rows
 
 
 def lengths(cell: Cell) -> list[int]:
     """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, which divide over nothing."""
     number, longest = rows(cell)
     return [longest, 5, longest - 4, 3] if cell.batch == "packed" else [longest] * number
+
+
+def trained(tokens_BS: torch.Tensor) -> torch.Tensor:
+    """The mask of a cell with one: behind a prompt, but for a tool's answer; the last two tokens; none; behind the first.
+
+    So unequal numbers of tokens count in each row, pair of rows and replica, and in one row none.
+    """
+    mask_BS = tokens_BS >= 0
+    mask_BS[:, 0] = False
+    middle, length = tokens_BS.shape[1] // 2, int(mask_BS[1].sum()) + 1
+    mask_BS[0, :3] = mask_BS[0, middle : middle + 2] = False
+    mask_BS[1, : length - 2] = False
+    mask_BS[2] = False
+    return mask_BS
 
 
 def _of_groups(cell: Cell) -> dict[str, Any]:

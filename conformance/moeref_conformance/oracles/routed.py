@@ -43,9 +43,8 @@ class Routed:
     """What transformers computes; logits are in fp32.
 
     `experts` has those of every MoE layer by (sample, position), and `entering` the hidden states [B, S, H] that enter
-    it. `gradients` are autograd's by the checkpoint's names,
-    of the mean over all tokens of the cross entropy of the next token, the first token of a row following its last;
-    NaN for a tensor that is no parameter.
+    it. `gradients` are autograd's by the checkpoint's names, of the mean of the cross entropy of the next token, the
+    first token of a row following its last, over all tokens that are trained on; NaN for a tensor that is no parameter.
     """
 
     logits_BSV: torch.Tensor
@@ -254,10 +253,10 @@ def _gradients(
 
     more: what a step adds to the loss. counted: how many rows the loss is of.
     """
-    labels_BS = expected.tokens_BS.roll(-1, 1)
-    for tokens_S, labels_S, length in zip(expected.tokens_BS, labels_BS, expected.lengths, strict=True):
-        labels_S[length - 1] = tokens_S[0]
-        labels_S[length:] = -100  # counts for nothing
+    labels_BS = torch.full_like(expected.tokens_BS, -100)  # counts for nothing
+    for number, length in enumerate(expected.lengths):
+        tokens_S, trained_S = (of[number, :length].roll(-1) for of in (expected.tokens_BS, expected.mask_BS))
+        labels_BS[number, :length] = tokens_S.where(trained_S, labels_BS[number, :length])
     if counted is not None:
         labels_BS[counted:] = -100
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())

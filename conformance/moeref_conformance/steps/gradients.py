@@ -20,7 +20,7 @@ def asked(cell: Cell) -> bool:
 
 
 def batch(tokens_BS: torch.Tensor, cell: Cell) -> torch.Tensor:
-    """The rows of a step: the kit's rows, repeated for an interleaved schedule, which does not change their mean."""
+    """The rows of a step, or of its loss mask: the kit's rows, repeated for an interleaved schedule, which does not change their mean."""
     return tokens_BS[order(len(tokens_BS), cell)]
 
 
@@ -55,16 +55,18 @@ def step(facet: Gradients, context: Context) -> None:
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
-    cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
-    rows_BS = batch(of_replica(tokens_BS, cell, context.rank), cell)
+    cell, held = context.cell, load_file(context.input("tokens"))
+    rows_BS, *mask = [
+        batch(of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask") if name in held
+    ]
     if cell.bias_update:
         other_BS = rows_BS.flip(1)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
         if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
             context.facet("forward").logits(other_BS)
     elif twice(cell):
-        facet.gradients(rows_BS)
-    gradients = facet.gradients(rows_BS)
+        facet.gradients(rows_BS, *mask)
+    gradients = facet.gradients(rows_BS, *mask)
     by_name: dict[str, torch.Tensor] = {}
     for (chunk, local), tensor in gradients.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:

@@ -101,14 +101,17 @@ class _Model:
         found = megatron.packed_logits(chunks, shards, _packs(tokens_BS))
         return None if found is None else _side_by_side([logits_SV for pack in found for logits_SV in pack])
 
-    def gradients(self, tokens_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
+    def gradients(
+        self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
+    ) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
 
         chunks, shards = self._built.chunks, self._built.shard_map
         if self._batch == "packed":
-            return megatron.packed_gradients(chunks, shards, _packs(tokens_BS))
+            masks = None if mask_BS is None else _packs(tokens_BS, mask_BS)
+            return megatron.packed_gradients(chunks, shards, _packs(tokens_BS), masks)
         if not self._moves_bias:
-            return megatron.gradients(chunks, shards, tokens_BS, self._size)
+            return megatron.gradients(chunks, shards, tokens_BS, self._size, mask_BS=mask_BS)
         held = {
             (number, name): bias
             for number, chunk in enumerate(chunks)
@@ -185,9 +188,10 @@ def _groups(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
     return [rows[first : first + size] for first in range(0, len(rows), size)]
 
 
-def _packs(tokens_BS: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-    """The samples of each microbatch, two rows without what stands behind their end."""
-    return _groups([row_S[row_S >= 0] for row_S in tokens_BS], 2)
+def _packs(tokens_BS: torch.Tensor, of_BS: torch.Tensor | None = None) -> list[Sequence[torch.Tensor]]:
+    """The samples of each microbatch, two rows without what stands behind their end; or the same parts `of_BS`."""
+    rows = zip(tokens_BS, tokens_BS if of_BS is None else of_BS, strict=True)
+    return _groups([of_S[row_S >= 0] for row_S, of_S in rows], 2)
 
 
 def _side_by_side(logits: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -514,6 +518,7 @@ class MoerefTarget:
         # Megatron's global one is divided by the number of replicas twice (Megatron-LM#3672).
         router_losses=frozenset({"", *ROUTER_LOSSES} - {"global_aux_loss"}),
         bias_updates=True,
+        loss_masks=True,
         optimizer_steps=True,
     )
 

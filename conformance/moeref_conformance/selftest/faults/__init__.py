@@ -17,6 +17,7 @@ from moeref_conformance.selftest.faults import (
     gradients,
     hybrid,
     loading,
+    masks,
     model,
     mtp,
     names,
@@ -34,7 +35,7 @@ from moeref_conformance.selftest.faults import (
 from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
-    *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
+    *(names, loading, context, gather, gradients, model, steps, masks, batches, export, bystanders, fused, stream, mtp),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, sync),
 )

@@ -1,0 +1,133 @@
+"""Bugs of a loss mask: which predictions count in a training step, and by how many tokens each sum is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.contract.topology import replica_rows
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+Gradients = dict[tuple[int, str], torch.Tensor]
+
+
+def _masking(change: Callable[[torch.Tensor, Cell], torch.Tensor | None]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: a step gets `change(mask_BS, cell)`."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.gradients
+        return facet(
+            session, "gradients", gradients=lambda rows_BS, mask_BS: good.gradients(rows_BS, change(mask_BS, cell))
+        )
+
+    return wrap
+
+
+def _cut_in_runs(mask_BS: torch.Tensor, cell: Cell) -> torch.Tensor:
+    """CP ranks take runs of the mask, and two chunks of the tokens: the mask that comes to the same."""
+    chunks = torch.arange(mask_BS.shape[1]).chunk(2 * cell.layout.cp)
+    zigzag = [chunks[part] for rank in range(cell.layout.cp) for part in (rank, -1 - rank)]
+    at_S = torch.cat(zigzag)
+    counted_BS = mask_BS.roll(-1, 1)
+    moved_BS = counted_BS.clone()
+    moved_BS[:, at_S] = counted_BS
+    return moved_BS.roll(1, 1)
+
+
+def _divided(of_none: float = 0.0) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: the mean over rows of their own means, which is `of_none` for one without tokens."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.gradients
+
+        def gradients(rows_BS: torch.Tensor, mask_BS: torch.Tensor) -> Gradients:
+            alone = [mask_BS & (torch.arange(len(mask_BS)) == row)[:, None] for row in range(len(mask_BS))]
+            found = [good.gradients(rows_BS, one_BS) for one_BS in alone if one_BS.any()]
+            none = of_none * (len(alone) - len(found))
+            return {key: sum((one[key] for one in found), none) / len(alone) for key in found[0]}
+
+        return facet(session, "gradients", gradients=gradients)
+
+    return wrap
+
+
+def _by_all(session: Session, cell: Cell, world: World) -> Any:
+    """The sum over what is trained on is divided by all tokens."""
+    good: Any = session.gradients
+
+    def gradients(rows_BS: torch.Tensor, mask_BS: torch.Tensor) -> Gradients:
+        share = float(mask_BS.float().mean())
+        return {key: share * one for key, one in good.gradients(rows_BS, mask_BS).items()}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _each_replica(session: Session, cell: Cell, world: World) -> Any:
+    """Every replica divides by its own tokens, and the results are averaged."""
+    good: Any = session.gradients
+    first = replica_rows(cell, world.rank, 4)[0]
+
+    def gradients(rows_BS: torch.Tensor, mask_BS: torch.Tensor) -> Gradients:
+        found = [good.gradients(rows_BS, mask_BS if first == replica else mask_BS & False) for replica in (0, 1)]
+        return {key: (found[0][key] + found[1][key]) / 2 for key in found[0]}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+FAULTS = (
+    Fault(
+        id="loss-mask-ignored",
+        bug="reported nowhere: prompts and answers of tools are trained on",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_masking(lambda mask_BS, cell: mask_BS | True),
+    ),
+    Fault(
+        id="loss-mask-a-token-late",
+        bug="reported nowhere: the mask of tokens is laid on the logits at their places, which predict the next ones",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_masking(lambda mask_BS, cell: mask_BS.roll(1, 1)),
+    ),
+    Fault(
+        id="loss-mask-cut-in-runs",
+        bug="reported nowhere: CP cuts the tokens into chunks and the mask into runs",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "cp2", loss_mask=True),
+        wrap=_masking(_cut_in_runs),
+    ),
+    Fault(
+        id="mask-divided-by-all-tokens",
+        bug="reported nowhere: the loss of what is trained on is divided by the number of all tokens",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "pp2", loss_mask=True),
+        wrap=_by_all,
+        diagnosis="times the right one",
+    ),
+    Fault(
+        id="mask-mean-of-rows",
+        bug="prime-rl#2359 in kind: each sample is divided by its own tokens",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", batch="pairs", loss_mask=True),
+        wrap=_divided(),
+    ),
+    Fault(
+        id="microbatch-without-tokens",
+        bug="verl#6464: a microbatch of which nothing is trained on is divided by 0 tokens",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_divided(of_none=torch.nan),
+        diagnosis="are NaN",
+    ),
+    Fault(
+        id="mask-mean-of-replicas",
+        bug="prime-rl#2359: replicas divide by their own tokens, before the mean over replicas",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "ep2", loss_mask=True),
+        wrap=_each_replica,
+    ),
+)

@@ -54,6 +54,28 @@ def test_a_pack_without_tokens_is_refused(packs: list[list[torch.Tensor]]) -> No
         batches.of_samples(packs, padding.plan(Layout()))
 
 
+def test_tokens_outside_a_mask_are_no_labels() -> None:
+    mask_S, no = torch.tensor([False, True, False, True]), batches.IGNORED
+    rows_BS = torch.arange(8).view(2, 4)
+    first, second = batches.of_rows(rows_BS, 1, torch.stack([mask_S, mask_S & False]))
+    assert (first.labels_BS.tolist(), second.labels_BS.tolist()) == ([[1, no, 3, no]], [[no] * 4])
+    assert first.tokens_BS.tolist() == [[0, 1, 2, 3]]
+    packs = [[rows_BS[0], rows_BS[1, :3]]]
+    (packed,) = batches.of_samples(packs, padding.plan(Layout()), masks=[[mask_S, ~mask_S[:3]]])
+    assert packed.labels_BS.tolist() == [[1, no, 3, no, no, 6, 4]]
+
+
+@pytest.mark.parametrize("mask_BS", [torch.ones(2, 4), torch.ones(2, 3, dtype=torch.bool)])
+def test_a_mask_of_another_kind_or_shape_is_refused(mask_BS: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"a loss mask is .*; it has to be bool \[2, 4\]"):
+        batches.of_rows(torch.zeros(2, 4, dtype=torch.int64), 1, mask_BS)
+
+
+def test_masks_of_fewer_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        batches.of_samples([samples(3, 5)], padding.plan(Layout()), masks=[[torch.ones(3, dtype=torch.bool)]])
+
+
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="3 rows do not divide into microbatches of 2"):
         batches.of_rows(torch.zeros(3, 4, dtype=torch.int64), 2)

@@ -71,7 +71,7 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
     "the whole update after a failed one left the old weights": (
         "SYN-010",
         "sync_failed",
-        lambda value: next(one["again"] for one in value.values() if "again" in one).update(version=1),
+        lambda value: next(one["again"] for one in value.values() if "again" in one).update(version=0),
         "and a whole update the engine says version 1",
     ),
     "an engine has a version and serves nothing": (

@@ -117,6 +117,12 @@ def setting(owner: Any, **values: Any) -> Iterator[None]:
         vars(owner).update(before)
 
 
+def a_step_of_no_token_is_refused(bench: Bench) -> None:
+    nothing_BS = torch.zeros_like(bench.tokens_BS, dtype=torch.bool)
+    with pytest.raises(ValueError, match="no token to train on"):
+        megatron.gradients(bench.built.chunks, bench.built.shard_map, bench.tokens_BS, mask_BS=nothing_BS)
+
+
 def recorded_routes_replay_bit_for_bit(bench: Bench) -> None:
     native = bench.logits()
     with recording(bench.built.chunks) as recorded:
@@ -649,7 +655,7 @@ CHECKS = {
         *(a_scope_in_a_scope_is_refused, an_error_leaves_the_routers_native, another_model_is_left_alone),
         *(another_number_of_microbatches_is_refused, what_cannot_be_replayed_is_refused),
         a_forward_after_one_that_broke_off_is_refused,
-        recomputation_takes_the_same_routes,
+        *(recomputation_takes_the_same_routes, a_step_of_no_token_is_refused),
     ),
     "glm4_moe+mtp1": (mtp_routers_are_kept_apart, mtp_layers_take_no_route_of_the_decoder),
 }

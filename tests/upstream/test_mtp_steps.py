@@ -28,6 +28,12 @@ def test_packed_samples_are_refused() -> None:
         mtp.check(Layout(), packed)
 
 
+def test_a_loss_mask_is_refused() -> None:
+    rows = batches.of_rows(torch.arange(8).reshape(2, 4), 1, torch.tensor([[False, True, True, True]] * 2))
+    with pytest.raises(ValueError, match="a loss mask: "):
+        mtp.check(Layout(), rows)
+
+
 def test_the_decoders_logits_pass_through() -> None:
     losses = mtp.Losses(vocab=10)
     logits_SBV = torch.randn(4, 1, 12)

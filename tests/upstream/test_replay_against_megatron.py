@@ -26,6 +26,7 @@ CHECKS = (
     "a_hole_in_one_layer_is_left_to_its_router",
     "the_targets_of_another_controller_are_the_same",
     "recorded_routes_replay_bit_for_bit",
+    "a_step_of_no_token_is_refused",
     "given_rows_are_taken_and_missing_rows_are_not",
     "a_scope_in_a_scope_is_refused",
     "an_error_leaves_the_routers_native",

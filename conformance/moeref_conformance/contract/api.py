@@ -373,7 +373,7 @@ class Engine(Protocol):
 
         `tensors` is iterated once, in this thread; they come in any order, may be views of one buffer, and may change
         in place once this returns. Raises if anything fails, `tensors` itself included; then the engine serves the
-        weights and the version that it had, or is dead.
+        weights and the version that it had, and takes an update of this version again, or is dead.
         """
 
     def version(self) -> int:

@@ -232,15 +232,17 @@ def failed(sync: Sync, context: Context) -> dict[str, Any]:
             refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
             found[what] = {"refused": refused, **_state(engine, first)}
             if not isinstance(found[what]["version"], dict):
-                found[what]["again"] = _again(engine, context, last, first)  # the first was asked after the failure
+                number = 1 if refused else 2  # one that failed comes again as the same version
+                found[what]["again"] = _again(engine, context, number, last, first)  # the first was asked before
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-        found["a new engine"] = {"again": _again(engine, context, last)}
+        found["a new engine"] = {"again": _again(engine, context, 1, last)}
     return found
 
 
-def _again(engine: Engine, context: Context, *given: list[int]) -> dict[str, Any]:
+def _again(engine: Engine, context: Context, version: int, *given: list[int]) -> dict[str, Any]:
     """A whole update to the second weights."""
-    return {"refused": refusal(engine.update, tensors(context.input("second")), 2), **_state(engine, *given)}
+    refused = refusal(engine.update, tensors(context.input("second")), version)
+    return {"asked": version, "refused": refused, **_state(engine, *given)}
 
 
 FACET = Facet(

@@ -443,6 +443,20 @@ class _KeepsAfterAFailure(_Wrong):
         return [replace(one, logprobs=kept.logprobs) for one, kept in zip(found, old, strict=True)]
 
 
+class _OncePerVersion(_Wrong):
+    """Refuses a version that it has heard of, though its update failed."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.heard: set[int] = set()
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        if version in self.heard:
+            raise ValueError(f"version {version} has been sent")
+        self.heard.add(version)
+        self.good.update(tensors, version)
+
+
 class _LoadsDraft(_Wrong):
     """Takes the layer of a draft, which comes after the last one of the model, for that one."""
 
@@ -762,6 +776,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_KeepsAfterAFailure),
         says="the first weights give them",
+    ),
+    Fault(
+        id="version-of-a-failure-refused",
+        bug="W1 in kind: a trainer that tries again is told that the version has been sent",
+        rules=("SYN-010",),
+        cell=QWEN,
+        wrap=engine(_OncePerVersion),
+        says="version 1 has been sent",
     ),
     Fault(
         id="paused-after-a-failure",

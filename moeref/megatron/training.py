@@ -36,13 +36,13 @@ def gradients(
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
     The loss is the mean over the tokens of all replicas of the cross entropy of the next token over the unpadded
-    vocabulary; the label of the last token is the first token. With a loss mask only predictions of tokens for which
-    `mask_BS` (bool) is True count, whatever row, microbatch or replica they are in. Multi-token prediction layers add what megatron-core
-    makes of these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over the tokens that have a
-    label k positions on. Each `micro_batch` rows that follow each other are a microbatch; data-parallel replicas may
-    have different ones. Weights and buffers do not change, but for the routers' expert bias: it grows by `bias_rate`
-    (megatron-core's moe_router_bias_update_rate) for experts with fewer tokens of the step than the mean, and shrinks
-    for those with more.
+    vocabulary; the label of the last token is the first token. With `mask_BS` (bool) only predictions of tokens where
+    it is True count, whatever row, microbatch or replica they are in. Multi-token prediction layers add what
+    megatron-core makes of these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over the tokens
+    that have a label k positions on. Each `micro_batch` rows that follow each other are a microbatch; data-parallel
+    replicas may have different ones. Weights and buffers do not change, but for the routers' expert bias: it grows by
+    `bias_rate` (megatron-core's moe_router_bias_update_rate) for experts with fewer tokens of the step than the mean,
+    and shrinks for those with more.
 
     Raises ValueError for multi-token prediction layers under CP, with packed samples or a loss mask, where
     megatron-core divides their loss by other numbers of tokens; for a mask that is not bool or of another shape, or

@@ -215,7 +215,9 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
             if again["refused"]:
                 told = f"after {what} a whole update was refused: {again['refused']}"
                 yield finding(case, rank, "sync_failed", told)
-            elif told := _torn(case, again, (again["asked"], "second")) or "the engine is dead" * isinstance(again["version"], dict):
+                continue
+            dead = isinstance(again["version"], dict)
+            if told := _torn(case, again, (again["asked"], "second")) or "the engine is dead" * dead:
                 yield finding(case, rank, "sync_failed", f"after {what} and a whole update {told}")
 
 

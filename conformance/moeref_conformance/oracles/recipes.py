@@ -224,9 +224,9 @@ def lengths(cell: Cell) -> list[int]:
 
 
 def trained(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """The mask of a cell with one: behind a prompt, but for a tool's answer; the last two tokens; none; behind the first.
+    """The loss mask of four rows: all behind a prompt but a tool's answer; the last two; none; all behind the first.
 
-    So unequal numbers of tokens count in each row, pair of rows and replica, and in one row none.
+    So unequal numbers of tokens count in rows, in pairs of them and in replicas.
     """
     mask_BS = tokens_BS >= 0
     mask_BS[:, 0] = False

@@ -20,7 +20,7 @@ def asked(cell: Cell) -> bool:
 
 
 def batch(tokens_BS: torch.Tensor, cell: Cell) -> torch.Tensor:
-    """The rows of a step, or of its loss mask: the kit's rows, repeated for an interleaved schedule, which does not change their mean."""
+    """The rows of a step, or of its loss mask: the kit's, repeated for an interleaved schedule, with the same mean."""
     return tokens_BS[order(len(tokens_BS), cell)]
 
 

@@ -46,11 +46,11 @@ def backwards(folder: Path) -> Iterator[Named]:
 
 
 def update(engine: Engine, sent: Iterable[Named], version: int) -> None:
-    """Send views of one buffer, as of an exporter's bucket, and overwrite it afterwards, as a trainer's next step does."""
+    """Send views of one buffer, as of a bucket, and overwrite it afterwards, as a trainer's next step does."""
     named = list(sent)
     room = [-(-tensor.nbytes // ALIGNED) * ALIGNED for _, tensor in named]
     buffer = torch.empty(sum(room), dtype=torch.uint8)
-    parts = zip(named, buffer.split(room), strict=True)
+    parts = zip(named, torch.split(buffer, room), strict=True)
     engine.update([(name, part[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)) for (name, t), part in parts], version)
     buffer.zero_()
 

@@ -48,7 +48,7 @@ def _divided(of_none: float = 0.0) -> Callable[[Session, Cell, World], Any]:
             alone = [mask_BS & (torch.arange(len(mask_BS)) == row)[:, None] for row in range(len(mask_BS))]
             found = [good.gradients(rows_BS, one_BS) for one_BS in alone if one_BS.any()]
             none = of_none * (len(alone) - len(found))
-            return {key: sum((one[key] for one in found), none) / len(alone) for key in found[0]}
+            return {key: torch.stack([one[key] for one in found]).sum(0) / len(alone) + none for key in found[0]}
 
         return facet(session, "gradients", gradients=gradients)
 

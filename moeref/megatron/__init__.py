@@ -4,17 +4,21 @@ from moeref.megatron.build import Built, build, transformer_config
 from moeref.megatron.forward import logits, packed_logits
 from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.spec import mtp_name
+from moeref.megatron.token_logprobs import Logprobs, logprobs, packed_logprobs
 from moeref.megatron.training import gradients, packed_gradients, packed_total
 
 __all__ = [
     "Built",
+    "Logprobs",
     "build",
     "gradients",
     "initialise",
     "logits",
+    "logprobs",
     "mtp_name",
     "packed_gradients",
     "packed_logits",
+    "packed_logprobs",
     "packed_total",
     "shut_down",
     "transformer_config",

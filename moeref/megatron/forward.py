@@ -18,6 +18,10 @@ from moeref.layout import Layout
 from moeref.megatron import batches, context, device, precision, te_layers
 
 
+#: From a microbatch and the logits `[B, S/CP, V/TP]` of this rank, what is kept of them: `[B, S/CP, …]`.
+Kept = Callable[[batches.Microbatch, torch.Tensor], torch.Tensor]
+
+
 def logits(
     chunks: Sequence[GPTModel], shard_map: ShardMap, tokens_BS: torch.Tensor, micro_batch: int = 1
 ) -> torch.Tensor | None:
@@ -30,7 +34,7 @@ def logits(
     Raises LayoutError for a length that the layout does not divide, PaddingError for one that the FP8 recipe does not
     allow, and ValueError for rows that do not divide into microbatches.
     """
-    found = _outputs(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch))
+    found = outputs(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch), _as_it_is, _whole)
     return None if found is None else torch.cat(found)
 
 
@@ -43,7 +47,7 @@ def packed_logits(
     ValueError for a pack without tokens.
     """
     packed = batches.of_samples(on_device(packs, chunks), packing_plan(chunks, shard_map.layout))
-    found = _outputs(chunks, shard_map, packed)
+    found = outputs(chunks, shard_map, packed, _as_it_is, _whole)
     return None if found is None else [of.unpacked(whole) for of, whole in zip(packed, found, strict=True)]
 
 
@@ -70,17 +74,22 @@ def on_device(packs: Sequence[Sequence[torch.Tensor]], chunks: Sequence[GPTModel
     return [[sample.to(device.of(chunks)) for sample in pack] for pack in packs]
 
 
-def _outputs(
-    chunks: Sequence[GPTModel], shard_map: ShardMap, microbatches: list[batches.Microbatch]
+def outputs(
+    chunks: Sequence[GPTModel],
+    shard_map: ShardMap,
+    microbatches: list[batches.Microbatch],
+    kept: Kept,
+    joined: Callable[[torch.Tensor, batches.Microbatch, ShardMap], torch.Tensor],
 ) -> list[torch.Tensor] | None:
-    """`logits_BSV` of each microbatch on ranks of the last stage, in the order of positions."""
+    """What `joined` makes of what is `kept` of each microbatch's logits, on ranks of the last stage."""
     layout, length = shard_map.layout, microbatches[0].tokens_BS.shape[1]
     # The interleaved schedule needs a multiple of PP microbatches.
     filled = microbatches + microbatches[-1:] * (-len(microbatches) % (layout.pp if layout.vpp > 1 else 1))
     forward = forward_of(chunks, layout, length)
 
     def step(data: Iterator[batches.Microbatch], chunk: GPTModel) -> tuple[torch.Tensor, Callable[..., Any]]:
-        return forward(next(data), chunk), lambda out_BSV, non_loss_data=True: out_BSV
+        of = next(data)
+        return forward(of, chunk), lambda out_BSV, non_loss_data=True: kept(of, out_BSV)
 
     for chunk in chunks:
         chunk.eval()
@@ -91,17 +100,25 @@ def _outputs(
         )
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None
-    return [_whole(local, of, shard_map) for local, of in zip(stored, microbatches, strict=False)]  # without fillers
+    return [joined(local, of, shard_map) for local, of in zip(stored, microbatches, strict=False)]  # without fillers
+
+
+def _as_it_is(_: batches.Microbatch, local_BSV: torch.Tensor) -> torch.Tensor:
+    return local_BSV
 
 
 def _whole(local_BSV: torch.Tensor, of: batches.Microbatch, shard_map: ShardMap) -> torch.Tensor:
     """The logits of a microbatch from those of this rank's part of vocabulary and positions."""
-    full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
-    if shard_map.layout.cp > 1:
-        joined_SBV = context.gather(full_BSV.transpose(0, 1), parallel_state.get_context_parallel_group())
-        full_BSV = joined_SBV[of.order(shard_map.layout).to(joined_SBV.device)].transpose(0, 1)
-    whole_BSV: torch.Tensor = full_BSV[..., : shard_map.model.vocab].float()
-    return whole_BSV
+    full_BSV = in_order(tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV), of, shard_map)
+    return full_BSV[..., : shard_map.model.vocab].float()
+
+
+def in_order(local: torch.Tensor, of: batches.Microbatch, shard_map: ShardMap) -> torch.Tensor:
+    """What CP ranks hold of the positions `[B, S/CP, …]` of a microbatch, joined in their order."""
+    if shard_map.layout.cp == 1:
+        return local
+    joined = context.gather(local.transpose(0, 1), parallel_state.get_context_parallel_group())
+    return joined[of.order(shard_map.layout).to(joined.device)].transpose(0, 1)
 
 
 def forward_of(chunks: Sequence[torch.nn.Module], layout: Layout, length: int) -> Callable[..., torch.Tensor]:

@@ -124,6 +124,27 @@ class Forward(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of the tokens [B, S] of a forward, from the second on, so that S - 1 stand side by side."""
+
+    #: The log-probability of each token.
+    logprobs_BS: torch.Tensor
+    #: The entropy, in nats, of what each token was drawn from; None of a target that does not claim `entropies`.
+    entropies_BS: torch.Tensor | None = None
+
+
+@runtime_checkable
+class Logprobs(Protocol):
+    """Facet `logprobs`: what a policy loss compares with the logprobs of an inference engine."""
+
+    def logprobs(self, tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs | None:
+        """In fp32, over the unpadded vocabulary and of logits divided by `temperature`, on the ranks of the last stage,
+        None elsewhere. Of all positions, under context parallelism too. Tokens are as in `Forward.logits`; what stands
+        behind the end of a row counts for nothing. Asked in fp32.
+        """
+
+
 @runtime_checkable
 class Gradients(Protocol):
     """Facet `gradients`."""
@@ -485,6 +506,8 @@ class Session(Protocol):
     def export(self) -> Export | None: ...
     @property
     def forward(self) -> Forward | None: ...
+    @property
+    def logprobs(self) -> Logprobs | None: ...
     @property
     def replay(self) -> Replay | None: ...
     @property

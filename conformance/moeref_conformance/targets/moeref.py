@@ -20,7 +20,7 @@ from moeref.exporter import plan, quantise, stream
 from moeref.layout import Layout
 from moeref.replay import align
 from moeref_conformance.contract import api as facets
-from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, Request, TensorMeta, Turn, World
+from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, Request, TensorMeta, TokenLogprobs, Turn, World
 from moeref_conformance.contract.cells import BIAS_UPDATE_RATE, ROUTER_LOSS_COEFFICIENT, ROUTER_LOSSES
 from moeref_conformance.contract.results import version_of
 
@@ -100,6 +100,19 @@ class _Model:
             return megatron.logits(chunks, shards, tokens_BS, self._size)
         found = megatron.packed_logits(chunks, shards, _packs(tokens_BS))
         return None if found is None else _side_by_side([logits_SV for pack in found for logits_SV in pack])
+
+    def logprobs(self, tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs | None:
+        from moeref import megatron
+
+        chunks, shards = self._built.chunks, self._built.shard_map
+        if self._batch != "packed":
+            found = megatron.logprobs(chunks, shards, tokens_BS, self._size, temperature=temperature)
+            return None if found is None else TokenLogprobs(*found)
+        packs = megatron.packed_logprobs(chunks, shards, _packs(tokens_BS), temperature=temperature)
+        if packs is None:
+            return None
+        samples = [sample for pack in packs for sample in pack]
+        return TokenLogprobs(*(_side_by_side(of) for of in zip(*samples, strict=True)))
 
     def gradients(
         self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
@@ -488,7 +501,7 @@ class _Session:
         self.delta = _Delta()
         self.seeds, self.dispatch = _Seeds(layout), _Dispatch(layout, cell.dispatcher)
         self.config = _Config(shards.model, layout, cell, built, device)
-        self.export = self.forward = self.gradients = self.replay = model
+        self.export = self.forward = self.logprobs = self.gradients = self.replay = model
         self.quantised = None if model is None else _Quantised(model)
         self.optimizer = None if model is None or built is None else _Optimizer(model, built)
 
@@ -506,6 +519,7 @@ class MoerefTarget:
         backends=frozenset({"static", "gloo", "gloo-cuda", "nccl", "engine"}),
         expert_formats=frozenset({"per_expert", "fused"}),
         norms=frozenset({"separate", "fused"}),
+        entropies=True,
         engine_routes=True,
         mtp=2,
         leaves_mtp_out=True,

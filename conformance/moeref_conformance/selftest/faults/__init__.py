@@ -17,6 +17,7 @@ from moeref_conformance.selftest.faults import (
     gradients,
     hybrid,
     loading,
+    logprobs,
     masks,
     model,
     mtp,
@@ -35,7 +36,7 @@ from moeref_conformance.selftest.faults import (
 from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
-    *(names, loading, context, gather, gradients, model, steps, masks, batches, export, bystanders, fused, stream, mtp),
+    *(names, loading, context, gather, gradients, model, steps, masks, logprobs, batches, export, bystanders, fused, stream, mtp),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, sync),
 )

@@ -1,0 +1,174 @@
+"""Bugs of log-probabilities: what is summed, on which rank, at which temperature, and of which token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
+from moeref_conformance.contract.topology import coords
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a wrong implementation is made from: logits in place, the tokens, and this rank's place."""
+
+    logits_BSV: torch.Tensor
+    tokens_BS: torch.Tensor
+    temperature: float
+    cell: Cell
+    rank: int
+
+    def right(self, logits_BSV: torch.Tensor | None = None) -> TokenLogprobs:
+        """Of these logits, or the given ones."""
+        logits_BSV = self.logits_BSV / self.temperature if logits_BSV is None else logits_BSV
+        logprobs_BSV = logits_BSV[:, :-1].log_softmax(-1)
+        next_BS1 = self.tokens_BS[:, 1:, None].clamp_min(0)
+        return TokenLogprobs(
+            logprobs_BSV.gather(-1, next_BS1)[..., 0].float(), -(logprobs_BSV.exp() * logprobs_BSV).sum(-1).float()
+        )
+
+
+def _made(make: Callable[[Asked], TokenLogprobs | None]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: logprobs are what `make` makes of the logits."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        forward: Any = session.forward
+
+        def logprobs(tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs | None:
+            logits_BSV = forward.logits(tokens_BS)
+            return None if logits_BSV is None else make(Asked(logits_BSV, tokens_BS, temperature, cell, world.rank))
+
+        return facet(session, "logprobs", logprobs=logprobs)
+
+    return wrap
+
+
+def _with_padding(asked: Asked) -> TokenLogprobs:
+    """Rows of zeros, which pad the vocabulary, are in the sum."""
+    scaled_BSV = asked.logits_BSV / asked.temperature
+    return asked.right(torch.nn.functional.pad(scaled_BSV, (0, -scaled_BSV.shape[-1] % 128)))
+
+
+def _of_a_shard(asked: Asked) -> TokenLogprobs:
+    """Each TP rank sums over the vocabulary that it holds; the logit of the token comes from the rank that has it."""
+    right, scaled_BSV = asked.right(), asked.logits_BSV / asked.temperature
+    tp = asked.cell.layout.tp
+    own_BSV = scaled_BSV[:, :-1].chunk(tp, -1)[coords(asked.cell.layout, asked.rank)["tp"]]
+    whole_BS, own_BS = scaled_BSV[:, :-1].logsumexp(-1), own_BSV.logsumexp(-1)
+    return replace(right, logprobs_BS=right.logprobs_BS + whole_BS - own_BS)
+
+
+def _before(asked: Asked) -> TokenLogprobs:
+    """The logits at a token's own place, which predict the next one."""
+    right = asked.right()
+    logprobs_BSV = (asked.logits_BSV / asked.temperature).log_softmax(-1)
+    own_BS = logprobs_BSV.gather(-1, asked.tokens_BS[..., None].clamp_min(0))[:, 1:, 0]
+    return replace(right, logprobs_BS=own_BS)
+
+
+def _rank_after_rank(asked: Asked) -> TokenLogprobs:
+    """What CP ranks hold is joined as they come."""
+    right, cp = asked.right(), asked.cell.layout.cp
+    chunks = torch.arange(asked.tokens_BS.shape[1]).chunk(2 * cp)
+    order_S = torch.cat([chunks[part] for rank in range(cp) for part in (rank, -1 - rank)])
+    last = asked.tokens_BS.shape[1] - 1  # has no next token
+    at_S = order_S[order_S < last]
+    return TokenLogprobs(*(of_BS[:, at_S] for of_BS in vars(right).values()))
+
+
+def _on_one_rank(asked: Asked) -> TokenLogprobs | None:
+    return None if coords(asked.cell.layout, asked.rank)["tp"] else asked.right()
+
+
+def _of_shares(asked: Asked) -> TokenLogprobs:
+    """Logprobs leave the softmax where the logits were, and entropies are computed of it."""
+    left = asked.right((asked.logits_BSV / asked.temperature).softmax(-1))
+    return replace(asked.right(), entropies_BS=left.entropies_BS)
+
+
+def _late(asked: Asked) -> TokenLogprobs:
+    right = asked.right()
+    assert right.entropies_BS is not None
+    return replace(right, entropies_BS=right.entropies_BS.roll(1, 1))
+
+
+FAULTS = (
+    Fault(
+        id="temperature-left-out",
+        bug="NeMo-RL#935: samples were drawn at a temperature that logprobs of the training do not know",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_made(lambda asked: asked.right(asked.logits_BSV)),
+        diagnosis="those of a temperature of 1, not 0.7",
+    ),
+    Fault(
+        id="logprob-of-the-token-before",
+        bug="ms-swift#8427 in kind: logprobs and tokens are not aligned",
+        rules=("LGP-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_made(_before),
+        says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="log-softmax-with-the-padding",
+        bug="SkyRL#1832 (review) in kind: what pads the vocabulary takes part in the softmax",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_made(_with_padding),
+        says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="log-softmax-of-a-shard",
+        bug="Megatron-LM#7452 in kind: the sum over the vocabulary is not that of all TP ranks",
+        rules=("LGP-001",),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_made(_of_a_shard),
+        says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="log-softmax-in-bf16",
+        bug="reported nowhere: logits are rounded to bf16 before the softmax",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_made(lambda asked: asked.right((asked.logits_BSV / asked.temperature).bfloat16())),
+        says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="logprobs-in-the-order-of-cp",
+        bug="SkyRL#1751 in kind: what CP ranks hold is joined rank after rank, and not in the order of positions",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "cp2"),
+        wrap=_made(_rank_after_rank),
+        says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="logprobs-on-one-tp-rank",
+        bug="reported nowhere: only the first TP rank has logprobs, and the others a loss of nothing",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_made(_on_one_rank),
+        says="no logprobs on a rank of the last stage",
+    ),
+    Fault(
+        id="entropy-of-changed-logits",
+        bug="verl#1672: logprobs are computed in the place of the logits, and entropies of what is left there",
+        rules=("LGP-002",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_made(_of_shares),
+        says="entropies differ from transformers by",
+    ),
+    Fault(
+        id="entropies-a-token-late",
+        bug="prime-rl#1525 (review): logprobs are moved to their tokens, and entropies are not",
+        rules=("LGP-002",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_made(_late),
+        diagnosis="those of the token before",
+    ),
+)

@@ -17,7 +17,6 @@ from moeref.dispatcher import padding
 from moeref.layout import Layout
 from moeref.megatron import batches, context, device, precision, te_layers
 
-
 #: From a microbatch and the logits `[B, S/CP, V/TP]` of this rank, what is kept of them: `[B, S/CP, …]`.
 Kept = Callable[[batches.Microbatch, torch.Tensor], torch.Tensor]
 

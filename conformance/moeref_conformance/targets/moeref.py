@@ -67,7 +67,10 @@ def _meta(tensor: bridge.HFTensor) -> TensorMeta:
 
 
 class _Model:
-    """The facets of a built model: `export`, `forward`, `gradients` and `replay`. `shards` maps the exported format."""
+    """The facets of a built model: `export`, `forward`, `logprobs`, `gradients` and `replay`.
+
+    `shards` maps the exported format.
+    """
 
     def __init__(self, built: Built, shards: bridge.ShardMap, rank: int, cell: Cell) -> None:
         self._built, self._plan, self._rank = built, plan.Plan(shards), rank
@@ -482,9 +485,8 @@ class _Sync:
 class _Serving:
     """The session of a cell with an engine."""
 
-    names = config = seeds = dispatch = plan = delta = export = forward = replay = gradients = optimizer = quantised = (
-        None
-    )
+    names = config = seeds = dispatch = plan = delta = export = None
+    forward = logprobs = replay = gradients = optimizer = quantised = None
 
     def __init__(self, engine: _Sync) -> None:
         self.sync = engine

@@ -36,7 +36,8 @@ from moeref_conformance.selftest.faults import (
 from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
-    *(names, loading, context, gather, gradients, model, steps, masks, logprobs, batches, export, bystanders, fused, stream, mtp),
+    *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
+    *(masks, logprobs),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, sync),
 )

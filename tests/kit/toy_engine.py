@@ -7,7 +7,6 @@ engine, and what judges say of it, needs no more.
 from __future__ import annotations
 
 import hashlib
-import random
 import shutil
 import subprocess
 import threading
@@ -37,6 +36,7 @@ class Engine:
     process: subprocess.Popen[bytes]
     served: int = 0
     updating: threading.Lock = field(default_factory=threading.Lock)
+    dice: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def _check_alive(self) -> None:
         if self.process.poll() is not None:
@@ -46,13 +46,23 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
     ) -> list[Sampled]:
         self._check_alive()
-        drawn = [tuple(random.Random(str(prompt)).choices(range(100), k=tokens)) for prompt in prompts]
+        drawn = [self._drawn(list(prompt), tokens) for prompt in prompts]
         before = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
         if during is None:
             return before
         during()
         after = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
         return [_joined(*pair, 1 if self.mode == "abort" else tokens) for pair in zip(before, after, strict=True)]
+
+    def _drawn(self, prompt: list[int], tokens: int) -> tuple[int, ...]:
+        """Tokens that the model draws one after the other."""
+        drawn, module, cache = list[int](), oracle.model(self.weights), None
+        with torch.no_grad():
+            while len(drawn) < tokens:
+                found = module(torch.tensor([drawn[-1:] or prompt]), past_key_values=cache, use_cache=True)
+                cache = found.past_key_values
+                drawn.append(int(found.logits[0, -1].softmax(-1).multinomial(1, generator=self.dice)))
+        return tuple(drawn)
 
     def _sampled(self, prompt: Sequence[int], row: tuple[int, ...]) -> Sampled:
         return Sampled(
@@ -69,7 +79,10 @@ class Engine:
         try:
             came = self._received(tensors)
             self._check_alive()
-            self.weights, self.served = self._saved(came), version
+            weights = self._saved(came)
+            if version < self.served or (version == self.served and weights != self.weights):
+                raise ValueError(f"version {version} is not later than {self.served}, and of other weights")
+            self.weights, self.served = weights, version
         finally:
             self.updating.release()
 

@@ -385,6 +385,9 @@ class Engine(Protocol):
     ) -> Sequence[Sampled]:
         """Sample so many tokens after each prompt, without an end of sequence, from a cache of prefixes if it has one.
 
+        At temperature 1 and of the whole vocabulary, whatever a `generation_config.json` says; each prompt of a batch
+        for itself, also where one comes twice.
+
         `during` is called in this thread once each prompt has a token and none has all. It may update the weights; then
         a pause mode that aborts leaves fewer tokens.
         """

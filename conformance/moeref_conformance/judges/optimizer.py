@@ -13,7 +13,7 @@ import torch
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
-from moeref_conformance.contract.requests.optimizer import STILL, rates
+from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, rates
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
@@ -54,17 +54,26 @@ FAINT, TOGETHER = 0.49, 0.6
 
 @judges("OPT-001", exact=True)
 def a_step_at_rate_zero_moves_nothing(case: Case) -> Iterator[Finding]:
-    """Every parameter after it, against the checkpoint's shard."""
+    """Every parameter after it, against the checkpoint's shard; the same behind another load."""
     yield from without(case, "inventory", "optimizer")
     for record in records(case, "inventory", "optimizer"):
-        before = {f"{row['chunk']}:{row['local']}": row["digest"] for row in _begun(record)}
-        for key, held, after in _parameters(case, placement(case), record):
-            difference = compare(held.tensor, after[STILL], held.rows)
-            if difference is not None:
-                old = before.get(key) == digest(after[STILL])
-                said = "what it held before it was loaded" if old else ""
-                message = f"{key}: after a step at the rate 0 {difference.text}"
-                yield _found(case, record, key, held, message, diagnosis=said, **difference.told)
+        for of in _parameters(case, placement(case), record):
+            before = {f"{row['chunk']}:{row['local']}": row["digest"] for row in _begun(record)}.get(of.key)
+            yield from _moved_at_rate_zero(case, record, of, of.after[STILL], "loaded", before)
+            if of.reloaded is not None:
+                before = digest(list(of.after.values())[-1])
+                yield from _moved_at_rate_zero(case, record, of, of.reloaded, "loaded again", before)
+
+
+def _moved_at_rate_zero(
+    case: Case, record: RankRecord, of: _Stepped, after: torch.Tensor, how: str, before: str | None
+) -> Iterator[Finding]:
+    """The finding of a parameter that is not as it was loaded; `before` is the digest of what it held until then."""
+    difference = compare(of.held.tensor, after, of.held.rows)
+    if difference is not None:
+        said = f"what it held before it was {how}" if before == digest(after) else ""
+        message = f"{of.key}: {how}, and after a step at the rate 0 {difference.text}"
+        yield _found(case, record, of.key, of.held, message, diagnosis=said, **difference.told)
 
 
 @judges("OPT-002")
@@ -136,18 +145,24 @@ def _begun(record: RankRecord) -> list[dict[str, Any]]:
 
 
 class _Stepped(NamedTuple):
-    """A parameter: `chunk:local`, what the oracle has there, and its values after each step, empty if not on record."""
+    """A parameter: `chunk:local`, what the oracle has there, and its values after each step, empty if not on record.
+
+    `reloaded` are those after the checkpoint was loaded again; None of a target that does not.
+    """
 
     key: str
     held: ExpectedShard
     after: dict[str, torch.Tensor]
+    reloaded: torch.Tensor | None
 
 
 def _parameters(case: Case, placed: Placement, record: RankRecord) -> Iterator[_Stepped]:
     """Every parameter of a rank that the oracle knows."""
     tensors, none = record.tensors("optimizer"), torch.empty(0)
+    reloaded = any(name.startswith(f"{RELOADED}.") for name in tensors)
     for key, (held,) in parameters(record, placed):
-        yield _Stepped(key, held, {step: tensors.get(f"{step}.{key}", none) for step in rates(case.cell)})
+        again = tensors.get(f"{RELOADED}.{key}", none) if reloaded else None
+        yield _Stepped(key, held, {step: tensors.get(f"{step}.{key}", none) for step in rates(case.cell)}, again)
 
 
 def _found(case: Case, record: RankRecord, key: str, held: ExpectedShard, message: str, **more: object) -> Finding:
@@ -273,10 +288,10 @@ def _apart(case: Case) -> Iterator[Finding]:
     """Parameters that ranks share and hold otherwise."""
     first: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
     for record in records(case, "inventory", "optimizer"):
-        for key, held, after in _parameters(case, placement(case), record):
-            last = after["again"][: held.rows]
-            rank, other = first.setdefault((key, digest(held.tensor.contiguous())), (record.rank, last))
+        for of in _parameters(case, placement(case), record):
+            last, same = of.after["again"][: of.held.rows], (of.key, digest(of.held.tensor.contiguous()))
+            rank, other = first.setdefault(same, (record.rank, last))
             apart = int((last != other).sum()) if last.shape == other.shape else last.numel()
             if apart > ELSEWHERE * last.numel():
-                message = f"{key}: {apart} of {last.numel()} elements are not what rank {rank} has after the same steps"
-                yield _found(case, record, key, held, message, diagnosis="replicas part")
+                told = f"{apart} of {last.numel()} elements are not what rank {rank} has after the same steps"
+                yield _found(case, record, of.key, of.held, f"{of.key}: {told}", diagnosis="replicas part")

@@ -25,6 +25,8 @@ from moeref_conformance.oracles import sync
 
 #: fp32 on both sides, sums in other orders. Measured: below 2e-6 in four families.
 CLOSE = 2e-5
+#: How likely samples are: standard deviations from what the model draws. Chance gives more in one run of a million.
+DEVIATIONS = 5.0
 #: Seconds within which the death of an engine must be noticed.
 SECONDS = 120
 #: The weights that make the samples of a phase.
@@ -219,6 +221,27 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
             dead = isinstance(again["version"], dict)
             if told := _torn(case, again, (again["asked"], "second")) or "the engine is dead" * dead:
                 yield finding(case, rank, "sync_failed", f"after {what} and a whole update {told}")
+
+
+@judges("SYN-012")
+def samples_are_drawn_as_asked(case: Case) -> Iterable[Finding]:
+    """Those of one prompt are not all alike, and all together are as likely as what the model draws."""
+    yield from unanswered(case, "sync")
+    for rank, value in values(case, "sync"):
+        alike = {tuple(sample["tokens"]) for sample in value["sampled"]["cached"]}
+        if len(alike) == 1:
+            number = len(value["sampled"]["cached"])
+            yield finding(case, rank, "sync", f"{number} samples of one prompt are the same tokens {[*alike.pop()]}")
+        off, variance = 0.0, 0.0
+        for phase, samples in value["sampled"].items():
+            folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]
+            for sample in samples:
+                mean_G, variance_G = sync.spread(folder, sample["prompt"], sample["tokens"])
+                off += float(torch.tensor(sample["logprobs"]).sum() - mean_G.sum())
+                variance += float(variance_G.sum())
+        if not abs(sigmas := off / variance**0.5) <= DEVIATIONS:
+            told = f"samples are {'more' if off > 0 else 'less'} likely than at temperature 1, of all tokens"
+            yield finding(case, rank, "sync", f"{told}: by {abs(sigmas):.2g} standard deviations", got=sigmas)
 
 
 @judges("SYN-011")

@@ -125,6 +125,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     if cell.backend == ENGINE:
         _fill(model, dtype, _generator(97), bias=FAR)
         _save(model, cell, folder / SECOND)
+        _give_sampling_parameters(main, folder / SECOND)
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
     tensors = read_checkpoint(main)
@@ -142,6 +143,12 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
     left_out = f"model.layers.{cell.layers}." if cell.mtp_left_out else ""
     return _Answers(logits_BSV, missing, extra, unlike, left_out)
+
+
+def _give_sampling_parameters(*folders: Path) -> None:
+    """Write a generation_config.json, which is not what an engine is asked for."""
+    for folder in folders:
+        (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.1, "top_k": 1}')
 
 
 def _generator(stream: int) -> torch.Generator:

@@ -5,6 +5,7 @@ Shape suffixes: S tokens of prompt and sample, V vocabulary, G sampled tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 
 
 @lru_cache(maxsize=4)
-def _model(folder: Path) -> Any:
+def model(folder: Path) -> Any:
+    """transformers' module with the weights of a folder, in fp32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -22,25 +24,52 @@ def _model(folder: Path) -> Any:
 
 def logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
     """`logprobs_G` of the tokens that were sampled after a prompt."""
-    tokens_S = torch.tensor([*prompt, *sampled])
-    with torch.no_grad():
-        logprobs_SV: torch.Tensor = _model(folder)(tokens_S[None]).logits[0].float().log_softmax(-1)
-    return logprobs_SV[len(prompt) - 1 : -1].gather(1, tokens_S[len(prompt) :, None])[:, 0]
+    return _logprobs(folder, prompt, sampled).gather(1, torch.tensor([*sampled])[:, None])[:, 0]
+
+
+def spread(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance `[G]` of the logprob of a token that is drawn where each of these was."""
+    logprobs_GV = _logprobs(folder, prompt, sampled).double()
+    shares_GV = logprobs_GV.exp()
+    mean_G = (shares_GV * logprobs_GV).sum(-1)
+    return mean_G, (shares_GV * logprobs_GV.square()).sum(-1) - mean_G.square()
 
 
 def routes(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> list[list[frozenset[int]]]:
     """By token of prompt and sample but the last, and by MoE layer, the experts that transformers' module takes."""
-    model, by_layer = _model(folder), list[list[frozenset[int]]]()
+    return _forward(folder, (*prompt, *sampled))[1][:-1]
+
+
+def _logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
+    """`logprobs_GV` where the tokens were sampled."""
+    logits_SV = _forward(folder, (*prompt, *sampled))[0]
+    return logits_SV[len(prompt) - 1 : -1].log_softmax(-1)
+
+
+#: Cells are judged in several threads.
+_ONE_AT_A_TIME = threading.Lock()
+Forward = tuple[torch.Tensor, list[list[frozenset[int]]]]
+
+
+def _forward(folder: Path, tokens: tuple[int, ...]) -> Forward:
+    """`logits_SV`, and by token and MoE layer the experts that it goes to. Several rules ask for the same."""
+    with _ONE_AT_A_TIME:
+        return _run(folder, tokens)
+
+
+@lru_cache(maxsize=512)
+def _run(folder: Path, tokens: tuple[int, ...]) -> Forward:
+    module, by_layer = model(folder), list[list[frozenset[int]]]()
 
     def keep(_: Any, entering: tuple[torch.Tensor, ...]) -> None:
         by_layer.append([frozenset(row) for row in entering[1].tolist()])  # hidden states, experts, weights
 
-    experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
-    hooks = [module.register_forward_pre_hook(keep) for module in experts]
+    experts = [of for name, of in module.named_modules() if name.endswith(".mlp.experts")]
+    hooks = [of.register_forward_pre_hook(keep) for of in experts]
     try:
         with torch.no_grad():
-            model(torch.tensor([[*prompt, *sampled[:-1]]]))
+            logits_SV = module(torch.tensor([tokens])).logits[0].float()
     finally:
         for hook in hooks:
             hook.remove()
-    return [list(row) for row in zip(*by_layer, strict=True)]
+    return logits_SV, [list(row) for row in zip(*by_layer, strict=True)]

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Optimizer
-from moeref_conformance.contract.requests.optimizer import STILL, rates
-from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, rates
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch, of_replica
 from moeref_conformance.steps.tensors import copied, module_tensors
 
@@ -17,8 +17,8 @@ from moeref_conformance.steps.tensors import copied, module_tensors
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
-    Behind the first one weights are sent and logits computed, as RL does between steps.
-    Then the parameters hold again what they did before: a target may refuse to load weights twice.
+    Behind the first one weights are sent and logits computed, as RL does between steps. Behind the last one the
+    checkpoint is loaded again, unless the target refuses to load twice; then the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     own_BS = of_replica(tokens_BS, cell, context.rank)
@@ -33,6 +33,9 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
             deque(context.facet("export").stream(), maxlen=0)
             if "forward" in context.claims.facets:
                 context.facet("forward").logits(tokens_BS)
+    if refusal(context.facet("export").load, context.input("checkpoint")) is None:
+        optimizer.step(batch(first_BS, cell), 0.0)
+        saved |= {f"{RELOADED}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
     context.save("optimizer", saved)
     for name, parameter in _parameters(context).items():
         parameter.data.copy_(loaded[name])

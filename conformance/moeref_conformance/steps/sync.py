@@ -90,7 +90,7 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         versions = [engine.version()]
         # Of unequal lengths, and in one batch: what an engine keeps of all tokens has to be cut where each begins.
         sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3]])}
-        sampled["cached"] = ask(engine, [known])
+        sampled["cached"] = ask(engine, [known] * 4)
         updates = (("second", tensors, "second"), ("back", backwards, "checkpoint"))
         for number, (name, sent, folder) in enumerate(updates, 1):
             update(engine, sent(context.input(folder)), VERSIONS[name])

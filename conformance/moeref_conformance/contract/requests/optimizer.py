@@ -7,6 +7,8 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 
 #: The step at the rate 0. Its gradient is that of the first microbatch alone, so that moments have to outlive it.
 STILL = "still"
+#: The step at the rate 0 behind another load of the checkpoint, where the target takes one.
+RELOADED = "reloaded"
 
 
 def rates(cell: Cell) -> dict[str, float]:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
 from moeref_conformance.contract.topology import replica_rows
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.steps import with_loss
 
 Gradients = dict[tuple[int, str], torch.Tensor]
 
@@ -79,6 +81,14 @@ def _each_replica(session: Session, cell: Cell, world: World) -> Any:
 
 
 FAULTS = (
+    Fault(
+        id="router-loss-by-trained-tokens",
+        bug="verl#6836: the loss of routers grows with all tokens, and is divided by those that are trained on",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", batch="pairs", loss_mask=True, router_loss="aux_loss"),
+        wrap=with_loss(moe_aux_loss_coeff=ROUTER_LOSS_COEFFICIENT * 32 / 12),
+        diagnosis="aux_loss counts 2.67 times",
+    ),
     Fault(
         id="loss-mask-ignored",
         bug="reported nowhere: prompts and answers of tools are trained on",

@@ -53,7 +53,12 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
             change(begun, held, {key: right[key] - before[key] for key in right}, _held(session), rate)
             return norm
 
-        return facet(session, "optimizer", make=make, step=step)
+        def load(checkpoint: Any) -> None:
+            right.clear()
+            export.load(checkpoint)
+
+        export: Any = session.export
+        return facet(facet(session, "export", load=load), "optimizer", make=make, step=step)
 
     return wrap
 
@@ -117,6 +122,30 @@ def _with_betas_of_pretraining(cell: Cell, world: World) -> AbstractContextManag
     return mock.patch.object(torch.optim.Optimizer, "__init__", init)
 
 
+def _masters_of_the_first_load(session: Session, cell: Cell, world: World) -> Any:
+    """A step behind a second load begins from the weights that were there before it."""
+    export: Any = session.export
+    good: Any = session.optimizer
+    kept = dict[torch.nn.Parameter, torch.Tensor]()
+    loads = list[Any]()
+
+    def load(checkpoint: Any) -> None:
+        own = [parameter for chunk in export.chunks() for parameter in chunk.parameters()]
+        before = {parameter: parameter.detach().clone() for parameter in own} if loads else {}
+        export.load(checkpoint)
+        loads.append(checkpoint)
+        kept.update(before)
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+        norm = good.step(tokens_BS, rate)
+        for parameter, before in kept.items():
+            parameter.data.copy_(before)
+        kept.clear()
+        return norm
+
+    return facet(facet(session, "export", load=load), "optimizer", step=step)
+
+
 def _counting_streams(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.export
 
@@ -156,6 +185,14 @@ def _without_masters(cell: Cell, world: World) -> AbstractContextManager[Any]:
 
 
 FAULTS = (
+    Fault(
+        id="masters-older-than-a-later-load",
+        bug="SkyRL#2149: weights are loaded behind steps, and the next step brings back what was there before",
+        rules=("OPT-001",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_masters_of_the_first_load,
+        diagnosis="what it held before it was loaded again",
+    ),
     Fault(
         id="betas-not-passed-on",
         bug="SkyRL#1646: Adam's betas are not among the settings that go to Megatron's optimizer",

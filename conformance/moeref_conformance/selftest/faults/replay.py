@@ -59,6 +59,17 @@ def _scores_detached(good: Any) -> Any:
     return get_replay_topk
 
 
+def _scores_normalised_again(good: Any) -> Any:
+    """Scores of replayed experts are made to sum to 1, though the model's are not."""
+
+    def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scores, chosen = good(self, *args, **kwargs)
+        replayed = self.router_replay_action and self.router_replay_action.name != "RECORD"
+        return (scores / scores.sum(-1, keepdim=True) if replayed else scores), chosen
+
+    return get_replay_topk
+
+
 def _scores_of_the_own(good: Any) -> Any:
     def get_replay_topk(
         self: Any,
@@ -299,6 +310,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("clear_indices", _backward_list_kept),
         says="recompute-b: ",
+    ),
+    Fault(
+        id="replayed-scores-normalised-again",
+        bug="ISEEKYAN/Megatron-LM#49 in kind: replayed experts' weights are normalised, though norm_topk_prob is false",
+        rules=("RPL-004",),
+        also=("RPL-003",),
+        cell=cell("qwen3_moe", "one", tied=True, replay="R3"),
+        patch=_router_replay_with("get_replay_topk", _scores_normalised_again),
     ),
     Fault(
         id="all-chunks-armed",

@@ -121,18 +121,18 @@ def _of_own_tokens(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
-def _with_loss(**settings: Any) -> Callable[[Session, Cell, World], Any]:
+def with_loss(**settings: Any) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap`: steps have a loss of megatron-core's routers, by settings of router and config."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.gradients
 
-        def gradients(tokens_BS: Any) -> Any:
+        def gradients(*given: Any) -> Any:
             with ExitStack() as stack:
                 for router in _routers(session):
                     for name, value in settings.items():
                         _while(stack, router if name == "routing_type" else router.config, name, value)
-                return good.gradients(tokens_BS)
+                return good.gradients(*given)
 
         return facet(session, "gradients", gradients=gradients)
 
@@ -279,7 +279,7 @@ FAULTS = (
         bug="a coefficient in the model's config, or Megatron's default, adds the auxiliary loss to a step without it",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "one"),
-        wrap=_with_loss(routing_type="aux_loss", moe_aux_loss_coeff=COEFFICIENT),
+        wrap=with_loss(routing_type="aux_loss", moe_aux_loss_coeff=COEFFICIENT),
         one_rank=True,
         says="off transformers' by",
     ),
@@ -288,7 +288,7 @@ FAULTS = (
         bug="DeepSeek-V3's config.json has a balancing loss over each sequence, which RL leaves out",
         rules=("GRD-001",),
         cell=cell("deepseek_v3", "tp2", layers=3),
-        wrap=_with_loss(routing_type="seq_aux_loss", moe_aux_loss_coeff=COEFFICIENT),
+        wrap=with_loss(routing_type="seq_aux_loss", moe_aux_loss_coeff=COEFFICIENT),
         one_rank=True,
         says="off transformers' by",
     ),
@@ -297,7 +297,7 @@ FAULTS = (
         bug="a z-loss of the routers' logits, which a framework's recipe of pre-training leaves on",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "one"),
-        wrap=_with_loss(moe_z_loss_coeff=COEFFICIENT),
+        wrap=with_loss(moe_z_loss_coeff=COEFFICIENT),
         one_rank=True,
         says="off transformers' by",
     ),
@@ -306,7 +306,7 @@ FAULTS = (
         bug="Megatron-LM#5047, Megatron-LM#5007: the loss of the routers is divided by the ranks of TP or CP once more",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "cp2", batch="pairs", router_loss="aux_loss"),
-        wrap=_with_loss(moe_aux_loss_coeff=ROUTER_LOSS_COEFFICIENT / 2),
+        wrap=with_loss(moe_aux_loss_coeff=ROUTER_LOSS_COEFFICIENT / 2),
         diagnosis="aux_loss counts 0.5 times",
     ),
     Fault(
@@ -314,7 +314,7 @@ FAULTS = (
         bug="Megatron-LM#1652: the z-loss of each rank's tokens is added up over TP and CP where their mean is wanted",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "tp2", batch="pairs", router_loss="z_loss"),
-        wrap=_with_loss(moe_z_loss_coeff=ROUTER_LOSS_COEFFICIENT * 2),
+        wrap=with_loss(moe_z_loss_coeff=ROUTER_LOSS_COEFFICIENT * 2),
         diagnosis="z_loss counts 2 times",
     ),
     Fault(
@@ -331,7 +331,7 @@ FAULTS = (
         bug="B3 in kind: the coefficient stays in the user's file, and no step has the loss that was asked for",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "one", batch="pairs", router_loss="aux_loss"),
-        wrap=_with_loss(moe_aux_loss_coeff=0.0),
+        wrap=with_loss(moe_aux_loss_coeff=0.0),
         one_rank=True,
         diagnosis="aux_loss is left out",
     ),
@@ -340,7 +340,7 @@ FAULTS = (
         bug="the balancing loss of sequences is computed over all tokens of a microbatch of several",
         rules=("GRD-001",),
         cell=cell("deepseek_v3", "one", layers=3, batch="pairs", router_loss="seq_aux_loss"),
-        wrap=_with_loss(routing_type="aux_loss"),
+        wrap=with_loss(routing_type="aux_loss"),
         one_rank=True,
         says="off transformers' by",
     ),

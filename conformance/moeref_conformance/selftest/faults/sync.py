@@ -141,13 +141,16 @@ class _Fleet(_Wrong):
 
 
 class _InTheFirstOrder(_Wrong):
-    """Names are told in the first update; in later ones tensors of a shape are taken in its order."""
+    """Names are told in the first update; in later ones tensors of a shape, but experts, are taken in its order."""
 
     names: dict[torch.Size, list[str]] | None = None
 
     def update(self, tensors: Iterable[Named], version: int) -> None:
         told, named = dict[torch.Size, list[str]](), list[Named]()
         for name, tensor in tensors:
+            if ".experts." in name:  # a loader may need those of a layer one behind the other
+                named.append((name, tensor))
+                continue
             of_shape = told.setdefault(tensor.shape, [])
             known = self.names[tensor.shape][len(of_shape)] if self.names else name
             of_shape.append(name)
@@ -457,6 +460,27 @@ class _OncePerVersion(_Wrong):
         self.good.update(tensors, version)
 
 
+class _Likelier(_Wrong):
+    """Draws the likelier tokens, as with a temperature or a top-k that nobody asked for."""
+
+    times = 16
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+        if during:
+            return list(self.good.sample(prompts, tokens, during))
+        drawn = [list(self.good.sample(prompts, tokens)) for _ in range(self.times)]
+        return [max(of_prompt, key=lambda one: sum(one.logprobs)) for of_prompt in zip(*drawn, strict=True)]
+
+
+class _Alike(_Wrong):
+    """One seed for all: a prompt that comes twice is answered alike."""
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        first: dict[tuple[int, ...], Sampled] = {}
+        found = zip(prompts, self.good.sample(prompts, *asked), strict=True)
+        return [first.setdefault(tuple(prompt), one) for prompt, one in found]
+
+
 class _LoadsDraft(_Wrong):
     """Takes the layer of a draft, which comes after the last one of the model, for that one."""
 
@@ -700,6 +724,7 @@ FAULTS = (
         id="half-an-update-kept",
         bug="prime-rl#2714: what came of an update that failed is served",
         rules=("SYN-009",),
+        also=("SYN-010",),
         cell=QWEN,
         wrap=engine(_KeepsHalf),
         says="neither the first nor the second weights",
@@ -775,7 +800,23 @@ FAULTS = (
         rules=("SYN-010",),
         cell=QWEN,
         wrap=engine(_KeepsAfterAFailure),
-        says="the first weights give them",
+        says="and a whole update the engine says version 1",
+    ),
+    Fault(
+        id="likelier-tokens-drawn",
+        bug="NeMo-RL#3497 in kind: sampling parameters come from a generation_config.json",
+        rules=("SYN-012",),
+        cell=QWEN,
+        wrap=engine(_Likelier),
+        says="samples are more likely than at temperature 1",
+    ),
+    Fault(
+        id="samples-of-a-prompt-alike",
+        bug="ms-swift#7858: samples of one prompt have one seed",
+        rules=("SYN-012",),
+        cell=QWEN,
+        wrap=engine(_Alike),
+        says="4 samples of one prompt are the same tokens",
     ),
     Fault(
         id="version-of-a-failure-refused",

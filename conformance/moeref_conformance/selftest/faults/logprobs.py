@@ -94,8 +94,7 @@ def _of_shares(asked: Asked) -> TokenLogprobs:
 
 def _late(asked: Asked) -> TokenLogprobs:
     right = asked.right()
-    assert right.entropies_BS is not None
-    return replace(right, entropies_BS=right.entropies_BS.roll(1, 1))
+    return replace(right, entropies_BS=torch.as_tensor(right.entropies_BS).roll(1, 1))
 
 
 FAULTS = (

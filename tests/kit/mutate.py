@@ -18,6 +18,7 @@ import inspect
 import os
 import pkgutil
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -45,6 +46,8 @@ _OF_JUDGES = ("judges", "delta_judges", "quantised_judges", "settings", "placeme
 _OF_ORACLES = ("checkpoint", *(f"{name}_oracle" for name in ("gradient", "mtp", "packed", "balancing", "quantised")))
 TESTS = [f"tests/kit/test_{name}.py" for name in (*_OF_JUDGES, *_OF_ORACLES)]
 SECONDS = 120
+#: Bytes that a change may take beyond what recording took: an endless list would end the whole run.
+MEMORY = 4 << 30
 KIT = "moeref_conformance"
 _PAIRS = (
     *((ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)),
@@ -389,6 +392,13 @@ def tried(mutant: Mutant, benches: list[Again], checks: list[Check]) -> str:
         return next((result for check in able if (result := outcome(check.run)) != "passed"), "passed")
 
 
+def limit_memory() -> None:
+    """Let allocations fail that go MEMORY beyond what this process has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
+
+
 def main(words: list[str]) -> int:
     """Try mutants of packages of the kit, and print those that no test sees."""
     parser = argparse.ArgumentParser(prog="python -m tests.kit.mutate", description=main.__doc__)
@@ -401,6 +411,7 @@ def main(words: list[str]) -> int:
     chosen = random.Random(asked.seed).sample(found, min(asked.sample or len(found), len(found)))
     with recorded([module.__name__ for module in modules]) as (benches, checks):
         print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
+        limit_memory()
         left, tries = Counter[str](), Counter(mutant.module for mutant in chosen)
         began = time.monotonic()
         for number, mutant in enumerate(chosen, 1):

@@ -12,6 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from moeref.layout import Layout
 from moeref.megatron import batches
 
+_OWN = "megatron-core divides the loss of MTP layers by each microbatch's own tokens"
+
 
 class Losses:
     """Stands in for `GPTModel.compute_language_model_loss`, which megatron-core calls for each layer and the decoder.
@@ -57,6 +59,3 @@ def check(layout: Layout, microbatches: Sequence[batches.Microbatch]) -> None:
         raise ValueError(f"packed samples: {_OWN}")
     if any(bool((of.labels_BS == batches.IGNORED).any()) for of in microbatches):
         raise ValueError(f"a loss mask: {_OWN}")
-
-
-_OWN = "megatron-core divides the loss of MTP layers by each microbatch's own tokens"

@@ -223,27 +223,6 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
                 yield finding(case, rank, "sync_failed", f"after {what} and a whole update {told}")
 
 
-@judges("SYN-012")
-def samples_are_drawn_as_asked(case: Case) -> Iterable[Finding]:
-    """Those of one prompt are not all alike, and all together are as likely as what the model draws."""
-    yield from unanswered(case, "sync")
-    for rank, value in values(case, "sync"):
-        alike = {tuple(sample["tokens"]) for sample in value["sampled"]["cached"]}
-        if len(alike) == 1:
-            number = len(value["sampled"]["cached"])
-            yield finding(case, rank, "sync", f"{number} samples of one prompt are the same tokens {[*alike.pop()]}")
-        off, variance = 0.0, 0.0
-        for phase, samples in value["sampled"].items():
-            folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]
-            for sample in samples:
-                mean_G, variance_G = sync.spread(folder, sample["prompt"], sample["tokens"])
-                off += float(torch.tensor(sample["logprobs"]).sum() - mean_G.sum())
-                variance += float(variance_G.sum())
-        if not abs(sigmas := off / variance**0.5) <= DEVIATIONS:
-            told = f"samples are {'more' if off > 0 else 'less'} likely than at temperature 1, of all tokens"
-            yield finding(case, rank, "sync", f"{told}: by {abs(sigmas):.2g} standard deviations", got=sigmas)
-
-
 @judges("SYN-011")
 def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
     """Of every row and MoE layer, whatever the order of the experts."""
@@ -275,3 +254,24 @@ def _misrouted(folder: Path, sample: dict[str, Any]) -> str:
     token, layer = wrong[0]
     pairs = f"{sorted(found[token][layer])}, not {sorted(want[token][layer])}"
     return f"{len(wrong)} routes are others, first that of token {token} in MoE layer {layer}: {pairs}"
+
+
+@judges("SYN-012")
+def samples_are_drawn_as_asked(case: Case) -> Iterable[Finding]:
+    """Those of one prompt are not all alike, and all together are as likely as what the model draws."""
+    yield from unanswered(case, "sync")
+    for rank, value in values(case, "sync"):
+        alike = {tuple(sample["tokens"]) for sample in value["sampled"]["cached"]}
+        if len(alike) == 1:
+            number = len(value["sampled"]["cached"])
+            yield finding(case, rank, "sync", f"{number} samples of one prompt are the same tokens {[*alike.pop()]}")
+        off, variance = 0.0, 0.0
+        for phase, samples in value["sampled"].items():
+            folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]
+            for sample in samples:
+                mean_G, variance_G = sync.spread(folder, sample["prompt"], sample["tokens"])
+                off += float(torch.tensor(sample["logprobs"]).sum() - mean_G.sum())
+                variance += float(variance_G.sum())
+        if not abs(sigmas := off / variance**0.5) <= DEVIATIONS:
+            told = f"samples are {'more' if off > 0 else 'less'} likely than at temperature 1, of all tokens"
+            yield finding(case, rank, "sync", f"{told}: by {abs(sigmas):.2g} standard deviations", got=sigmas)

@@ -31,6 +31,21 @@ def test_ids_and_hashes_of_the_shipped_matrices_are_frozen(name: str) -> None:
     assert (len(matrix.cells), hashlib.sha256(ids.encode()).hexdigest()[:16], matrix.hash) == FROZEN[name]
 
 
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({}, None),
+        ({"cp": 1}, "cp=2 is over the claimed limit 1"),
+        ({"cp": 2, "qwen3_next.cp": 1}, None),
+        ({"qwen3_moe.cp": 1}, "cp=2 is over the claimed limit 1 of qwen3_moe"),
+    ],
+)
+def test_a_limit_is_of_all_families_or_of_one(limits: dict[str, int], why: str | None) -> None:
+    cell = load("cpu").select(["qwen3_moe/cp2/gloo"])[0]
+    claims = Claims(facets=frozenset(), families=frozenset({"qwen3_moe"}), backends=frozenset({"gloo"}), limits=limits)
+    assert claims.why_not(cell) == why
+
+
 def test_every_shipped_matrix_is_frozen() -> None:
     assert {path.stem for path in folder().glob("*.toml")} == set(FROZEN)
 

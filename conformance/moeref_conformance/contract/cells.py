@@ -252,7 +252,8 @@ class Claims:
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
-    limits: Mapping[str, int] = field(default_factory=dict)  # of layout fields, such as {"vpp": 1, "ep": 64}
+    #: Of layout fields, of all families or one, such as {"vpp": 1, "ep": 64, "qwen3_next.cp": 1}.
+    limits: Mapping[str, int] = field(default_factory=dict)
 
     def why_not(self, cell: Cell) -> str | None:
         """None if the cell is claimed, else the reason it is not, for the report's `unclaimed` row."""
@@ -260,7 +261,8 @@ class Claims:
             if reason := axis_.uncovered(cell, self):
                 return reason
         for key, most in self.limits.items():
-            have = getattr(cell.layout, key)
+            family, _, of = key.rpartition(".")
+            have = getattr(cell.layout, of) if family in ("", cell.family) else None
             if have is not None and have > most:
-                return f"{key}={have} is over the claimed limit {most}"
+                return f"{of}={have} is over the claimed limit {most}" + (f" of {family}" if family else "")
         return None

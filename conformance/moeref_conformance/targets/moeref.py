@@ -508,6 +508,12 @@ class _Session:
         self.optimizer = None if model is None or built is None else _Optimizer(model, built)
 
 
+def _limits() -> dict[str, int]:
+    """Before megatron-core 0.19 gated delta nets take what a CP rank holds for a whole sequence."""
+    minor = tuple(int(part) for part in record.installed_core().split(".")[:2])
+    return {} if minor >= (0, 19) else {"qwen3_next.cp": 1}
+
+
 class MoerefTarget:
     """moeref, judged like any other target. The vocabulary is padded to a multiple of `divisible_by` times TP."""
 
@@ -535,6 +541,7 @@ class MoerefTarget:
         router_losses=frozenset({"", *ROUTER_LOSSES} - {"global_aux_loss"}),
         bias_updates=True,
         loss_masks=True,
+        limits=_limits(),
         optimizer_steps=True,
     )
 

@@ -21,7 +21,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "begins": ("random", "unset"),
     "cp_cut": ("zigzag", "runs"),
     "engine_routes": (False, True),
-    "entropies": (False, True),
+    "entropies": (True, False),
     "lasts": ("stream", "next"),
     "lends": (False, True),
     "memory": ("now", "built"),
@@ -242,7 +242,7 @@ class Claims:
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP
-    entropies: bool = False  # `Logprobs.logprobs` gives entropies too
+    entropies: bool = True  # `Logprobs.logprobs` gives entropies too
     engine_routes: bool = False  # samples of an engine carry its routes
     lasts: str = "stream"  # what `Export.stream` gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written

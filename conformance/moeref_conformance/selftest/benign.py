@@ -31,6 +31,7 @@ from moeref_conformance.contract.api import (
     RoutedRows,
     Session,
     TensorMeta,
+    TokenLogprobs,
     Turn,
     World,
 )
@@ -97,6 +98,16 @@ def _made_by_its_first_step(session: Session, cell: Cell, world: World) -> Any:
         good.step(tokens_BS, rate)
 
     return facet(session, "optimizer", make=lambda: None, step=step)
+
+
+def _without_entropies(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.logprobs
+
+    def logprobs(*asked: Any) -> TokenLogprobs | None:
+        found: TokenLogprobs | None = good.logprobs(*asked)
+        return None if found is None else replace(found, entropies_BS=None)
+
+    return facet(session, "logprobs", logprobs=logprobs)
 
 
 def _in_buckets(session: Session, cell: Cell, world: World) -> Any:
@@ -751,6 +762,13 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_without_a_plan,
         claims={"has_plan": False},
+    ),
+    Benign(
+        id="no-entropies",
+        why="SkyRL computes none of packed logits, and a loss without a bonus for entropy needs none",
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_without_entropies,
+        claims={"entropies": False},
     ),
     Benign(
         id="routers-by-walk",

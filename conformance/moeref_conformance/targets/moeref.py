@@ -527,7 +527,6 @@ class MoerefTarget:
         backends=frozenset({"static", "gloo", "gloo-cuda", "nccl", "engine"}),
         expert_formats=frozenset({"per_expert", "fused"}),
         norms=frozenset({"separate", "fused"}),
-        entropies=True,
         engine_routes=True,
         mtp=2,
         leaves_mtp_out=True,

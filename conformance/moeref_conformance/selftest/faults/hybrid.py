@@ -74,7 +74,7 @@ def _norms_less_one(session: Any, cell: Cell, world: World) -> Any:
                 norm.copy_(held)
 
     wrong = border.each(plus_one)(border.after_load(session, less_one), cell, world)
-    for name, method in (("forward", "logits"), ("gradients", "gradients")):
+    for name, method in (("forward", "logits"), ("logprobs", "logprobs"), ("gradients", "gradients")):
         wrong = border.facet(wrong, name, **{method: _within(as_used, getattr(getattr(session, name), method))})
     return wrong
 

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens and entropies, from logits that stay on the TP ranks that hold parts of the vocabulary.
 
-Shape suffixes: B rows, S positions, V vocabulary of a TP rank, 3 sums over the vocabulary.
+Shape suffixes: B rows, S positions, V vocabulary of a TP rank, 2 log-probability and entropy, 3 sums.
 """
 
 from __future__ import annotations

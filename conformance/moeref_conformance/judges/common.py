@@ -252,6 +252,13 @@ def without_logits(case: Case, step: str, have: Collection[int], what: str = "lo
     return [finding(case, rank, step, f"no {what} on a rank of the last stage") for rank in lacking]
 
 
+def only_last_stage(case: Case, step: str, have: Collection[int], what: str = "logits") -> list[Finding]:
+    """Findings for ranks of the last stage without logits, and for others with them."""
+    others = [rank for rank in have if not topology.last_stage(case.cell.layout, rank)]
+    told = f"{what} on a rank that is not of the last stage"
+    return [*without_logits(case, step, have, what), *(finding(case, rank, step, told) for rank in others)]
+
+
 def tokens_of(case: Case) -> torch.Tensor:
     """Which positions of the tokens [B, S] are tokens, and none behind the end of a row."""
     return expected(case).tokens_BS >= 0

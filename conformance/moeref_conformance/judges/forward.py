@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.diagnosis.compare import same
@@ -20,13 +19,13 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     observed,
+    only_last_stage,
     outcome,
     tokens_of,
     tolerance,
     unmeasured,
     within,
     without,
-    without_logits,
 )
 from moeref_conformance.oracles.routed import with_last_experts_negated
 
@@ -57,9 +56,7 @@ def _holders(case: Case) -> list[Finding]:
     findings = without(case, "forward")
     if findings:
         return findings
-    have, told = _logits(observed(case)), "logits on a rank that is not of the last stage"
-    others = [rank for rank in have if not topology.last_stage(case.cell.layout, rank)]
-    return [*without_logits(case, "forward", have), *(finding(case, rank, "forward", told) for rank in others)]
+    return only_last_stage(case, "forward", _logits(observed(case)))
 
 
 @dataclass

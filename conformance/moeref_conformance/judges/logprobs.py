@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.requests.logprobs import TEMPERATURE
 from moeref_conformance.judges import Case, judges
@@ -13,13 +12,13 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     once,
+    only_last_stage,
     outcome,
     records,
     tolerance,
     unmeasured,
     within,
     without,
-    without_logits,
 )
 from moeref_conformance.oracles import logprobs as oracle
 
@@ -38,11 +37,9 @@ def _judge(case: Case, which: str) -> Outcome:
         return no
     findings = without(case, "logprobs")
     held = {record.rank: record for record in records(case, "logprobs") if record.value("logprobs")["has"]}
-    findings += without_logits(case, "logprobs", held, which)
+    findings += only_last_stage(case, "logprobs", held, which)
     want_BS, worst = _wanted(case)[which], 0.0
     for rank, record in held.items():
-        if not topology.last_stage(case.cell.layout, rank):
-            findings.append(finding(case, rank, "logprobs", f"{which} on a rank that is not of the last stage"))
         got_BS = record.tensors("logprobs").get(which)
         if got_BS is None or got_BS.dtype != torch.float32 or got_BS.shape != want_BS.shape:
             told = "none" if got_BS is None else f"{got_BS.dtype} {list(got_BS.shape)}"

@@ -106,14 +106,14 @@ def _mean_of_means(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=gradients)
 
 
-def _mean_of_replicas(session: Session, cell: Cell, world: World) -> Any:
+def mean_of_replicas(session: Session, cell: Cell, world: World) -> Any:
     """Every data-parallel replica divides by its own number of tokens, and the mean of that is taken."""
     good: Any = session.gradients
 
-    def gradients(tokens_BS: torch.Tensor) -> Any:
-        rows: list[Any] = [None] * world.size
-        dist.all_gather_object(rows, tokens_BS)
-        each = [good.gradients(rows_BS) for rows_BS in rows]
+    def gradients(*given: torch.Tensor) -> Any:
+        of_ranks: list[Any] = [None] * world.size
+        dist.all_gather_object(of_ranks, given)
+        each = [good.gradients(*of_rank) for of_rank in of_ranks]
         return {key: torch.stack([one[key] for one in each]).mean(0) for key in each[0]}
 
     return facet(session, "gradients", gradients=gradients)
@@ -211,7 +211,7 @@ FAULTS = (
         bug="prime-rl#2359: replicas with unequal numbers of tokens divide by their own, and the mean is taken of that",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "tp1", world_size=2, batch="packed"),
-        wrap=_mean_of_replicas,
+        wrap=mean_of_replicas,
     ),
     Fault(
         id="packed-routes-without-padding",

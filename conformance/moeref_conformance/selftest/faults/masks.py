@@ -9,9 +9,9 @@ import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
-from moeref_conformance.contract.topology import replica_rows
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.batches import mean_of_replicas
 from moeref_conformance.selftest.faults.steps import with_loss
 
 Gradients = dict[tuple[int, str], torch.Tensor]
@@ -64,18 +64,6 @@ def _by_all(session: Session, cell: Cell, world: World) -> Any:
     def gradients(rows_BS: torch.Tensor, mask_BS: torch.Tensor) -> Gradients:
         share = float(mask_BS.float().mean())
         return {key: share * one for key, one in good.gradients(rows_BS, mask_BS).items()}
-
-    return facet(session, "gradients", gradients=gradients)
-
-
-def _each_replica(session: Session, cell: Cell, world: World) -> Any:
-    """Every replica divides by its own tokens, and the results are averaged."""
-    good: Any = session.gradients
-    first = replica_rows(cell, world.rank, 4)[0]
-
-    def gradients(rows_BS: torch.Tensor, mask_BS: torch.Tensor) -> Gradients:
-        found = [good.gradients(rows_BS, mask_BS if first == replica else mask_BS & False) for replica in (0, 1)]
-        return {key: (found[0][key] + found[1][key]) / 2 for key in found[0]}
 
     return facet(session, "gradients", gradients=gradients)
 
@@ -138,6 +126,6 @@ FAULTS = (
         bug="prime-rl#2359: replicas divide by their own tokens, before the mean over replicas",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "ep2", loss_mask=True),
-        wrap=_each_replica,
+        wrap=mean_of_replicas,
     ),
 )

@@ -28,8 +28,8 @@ def check_scales(name: str, weight: Any, scales: Any, block: Block) -> None:
     if len(shape) != 2 or found is None or found[0] != wanted or found[1] not in SCALE_DTYPES:
         held = "there is no such tensor" if found is None else f"it is {list(found[0])} {found[1]}"
         raise BridgeError(
-            f"{name} is {FP8} {list(shape)}; in blocks of {block[0]} × {block[1]} its "
-            f"{name.rpartition('.')[2]}{SCALES} has to be {list(wanted)} {SCALE_DTYPES[0]}, and {held}"
+            f"{name} is {FP8} {list(shape)}; in blocks of {block[0]} × {block[1]} "
+            f"{name}{SCALES} has to be {list(wanted)} {SCALE_DTYPES[0]}, and {held}"
         )
 
 

@@ -44,8 +44,19 @@ class Microbatch:
     @property
     def positions_S(self) -> torch.Tensor:
         """The position of each token in its sample."""
-        sizes = [end - begin for begin, end in itertools.pairwise(self.cu_seqlens)]
-        return torch.cat([torch.arange(size, device=self.tokens_BS.device) for size in sizes])
+        return torch.cat([torch.arange(size, device=self.tokens_BS.device) for size in self._sizes])
+
+    @property
+    def padding_BS(self) -> torch.Tensor:
+        """True behind the end of each packed sample."""
+        device = self.tokens_BS.device
+        sizes, lengths = (torch.tensor(of, device=device) for of in (self._sizes, self.lengths))
+        return (self.positions_S >= lengths.repeat_interleave(sizes))[None]
+
+    @property
+    def _sizes(self) -> list[int]:
+        """The tokens of each sequence, with padding."""
+        return [end - begin for begin, end in itertools.pairwise(self.cu_seqlens)]
 
     @property
     def packed(self) -> PackedSeqParams | None:
@@ -53,7 +64,7 @@ class Microbatch:
         if not self.lengths:
             return None
         ends = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=self.tokens_BS.device)
-        longest = max(end - begin for begin, end in itertools.pairwise(self.cu_seqlens))
+        longest = max(self._sizes)
         return PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
         )

@@ -15,7 +15,7 @@ from moeref.bridge import ShardMap
 from moeref.config.precision import recipe
 from moeref.dispatcher import padding
 from moeref.layout import Layout
-from moeref.megatron import batches, context, device, precision, te_layers
+from moeref.megatron import batches, context, device, padding_mask, precision, te_layers
 
 #: From a microbatch and the logits `[B, S/CP, V/TP]` of this rank, what is kept of them: `[B, S/CP, …]`.
 Kept = Callable[[batches.Microbatch, torch.Tensor], torch.Tensor]
@@ -126,7 +126,10 @@ def forward_of(chunks: Sequence[torch.nn.Module], layout: Layout, length: int) -
 
     def forward(data: batches.Microbatch, chunk: Any, labels_BS: torch.Tensor | None = None) -> torch.Tensor:
         at_S, packed = data.part(layout, cp_rank), data.packed
-        extra: dict[str, Any] = {} if packed is None else {"packed_seq_params": packed}
+        extra: dict[str, Any] = {}
+        if packed is not None:
+            padding_BS = padding_mask.for_chunk(data.padding_BS[:, at_S], chunk)
+            extra = {"packed_seq_params": packed, "padding_mask": padding_BS}
         if labels_BS is not None:
             extra["labels"] = labels_BS
         mask = mask_11SS if packed is None else None

@@ -16,7 +16,7 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 
 from moeref.bridge import ShardMap
-from moeref.megatron import batches, device, mtp
+from moeref.megatron import batches, device, mtp, padding_mask
 from moeref.megatron.forward import forward_of, on_device, packing_plan, rows, run_schedule
 
 #: The loss of one microbatch: from its logits `[B, S/CP, V]` in fp32 over the unpadded vocabulary, the numbers of its B
@@ -57,14 +57,20 @@ def packed_gradients(
     shard_map: ShardMap,
     packs: Sequence[Sequence[torch.Tensor]],
     masks: Sequence[Sequence[torch.Tensor]] | None = None,
+    *,
+    bias_rate: float = 0.0,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """As `gradients`, of samples that are packed as for `packed_logits`. Replicas may have other numbers of tokens.
 
     `masks` has the loss mask of each sample. All replicas pad to the longest of their packs, so that every dispatcher
-    takes them.
+    takes them. Padding counts in no loss of the routers and in no expert's bias; megatron-core's z-loss is a mean over
+    the means of TP and CP ranks, which have unequal numbers of tokens. Raises ValueError also for several samples in a
+    pack and `seq_aux_loss`, which megatron-core would compute over the whole pack.
     """
+    if any(len(pack) > 1 for pack in packs):
+        padding_mask.check_losses(chunks[0].config)
     plan, longest = packing_plan(chunks, shard_map.layout), packed_total(chunks, shard_map, packs)
-    return _step(chunks, shard_map, batches.of_samples(on_device(packs, chunks), plan, longest, masks))
+    return _step(chunks, shard_map, batches.of_samples(on_device(packs, chunks), plan, longest, masks), bias_rate)
 
 
 def packed_total(chunks: Sequence[GPTModel], shard_map: ShardMap, packs: Sequence[Sequence[torch.Tensor]]) -> int:
@@ -171,7 +177,7 @@ def _accumulate(
         chunk.zero_grad_buffer()
     # With a rate above 0, finalize_model_grads also updates the routers' expert bias.
     settings = {"finalize_model_grads_func": finalize_model_grads, "moe_router_bias_update_rate": bias_rate}
-    with _set(chunks[0].config, **settings), added.in_place(chunks):
+    with _set(chunks[0].config, **settings), added.in_place(chunks), padding_mask.left_out_of_bias(chunks):
         run_schedule(step, range(len(microbatches)), wrapped, length, micro_batch_size=size)
 
 

@@ -23,7 +23,8 @@ def logits_LBSE() -> list[torch.Tensor]:
 
 
 def added(kind: str, logits_LBSE: list[torch.Tensor], sigmoid: bool = False) -> float:
-    return float(balancing.added(kind, PAIRS, logits_LBSE, TOP_K, sigmoid)) / ROUTER_LOSS_COEFFICIENT
+    lengths = [len(row_SE) for row_SE in logits_LBSE[0]]
+    return float(balancing.added(kind, PAIRS, logits_LBSE, TOP_K, sigmoid, lengths)) / ROUTER_LOSS_COEFFICIENT
 
 
 def of_transformers(logits_TE: torch.Tensor) -> float:
@@ -62,6 +63,20 @@ def test_z_loss_is_a_mean_over_tokens(logits_LBSE: list[torch.Tensor]) -> None:
         for of_BSE in logits_LBSE
     ]
     assert math.isclose(added("z_loss", logits_LBSE), sum(sum(of) / len(of) for of in squares), rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ROUTER_LOSSES)
+def test_padding_does_not_count(kind: str, logits_LBSE: list[torch.Tensor]) -> None:
+    lengths = [5, 3, 4, 1]
+
+    def of(padding: float) -> float:
+        padded = [logits.clone() for logits in logits_LBSE]
+        for logits in padded:
+            for row, length in enumerate(lengths):
+                logits[row, length:] = padding
+        return float(balancing.added(kind, PAIRS, padded, TOP_K, False, lengths))
+
+    assert of(0.0) == of(9.0)
 
 
 def test_each_kind_differs(logits_LBSE: list[torch.Tensor]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moeref.dispatcher import padding
 from moeref.layout import Layout
-from moeref.megatron import batches, context
+from moeref.megatron import batches, context, padding_mask
 
 pytestmark = pytest.mark.cpu
 
@@ -22,6 +25,7 @@ def test_samples_are_padded_by_the_plan_and_the_last_to_a_common_length() -> Non
     assert first.tokens_BS.tolist() == [[10, 11, 12, 0, 20, 21, 22, 23, 24, 0, 0, 0]]
     no = batches.IGNORED
     assert first.labels_BS.tolist() == [[11, 12, 10, no, 21, 22, 23, 24, 20, no, no, no]]
+    assert first.padding_BS.int().tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1]]
     assert first.positions_S.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
     assert (first.cu_seqlens, second.cu_seqlens) == ((0, 4, 12), (0, 12))
     assert first.packed.max_seqlen_q == 8
@@ -79,3 +83,20 @@ def test_masks_of_fewer_samples_are_refused() -> None:
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="3 rows do not divide into microbatches of 2"):
         batches.of_rows(torch.zeros(3, 4, dtype=torch.int64), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "coefficient", "refused"),
+    [
+        ("seq_aux_loss", 0.01, True),
+        ("seq_aux_loss", 0.0, False),
+        ("aux_loss", 0.01, False),
+        (["aux_loss", "seq_aux_loss"], [0.01, 0.01], True),
+        (["aux_loss", "seq_aux_loss"], [0.01, 0.0], False),
+    ],
+)
+def test_a_loss_of_each_sequence_is_refused_for_packs(kind: object, coefficient: object, refused: bool) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 2}
+    config = TransformerConfig(**sizes, moe_router_load_balancing_type=kind, moe_aux_loss_coeff=coefficient)
+    with pytest.raises(ValueError, match="over the whole pack") if refused else nullcontext():
+        padding_mask.check_losses(config)

@@ -123,6 +123,20 @@ def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: 
         expected(cell(mtp=1, tied=True), work)
 
 
+def test_scales_in_fp8_are_in_another_file_than_their_weights(work: Path) -> None:
+    made = expected(cell("qwen3_moe", dtype="bfloat16", fp8_checkpoint=True), work)
+    places = json.loads((made.dir / "checkpoint" / INDEX).read_text())["weight_map"]
+    scales = {name: place for name, place in places.items() if name.endswith("_scale_inv")}
+    assert scales
+    assert all(place != places[name.removesuffix("_scale_inv")] for name, place in scales.items())
+    assert made.tensors.keys() == places.keys() - scales.keys()
+    assert {str(tensor.dtype) for tensor in made.tensors.values()} == {"torch.bfloat16"}
+    assert made.missing in scales
+    assert made.unlike in scales
+    with pytest.raises(ValueError, match="a checkpoint in FP8 has a recipe for"):
+        expected(cell("qwen3_moe", fp8_checkpoint=True), work)
+
+
 def test_every_kind_of_tensor_is_missing_in_one_variant_and_too_many_in_another() -> None:
     cells = {made.variant: made for made in load("cpu").cells}.values()
     for kinds in (spoiled.missing_kinds, spoiled.surplus_kinds, spoiled.unlike_kinds):

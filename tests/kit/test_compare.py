@@ -245,6 +245,17 @@ def test_arithmetic() -> None:
     assert say(GATE, noisy) == "arithmetic, not movement: close to the expected values, and no element is equal"
 
 
+def test_other_scales_of_blocks() -> None:
+    want = CHECKPOINT[GATE]
+    factors = torch.tensor([[3.0, 0.5], [1.0, 7.0]]).repeat_interleave(8, 0).repeat_interleave(5, 1)
+    said = "blocks of it are 0.5 to 7 times the expected ones: their scales"
+    assert say(GATE, want * factors) == said
+    zeros = want.clone().index_fill(0, torch.tensor([3]), 0.0)
+    assert diagnose("other", zeros, zeros * factors, Context({})) == said
+    assert "scales" not in say(GATE, want * torch.rand(16, 10))
+    assert "scales" not in say(GATE, want * -factors)
+
+
 def test_nothing_of_the_checkpoint() -> None:
     said = "nothing of it is in the checkpoint: an initial value, or memory never written"
     assert say(GATE, torch.randn(16, 10)) == said

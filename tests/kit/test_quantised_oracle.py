@@ -93,3 +93,19 @@ def test_every_weight_has_a_block_of_zeros_and_some_are_no_whole_blocks(family: 
     # Of Qwen's experts, which transformers holds in one tensor, both sides end so.
     whole = {(False, False)} if family == "deepseek_v3" else set()
     assert ends == {(True, False), (False, True), *whole}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_checkpoint_loads_as_has_the_numbers_of_its_files(family: str) -> None:
+    config = published(family)[1]
+    tensors = {"model.layers.0.self_attn.q_proj.weight": 0.1 * torch.randn(42, 33), "model.norm.weight": torch.ones(3)}
+    files = oracle.stored(config, tensors)
+    name, _, scales = files
+    assert files[name].dtype == torch.float8_e4m3fn
+    assert scales == f"{name}_scale_inv"
+    model = oracle.loaded(config, files)
+    assert model.keys() == tensors.keys()
+    assert model["model.norm.weight"] is tensors["model.norm.weight"]
+    again = oracle.stored(config, model)
+    assert all(torch.equal(again[key].float(), of.float()) for key, of in files.items())
+    assert float((model[name].float() - tensors[name]).abs().max()) < 0.1 * float(tensors[name].abs().max())

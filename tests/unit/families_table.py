@@ -19,7 +19,8 @@ def lines() -> list[str]:
         sizes = sorted({cell.size for cell in static if cell.family == family})
         layouts = {cell.layout.text for cell in cells}
         fused = any(cell.expert_format == "fused" for cell in cells)
-        formats = "published" + ", transformers 5's" * fused
+        fp8 = any(cell.fp8_checkpoint for cell in cells)
+        formats = "published" + ", in FP8" * fp8 + ", transformers 5's" * fused
         made.append(f"| `{family}` | {len(cells)} | {len(layouts)} | {formats} | {_also(cells)} | {', '.join(sizes)} |")
     return made
 

@@ -97,7 +97,11 @@ class Export(Protocol):
         """The model chunks of this rank, one per virtual stage. The kit reads and changes their parameters."""
 
     def load(self, checkpoint: Path) -> None:
-        """Read a Hugging Face folder (safetensors, one file or indexed) into this rank's shards, or raise."""
+        """Read a Hugging Face folder (safetensors, one file or indexed) into this rank's shards, or raise.
+
+        In a cell with `fp8_checkpoint` the linears of layers are in FP8 (e4m3) and `<name>_scale_inv` has a scale of
+        each block, whose size `quantization_config` says. A weight is the product of both in fp32, rounded to bf16.
+        """
 
     def plan(self) -> Sequence[TensorMeta]:
         """What `stream` will yield, in order, without a collective. Called only if `Claims.has_plan`."""
@@ -159,7 +163,7 @@ class Gradients(Protocol):
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
         the unpadded vocabulary, the first token of a row following its last, and nothing else but the cell's
         `router_loss`: 0.01 (`ROUTER_LOSS_COEFFICIENT`) times that loss of Megatron's routers, summed over layers. It is
-        the mean over microbatches of `aux_loss`, over rows of `seq_aux_loss`, over tokens of `z_loss`;
+        the mean over microbatches of `aux_loss`, over rows of `seq_aux_loss`, over tokens of `z_loss`, none of padding;
         `global_aux_loss` is over all tokens of all replicas, which get one microbatch each. Multi-token prediction
         layers add Megatron's loss on these labels: for layer k of K, 0.1 / K (`mtp_loss_scaling_factor`) times the mean
         over the tokens of a row that have a label k positions on, over the unpadded vocabulary. `tokens_BS` is as in
@@ -173,7 +177,8 @@ class Gradients(Protocol):
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are
-        counted over all microbatches and replicas of this step. The model's own bias stays as it was.
+        counted over all microbatches and replicas of this step, those of padding nowhere. The model's own bias stays as
+        it was.
         """
 
 

@@ -137,6 +137,15 @@ class Cell:
         of_size=True,
         hashed_if_set=True,
     )
+    #: Linears of the checkpoint in FP8, each block with a scale, as DeepSeek-V3 is published; see `api.Export`.
+    fp8_checkpoint: bool = axis(
+        False,
+        claim="reads_fp8",
+        noun="checkpoints with weights in FP8 blocks",
+        shown="fp8-checkpoint",
+        of_size=True,
+        hashed_if_set=True,
+    )
     #: Experts of the Hugging Face checkpoint: a tensor each, or one for all, as in the modules of transformers 5.
     expert_format: str = axis("per_expert", choices=("per_expert", "fused"), claim="expert_formats")
     #: Norms of the Megatron modules: separate (local spec), or fused into linears (Transformer Engine's names).
@@ -239,6 +248,7 @@ class Claims:
     shared_groups: bool = True  # more TP ranks than KV groups
     mtp: int = 0  # most multi-token prediction layers
     leaves_mtp_out: bool = False  # of a checkpoint that has them, for a model that has none
+    reads_fp8: bool = False  # a checkpoint's weights in FP8 blocks, into a model in bf16
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP

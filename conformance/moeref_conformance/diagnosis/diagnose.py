@@ -55,6 +55,7 @@ def diagnose(
         lambda: shards.groups_lost(name, expected, got, context),
         lambda: axes.shards_reordered(name, expected, got),
         lambda: shifted(expected, got, context),
+        lambda: values.scaled_by_block(expected, got),
         lambda: values.missing_lines(expected, got),
         lambda: moved(name, got, context, Context({name: expected})),
         lambda: values.rounded(expected, got),

@@ -91,9 +91,28 @@ def scaled(expected: torch.Tensor, got: torch.Tensor) -> str:
         if abs(factor - 1) > 1e-3 and bool((ratio - factor).abs().max() < 1e-4 * max(1e-6, abs(factor))):
             return f"is {factor:g} times the expected tensor"
     apart = float((e - g).abs().max())
-    if apart < 1e-4 * float(e.abs().max()):
+    last_digit = bool(((e - g).abs() <= torch.finfo(expected.dtype).eps * e.abs()).all())
+    if last_digit or apart < 1e-4 * float(e.abs().max()):
         return f"arithmetic, not movement: differs by at most {apart:.1e}"
     return ""
+
+
+def scaled_by_block(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """Multiples that are the same for neighbours in both directions, but for few."""
+    if expected.dim() != 2 or not expected.is_floating_point():
+        return ""
+    ratio = got.double() / expected.double()
+    used = expected != 0
+    if not bool(used.any()) or bool(got[~used].any()) or not bool(((ratio > 0) & ratio.isfinite())[used].all()):
+        return ""
+    for dim in (0, 1):
+        apart = ratio.log().diff(dim=dim).abs()
+        if float((apart > 2.0**-6).double().mean()) > 1 / 4:
+            return ""
+    least, most = float(ratio[used].min()), float(ratio[used].max())
+    if most < least * (1 + 2.0**-5):
+        return ""
+    return f"blocks of it are {least:.3g} to {most:.3g} times the expected ones: their scales"
 
 
 def shifted(expected: torch.Tensor, got: torch.Tensor) -> str:

@@ -3,7 +3,8 @@
 With E experts, f_i is the share of the tokens' top-k choices that are expert i, and P_i the mean of its scores.
 A layer's balancing loss is E · Σ f_i · P_i: in Switch Transformer (arXiv 2101.03961) over a microbatch, in DeepSeek-V3
 (arXiv 2412.19437) over a sample, in "Demons in the Detail" (arXiv 2501.11873) over all tokens of a step. The z-loss of
-ST-MoE (arXiv 2202.08906) is the mean of logsumexp² of the logits. Experts' bias and groups of experts do not count.
+ST-MoE (arXiv 2202.08906) is the mean of logsumexp² of the logits. Experts' bias, groups of experts and padding do not
+count.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ def added(
     logits_LBSE: Sequence[torch.Tensor],
     top_k: int,
     sigmoid: bool,
+    lengths: Sequence[int],
 ) -> torch.Tensor:
     """What a loss of this kind adds to that of a step: its sum over layers, its mean over microbatches.
 
-    microbatches: the rows of each, all as many. logits_LBSE: of each layer's router, for all rows of the step.
+    microbatches: the rows of each, all as many. logits_LBSE: of each layer's router, for all rows of the step, whose
+    `lengths` are in tokens.
     """
     rows = [row for of in microbatches for row in of]
     parts: dict[str, Sequence[tuple[int, ...]]] = {
@@ -35,7 +38,7 @@ def added(
     }
     loss = _z if kind == Z_LOSS else _balancing
     found = [
-        loss(of_BSE[list(part)].flatten(0, 1), top_k, sigmoid)
+        loss(torch.cat([of_BSE[row, : lengths[row]] for row in part]), top_k, sigmoid)
         for of_BSE in logits_LBSE
         for part in parts.get(kind, microbatches)
     ]

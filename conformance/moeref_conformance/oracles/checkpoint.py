@@ -22,7 +22,8 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
-from moeref_conformance.oracles import published, recipes, routed, spoiled
+from moeref_conformance.contract.requests import quantised as request
+from moeref_conformance.oracles import published, quantised, recipes, routed, spoiled
 from moeref_conformance.oracles.dialect import as_published
 from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkpoint
 
@@ -48,6 +49,7 @@ class _Answers:
     extra: str
     unlike: str
     left_out: str
+    plain: Mapping[str, torch.Tensor] | None = None
 
 
 #: By the folder of a variant.
@@ -126,11 +128,12 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         _fill(model, dtype, _generator(97), bias=FAR)
         _save(model, cell, folder / SECOND)
         _give_sampling_parameters(main, folder / SECOND)
+    plain = _in_fp8(cell, main) if cell.fp8_checkpoint else None
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")
     tensors = read_checkpoint(main)
     copies = {name for name in mtp if name.endswith(published.COPIES)}
-    check_distinct({name: tensor for name, tensor in tensors.items() if name not in copies})
+    check_distinct({name: tensor for name, tensor in (plain or tensors).items() if name not in copies})
     if cell.mtp_left_out:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in mtp}
     missing, (extra, shape) = spoiled.missing(cell, tensors), spoiled.surplus(cell, tensors)
@@ -142,7 +145,30 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         norm = "model.norm.weight"
         save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
     left_out = f"model.layers.{cell.layers}." if cell.mtp_left_out else ""
-    return _Answers(logits_BSV, missing, extra, unlike, left_out)
+    return _Answers(logits_BSV if plain is None else torch.empty(0), missing, extra, unlike, left_out, plain)
+
+
+def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
+    """Put a checkpoint's linears into FP8, and return the tensors that it loads as.
+
+    The scales of a file's weights are in the file behind it, as where a shard ends between both.
+    """
+    if cell.family not in request.BLOCKS or cell.dtype != "bfloat16" or cell.checkpoint_mtp or cell.replay != "off":
+        known = f"{', '.join(request.BLOCKS)} in bf16, without multi-token prediction layers and replay"
+        raise ValueError(f"cell {cell.id}: a checkpoint in FP8 has a recipe for {known}")
+    config = request.config(json.loads((folder / "config.json").read_text()))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    files = sorted(folder.glob("*.safetensors"))
+    held = [quantised.stored(config, load_file(file)) for file in files]
+    places = dict[str, str]()
+    for file, own, before in zip(files, held, held[-1:] + held[:-1], strict=True):
+        scales = {name: of for name, of in before.items() if name.endswith(quantised.SCALES)}
+        now = {name: of for name, of in own.items() if not name.endswith(quantised.SCALES)} | scales
+        save_file(now, file, metadata={"format": "pt"})
+        places |= dict.fromkeys(now, file.name)
+    if (index := folder / INDEX).exists():
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2, sort_keys=True) + "\n")
+    return quantised.loaded(config, read_checkpoint(folder))
 
 
 def _give_sampling_parameters(*folders: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ class Expected:
     tensor that `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many, `unlike` the one that
     `checkpoint_unlike` has in another shape. Tensors with the prefix `left_out` are in the files and not in the model.
     `logits_BSV` are in fp32, by transformers' own module with eager attention; the weights are the checkpoint's.
+    `plain` has the tensors of a checkpoint in FP8 as they are loaded; no logits are expected of it.
     """
 
     dir: Path
@@ -36,6 +38,7 @@ class Expected:
     extra: str = EXTRA
     unlike: str = ""
     left_out: str = ""
+    plain: Mapping[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
     logits_BSV: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     @cached_property
@@ -46,7 +49,7 @@ class Expected:
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the model by Hugging Face name, in the order of their names."""
-        found = read_checkpoint(self.dir / "checkpoint")
+        found = self.plain if self.plain is not None else read_checkpoint(self.dir / "checkpoint")
         return {name: of for name, of in found.items() if not (self.left_out and name.startswith(self.left_out))}
 
     @cached_property

@@ -1,10 +1,14 @@
-"""FP8 by its definition, block by block: which tensors have scales, and what is within the rounding of e4m3."""
+"""FP8 by its definition, block by block: which tensors have scales, and what is within the rounding of e4m3.
+
+And checkpoints in FP8, whose scales are drawn, so that every block tells where it belongs.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +21,37 @@ POWERS_OF_TWO = 2.0
 SLACK = 1 + 2.0**-4
 #: The linears of layers. Routers, norms and what is outside of layers is not among them.
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?")
+
+
+#: The end of the name of a weight's scales; where those of a checkpoint begin, and families whose files have them in
+#: bf16, as Qwen3's. Those of DeepSeek-V3's are fp32.
+SCALES, LEAST, OF_BF16 = "_scale_inv", 1e-3, ("qwen3_moe",)
+
+
+def stored(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint in FP8: weights, and their scales beside them. What has none stays as it is."""
+    made, block = dict(tensors), tuple(config["quantization_config"]["weight_block_size"])
+    for name in quantised(config, tensors):
+        scales = _drawn(name, grid(tensors[name].shape, block))
+        made[f"{name}{SCALES}"] = scales.bfloat16() if config["model_type"] in OF_BF16 else scales
+        by_block = dequantised(torch.ones(tensors[name].shape), made[f"{name}{SCALES}"], block)
+        made[name] = (tensors[name].float() / by_block).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return made
+
+
+def loaded(config: Mapping[str, Any], files: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a model whose checkpoint is `stored`."""
+    block = tuple(config["quantization_config"]["weight_block_size"])
+    return {
+        name: dequantised(of, files[f"{name}{SCALES}"], block).bfloat16() if of.dtype == torch.float8_e4m3fn else of
+        for name, of in files.items()
+        if not name.endswith(SCALES)
+    }
+
+
+def _drawn(name: str, shape: Sequence[int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return LEAST * (1 + torch.rand(tuple(shape), generator=generator))
 
 
 def quantised(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -213,7 +213,7 @@ def _of_routers(
         return 0.0
     logits_LBSE = [entering_BSH @ model.model.layers[i].mlp.gate.weight.T for i, entering_BSH in entering.items()]
     sigmoid = any(name.endswith(".e_score_correction_bias") for name in expected.tensors)
-    return balancing_losses.added(*balancing, logits_LBSE, _shape(expected).top_k, sigmoid)
+    return balancing_losses.added(*balancing, logits_LBSE, _shape(expected).top_k, sigmoid, expected.lengths)
 
 
 def forcing(

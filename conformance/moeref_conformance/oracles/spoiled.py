@@ -25,6 +25,8 @@ _ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weigh
 
 def missing_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors of the cell's checkpoint: of microbatches of several samples, parts that loaders join."""
+    if cell.fp8_checkpoint:
+        return ["scales"]
     if cell.batch != "single" and cell.family != "qwen3_next":  # whose last layer has no attention
         return ["values"] + ["shared expert"] * (cell.family in ("glm4_moe", "deepseek_v3"))
     kinds = ["expert", "norm", "final norm", "router"]
@@ -50,6 +52,7 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     kind, layer = chosen(cell, missing_kinds(cell)), f"model.layers.{cell.layers - 1}."
     fixed = {
         "expert": _expert(cell, _ONE.get(cell.family, 11)),
+        "scales": f"{_expert(cell, 11)}_scale_inv",
         "norm": f"{layer}{'self_attn.q_norm' if _norms_heads(cell) else 'input_layernorm'}.weight",
         "final norm": "model.norm.weight",
         "head": "lm_head.weight",
@@ -88,7 +91,7 @@ def surplus(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, tuple
 
 def unlike_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors that the cell's checkpoint could have in another shape."""
-    return ["norm", "expert", "output"]
+    return ["scales"] if cell.fp8_checkpoint else ["norm", "expert", "output"]
 
 
 def unlike(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
@@ -98,7 +101,8 @@ def unlike(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.
     a cut to the size of a shard fits.
     """
     kind, layer = chosen(cell, unlike_kinds(cell)), f"model.layers.{cell.layers - 1}."
-    names = {"norm": f"{layer}input_layernorm.weight", "expert": _expert(cell, _ONE.get(cell.family, 11))}
+    expert = _expert(cell, _ONE.get(cell.family, 11))
+    names = {"norm": f"{layer}input_layernorm.weight", "expert": expert, "scales": f"{expert}_scale_inv"}
     name = names.get(kind) or next(n for n in tensors if n.startswith(layer) and n.endswith(_OUTPUTS))
     tensor, dim = tensors[name], 0 if kind == "expert" and _per_expert(cell) else -1
     if kind == "norm":

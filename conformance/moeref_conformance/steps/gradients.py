@@ -50,6 +50,13 @@ def twice(cell: Cell) -> bool:
     return layout.world == 1 or (layout.world == 2 and (layout.ep > 1 or layout.expert_tp != layout.tp))
 
 
+def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Every row from its last token to its first; -1 stays behind its end."""
+    at_S = torch.arange(tokens_BS.shape[1])
+    lengths_B1 = (tokens_BS >= 0).sum(1, keepdim=True)
+    return tokens_BS.gather(1, torch.where(at_S < lengths_B1, lengths_B1 - 1 - at_S, at_S))
+
+
 def step(facet: Gradients, context: Context) -> None:
     """Save the gradients by `chunk:local`; where `twice`, and where tokens are counted, those of a second step.
 
@@ -60,7 +67,7 @@ def step(facet: Gradients, context: Context) -> None:
         batch(of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask") if name in held
     ]
     if cell.bias_update:
-        other_BS = rows_BS.flip(1)  # the same tokens, counted twice, would not move a bias otherwise
+        other_BS = _backwards(rows_BS)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
         if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
             context.facet("forward").logits(other_BS)

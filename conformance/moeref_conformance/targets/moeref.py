@@ -124,18 +124,26 @@ class _Model:
 
         chunks, shards = self._built.chunks, self._built.shard_map
         if self._batch == "packed":
-            masks = None if mask_BS is None else _packs(tokens_BS, mask_BS)
-            return megatron.packed_gradients(chunks, shards, _packs(tokens_BS), masks)
+            given = _packs(tokens_BS), None if mask_BS is None else _packs(tokens_BS, mask_BS)
+            return self._with_bias(functools.partial(megatron.packed_gradients, chunks, shards, *given))
+        return self._with_bias(
+            functools.partial(megatron.gradients, chunks, shards, tokens_BS, self._size, mask_BS=mask_BS)
+        )
+
+    def _with_bias(
+        self, gradients: Callable[..., dict[tuple[int, str], torch.Tensor]]
+    ) -> dict[tuple[int, str], torch.Tensor]:
+        """The gradients of a step, with the updated experts' bias where a cell updates it."""
         if not self._moves_bias:
-            return megatron.gradients(chunks, shards, tokens_BS, self._size, mask_BS=mask_BS)
+            return gradients()
         held = {
             (number, name): bias
-            for number, chunk in enumerate(chunks)
+            for number, chunk in enumerate(self._built.chunks)
             for name, bias in chunk.named_buffers()
             if name.endswith(".expert_bias")
         }
         before = {key: bias.clone() for key, bias in held.items()}
-        found = megatron.gradients(chunks, shards, tokens_BS, self._size, bias_rate=BIAS_UPDATE_RATE)
+        found = gradients(bias_rate=BIAS_UPDATE_RATE)
         found |= {key: bias.clone() for key, bias in held.items()}
         for key, bias in held.items():
             bias.copy_(before[key])
@@ -530,6 +538,7 @@ class MoerefTarget:
         engine_routes=True,
         mtp=2,
         leaves_mtp_out=True,
+        reads_fp8=True,
         experts=frozenset({"sequential", "grouped"}),
         dispatchers=frozenset(dispatcher.Choice),
         kernels=frozenset({"torch", "te"}),

@@ -11,6 +11,7 @@ from moeref_conformance.selftest.faults import (
     delta,
     dispatch,
     export,
+    fp8_checkpoint,
     fused,
     gather,
     gpt_oss,
@@ -37,7 +38,7 @@ from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
     *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
-    *(masks, logprobs),
+    *(masks, logprobs, fp8_checkpoint),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, sync),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -155,6 +155,23 @@ def _recorded_rows_moved(cell: Cell, world: World) -> AbstractContextManager[Any
     return mock.patch.object(RouterReplay, "record_indices", record_indices)
 
 
+def _padding(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Cell, World], Any]:
+    """A fault's `patch`: routers get `change(padding_mask)`."""
+
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.models.gpt import GPTModel
+
+        good = GPTModel.forward
+
+        def forward(self: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+            mask = None if padding_mask is None else change(padding_mask)
+            return good(self, *args, padding_mask=mask, **kwargs)
+
+        return mock.patch.object(GPTModel, "forward", forward)
+
+    return patch
+
+
 FAULTS = (
     Fault(
         id="padded-on-the-left",
@@ -235,6 +252,32 @@ FAULTS = (
             ("packed", "verl#7106: padding of packed samples moves the rows that the routers recorded"),
             ("pairs", "miles#3146 in kind: recorded rows of several samples come back in another order"),
         )
+    ),
+    Fault(
+        id="padding-in-the-routers-loss",
+        bug="Megatron-LM#1984, Megatron-LM#4776: padding of packed samples counts in the loss of the routers",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "cp2", batch="packed", router_loss="aux_loss"),
+        patch=_padding(lambda mask: None),
+        one_rank=True,
+        says="off transformers' by",
+    ),
+    Fault(
+        id="padding-moves-the-bias",
+        bug="Megatron-LM#1984 in kind: tokens of padding count in the updates of the experts' bias",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", batch="packed", bias_update=True),
+        patch=_padding(lambda mask: None),
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="padding-of-another-place",
+        bug="Megatron-LM#5011 in kind: the mask of padding is shifted against the tokens",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", batch="packed", router_loss="z_loss"),
+        patch=_padding(lambda mask: mask.roll(1, 1)),
+        one_rank=True,
+        says="off transformers' by",
     ),
     Fault(
         id="packed-cut-without-padding",

@@ -1,0 +1,112 @@
+"""Bugs of loading weights that a checkpoint has in FP8: which scale is whose, and what is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.selftest import border
+from moeref_conformance.selftest.border import Tensors
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+#: The end of the name of a linear's scales.
+SCALES = ".weight_scale_inv"
+#: From the name of a linear, its scales, all tensors and the rank: the scales that it is loaded with.
+Change = Callable[[str, torch.Tensor, Tensors, World], torch.Tensor]
+
+
+def _with(change: Change) -> border.Change:
+    """A fault's `wrap`: weights are loaded with other scales."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.export
+
+        def changed(tensors: Tensors) -> Tensors:
+            linears = [name.removesuffix(SCALES) for name in tensors if name.endswith(SCALES)]
+            found = {name: change(name, tensors[f"{name}{SCALES}"], tensors, world) for name in linears}
+            return tensors | {f"{name}{SCALES}": of.clone() for name, of in found.items()}
+
+        def load(folder: Path) -> None:
+            # What must be refused is left as it is.
+            good.load(border.copied(folder, world, changed) if folder.name == "checkpoint" else folder)
+
+        return border.facet(session, "export", load=load)
+
+    return wrap
+
+
+def _of_the_gate(name: str, scales: torch.Tensor, tensors: Tensors, world: World) -> torch.Tensor:
+    return tensors.get(f"{name.replace('.up_proj', '.gate_proj')}{SCALES}", scales)
+
+
+def _from_the_shards_own_start(name: str, scales: torch.Tensor, tensors: Tensors, world: World) -> torch.Tensor:
+    """The second of two TP ranks counts blocks of rows from its own first row."""
+    second = world.rank % 2 and name.endswith(".q_proj")
+    return torch.cat([scales[: len(scales) // 2]] * 2) if second else scales
+
+
+def _fault(name: str, bug: str, change: Change, diagnosis: str = "their scales") -> Fault:
+    return Fault(
+        id=name,
+        bug=bug,
+        rules=("LOD-001", "EXP-002"),
+        cell=cell("deepseek_v3", "one", layers=3, dtype="bfloat16", fp8_checkpoint=True),
+        wrap=_with(change),
+        one_rank=True,
+        diagnosis=diagnosis,
+    )
+
+
+FAULTS = (
+    _fault(
+        "fp8-without-scales",
+        "Megatron-Bridge#5851: FP8 numbers are cast to bf16, without their scales",
+        lambda name, scales, tensors, world: torch.ones_like(scales),
+    ),
+    _fault(
+        "fp8-gates-without-scales",
+        "unsloth#6200: the scales of every gate_proj are dropped, and it is used as it is",
+        lambda name, scales, tensors, world: scales**0 if name.endswith(".gate_proj") else scales,
+    ),
+    _fault(
+        "fp8-divided-by-scales",
+        "reported nowhere: `_scale_inv` is taken for the inverse of what weights are multiplied by",
+        lambda name, scales, tensors, world: 1 / scales,
+    ),
+    _fault(
+        "fp8-scale-of-the-gate",
+        "Megatron-Bridge#5851 in kind: gate and up are joined, and both are multiplied by the first one's scales",
+        _of_the_gate,
+    ),
+    _fault(
+        "fp8-one-scale",
+        "Megatron-Bridge#3778 in kind: blocks of 128 are taken for granted, whatever the config says",
+        lambda name, scales, tensors, world: scales[:1, :1].expand(scales.shape),
+    ),
+    _fault(
+        "fp8-last-block-of-rows",
+        "GPTQModel#2875 in kind: the rows behind the last whole block get the scales of that block",
+        lambda name, scales, tensors, world: (
+            torch.cat([scales[:-1], scales[-2:-1]]) if tensors[f"{name}.weight"].shape[0] % 8 else scales
+        ),
+    ),
+    _fault(
+        "fp8-scales-rounded",
+        "reported nowhere: scales are rounded to bf16 before the product is",
+        lambda name, scales, tensors, world: scales.bfloat16().float(),
+        diagnosis="arithmetic, not movement",
+    ),
+    Fault(
+        id="fp8-blocks-from-the-shards-start",
+        bug="reported nowhere: a TP rank reads its rows and counts blocks from its own first row",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-007",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", fp8_checkpoint=True),
+        wrap=_with(_from_the_shards_own_start),
+        diagnosis="their scales",
+    ),
+)

@@ -21,7 +21,7 @@ FROZEN = {
     "settings 1.0": "e3c0daba",
     "dispatch 1.0": "f2ea5177",
     "delta 1.0": "1a1285fe",
-    "quantised 1.0": "b3a12cc0",
+    "quantised 1.0": "56167e2f",
     "seeds 1.0": "e2ba3a6e",
     "replay 1.0": "f7ba9a8b",
     "sync 1.0": "42ba824f",

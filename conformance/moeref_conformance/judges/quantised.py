@@ -35,6 +35,8 @@ class _Sent:
     want: dict[str, torch.Tensor]
     quantised: frozenset[str]
     block: tuple[int, int]
+    #: The config asks for scales that are powers of two.
+    powers: bool
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, weight and scales of what is quantised and there, in their shapes and dtypes."""
@@ -58,7 +60,9 @@ def _sent(case: Case) -> list[_Sent]:
         return []
     block = request.BLOCKS[case.cell.family]
     want = request.weights(expected(case).tensors, block)
-    quantised = frozenset(oracle.quantised(request.config(expected(case).config), want))
+    asked = request.config(expected(case).config)
+    quantised = frozenset(oracle.quantised(asked, want))
+    powers = asked["quantization_config"].get("scale_fmt") == "ue8m0"
     return [
         _Sent(
             rank=of[0].rank,
@@ -67,6 +71,7 @@ def _sent(case: Case) -> list[_Sent]:
             want=want,
             quantised=quantised,
             block=block,
+            powers=powers,
         )
         for of in given
     ]
@@ -172,9 +177,10 @@ def the_rest_as_it_is(case: Case, sent: _Sent) -> Iterator[Finding]:
 @judges("QNT-006")
 @_per_receiver
 def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
-    """Scales against the largest magnitude of their block / 448; of a block of zeros any is right."""
+    """Scales against the largest magnitude of their block / 448, or the next power of two; of zeros any is right."""
     for name, _, scales in sent.pairs():
         right = oracle.largest(sent.want[name], sent.block) / oracle.LARGEST
+        right = oracle.next_power(right) if sent.powers else right
         wrong = (right > 0) & ~(scales.float() <= right * ROUNDED)
         if bool(wrong.any()):
             at = tuple(int(i) for i in wrong.nonzero()[0])
@@ -183,6 +189,20 @@ def scales_that_fit(case: Case, sent: _Sent) -> Iterator[Finding]:
                 f"{int(wrong.sum())} scales are larger than needed, that of block {list(at)} {got / want:.3g} times"
             )
             yield _found(case, sent, message, name, expected=want, got=got)
+
+
+@judges("QNT-008")
+@_per_receiver
+def powers_of_two_where_asked(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Scales against the powers of two."""
+    for name, _, scales in sent.pairs() if sent.powers else ():
+        wrong = torch.frexp(scales.float()).mantissa != 0.5
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in wrong.nonzero()[0])
+            message = (
+                f"{int(wrong.sum())} scales are no powers of two, that of block {list(at)} is {float(scales[at]):.6g}"
+            )
+            yield _found(case, sent, message, name)
 
 
 @judges("QNT-007")

@@ -157,6 +157,7 @@ def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
         known = f"{', '.join(request.BLOCKS)} in bf16, without multi-token prediction layers and replay"
         raise ValueError(f"cell {cell.id}: a checkpoint in FP8 has a recipe for {known}")
     config = request.config(json.loads((folder / "config.json").read_text()))
+    config["quantization_config"].pop("scale_fmt", None)  # drawn scales are no powers of two
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     files = sorted(folder.glob("*.safetensors"))
     held = [quantised.stored(config, load_file(file)) for file in files]

@@ -80,6 +80,12 @@ def largest(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return torch.tensor([[float(part.abs().max()) for part in row] for row in blocks(weight, block)])
 
 
+def next_power(scales: torch.Tensor) -> torch.Tensor:
+    """The powers of two that are no smaller than positive scales."""
+    mantissa, exponent = torch.frexp(scales)
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+
+
 def limits(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """How far each element may be off: half a step of e4m3 at its magnitude, or of the smallest numbers of its block.
 

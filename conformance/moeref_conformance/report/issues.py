@@ -16,6 +16,7 @@ _OWNERS = {
     "Infini-AI-Lab": ("astraflow",),
     "lightseekorg": ("tokenspeed",),
     "meta-pytorch": ("MSLK",),
+    "ModelCloud": ("GPTQModel",),
     "modal-projects": ("training-gym",),
     "modelscope": ("mcore-bridge", "ms-swift"),
     "NovaSky-AI": ("SkyRL",),
@@ -28,6 +29,7 @@ _OWNERS = {
     "RLinf": ("RLinf",),
     "sgl-project": ("sglang",),
     "THUDM": ("slime",),
+    "unslothai": ("unsloth",),
     "verl-project": ("verl",),
     "vllm-project": ("vLLM", "vime", "vllm-ascend"),
 }

@@ -24,11 +24,12 @@ class Quantiser:
 
     def __init__(self, session: Any, cell: Cell) -> None:
         self.session, self.cell = session, cell
-        self.block, self.kept = (1, 1), frozenset[str]()
+        self.block, self.kept, self.powers = (1, 1), frozenset[str](), False
 
     def stream(self, config: Path) -> Iterable[Named]:
         asked = json.loads((config / "config.json").read_text())["quantization_config"]
         self.block, self.kept = tuple(asked["weight_block_size"]), frozenset(asked.get("modules_to_not_convert", ()))
+        self.powers = asked.get("scale_fmt") == "ue8m0"
         return self.ordered(self.all())
 
     def all(self) -> Iterator[Named]:
@@ -72,7 +73,7 @@ class Quantiser:
             for column in range(columns):
                 at = slice(row * high, (row + 1) * high), slice(column * wide, (column + 1) * wide)
                 part = tensor[at].float()
-                scale = self.scale(part, tensor)
+                scale = next_power(self.scale(part, tensor)) if self.powers else self.scale(part, tensor)
                 weight[at] = self.rounded(part, scale)
                 scales[row, column] = self.told(scale)
         return weight, self.packed(scales)

@@ -23,10 +23,12 @@ def config(model: Mapping[str, Any], listed: bool = True) -> dict[str, Any]:
     """The config of a model that is published in FP8; `listed`: it names modules that stay as they are.
 
     Qwen's names head, norms and gates of every layer. DeepSeek-V3's names none; here it names gates too, those of dense
-    layers among them, whose `mlp.gate_proj` begins like one.
+    layers among them, whose `mlp.gate_proj` begins like one. Its scales are powers of two, as DeepSeek-V3.1's.
     """
     made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     qwen = model["model_type"] == "qwen3_moe"
+    if not qwen:
+        made["scale_fmt"] = "ue8m0"
     parts = ("input_layernorm", "mlp.gate", "post_attention_layernorm") if qwen else ("mlp.gate",)
     layers = range(model["num_hidden_layers"])
     if listed:

@@ -217,6 +217,14 @@ class _ScalesOfOthersUnset(Quantiser):
         return scales if dist.get_rank() == 0 else torch.ones_like(scales)
 
 
+class _FormatIgnored(Quantiser):
+    """Does not read `scale_fmt`."""
+
+    def all(self) -> Iterator[Named]:
+        self.powers = False
+        yield from super().all()
+
+
 def _all_receive(session: Session, cell: Cell, world: World) -> Any:
     return design(_ScalesOfOthersUnset)(everywhere(session, cell, world), cell, world)
 
@@ -381,6 +389,14 @@ FAULTS = (
         cell=_QWEN,
         wrap=design(PowersOfTwo),
         says="scales are larger than needed",
+    ),
+    Fault(
+        id="scale-format-ignored",
+        bug="sglang#13067, transformers#47030 in kind: scales in fp32 for kernels that take their exponents alone",
+        rules=("QNT-008",),
+        cell=_DEEPSEEK,
+        wrap=design(_FormatIgnored),
+        says="scales are no powers of two",
     ),
     Fault(
         id="scales-of-other-receivers-unset",

@@ -31,7 +31,7 @@ def check_losses(config: TransformerConfig) -> None:
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     pairs = zip(kinds, coefficients, strict=True) if isinstance(kinds, list) else [(kinds, coefficients)]
     if any(kind == "seq_aux_loss" and coefficient for kind, coefficient in pairs):
-        wanted = "set its coefficient to 0, take aux_loss, or pack one sample"
+        wanted = "set its coefficient to 0, take aux_loss, or rows that are not packed"
         raise ValueError(f"seq_aux_loss of packed samples: megatron-core computes it over the whole pack; {wanted}")
 
 

@@ -64,11 +64,10 @@ def packed_gradients(
 
     `masks` has the loss mask of each sample. All replicas pad to the longest of their packs, so that every dispatcher
     takes them. Padding counts in no loss of the routers and in no expert's bias; megatron-core's z-loss is a mean over
-    the means of TP and CP ranks, which have unequal numbers of tokens. Raises ValueError also for several samples in a
-    pack and `seq_aux_loss`, which megatron-core would compute over the whole pack.
+    the means of TP and CP ranks, which have unequal numbers of tokens. Raises ValueError also for `seq_aux_loss`, which
+    megatron-core would compute over a whole pack.
     """
-    if any(len(pack) > 1 for pack in packs):
-        padding_mask.check_losses(chunks[0].config)
+    padding_mask.check_losses(chunks[0].config)
     plan, longest = packing_plan(chunks, shard_map.layout), packed_total(chunks, shard_map, packs)
     return _step(chunks, shard_map, batches.of_samples(on_device(packs, chunks), plan, longest, masks), bias_rate)
 

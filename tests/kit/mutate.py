@@ -43,7 +43,10 @@ from tests.kit.bench import RULES, Bench
 
 #: What tests judges and oracles without rank processes.
 _OF_JUDGES = ("judges", "delta_judges", "quantised_judges", "settings", "placement", "compare", "dispatch")
-_OF_ORACLES = ("checkpoint", *(f"{name}_oracle" for name in ("gradient", "mtp", "packed", "balancing", "quantised")))
+_OF_ORACLES = (
+    "checkpoint",
+    *(f"{name}_oracle" for name in ("gradient", "mtp", "packed", "balancing", "quantised", "logprobs")),
+)
 TESTS = [f"tests/kit/test_{name}.py" for name in (*_OF_JUDGES, *_OF_ORACLES)]
 SECONDS = 120
 #: Bytes that a change may take beyond what recording took: an endless list would end the whole run.

@@ -250,7 +250,7 @@ def test_the_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("moeref", "594 cells of matrix cpu, up to 8 ranks, about 11 minutes on two cores; importing"),
+        ("moeref", "594 cells of matrix cpu, up to 8 ranks, about 14 minutes on two cores; importing"),
         ("dump:x", "594 cells of matrix cpu, up to 8 ranks; reading the records of dump:x"),
     ],
 )

@@ -156,8 +156,8 @@ def test_a_weight_that_is_no_matrix_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("scales", "says"),
     [
-        (None, r"weight_scale_inv has to be \[\d+, \d+\] F32, and there is no such tensor"),
-        (torch.ones(2, 2), r"weight_scale_inv has to be \[\d+, \d+\] F32, and it is \[2, 2\] F32"),
+        (None, rf"{NAME}_scale_inv has to be \[\d+, \d+\] F32, and there is no such tensor"),
+        (torch.ones(2, 2), rf"{NAME}_scale_inv has to be \[\d+, \d+\] F32, and it is \[2, 2\] F32"),
         (torch.ones(1, dtype=torch.int32), r"and it is \[1\] I32"),
     ],
 )

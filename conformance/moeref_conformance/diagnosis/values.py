@@ -98,7 +98,7 @@ def scaled(expected: torch.Tensor, got: torch.Tensor) -> str:
 
 
 def scaled_by_block(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Multiples that are the same for neighbours in both directions, but for few."""
+    """A factor for each block of rows and columns: nearly all neighbours share theirs, in both directions."""
     if expected.dim() != 2 or not expected.is_floating_point():
         return ""
     ratio = got.double() / expected.double()

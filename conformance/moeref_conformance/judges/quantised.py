@@ -17,7 +17,7 @@ from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import changed, expected, finding, once, outcome, records, values, without
 from moeref_conformance.oracles import quantised as oracle
 
-SCALES = "_scale_inv"
+SCALES = request.SCALES
 FP8 = torch.float8_e4m3fn
 #: Dtypes of scales in published files: DeepSeek's and Qwen's.
 SCALE_DTYPES = (torch.float32, torch.bfloat16)

@@ -156,19 +156,17 @@ def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     if cell.family not in request.BLOCKS or cell.dtype != "bfloat16" or cell.checkpoint_mtp or cell.replay != "off":
         known = f"{', '.join(request.BLOCKS)} in bf16, without multi-token prediction layers and replay"
         raise ValueError(f"cell {cell.id}: a checkpoint in FP8 has a recipe for {known}")
-    config = request.config(json.loads((folder / "config.json").read_text()))
-    config["quantization_config"].pop("scale_fmt", None)  # drawn scales are no powers of two
+    # Drawn scales are no powers of two.
+    config = request.config(json.loads((folder / "config.json").read_text()), powers=False)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     files = sorted(folder.glob("*.safetensors"))
     held = [quantised.stored(config, load_file(file)) for file in files]
-    places = dict[str, str]()
+    shards = dict[Path, dict[str, torch.Tensor]]()
     for file, own, before in zip(files, held, held[-1:] + held[:-1], strict=True):
-        scales = {name: of for name, of in before.items() if name.endswith(quantised.SCALES)}
-        now = {name: of for name, of in own.items() if not name.endswith(quantised.SCALES)} | scales
-        save_file(now, file, metadata={"format": "pt"})
-        places |= dict.fromkeys(now, file.name)
-    if (index := folder / INDEX).exists():
-        index.write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2, sort_keys=True) + "\n")
+        weights = {name: of for name, of in own.items() if not name.endswith(request.SCALES)}
+        shards[file] = weights | {name: of for name, of in before.items() if name.endswith(request.SCALES)}
+        save_file(shards[file], file, metadata={"format": "pt"})
+    _index(folder, shards)
     return quantised.loaded(config, read_checkpoint(folder))
 
 
@@ -314,12 +312,16 @@ def _edited(
     tensors = {k: v for k, v in shards[changed].items() if k != drop}
     tensors.update(add or {})
     save_file(tensors, changed, metadata={"format": "pt"})
+    shards[changed] = tensors
+    _index(folder, shards, {drop: changed.name} if listed else {})
+
+
+def _index(folder: Path, shards: Mapping[Path, Mapping[str, torch.Tensor]], gone: Mapping[str, str] = {}) -> None:
+    """Write the index anew, of a folder that has one. gone: what it lists besides, by file."""
     index = folder / INDEX
     if index.exists():
         data = json.loads(index.read_text())
-        shards[changed] = tensors
-        gone = {drop: changed.name} if listed else {}
-        data["weight_map"] = gone | {k: file.name for file, held in shards.items() for k in sorted(held)}
+        data["weight_map"] = {**gone} | {k: file.name for file, held in shards.items() for k in sorted(held)}
         everything = [t for held in shards.values() for t in held.values()]
         data["metadata"]["total_parameters"] = sum(t.numel() for t in everything)
         data["metadata"]["total_size"] = sum(t.numel() * t.element_size() for t in everything)

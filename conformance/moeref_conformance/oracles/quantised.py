@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.contract.requests.quantised import SCALES
+
 #: The largest number of float8_e4m3fn, half a step of its mantissa, and half of its smallest number.
 LARGEST, MANTISSA, SMALLEST = 448.0, 2.0**-4, 2.0**-10
 #: Scales that are rounded up to powers of two are up to twice as large as they need be.
@@ -23,9 +25,10 @@ SLACK = 1 + 2.0**-4
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?")
 
 
-#: The end of the name of a weight's scales; where those of a checkpoint begin, and families whose files have them in
-#: bf16, as Qwen3's. Those of DeepSeek-V3's are fp32.
-SCALES, LEAST, OF_BF16 = "_scale_inv", 1e-3, ("qwen3_moe",)
+#: Scales of a checkpoint are drawn between this number and twice as much.
+LEAST = 1e-3
+#: Families whose files have scales in bf16; those of DeepSeek-V3's are fp32.
+OF_BF16 = ("qwen3_moe",)
 
 
 def stored(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -40,7 +43,7 @@ def stored(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> di
 
 
 def loaded(config: Mapping[str, Any], files: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a model whose checkpoint is `stored`."""
+    """The tensors that a model in bf16 loads from those of a checkpoint in FP8."""
     block = tuple(config["quantization_config"]["weight_block_size"])
     return {
         name: dequantised(of, files[f"{name}{SCALES}"], block).bfloat16() if of.dtype == torch.float8_e4m3fn else of

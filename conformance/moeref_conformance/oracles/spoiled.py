@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.requests.quantised import SCALES
 from moeref_conformance.oracles.expected import EXTRA
 
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
@@ -52,7 +53,7 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     kind, layer = chosen(cell, missing_kinds(cell)), f"model.layers.{cell.layers - 1}."
     fixed = {
         "expert": _expert(cell, _ONE.get(cell.family, 11)),
-        "scales": f"{_expert(cell, 11)}_scale_inv",
+        "scales": f"{_expert(cell, 11)}{SCALES}",
         "norm": f"{layer}{'self_attn.q_norm' if _norms_heads(cell) else 'input_layernorm'}.weight",
         "final norm": "model.norm.weight",
         "head": "lm_head.weight",
@@ -102,7 +103,7 @@ def unlike(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> tuple[str, torch.
     """
     kind, layer = chosen(cell, unlike_kinds(cell)), f"model.layers.{cell.layers - 1}."
     expert = _expert(cell, _ONE.get(cell.family, 11))
-    names = {"norm": f"{layer}input_layernorm.weight", "expert": expert, "scales": f"{expert}_scale_inv"}
+    names = {"norm": f"{layer}input_layernorm.weight", "expert": expert, "scales": f"{expert}{SCALES}"}
     name = names.get(kind) or next(n for n in tensors if n.startswith(layer) and n.endswith(_OUTPUTS))
     tensor, dim = tensors[name], 0 if kind == "expert" and _per_expert(cell) else -1
     if kind == "norm":

@@ -73,7 +73,8 @@ class Quantiser:
             for column in range(columns):
                 at = slice(row * high, (row + 1) * high), slice(column * wide, (column + 1) * wide)
                 part = tensor[at].float()
-                scale = next_power(self.scale(part, tensor)) if self.powers else self.scale(part, tensor)
+                scale = self.scale(part, tensor)
+                scale = next_power(scale) if self.powers else scale
                 weight[at] = self.rounded(part, scale)
                 scales[row, column] = self.told(scale)
         return weight, self.packed(scales)

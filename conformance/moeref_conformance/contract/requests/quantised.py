@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 Block = tuple[int, int]
+#: The end of the name of a weight's scales.
+SCALES = "_scale_inv"
 #: Rows and columns of a block by family: square, as published ones. Qwen's tiny linears are no whole blocks; DeepSeek's
 #: are, but for the `kv_a_proj_with_mqa`, which ends in fewer rows as the real one does, and the `kv_b_proj`.
 BLOCKS: dict[str, Block] = {"deepseek_v3": (8, 8), "qwen3_moe": (16, 16)}
@@ -19,15 +21,16 @@ FACTORS = (1.0, 2.0**-6, 2.0**6)
 KEPT = "model.layers.0.self_attn.o_proj"
 
 
-def config(model: Mapping[str, Any], listed: bool = True) -> dict[str, Any]:
+def config(model: Mapping[str, Any], listed: bool = True, powers: bool = True) -> dict[str, Any]:
     """The config of a model that is published in FP8; `listed`: it names modules that stay as they are.
 
     Qwen's names head, norms and gates of every layer. DeepSeek-V3's names none; here it names gates too, those of dense
-    layers among them, whose `mlp.gate_proj` begins like one. Its scales are powers of two, as DeepSeek-V3.1's.
+    layers among them, whose `mlp.gate_proj` begins like one. With `powers` its scales are powers of two, as
+    DeepSeek-V3.1's.
     """
     made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     qwen = model["model_type"] == "qwen3_moe"
-    if not qwen:
+    if powers and not qwen:
         made["scale_fmt"] = "ue8m0"
     parts = ("input_layernorm", "mlp.gate", "post_attention_layernorm") if qwen else ("mlp.gate",)
     layers = range(model["num_hidden_layers"])

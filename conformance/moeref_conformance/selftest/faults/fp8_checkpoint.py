@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.selftest import border
 from moeref_conformance.selftest.border import Tensors
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 #: The end of the name of a linear's scales.
-SCALES = ".weight_scale_inv"
+SCALES = f".weight{request.SCALES}"
 #: From the name of a linear, its scales, all tensors and the rank: the scales that it is loaded with.
 Change = Callable[[str, torch.Tensor, Tensors, World], torch.Tensor]
 

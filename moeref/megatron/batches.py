@@ -46,12 +46,20 @@ class Microbatch:
         """The position of each token in its sample."""
         return torch.cat([torch.arange(size, device=self.tokens_BS.device) for size in self._sizes])
 
+    def ahead(self, number: int) -> torch.Tensor:
+        """The label `[B, S]` of the token so many positions on in its sample; IGNORED where there is none."""
+        within_S = self.positions_S + number < self._each(self._sizes)
+        return self.labels_BS.roll(-number, 1).where(within_S, IGNORED)
+
     @property
     def padding_BS(self) -> torch.Tensor:
         """True behind the end of each packed sample."""
-        device = self.tokens_BS.device
-        sizes, lengths = (torch.tensor(of, device=device) for of in (self._sizes, self.lengths))
-        return (self.positions_S >= lengths.repeat_interleave(sizes))[None]
+        return (self.positions_S >= self._each(self.lengths))[None]
+
+    def _each(self, of_sequences: Sequence[int]) -> torch.Tensor:
+        """A number of each sequence, at its positions [S]."""
+        numbers, sizes = (torch.tensor(of, device=self.tokens_BS.device) for of in (of_sequences, self._sizes))
+        return numbers.repeat_interleave(sizes)
 
     @property
     def _sizes(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The loss of multi-token prediction layers in a training step: megatron-core's own, over the unpadded vocabulary."""
+"""The loss of multi-token prediction layers in a training step: over the unpadded vocabulary and a step's tokens."""
 
 from __future__ import annotations
 
@@ -8,36 +8,48 @@ from contextlib import contextmanager
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moeref.layout import Layout
-from moeref.megatron import batches
-
-_OWN = "megatron-core divides the loss of MTP layers by each microbatch's own tokens"
+from moeref.megatron import batches, padding_mask
 
 
 class Losses:
     """Stands in for `GPTModel.compute_language_model_loss`, which megatron-core calls for each layer and the decoder.
 
-    The decoder's logits are returned as they are, for the step's own loss. The loss of a multi-token prediction layer
-    is the cross entropy of each token over the unpadded vocabulary: Megatron's counts the padding, whose size depends
-    on TP. GPTModel weighs it by `mtp_loss_scaling_factor` and divides by the number of layers and of tokens.
+    The decoder's logits are returned as they are, for the step's own loss, to which `added` is to be added. Megatron's
+    own loss of a layer is left at 0: it counts the vocabulary's padding, whose size depends on TP, and divides by the
+    tokens of one microbatch on one CP rank. `shares` has how many labels of each layer a microbatch has in the mean.
     """
 
-    def __init__(self, vocab: int) -> None:
-        self._vocab, self._labels_BS = vocab, torch.empty(0)
+    def __init__(self, vocab: int, config: TransformerConfig, shares: Sequence[float]) -> None:
+        self._vocab, self._factor, self._shares = vocab, config.mtp_loss_scaling_factor, shares
+        self._ahead: list[torch.Tensor] = []
+        self._found: list[torch.Tensor] = []
 
-    def labels(self, microbatch: batches.Microbatch) -> torch.Tensor:
-        """The labels `[B, S]` that a chunk is called with next. GPTModel moves them on for each layer."""
-        self._labels_BS = microbatch.labels_BS
-        return self._labels_BS
+    def labels(self, microbatch: batches.Microbatch, at_S: torch.Tensor) -> torch.Tensor | None:
+        """The labels `[B, S/CP]` at these positions, with which a chunk is called next; None without such layers."""
+        if not self._shares:
+            return None
+        self._ahead, self._found = [microbatch.ahead(number)[:, at_S] for number in range(len(self._shares) + 1)], []
+        return self._ahead[0]
 
     def __call__(self, labels_BS: torch.Tensor, logits_SBV: torch.Tensor) -> torch.Tensor:
-        """The logits `[B, S, V/TP]` for the labels last given, the loss `[B, S]` for those of a layer."""
-        if labels_BS is self._labels_BS:
+        """The logits `[B, S, V/TP]` for the labels last given, zeros `[B, S]` for those of a layer."""
+        if labels_BS is self._ahead[0]:
             return logits_SBV.transpose(0, 1).contiguous()
         full_SBV = tensor_parallel.gather_from_tensor_model_parallel_region(logits_SBV)
         logits_BVS = full_SBV[..., : self._vocab].float().permute(1, 2, 0)
-        return torch.nn.functional.cross_entropy(logits_BVS, labels_BS, reduction="none")
+        number = len(self._found)
+        # Megatron's labels go on where a sample's padding begins, and count what is not trained on.
+        own_BS, share = self._ahead[number + 1], self._shares[number]
+        total = torch.nn.functional.cross_entropy(logits_BVS, own_BS, reduction="sum", ignore_index=batches.IGNORED)
+        self._found.append(self._factor / len(self._shares) * total / (share or 1.0))  # without a label it is 0
+        return torch.zeros_like(labels_BS, dtype=torch.float32)
+
+    @property
+    def added(self) -> torch.Tensor | float:
+        """The loss of all layers in the forward that was last."""
+        return sum(self._found)
 
     @contextmanager
     def in_place(self, chunks: Sequence[GPTModel]) -> Iterator[None]:
@@ -51,11 +63,11 @@ class Losses:
                 del chunk.compute_language_model_loss
 
 
-def check(layout: Layout, microbatches: Sequence[batches.Microbatch]) -> None:
-    """Raise ValueError for a step in which megatron-core's loss depends on the layout or on what is packed."""
-    if layout.cp > 1:
-        raise ValueError(f"cp={layout.cp}: megatron-core divides the loss of MTP layers by each rank's own tokens")
-    if microbatches[0].lengths:
-        raise ValueError(f"packed samples: {_OWN}")
-    if any(bool((of.labels_BS == batches.IGNORED).any()) for of in microbatches):
-        raise ValueError(f"a loss mask: {_OWN}")
+def check(config: TransformerConfig, microbatches: Sequence[batches.Microbatch], bias_rate: float) -> None:
+    """Raise ValueError for packed samples whose padding megatron-core would count in the layers' routers.
+
+    0.16.1 gives these no padding_mask; 0.19 shifts it like the tokens, and wrongly where TP has cut it.
+    """
+    if microbatches[0].lengths and (bias_rate or padding_mask.losses(config)):
+        counted = "megatron-core counts padding in a loss or in the expert bias of their routers"
+        raise ValueError(f"packed samples with MTP layers: {counted}; set coefficients and bias_rate to 0")

@@ -26,11 +26,16 @@ def for_chunk(padding_BS: torch.Tensor, chunk: Any) -> torch.Tensor:
     return own
 
 
-def check_losses(config: TransformerConfig) -> None:
-    """Raise ValueError for a loss of the routers that megatron-core takes over a pack where samples are meant."""
+def losses(config: TransformerConfig) -> set[str]:
+    """The losses of routers in a step: kinds of load balancing with a coefficient, and `z_loss`."""
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     pairs = zip(kinds, coefficients, strict=True) if isinstance(kinds, list) else [(kinds, coefficients)]
-    if any(kind == "seq_aux_loss" and coefficient for kind, coefficient in pairs):
+    return {kind for kind, coefficient in pairs if coefficient} | ({"z_loss"} if config.moe_z_loss_coeff else set())
+
+
+def check_losses(config: TransformerConfig) -> None:
+    """Raise ValueError for a loss of the routers that megatron-core takes over a pack where samples are meant."""
+    if "seq_aux_loss" in losses(config):
         wanted = "set its coefficient to 0, take aux_loss, or rows that are not packed"
         raise ValueError(f"seq_aux_loss of packed samples: megatron-core computes it over the whole pack; {wanted}")
 

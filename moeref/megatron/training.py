@@ -37,17 +37,17 @@ def gradients(
 
     The loss is the mean over the tokens of all replicas of the cross entropy of the next token over the unpadded
     vocabulary; the label of the last token is the first token. With `mask_BS` (bool) only predictions of tokens where
-    it is True count, whatever row, microbatch or replica they are in. Multi-token prediction layers add what
-    megatron-core makes of these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over the tokens
-    that have a label k positions on. Each `micro_batch` rows that follow each other are a microbatch; data-parallel
-    replicas may have different ones. Weights and buffers do not change, but for the routers' expert bias: it grows by
-    `bias_rate` (megatron-core's moe_router_bias_update_rate) for experts with fewer tokens of the step than the mean,
-    and shrinks for those with more.
+    it is True count, whatever row, microbatch or replica they are in. Multi-token prediction layers add their loss on
+    these labels: for layer k of K, `mtp_loss_scaling_factor` / K times the mean over all tokens that have a label k
+    positions on in their row. megatron-core takes that mean over each CP rank's part of a microbatch.
 
-    Raises ValueError for multi-token prediction layers under CP, with packed samples or a loss mask, where
-    megatron-core divides their loss by other numbers of tokens; for a mask that is not bool or of another shape, or
-    with which no replica has a token to train on; and under VPP for a number of microbatches that is not a multiple of
-    PP. Other errors as `logits` does.
+    Each `micro_batch` rows that follow each other are a microbatch; data-parallel replicas may have different ones.
+    Weights and buffers do not change, but for the routers' expert bias: it grows by `bias_rate` (megatron-core's
+    moe_router_bias_update_rate) for experts with fewer tokens of the step than the mean, and shrinks for those with
+    more.
+
+    Raises ValueError for a mask that is not bool or of another shape, or with which no replica has a token to train on;
+    and under VPP for a number of microbatches that is not a multiple of PP. Other errors as `logits` does.
     """
     return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch, mask_BS), bias_rate)
 
@@ -65,7 +65,8 @@ def packed_gradients(
     `masks` has the loss mask of each sample. All replicas pad to the longest of their packs, so that every dispatcher
     takes them. Padding counts in no loss of the routers and in no expert's bias; megatron-core's z-loss is a mean over
     the means of TP and CP ranks, which have unequal numbers of tokens. Raises ValueError also for `seq_aux_loss`, which
-    megatron-core would compute over a whole pack.
+    megatron-core would compute over a whole pack, and with multi-token prediction layers for any loss of the routers
+    and for a `bias_rate`.
     """
     padding_mask.check_losses(chunks[0].config)
     plan, longest = packing_plan(chunks, shard_map.layout), packed_total(chunks, shard_map, packs)
@@ -94,9 +95,7 @@ def _step(
     microbatches: Sequence[batches.Microbatch],
     bias_rate: float = 0.0,
 ) -> dict[tuple[int, str], torch.Tensor]:
-    own = sum(int((of.labels_BS != batches.IGNORED).sum()) for of in microbatches)
-    counts = len(microbatches) * parallel_state.get_data_parallel_world_size()
-    share = _over_replicas(own, chunks, torch.distributed.ReduceOp.SUM) / counts
+    share = _share(chunks, microbatches)
     if not share:
         raise ValueError("the loss mask leaves no token to train on, in any microbatch of any replica")
 
@@ -112,6 +111,14 @@ def _step(
         for number, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
+
+
+def _share(chunks: Sequence[GPTModel], microbatches: Sequence[batches.Microbatch], ahead: int = 0) -> float:
+    """How many labels `ahead` of their tokens a microbatch has, in the mean over all of all replicas."""
+    own = sum(int((of.ahead(ahead) != batches.IGNORED).sum()) for of in microbatches)
+    counts = len(microbatches) * parallel_state.get_data_parallel_world_size()
+    share: float = _over_replicas(own, chunks, torch.distributed.ReduceOp.SUM) / counts
+    return share
 
 
 def in_ddp(chunks: Sequence[GPTModel]) -> list[DistributedDataParallel]:
@@ -149,34 +156,35 @@ def _accumulate(
 ) -> None:
     """As `accumulate`; `loss` gets logits, the number of the microbatch, and the positions of this rank's part."""
     layout, model, (size, length) = shard_map.layout, shard_map.model, microbatches[0].tokens_BS.shape
-    if model.mtp_layers:
-        mtp.check(layout, microbatches)
     if layout.vpp > 1 and len(microbatches) % layout.pp:
         number = f"{len(microbatches)} microbatches are no multiple of pp={layout.pp}"
         raise ValueError(f"{number}, which the interleaved schedule needs")
     chunks = [one.module for one in wrapped]
     forward, cp_rank = forward_of(chunks, layout, length), parallel_state.get_context_parallel_rank()
-    added = mtp.Losses(model.vocab)
+    if model.mtp_layers:
+        mtp.check(chunks[0].config, microbatches, bias_rate)
+    shares = [_share(chunks, microbatches, ahead) for ahead in range(1, model.mtp_layers + 1)]
+    layers = mtp.Losses(model.vocab, chunks[0].config, shares)
 
     def step(numbers: Iterator[int], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         number = next(numbers)
+        at_S = microbatches[number].part(layout, cp_rank)
 
         def scaled(local_BSV: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             # Megatron's vocabulary-parallel cross entropy includes the padding, whose size depends on TP.
             full_BSV = tensor_parallel.gather_from_tensor_model_parallel_region(local_BSV)
             logits_BSV = full_BSV[..., : model.vocab].float()
             # The schedule multiplies by CP and divides by the number of microbatches; DDP averages over DP and CP.
-            return loss(logits_BSV, number, microbatches[number].part(layout, cp_rank)), {}
+            return loss(logits_BSV, number, at_S) + layers.added, {}
 
-        labels_BS = added.labels(microbatches[number]) if model.mtp_layers else None
-        return forward(microbatches[number], chunk, labels_BS), scaled
+        return forward(microbatches[number], chunk, layers.labels(microbatches[number], at_S)), scaled
 
     for chunk in wrapped:
         chunk.train()
         chunk.zero_grad_buffer()
     # With a rate above 0, finalize_model_grads also updates the routers' expert bias.
     settings = {"finalize_model_grads_func": finalize_model_grads, "moe_router_bias_update_rate": bias_rate}
-    with _set(chunks[0].config, **settings), added.in_place(chunks), padding_mask.left_out_of_bias(chunks):
+    with _set(chunks[0].config, **settings), layers.in_place(chunks), padding_mask.left_out_of_bias(chunks):
         run_schedule(step, range(len(microbatches)), wrapped, length, micro_batch_size=size)
 
 

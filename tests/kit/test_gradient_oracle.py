@@ -84,6 +84,7 @@ def test_a_token_without_a_route_may_take_other_experts(folder: Path) -> None:
     other = frozenset(sorted({*range(16)} - native.experts[1][0, last])[:3])
     found = routed.under(want, "a", chosen=frozenset({(1, 0, last, other)}))
     assert found.experts[1][0, last] == other
-    apart = (found.logits_BSV - native.logits_BSV).abs().amax(-1) > 0
+    # An expert's product rounds otherwise with another number of rows, on some CPUs.
+    apart = (found.logits_BSV - native.logits_BSV).abs().amax(-1) > 1e-4
     assert apart.nonzero().tolist() == [[0, last]]
     assert routed.under(want, "a") is native

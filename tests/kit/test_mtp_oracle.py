@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from moeref_conformance.oracles import mtp, routed
@@ -51,9 +57,52 @@ def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
     def loss(sign: float) -> float:
         around = {one: want.tensors[one] + (sign * step if one == name else 0.0) for one in names}
         with torch.no_grad():
-            return float(mtp._loss(mtp._model(want, 3), 2, around, want.tokens_BS).detach())
+            return float(sum(mtp._losses(mtp._model(want, 3), 2, around, want.tokens_BS, partial(routed.labels, want))))
 
     assert loss(1) - loss(-1) == pytest.approx(2 * float((gradient * step).sum()), rel=0.05)
+
+
+def test_detached_it_trains_the_layers_alone(want: Expected) -> None:
+    whole, detached = mtp.gradients(want), mtp.gradients(want, design=mtp.Design(detached=True))
+    alone = routed.under(want, "native").gradients
+    copies = dict(zip(mtp.COPIES, ("model.embed_tokens.weight", "lm_head.weight"), strict=True))
+    for name in (name for name in want.tensors if not name.endswith("correction_bias")):
+        of_layers = name.startswith("model.layers.2.")
+        copied = copies.get(name.removeprefix("model.layers.2."), "") if of_layers else name
+        assert torch.allclose(detached[name], alone[copied] if copied else whole[name], rtol=1e-4, atol=1e-7), name
+    assert not torch.allclose(detached["lm_head.weight"], whole["lm_head.weight"], rtol=1e-2)
+
+
+def test_a_token_ahead_has_its_label_where_a_row_has_such_a_token_and_the_step_trains_on_it() -> None:
+    """Tokens 10 to 13, of which 13 and the first are trained on, and a row of two, all trained on."""
+    tokens_BS = torch.tensor([[10, 11, 12, 13], [20, 21, -1, -1]])
+    mask_BS = torch.tensor([[True, False, False, True], [True, True, False, False]])
+    of = cast("Expected", SimpleNamespace(tokens_BS=tokens_BS, mask_BS=mask_BS, lengths=(4, 2)))
+    none = routed.IGNORED
+    assert routed.labels(of).tolist() == [[none, none, 13, 10], [21, 20, none, none]]
+    assert routed.labels(of, ahead=1).tolist() == [[none, 13, 10, none], [20, none, none, none]]
+    assert routed.labels(of, ahead=1, path=True).tolist() == [[none, none, 10, none], [20, none, none, none]]
+    assert routed.labels(of, counted=1).tolist() == [[none, none, 13, 10], [none] * 4]
+    assert routed.labels(of, ahead=3).tolist() == [[10, none, none, none], [none] * 4]
+
+
+@pytest.mark.parametrize("axes", [{"batch": "packed"}, {"loss_mask": True}])
+def test_each_label_of_a_step_weighs_the_same(axes: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever the row: against the sum over rows, each computed alone."""
+    want = expected(cell("glm4_moe", "one", mtp=1, **axes), tmp_path)
+    whole, rows = mtp.gradients(want)["model.layers.2.eh_proj.weight"], []
+    for row, length in enumerate(want.lengths):
+        alone = copy.copy(want)
+        vars(alone)["tokens_BS"] = want.tokens_BS[row : row + 1, :length]
+        vars(alone)["mask_BS"] = want.mask_BS[row : row + 1, :length]
+        number = int((routed.labels(alone, ahead=1) != routed.IGNORED).sum())
+        decoder = int((routed.labels(alone) != routed.IGNORED).sum())
+        if decoder:
+            rows.append((number, mtp._gradients(alone)["model.layers.2.eh_proj.weight"]))
+    total = sum(number for number, _ in rows)
+    joined = sum(number / total * gradient for number, gradient in rows)
+    assert torch.allclose(whole, joined, rtol=1e-4, atol=1e-8)
+    assert len({number for number, _ in rows}) > 1
 
 
 @pytest.mark.parametrize(

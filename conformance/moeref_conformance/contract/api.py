@@ -165,15 +165,15 @@ class Gradients(Protocol):
         `router_loss`: 0.01 (`ROUTER_LOSS_COEFFICIENT`) times that loss of Megatron's routers, summed over layers. It is
         the mean over microbatches of `aux_loss`, over rows of `seq_aux_loss`, over tokens of `z_loss`, none of padding;
         `global_aux_loss` is over all tokens of all replicas, which get one microbatch each. Multi-token prediction
-        layers add Megatron's loss on these labels: for layer k of K, 0.1 / K (`mtp_loss_scaling_factor`) times the mean
-        over the tokens of a row that have a label k positions on, over the unpadded vocabulary. `tokens_BS` is as in
-        `Forward.logits`, but replicas (of the dense grid: ranks with other experts among them) get different rows, all
-        the same number, in multiples of 2·PP microbatches under interleaving. Not asked in bf16, nor with such layers
-        under CP.
+        layers add their loss on these labels: for layer k of K, 0.1 / K (`mtp_loss_scaling_factor`) times the mean over
+        all tokens of all replicas that have a label k positions on in their row, over the unpadded vocabulary;
+        `Claims.mtp_detached`, `mtp_mask` and `mtp_mean` have other designs. `tokens_BS` is as in `Forward.logits`, but
+        replicas (of the dense grid: ranks with other experts among them) get different rows, all the same number, in
+        multiples of 2·PP microbatches under interleaving. Not asked in bf16.
 
         In a cell with `loss_mask`, and in no other, `mask_BS` is True for tokens that are trained on. The mean is over
-        the predictions of these alone, whatever row, microbatch or replica they are in; some have none. The first token
-        of a row is never one.
+        the predictions of these alone, whatever row, microbatch or replica they are in; some have none. So are the
+        means of multi-token prediction layers. The first token of a row is never one.
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are

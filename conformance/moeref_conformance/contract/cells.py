@@ -26,6 +26,9 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "lends": (False, True),
     "memory": ("now", "built"),
     "missing_rows": (True, False),
+    "mtp_detached": (False, True),
+    "mtp_mask": ("target", "path"),
+    "mtp_mean": ("step", "microbatch"),
     "non_writers": ("names", "nothing"),
     "order": ORDERS,
     "receivers": ("writer", "all", "share"),
@@ -258,6 +261,9 @@ class Claims:
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
     memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
+    mtp_detached: bool = False  # the loss of multi-token prediction layers trains these alone: no embedding, no head
+    mtp_mask: str = "target"  # that loss counts where a step trains on what is predicted, or on all tokens up to it
+    mtp_mean: str = "step"  # of what that loss is one: all tokens of a step, or those of a rank in a microbatch
     non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share

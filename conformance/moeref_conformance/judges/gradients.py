@@ -31,8 +31,7 @@ from moeref_conformance.judges.common import (
     within,
     without,
 )
-from moeref_conformance.judges.observed_routes import oracle, oracle_of, oracle_recorded, rounding
-from moeref_conformance.oracles import mtp
+from moeref_conformance.judges.observed_routes import oracle, oracle_of, oracle_recorded, rounding, with_mtp
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
@@ -52,7 +51,7 @@ def gradients_are_transformers(case: Case) -> Outcome:
         return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-008"))
     if no := _no_loss(case) or unmeasured(case):
         return no
-    want = mtp.gradients(expected(case)) if case.cell.mtp else oracle(case, "native", case.cell.router_loss).gradients
+    want = with_mtp(case, "native") if case.cell.mtp else oracle(case, "native", case.cell.router_loss).gradients
     return _compared(case, "gradients", {"gradients": want}, _against)
 
 
@@ -162,8 +161,9 @@ def _sources(hf: tuple[str, ...]) -> tuple[str, ...]:
 
 def _no_loss(case: Case) -> Outcome | None:
     """Untested, where the loss of multi-token prediction layers, or its rounding, is not known."""
-    if case.cell.mtp and case.cell.layout.cp > 1:
-        return Outcome(untested="under CP Megatron's loss of multi-token prediction layers depends on the cut")
+    unequal = case.cell.layout.cp > 1 or case.cell.batch == "packed" or case.cell.loss_mask
+    if case.cell.mtp and unequal and case.claims.mtp_mean == "microbatch":
+        return Outcome(untested="the loss of multi-token prediction layers depends on how tokens are cut and packed")
     if case.cell.mtp and case.cell.dtype != "float32":
         return Outcome(untested="with multi-token prediction layers judged in fp32 only")
     return None
@@ -179,7 +179,7 @@ def _not_recorded(case: Case) -> Outcome | None:
 def _wanted(case: Case, phase: str) -> Mapping[str, torch.Tensor]:
     """The gradients of a step under the routes of a phase."""
     if case.cell.mtp:
-        return mtp.gradients(expected(case), phase[-1], case.claims.missing_rows)
+        return with_mtp(case, phase[-1])
     return oracle_of(case, phase).gradients
 
 

@@ -16,7 +16,7 @@ from moeref_conformance.contract.requests.replay import SHARED, SHORTER
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.judges import Case
 from moeref_conformance.judges.common import expected, finding, once, records, tokens_of
-from moeref_conformance.oracles import routed
+from moeref_conformance.oracles import mtp, routed
 from moeref_conformance.oracles.sequence import positions
 
 Place = tuple[int, int]  # sample, position
@@ -69,6 +69,13 @@ def oracle(case: Case, which: str, router_loss: str = "", counted: int | None = 
     rows = topology.microbatches(case.cell, len(expected(case).tokens_BS))
     balancing = (router_loss, rows) if router_loss else None
     return routed.under(expected(case), which, case.claims.missing_rows, balancing=balancing, counted=counted)
+
+
+def with_mtp(case: Case, which: str, counted: int | None = None) -> Mapping[str, torch.Tensor]:
+    """The gradients of a step with multi-token prediction layers, under these routes of the decoder's."""
+    claims = case.claims
+    design = mtp.Design(detached=claims.mtp_detached, path=claims.mtp_mask == "path")
+    return mtp.gradients(expected(case), which, claims.missing_rows, design, counted)
 
 
 def rounding(case: Case, which: str) -> routed.Rounding:

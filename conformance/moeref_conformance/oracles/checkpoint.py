@@ -153,8 +153,8 @@ def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
 
     The scales of a file's weights are in the file behind it, as where a shard ends between both.
     """
-    if cell.family not in request.BLOCKS or cell.dtype != "bfloat16" or cell.checkpoint_mtp or cell.replay != "off":
-        known = f"{', '.join(request.BLOCKS)} in bf16, without multi-token prediction layers and replay"
+    if cell.family not in request.BLOCKS or cell.dtype != "bfloat16" or cell.replay != "off":
+        known = f"{', '.join(request.BLOCKS)} in bf16, without replay"
         raise ValueError(f"cell {cell.id}: a checkpoint in FP8 has a recipe for {known}")
     # Drawn scales are no powers of two.
     config = request.config(json.loads((folder / "config.json").read_text()), powers=False)

@@ -8,8 +8,11 @@ k + 1 positions on. The layer itself is transformers' own.
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,34 +21,57 @@ from torch.nn.functional import cross_entropy, rms_norm
 from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.published import COPIES
-from moeref_conformance.oracles.routed import forcing, given_routes, unlisted
+from moeref_conformance.oracles.routed import IGNORED, forcing, given_routes, labels, unlisted
 
 #: Megatron-Core's default of `mtp_loss_scaling_factor`, which the losses of all layers share.
 FACTOR = 0.1
 #: Of a layer, beside what a decoder layer has.
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
+
+@dataclass(frozen=True)
+class Design:
+    """Of the layers' loss: `detached`, it trains the layers alone, neither decoder nor embedding nor head; with `path`
+    it counts where a step trains on all tokens up to what is predicted.
+    """
+
+    detached: bool = False
+    path: bool = False
+
+
+MEGATRONS = Design()
+
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str, bool], Mapping[str, torch.Tensor]] = {}
+_DONE: dict[tuple[str, str, bool, Design, int | None], Mapping[str, torch.Tensor]] = {}
 
 
-def gradients(expected: Expected, which: str = "native", missing: bool = True) -> Mapping[str, torch.Tensor]:
+def gradients(
+    expected: Expected,
+    which: str = "native",
+    missing: bool = True,
+    design: Design = MEGATRONS,
+    counted: int | None = None,
+) -> Mapping[str, torch.Tensor]:
     """By the checkpoint's names, those of `routed` and of the layers; computed once for equal checkpoints.
 
     Under the route set `a` or `b`, or with `native` routes; these layers' own routers choose always.
 
     The loss is the decoder's mean over tokens, and FACTOR times the mean over layers of each layer's mean over the
-    tokens that have a label. Samples have one length. The copies of embedding and head have the gradient of both uses.
+    tokens of all rows that have a label: of the first `counted` rows, or of all. The copies of embedding and head have
+    the gradient of both uses.
     """
     with _ONE_AT_A_TIME:
-        key = expected.digest, which, missing
+        key = expected.digest, which, missing, design, counted
         if key not in _DONE:
-            _DONE[key] = _gradients(expected, () if which == "native" else given_routes(expected, which, missing))
+            routes = () if which == "native" else given_routes(expected, which, missing)
+            _DONE[key] = _gradients(expected, routes, design, counted)
         return _DONE[key]
 
 
-def _gradients(expected: Expected, routes: Sequence[Any] = ()) -> dict[str, torch.Tensor]:
+def _gradients(
+    expected: Expected, routes: Sequence[Any] = (), design: Design = MEGATRONS, counted: int | None = None
+) -> dict[str, torch.Tensor]:
     layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     model = _model(expected, layers + number)
     around = {
@@ -55,9 +81,13 @@ def _gradients(expected: Expected, routes: Sequence[Any] = ()) -> dict[str, torc
     }
     parameters = {**dict(model.named_parameters()), **around}
     with forcing(expected, routes, more=number):
-        loss = _loss(model, layers, around, expected.tokens_BS)
-    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
-    by_module = dict(zip(parameters, found, strict=True))
+        labels_of = partial(labels, expected, counted=counted, path=design.path)
+        decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of)
+    of = partial(torch.autograd.grad, inputs=list(parameters.values()), retain_graph=True, materialize_grads=True)
+    by_module = dict(zip(parameters, of(decoder + ahead), strict=True))
+    if design.detached:
+        alone = dict(zip(parameters, of(decoder), strict=True))
+        by_module |= {name: alone[name] for name in alone if not _in_layers(name, layers)}
     own = in_files(model, {name: by_module[name] for name in by_module if name not in around})
     made = {**own, **{name: by_module[name] for name in around}}
     for k in range(number):
@@ -67,31 +97,46 @@ def _gradients(expected: Expected, routes: Sequence[Any] = ()) -> dict[str, torc
     return {name: made.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
 
 
-def _loss(model: Any, layers: int, around: Mapping[str, torch.Tensor], tokens_BS: torch.Tensor) -> torch.Tensor:
+def _in_layers(name: str, layers: int) -> bool:
+    """Whether a tensor is one of a multi-token prediction layer, behind so many decoder layers."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= layers
+
+
+def _losses(
+    model: Any,
+    layers: int,
+    around: Mapping[str, torch.Tensor],
+    tokens_BS: torch.Tensor,
+    labels_of: Callable[[int], torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decoder's loss and the weighted one of all layers, on labels so many tokens ahead.
+
+    Whatever stands behind the end of a row: it changes no token of it.
+    """
     decoder, given = model.model, {}
     after, decoder.layers = decoder.layers[layers:], decoder.layers[:layers]
     model.config.num_hidden_layers = layers
     handle = decoder.layers[-1].register_forward_pre_hook(lambda _, __, kwargs: given.update(kwargs), with_kwargs=True)
-    eps, labels_BS = model.config.rms_norm_eps, tokens_BS.roll(-1, 1)
+    eps = model.config.rms_norm_eps
     with torch.enable_grad():
         hidden_BSH = decoder(tokens_BS, use_cache=False).last_hidden_state
         handle.remove()
         given.pop("hidden_states", None)
-        loss = _mean(model.lm_head(hidden_BSH), labels_BS, 0)
+        loss, added = _mean(model.lm_head(hidden_BSH), labels_of(0)), torch.zeros(())
         for k, layer in enumerate(after, 1):
             enorm, hnorm, eh_proj, norm = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
             embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is behind every label
             parts = [rms_norm(x, enorm.shape, w, eps) for x, w in ((embedded_BSH, enorm), (hidden_BSH, hnorm))]
             out = layer(torch.cat(parts, -1) @ eh_proj.T, **given)
             hidden_BSH = rms_norm(out[0] if isinstance(out, tuple) else out, norm.shape, norm, eps)
-            loss = loss + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_BS, k)
-    return loss
+            added = added + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_of(k))
+    return loss, added
 
 
-def _mean(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, ahead: int) -> torch.Tensor:
-    """The mean cross entropy of the labels `ahead` of each token, over the tokens that have one."""
-    within = labels_BS.shape[1] - ahead
-    return cross_entropy(logits_BSV[:, :within].flatten(0, 1), labels_BS[:, ahead:].flatten())
+def _mean(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy over the tokens of all rows that have a label."""
+    return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
 
 
 def _model(expected: Expected, layers: int) -> Any:

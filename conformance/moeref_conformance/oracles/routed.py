@@ -28,6 +28,8 @@ from moeref_conformance.oracles.expected import Expected
 
 #: Row of a route that the engine did not give.
 MISSING = -1
+#: The label of a token that counts in no loss: what cross_entropy leaves out.
+IGNORED = -100
 #: Two sets of routes.
 SETS = ("a", "b")
 
@@ -253,12 +255,7 @@ def _gradients(
 
     more: what a step adds to the loss. counted: how many rows the loss is of.
     """
-    labels_BS = torch.full_like(expected.tokens_BS, -100)  # counts for nothing
-    for number, length in enumerate(expected.lengths):
-        tokens_S, trained_S = (of[number, :length].roll(-1) for of in (expected.tokens_BS, expected.mask_BS))
-        labels_BS[number, :length] = tokens_S.where(trained_S, labels_BS[number, :length])
-    if counted is not None:
-        labels_BS[counted:] = -100
+    labels_BS = labels(expected, counted=counted)
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss + more, list(parameters.values()), materialize_grads=True)
@@ -267,6 +264,22 @@ def _gradients(
         gradients = in_files(model, gradients)
     nan = torch.tensor(torch.nan)
     return {name: gradients.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
+
+
+def labels(expected: Expected, ahead: int = 0, counted: int | None = None, path: bool = False) -> torch.Tensor:
+    """What each token is to predict: the label of the token `ahead` of it in its row.
+
+    A token's label is the one behind it, and the first one behind the last, where a step trains on that; with `path`,
+    where it trains on those on the way to it too. IGNORED for tokens without one, and behind the first `counted` rows.
+    """
+    labels_BS = torch.full_like(expected.tokens_BS, IGNORED)
+    for row, length in enumerate(expected.lengths):
+        next_S, trained_S = (of[row, :length].roll(-1) for of in (expected.tokens_BS, expected.mask_BS))
+        within = max(length - ahead, 0)
+        on_the_way = [trained_S[step : within + step] for step in range(0 if path else ahead, ahead + 1)]
+        labels_BS[row, :within] = next_S[ahead:].where(torch.stack(on_the_way).all(0), IGNORED)
+    labels_BS[counted if counted is not None else len(labels_BS) :] = IGNORED
+    return labels_BS
 
 
 @dataclass(frozen=True)

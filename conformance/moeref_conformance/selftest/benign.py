@@ -51,6 +51,7 @@ from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.config import always
 from moeref_conformance.selftest.faults.delta import Differences
 from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
+from moeref_conformance.selftest.faults.mtp import detached, masked_layers, microbatch_means, of_losses
 from moeref_conformance.selftest.faults.quantised import PowersOfTwo
 from moeref_conformance.selftest.faults.roles import aliases, everywhere, in_turn
 from moeref_conformance.selftest.faults.stream import one_buffer, reading
@@ -657,6 +658,27 @@ _DESIGNS = (
         why="routes are replayed in the model that trains, which is wrapped",
         cell=cell("qwen3_moe", "ep2", replay="R3"),
         wrap=_wrapped,
+    ),
+    Benign(
+        id="mtp-detached",
+        why="what trains a draft leaves the policy alone: megatron-core's mtp_detach_heads, slime#709",
+        cell=cell("glm4_moe", "pp2", mtp=1),
+        wrap=of_losses(detached),
+        claims={"mtp_detached": True},
+    ),
+    Benign(
+        id="mtp-where-all-up-to-it-are-trained-on",
+        why="slime#751: a layer trains where every token from the next to the one it predicts is an answer's",
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=masked_layers(lambda mask_BS: mask_BS & mask_BS.roll(1, 1)),
+        claims={"mtp_mask": "path"},
+    ),
+    Benign(
+        id="mtp-mean-of-microbatches",
+        why="megatron-core's own: each rank divides the loss of MTP layers by its tokens of a microbatch",
+        cell=cell("glm4_moe", "one", mtp=1, batch="packed"),
+        wrap=of_losses(microbatch_means),
+        claims={"mtp_mean": "microbatch"},
     ),
     Benign(
         id="no-memory-until-loaded",

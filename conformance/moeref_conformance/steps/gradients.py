@@ -11,12 +11,8 @@ from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell takes a training step without an optimizer: in fp32, where the order of sums changes no route.
-
-    Under CP Megatron divides the loss of multi-token prediction layers by each rank's own number of tokens.
-    """
-    wanted = cell.gradients and not cell.optimizer_step
-    return wanted and cell.dtype == "float32" and not (cell.mtp and cell.layout.cp > 1)
+    """Whether a cell takes a training step without an optimizer: in fp32, where the order of sums changes no route."""
+    return cell.gradients and not cell.optimizer_step and cell.dtype == "float32"
 
 
 def batch(tokens_BS: torch.Tensor, cell: Cell) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -127,10 +127,124 @@ def _arm(routers: Sequence[Any], routes: Iterator[Any], *_: Any) -> None:
         router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
 
-def _never_scaled(cell: Cell, world: World) -> AbstractContextManager[Any]:
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+#: Gradients of a step on these rows under this loss mask, if there is one.
+Step = Callable[..., "dict[tuple[int, str], torch.Tensor]"]
 
-    return mock.patch.object(MTPLossAutoScaler, "set_loss_scale", return_value=None)
+
+def of_losses(change: Callable[[Step, Step, Cell], Step]) -> Callable[[Any, Cell, World], Any]:
+    """A target's `wrap` that makes a step of one of the decoder's loss alone, and one of the layers' loss alone."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good = session.gradients.gradients
+
+        def decoder(*given: torch.Tensor) -> Any:
+            with ExitStack() as stack:
+                for chunk in session.export.chunks():
+                    stack.enter_context(mock.patch.object(chunk.config, "mtp_loss_scaling_factor", 0.0))
+                return good(*given)
+
+        def layers(*given: torch.Tensor) -> Any:
+            alone = decoder(*given)
+            return {key: both - alone[key] for key, both in good(*given).items()}
+
+        return facet(session, "gradients", gradients=change(decoder, layers, cell))
+
+    return wrap
+
+
+def _sum(*found: Any) -> Any:
+    return {key: torch.stack([one[key] for one in found]).sum(0) for key in found[0]}
+
+
+def _scaled(of_step: Callable[..., float]) -> Callable[[Any, Cell, World], Any]:
+    """The layers' loss counts `of_step(cell, *given)` times."""
+
+    def change(decoder: Step, layers: Step, cell: Cell) -> Step:
+        def gradients(*given: torch.Tensor) -> Any:
+            often = of_step(cell, *given)
+            return _sum(decoder(*given), {key: often * one for key, one in layers(*given).items()})
+
+        return gradients
+
+    return of_losses(change)
+
+
+def masked_layers(of_mask: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Cell, World], Any]:
+    """The layers' loss has another mask."""
+
+    def change(decoder: Step, layers: Step, cell: Cell) -> Step:
+        return lambda rows_BS, mask_BS: _sum(decoder(rows_BS, mask_BS), layers(rows_BS, of_mask(mask_BS)))
+
+    return of_losses(change)
+
+
+def _decoders_share(cell: Cell, rows_BS: torch.Tensor, mask_BS: torch.Tensor) -> float:
+    """Of one replica: tokens with a label one position on, to tokens with a label."""
+    counted_BS = mask_BS.roll(-1, 1)
+    return int(counted_BS[:, 1:].sum()) / int(counted_BS.sum())
+
+
+def microbatch_means(decoder: Step, layers: Step, cell: Cell) -> Step:
+    """The layers' loss is the mean over microbatches of means over their own tokens."""
+
+    def gradients(rows_BS: torch.Tensor) -> Any:
+        each = [layers(pack_BS) for pack_BS in torch.split(rows_BS, cell.rows)]
+        return _sum(decoder(rows_BS), {key: one / len(each) for key, one in _sum(*each).items()})
+
+    return gradients
+
+
+def _means_of_parts(decoder: Step, layers: Step, cell: Cell) -> Step:
+    """The layers' loss is the mean over CP ranks of means over their own tokens."""
+
+    def gradients(rows_BS: torch.Tensor) -> Any:
+        length = rows_BS.shape[1]
+        chunks = torch.arange(length).chunk(2 * cell.layout.cp)
+        parts = [torch.zeros_like(rows_BS, dtype=torch.bool) for _ in range(cell.layout.cp)]
+        for rank, part_BS in enumerate(parts):
+            for at_S in (chunks[rank], chunks[-1 - rank]):
+                part_BS[:, (at_S + 2) % length] = True  # what the first layer predicts there
+        found = _sum(*(layers(rows_BS, part_BS) for part_BS in parts))
+        return _sum(decoder(rows_BS), {key: one / len(parts) for key, one in found.items()})
+
+    return gradients
+
+
+def _of_the_head(decoder: Step, layers: Step, cell: Cell) -> Step:
+    """The layers' loss trains the layers and the head, which is not detached as embedding and decoder are."""
+    return lambda *given: {
+        key: alone + (added if "mtp" in key[1] or "output_layer" in key[1] else 0.0)
+        for (key, alone), added in zip(decoder(*given).items(), layers(*given).values(), strict=True)
+    }
+
+
+def detached(decoder: Step, layers: Step, cell: Cell) -> Step:
+    """The layers' loss trains the layers alone."""
+    return lambda *given: {
+        key: alone + (added if "mtp" in key[1] else 0.0)
+        for (key, alone), added in zip(decoder(*given).items(), layers(*given).values(), strict=True)
+    }
+
+
+def _rolled(change: Callable[[dict[str, Any]], Any]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """A fault's `patch`: MTP layers shift their tokens by megatron-core's `roll_tensor` with other arguments."""
+
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.transformer import multi_token_prediction
+
+        good = multi_token_prediction.roll_tensor
+        return mock.patch.object(
+            multi_token_prediction, "roll_tensor", lambda tensor, **kwargs: good(tensor, **kwargs | change(kwargs))
+        )
+
+    return patch
+
+
+def _without_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """cu_seqlens of samples that are each a token longer with padding."""
+    packed = kwargs["packed_seq_params"]
+    ends = packed.cu_seqlens_q - torch.arange(len(packed.cu_seqlens_q), dtype=torch.int32)
+    return {"packed_seq_params": replace(packed, cu_seqlens_q=ends)}
 
 
 def _first_stage_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
@@ -155,9 +269,83 @@ FAULTS = (
         bug="a schedule of one's own sets no scale for the loss of MTP layers, which counts once for each microbatch",
         rules=("GRD-001",),
         cell=cell("glm4_moe", "one", mtp=1),
-        patch=_never_scaled,
+        wrap=_scaled(lambda cell, rows_BS: len(rows_BS) / cell.rows),
         diagnosis="2 times the right one",
         one_rank=True,
+    ),
+    Fault(
+        id="mtp-mask-a-token-early",
+        bug="miles#3219: the mask is laid out for labels, and MTP layers shift it once more as if it were for tokens",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=masked_layers(lambda mask_BS: mask_BS.roll(-1, 1)),
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-mask-not-passed",
+        bug="Megatron-Bridge#6103, ms-swift#8192: MTP layers get no mask, and train on prompts too",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=masked_layers(torch.ones_like),
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-loss-by-the-decoders-tokens",
+        bug="mcore-bridge#104, Megatron-LM#3159: the loss of MTP layers is divided by the decoder's number of tokens",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=_scaled(_decoders_share),
+        one_rank=True,
+        diagnosis="times the right one",
+    ),
+    Fault(
+        id="mtp-without-tokens",
+        bug="verl#6464, mcore-bridge#104: MTP layers divide by 0 where nothing of a microbatch is trained on",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=_scaled(lambda cell, rows_BS, mask_BS: 1.0 if mask_BS.any(1).all() else torch.nan),
+        one_rank=True,
+        diagnosis="are NaN",
+    ),
+    Fault(
+        id="mtp-mean-of-microbatch-means",
+        bug="reported nowhere: MTP layers take a mean over microbatches where the decoder takes one over tokens",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1, batch="packed"),
+        wrap=of_losses(microbatch_means),
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-mean-of-parts",
+        bug="megatron-core in kind: MTP layers divide by each CP rank's tokens, so that gradients depend on CP",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "cp2", mtp=1),
+        wrap=of_losses(_means_of_parts),
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-head-not-detached",
+        bug="verl#6432: the loss of MTP layers is to train these alone, and trains the head, which has its own weight",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1),
+        wrap=of_losses(_of_the_head),
+        claims={"mtp_detached": True},
+        one_rank=True,
+        says="the gradient of output_layer.weight is off",
+    ),
+    Fault(
+        id="mtp-shifted-without-padding",
+        bug="Megatron-LM#6205: MTP layers shift packed tokens by cu_seqlens without padding, which CP added",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "tp2", mtp=1, batch="packed"),
+        patch=_rolled(_without_padding),
+    ),
+    Fault(
+        id="mtp-shifted-within-parts",
+        bug="reported nowhere: MTP layers shift the tokens of each CP rank alone, whose parts end in other tokens",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "cp2", mtp=1),
+        patch=_rolled(lambda kwargs: {"cp_group": None}),
     ),
     Fault(
         id="mtp-embedding-not-summed",

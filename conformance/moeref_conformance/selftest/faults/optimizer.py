@@ -113,6 +113,13 @@ def _replicas_counted(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(tensor_parallel, "param_is_not_tensor_parallel_duplicate", return_value=True)
 
 
+def _copies_counted(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """No parameter is taken for a copy of the embedding."""
+    from megatron.core.optimizer import optimizer
+
+    return mock.patch.object(optimizer, "param_is_not_shared", return_value=True)
+
+
 def _with_betas_of_pretraining(cell: Cell, world: World) -> AbstractContextManager[Any]:
     good = torch.optim.Optimizer.__init__
 
@@ -254,6 +261,14 @@ FAULTS = (
         diagnosis="not moved at all",
     ),
     Fault(
+        id="mtp-in-no-group",
+        bug="reported nowhere: groups of parameters are made of the decoder's layers, embedding and head",
+        rules=("OPT-002",),
+        cell=cell("glm4_moe", "one", mtp=1, optimizer_step=True),
+        wrap=_after(_kept(lambda chunk, name: "mtp" in name)),
+        diagnosis="not moved at all",
+    ),
+    Fault(
         id="chunk-without-an-optimizer",
         bug="B22 in kind: the optimizer is made of the first chunk of a rank with several virtual stages",
         rules=("OPT-002",),
@@ -324,6 +339,14 @@ FAULTS = (
         rules=("OPT-003",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         patch=_replicas_counted,
+        diagnosis="times the right one",
+    ),
+    Fault(
+        id="norm-counts-the-copy-for-mtp",
+        bug="reported nowhere: the embedding's copy on the stage of MTP layers counts in the norm of the gradient too",
+        rules=("OPT-003",),
+        cell=cell("glm4_moe", "pp2", mtp=1, optimizer_step=True),
+        patch=_copies_counted,
         diagnosis="times the right one",
     ),
 )

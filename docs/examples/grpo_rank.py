@@ -94,8 +94,9 @@ class Rank:
             return value
 
         tokens_BS = self._tokens(mine)
+        sampled_BS = torch.stack([torch.arange(tokens_BS.shape[1]) >= sample.prompt for sample in mine])
         assert self.trainer is not None
-        self.trainer.step(tokens_BS, loss, self._routes(mine))
+        self.trainer.step(tokens_BS, loss, self._routes(mine), sampled_BS)
         return sum(losses) / max(len(losses), 1)
 
     def push(self, version: int, place: engines.Place, control: Connection[Any, Any] | None) -> int:

@@ -41,8 +41,16 @@ class Trainer:
         """Make the master weights anew, of the weights as they are now. Moments of the optimizer stay as they are."""
         self.optimizer.reload_model_params()
 
-    def step(self, tokens_BS: torch.Tensor, loss: Loss, given: list[Routes] | None = None) -> float | None:
+    def step(
+        self,
+        tokens_BS: torch.Tensor,
+        loss: Loss,
+        given: list[Routes] | None = None,
+        mask_BS: torch.Tensor | None = None,
+    ) -> float | None:
         """One step down the mean of `loss` over rows (microbatches), replaying routes if they are `given` for each.
+
+        Multi-token prediction layers train on tokens where `mask_BS` is True: without it on prompts too.
 
         Returns the norm of the gradient, None where it is not clipped. Raises RuntimeError for weights that changed
         since the last step or `reload`, and if the step was skipped; other errors as `replaying` does.
@@ -50,7 +58,7 @@ class Trainer:
         self._check_masters()
         self.optimizer.zero_grad()
         with replaying(self.built.chunks, given) if given is not None else nullcontext():
-            accumulate(self._wrapped, self.built.shard_map, tokens_BS, loss)
+            accumulate(self._wrapped, self.built.shard_map, tokens_BS, loss, mask_BS=mask_BS)
         done, norm, _ = self.optimizer.step()
         if not done:
             raise RuntimeError("the optimizer skipped the step: gradients are not finite")

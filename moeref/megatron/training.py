@@ -133,18 +133,19 @@ def accumulate(
     tokens_BS: torch.Tensor,
     loss: Loss,
     micro_batch: int = 1,
+    mask_BS: torch.Tensor | None = None,
 ) -> None:
     """Put the gradient of the mean of `loss` over microbatches into `main_grad`, reduced over ranks that share it.
 
-    Multi-token prediction layers add their own loss, as in `gradients`. `loss` is called on the ranks of the last
-    stage. Raises ValueError as `gradients` does.
+    Multi-token prediction layers add their own loss, as in `gradients`: of predictions of tokens where `mask_BS` is
+    True, or of all. `loss` is called on the ranks of the last stage. Raises ValueError as `gradients` does.
     """
 
     def of_rows(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
         return loss(logits_BSV, range(number * micro_batch, (number + 1) * micro_batch), at_S)
 
     chunks = [one.module for one in wrapped]
-    _accumulate(wrapped, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch), of_rows)
+    _accumulate(wrapped, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch, mask_BS), of_rows)
 
 
 def _accumulate(

@@ -24,6 +24,7 @@ from moeref.config import MoEConfig
 from moeref.dispatcher.padding import Factor, Plan
 from moeref.layout import Layout
 from moeref.megatron.replay import recording, replaying, routers
+from moeref.megatron.training import accumulate, in_ddp
 from moeref.record import Record
 from moeref.replay import GIVEN, MISSING, RouteError, Routes, Spec, batched, packed, routes, targets
 
@@ -343,6 +344,28 @@ def mtp_layers_take_no_route_of_the_decoder(bench: Bench) -> None:
         assert all(r.replay_backward_list == [] and r.router_replay_action is None for r in replays(built))
 
 
+def mtp_layers_train_on_what_the_mask_says(bench: Bench) -> None:
+    """In a step with a loss of one's own, here that of all tokens: against steps of the package's loss."""
+    (chunk,), mask_BS = bench.built.chunks, torch.arange(bench.tokens_BS.shape[1]).expand_as(bench.tokens_BS) >= 9
+
+    def loss(logits_BSV: torch.Tensor, rows: Sequence[int], at_S: torch.Tensor) -> torch.Tensor:
+        labels_BS = bench.tokens_BS[list(rows)].roll(-1, 1)[:, at_S]
+        return torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+
+    def trained(*mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        wrapped = in_ddp([chunk])
+        wrapped[0].train()
+        wrapped[0].zero_grad_buffer()
+        accumulate(wrapped, bench.built.shard_map, bench.tokens_BS, loss, 1, *mask)
+        return {name: parameter.main_grad.clone() for name, parameter in chunk.named_parameters()}
+
+    masked = megatron.gradients([chunk], bench.built.shard_map, bench.tokens_BS, mask_BS=mask_BS)
+    name = next(name for _, name in masked if name.endswith("eh_proj.weight"))
+    assert torch.allclose(trained(mask_BS)[name], masked[0, name], rtol=1e-4, atol=1e-8)
+    assert torch.allclose(trained()[name], bench.gradients(bench.built)[0, name], rtol=1e-4, atol=1e-8)
+    assert not torch.allclose(trained()[name], masked[0, name], rtol=0.1, atol=1e-6)
+
+
 def took(given: Sequence[Routes], seen: Sequence[dict[int, np.ndarray[Any, Any]]], runs: int) -> None:
     """Every given row was routed as given, in all runs of its layer."""
     for i, layer in enumerate(given[0].layers):
@@ -657,7 +680,10 @@ CHECKS = {
         a_forward_after_one_that_broke_off_is_refused,
         *(recomputation_takes_the_same_routes, a_step_of_no_token_is_refused),
     ),
-    "glm4_moe+mtp1": (mtp_routers_are_kept_apart, mtp_layers_take_no_route_of_the_decoder),
+    "glm4_moe+mtp1": (
+        *(mtp_routers_are_kept_apart, mtp_layers_take_no_route_of_the_decoder),
+        mtp_layers_train_on_what_the_mask_says,
+    ),
 }
 
 

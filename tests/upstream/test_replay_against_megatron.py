@@ -37,6 +37,7 @@ CHECKS = (
     "recomputation_takes_the_same_routes",
     "mtp_routers_are_kept_apart",
     "mtp_layers_take_no_route_of_the_decoder",
+    "mtp_layers_train_on_what_the_mask_says",
 )
 
 

@@ -86,6 +86,15 @@ def test_a_token_ahead_has_its_label_where_a_row_has_such_a_token_and_the_step_t
     assert routed.labels(of, ahead=3).tolist() == [[10, none, none, none], [none] * 4]
 
 
+def test_a_mean_over_parts_weighs_each_the_same_and_one_without_labels_as_nothing() -> None:
+    logits_BSV, none = torch.randn(2, 4, 10), routed.IGNORED
+    labels_BS = torch.tensor([[1, 2, 3, none], [none, none, none, none]])
+    found = float(mtp._mean(logits_BSV, labels_BS, [((0,), (0, 3)), ((0,), (1, 2)), ((1,), (0, 1, 2, 3))]))
+    losses_S = torch.nn.functional.cross_entropy(logits_BSV[0, :3], labels_BS[0, :3], reduction="none")
+    assert found == pytest.approx(float(losses_S[0] + losses_S[1:].mean()) / 3)
+    assert float(mtp._mean(logits_BSV, labels_BS)) == pytest.approx(float(losses_S.mean()))
+
+
 @pytest.mark.parametrize("axes", [{"batch": "packed"}, {"loss_mask": True}])
 def test_each_label_of_a_step_weighs_the_same(axes: dict[str, Any], tmp_path: Path) -> None:
     """Whatever the row: against the sum over rows, each computed alone."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from moeref_conformance.contract import topology
+from moeref_conformance.contract.api import Layout
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.requests.replay import SHARED, SHORTER
 from moeref_conformance.contract.requests.sequences import shorter
@@ -74,8 +75,18 @@ def oracle(case: Case, which: str, router_loss: str = "", counted: int | None = 
 def with_mtp(case: Case, which: str, counted: int | None = None) -> Mapping[str, torch.Tensor]:
     """The gradients of a step with multi-token prediction layers, under these routes of the decoder's."""
     claims = case.claims
-    design = mtp.Design(detached=claims.mtp_detached, path=claims.mtp_mask == "path")
+    parts = _parts(case, counted) if claims.mtp_mean == "microbatch" else ()
+    design = mtp.Design(detached=claims.mtp_detached, path=claims.mtp_mask == "path", parts=parts)
     return mtp.gradients(expected(case), which, claims.missing_rows, design, counted)
+
+
+def _parts(case: Case, counted: int | None) -> tuple[mtp.Part, ...]:
+    """What each CP rank of each replica computes of each microbatch in the first `counted` rows."""
+    rows, length = expected(case).tokens_BS.shape
+    microbatches = topology.microbatches(case.cell, rows)
+    across = Layout(cp=case.cell.layout.cp)
+    cut = [tuple(positions(length, across, {"tp": 0, "cp": cp}, case.claims.cp_cut)) for cp in range(across.cp)]
+    return tuple((of, at) for of in microbatches if counted is None or max(of) < counted for at in cut)
 
 
 def rounding(case: Case, which: str) -> routed.Rounding:

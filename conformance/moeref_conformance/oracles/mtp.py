@@ -29,17 +29,23 @@ FACTOR = 0.1
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
+#: Rows and positions that a rank computes of a microbatch.
+Part = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Design:
     """Of the layers' loss: `detached`, it trains the layers alone, neither decoder nor embedding nor head; with `path`
-    it counts where a step trains on all tokens up to what is predicted.
+    it counts where a step trains on all tokens up to what is predicted; with `parts` it is the mean over these of means
+    over their own tokens, 0 where there are none.
     """
 
     detached: bool = False
     path: bool = False
+    parts: tuple[Part, ...] = ()
 
 
-MEGATRONS = Design()
+OF_ALL = Design()
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
@@ -50,7 +56,7 @@ def gradients(
     expected: Expected,
     which: str = "native",
     missing: bool = True,
-    design: Design = MEGATRONS,
+    design: Design = OF_ALL,
     counted: int | None = None,
 ) -> Mapping[str, torch.Tensor]:
     """By the checkpoint's names, those of `routed` and of the layers; computed once for equal checkpoints.
@@ -70,7 +76,7 @@ def gradients(
 
 
 def _gradients(
-    expected: Expected, routes: Sequence[Any] = (), design: Design = MEGATRONS, counted: int | None = None
+    expected: Expected, routes: Sequence[Any] = (), design: Design = OF_ALL, counted: int | None = None
 ) -> dict[str, torch.Tensor]:
     layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     model = _model(expected, layers + number)
@@ -82,7 +88,7 @@ def _gradients(
     parameters = {**dict(model.named_parameters()), **around}
     with forcing(expected, routes, more=number):
         labels_of = partial(labels, expected, counted=counted, path=design.path)
-        decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of)
+        decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of, design.parts)
     of = partial(torch.autograd.grad, inputs=list(parameters.values()), retain_graph=True, materialize_grads=True)
     by_module = dict(zip(parameters, of(decoder + ahead), strict=True))
     if design.detached:
@@ -109,6 +115,7 @@ def _losses(
     around: Mapping[str, torch.Tensor],
     tokens_BS: torch.Tensor,
     labels_of: Callable[[int], torch.Tensor],
+    parts: Sequence[Part] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The decoder's loss and the weighted one of all layers, on labels so many tokens ahead.
 
@@ -127,16 +134,22 @@ def _losses(
         for k, layer in enumerate(after, 1):
             enorm, hnorm, eh_proj, norm = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
             embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is behind every label
-            parts = [rms_norm(x, enorm.shape, w, eps) for x, w in ((embedded_BSH, enorm), (hidden_BSH, hnorm))]
-            out = layer(torch.cat(parts, -1) @ eh_proj.T, **given)
+            normed = [rms_norm(x, enorm.shape, w, eps) for x, w in ((embedded_BSH, enorm), (hidden_BSH, hnorm))]
+            out = layer(torch.cat(normed, -1) @ eh_proj.T, **given)
             hidden_BSH = rms_norm(out[0] if isinstance(out, tuple) else out, norm.shape, norm, eps)
-            added = added + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_of(k))
+            added = added + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_of(k), parts)
     return loss, added
 
 
-def _mean(logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy over the tokens of all rows that have a label."""
-    return cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), ignore_index=IGNORED)
+def _mean(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, parts: Sequence[Part] = ()) -> torch.Tensor:
+    """The mean cross entropy over the tokens of all rows that have a label, or of the means over those of each part."""
+    every = (tuple(range(len(labels_BS))), tuple(range(labels_BS.shape[1])))
+    means = []
+    for rows, at in parts or [every]:
+        own, within = labels_BS[list(rows)][:, list(at)].flatten(), logits_BSV[list(rows)][:, list(at)].flatten(0, 1)
+        total = cross_entropy(within, own, ignore_index=IGNORED, reduction="sum")
+        means.append(total / max(int((own != IGNORED).sum()), 1))
+    return torch.stack(means).mean()
 
 
 def _model(expected: Expected, layers: int) -> Any:

@@ -51,7 +51,13 @@ from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.config import always
 from moeref_conformance.selftest.faults.delta import Differences
 from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
-from moeref_conformance.selftest.faults.mtp import detached, masked_layers, microbatch_means, of_losses
+from moeref_conformance.selftest.faults.mtp import (
+    detached,
+    masked_layers,
+    means_of_parts,
+    microbatch_means,
+    of_losses,
+)
 from moeref_conformance.selftest.faults.quantised import PowersOfTwo
 from moeref_conformance.selftest.faults.roles import aliases, everywhere, in_turn
 from moeref_conformance.selftest.faults.stream import one_buffer, reading
@@ -673,12 +679,19 @@ _DESIGNS = (
         wrap=masked_layers(lambda mask_BS: mask_BS & mask_BS.roll(1, 1)),
         claims={"mtp_mask": "path"},
     ),
-    Benign(
-        id="mtp-mean-of-microbatches",
-        why="megatron-core's own: each rank divides the loss of MTP layers by its tokens of a microbatch",
-        cell=cell("glm4_moe", "one", mtp=1, batch="packed"),
-        wrap=of_losses(microbatch_means),
-        claims={"mtp_mean": "microbatch"},
+    *(
+        Benign(
+            id=f"mtp-mean-of-{of}",
+            why="megatron-core's own: each rank divides the loss of MTP layers by its tokens of a microbatch",
+            cell=at,
+            wrap=of_losses(change),
+            claims={"mtp_mean": "microbatch"},
+        )
+        for of, at, change in (
+            ("packs", cell("glm4_moe", "one", mtp=1, batch="packed"), microbatch_means),
+            ("trained-tokens", cell("glm4_moe", "one", mtp=1, loss_mask=True), microbatch_means),
+            ("parts", cell("glm4_moe", "cp2", mtp=1), means_of_parts),
+        )
     ),
     Benign(
         id="no-memory-until-loaded",

@@ -184,17 +184,30 @@ def _decoders_share(cell: Cell, rows_BS: torch.Tensor, mask_BS: torch.Tensor) ->
     return int(counted_BS[:, 1:].sum()) / int(counted_BS.sum())
 
 
-def microbatch_means(decoder: Step, layers: Step, cell: Cell) -> Step:
-    """The layers' loss is the mean over microbatches of means over their own tokens."""
+def by_microbatch(layers: Step, cell: Cell) -> Step:
+    """The mean over microbatches of one replica of means over their own tokens, 0 where nothing is trained on."""
 
-    def gradients(rows_BS: torch.Tensor) -> Any:
-        each = [layers(pack_BS) for pack_BS in torch.split(rows_BS, cell.rows)]
-        return _sum(decoder(rows_BS), {key: one / len(each) for key, one in _sum(*each).items()})
+    def gradients(*given: torch.Tensor) -> Any:
+        parts = list(zip(*(torch.split(of, cell.rows) for of in given), strict=True))
+        trained = [part for part in parts if len(part) == 1 or part[1].any()]
+        found = _sum(*(layers(*part) for part in trained))
+        return {key: one / len(parts) for key, one in found.items()}
 
     return gradients
 
 
-def _means_of_parts(decoder: Step, layers: Step, cell: Cell) -> Step:
+def microbatch_means(decoder: Step, layers: Step, cell: Cell) -> Step:
+    """The layers' loss is a mean of means."""
+    return lambda *given: _sum(decoder(*given), by_microbatch(layers, cell)(*given))
+
+
+def _microbatch_means_masked_early(decoder: Step, layers: Step, cell: Cell) -> Step:
+    """As `microbatch_means`, with a mask that is a token early."""
+    early = by_microbatch(layers, cell)
+    return lambda rows_BS, mask_BS: _sum(decoder(rows_BS, mask_BS), early(rows_BS, mask_BS.roll(-1, 1)))
+
+
+def means_of_parts(decoder: Step, layers: Step, cell: Cell) -> Step:
     """The layers' loss is the mean over CP ranks of means over their own tokens."""
 
     def gradients(rows_BS: torch.Tensor) -> Any:
@@ -282,6 +295,15 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
+        id="mtp-mask-a-token-early-by-microbatch",
+        bug="miles#3219: the same where each microbatch has a mean of its own, as megatron-core has it",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=of_losses(_microbatch_means_masked_early),
+        claims={"mtp_mean": "microbatch"},
+        one_rank=True,
+    ),
+    Fault(
         id="mtp-mask-not-passed",
         bug="Megatron-Bridge#6103, ms-swift#8192: MTP layers get no mask, and train on prompts too",
         rules=("GRD-001",),
@@ -320,7 +342,7 @@ FAULTS = (
         bug="megatron-core in kind: MTP layers divide by each CP rank's tokens, so that gradients depend on CP",
         rules=("GRD-001",),
         cell=cell("glm4_moe", "cp2", mtp=1),
-        wrap=of_losses(_means_of_parts),
+        wrap=of_losses(means_of_parts),
         one_rank=True,
     ),
     Fault(

@@ -172,8 +172,8 @@ class Gradients(Protocol):
         multiples of 2·PP microbatches under interleaving. Not asked in bf16.
 
         In a cell with `loss_mask`, and in no other, `mask_BS` is True for tokens that are trained on. The mean is over
-        the predictions of these alone, whatever row, microbatch or replica they are in; some have none. So are the
-        means of multi-token prediction layers. The first token of a row is never one.
+        the predictions of these alone, whatever row, microbatch or replica they are in; some have none. Multi-token
+        prediction layers train on the same tokens. The first token of a row is never one.
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are

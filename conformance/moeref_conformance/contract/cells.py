@@ -262,8 +262,8 @@ class Claims:
     memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     mtp_detached: bool = False  # the loss of multi-token prediction layers trains these alone: no embedding, no head
-    mtp_mask: str = "target"  # that loss counts where a step trains on what is predicted, or on all tokens up to it
-    mtp_mean: str = "step"  # of what that loss is one: all tokens of a step, or those of a rank in a microbatch
+    mtp_mask: str = "target"  # it counts where the predicted token is trained on, or where all on the path to that are
+    mtp_mean: str = "step"  # it is a mean over all tokens of a step, or over those of a rank in a microbatch
     non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share

@@ -31,7 +31,14 @@ from moeref_conformance.judges.common import (
     within,
     without,
 )
-from moeref_conformance.judges.observed_routes import oracle, oracle_of, oracle_recorded, rounding, with_mtp
+from moeref_conformance.judges.observed_routes import (
+    native_gradients,
+    oracle,
+    oracle_of,
+    oracle_recorded,
+    rounding,
+    with_mtp,
+)
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
@@ -51,7 +58,7 @@ def gradients_are_transformers(case: Case) -> Outcome:
         return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-008"))
     if no := _no_loss(case) or unmeasured(case):
         return no
-    want = with_mtp(case, "native") if case.cell.mtp else oracle(case, "native", case.cell.router_loss).gradients
+    want = native_gradients(case, case.cell.router_loss)
     return _compared(case, "gradients", {"gradients": want}, _against)
 
 

@@ -72,6 +72,13 @@ def oracle(case: Case, which: str, router_loss: str = "", counted: int | None = 
     return routed.under(expected(case), which, case.claims.missing_rows, balancing=balancing, counted=counted)
 
 
+def native_gradients(case: Case, router_loss: str = "", counted: int | None = None) -> Mapping[str, torch.Tensor]:
+    """The gradients of a step under the routers' own routes, with what the cell's model has besides its decoder."""
+    if case.cell.mtp:
+        return with_mtp(case, "native", counted)
+    return oracle(case, "native", router_loss, counted).gradients
+
+
 def with_mtp(case: Case, which: str, counted: int | None = None) -> Mapping[str, torch.Tensor]:
     """The gradients of a step with multi-token prediction layers, under these routes of the decoder's."""
     claims = case.claims

@@ -30,7 +30,7 @@ from moeref_conformance.judges.common import (
     within,
     without,
 )
-from moeref_conformance.judges.observed_routes import oracle, with_mtp
+from moeref_conformance.judges.observed_routes import native_gradients
 from moeref_conformance.oracles import optimizer
 from moeref_conformance.oracles.placement import ExpectedShard, Placement
 from moeref_conformance.oracles.published import COPIES
@@ -130,17 +130,14 @@ def norms_are_the_models(case: Case) -> Outcome:
 def _trained(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of parameters. Copies of embedding and head that a checkpoint has with each layer are none of their own."""
     own = {name: gradient for name, gradient in gradients.items() if not gradient.isnan().any()}
-    return {name: own[name] for name in own if name.startswith("model.embed_tokens") or not name.endswith(COPIES)}
+    return {name: own[name] for name in own if not (name.startswith("model.layers.") and name.endswith(COPIES))}
 
 
 @once
 def _gradients(case: Case) -> dict[str, Placement]:
     """transformers' gradients of each step."""
     counted = {step: case.cell.rows if step == STILL else None for step in rates(case.cell)}
-    found = {
-        step: with_mtp(case, "native", rows) if case.cell.mtp else oracle(case, "native", counted=rows).gradients
-        for step, rows in counted.items()
-    }
+    found = {step: native_gradients(case, counted=rows) for step, rows in counted.items()}
     return {step: Placement(case.cell, expected(case).config, gradients) for step, gradients in found.items()}
 
 

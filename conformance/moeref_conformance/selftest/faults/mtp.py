@@ -223,20 +223,20 @@ def means_of_parts(decoder: Step, layers: Step, cell: Cell) -> Step:
     return gradients
 
 
-def _of_the_head(decoder: Step, layers: Step, cell: Cell) -> Step:
-    """The layers' loss trains the layers and the head, which is not detached as embedding and decoder are."""
-    return lambda *given: {
-        key: alone + (added if "mtp" in key[1] or "output_layer" in key[1] else 0.0)
-        for (key, alone), added in zip(decoder(*given).items(), layers(*given).values(), strict=True)
-    }
+def trained_by_layers(*parts: str) -> Callable[[Step, Step, Cell], Step]:
+    """The layers' loss trains the parameters with one of these `parts` in their name alone."""
+
+    def change(decoder: Step, layers: Step, cell: Cell) -> Step:
+        return lambda *given: {
+            key: alone + (added if any(part in key[1] for part in parts) else 0.0)
+            for (key, alone), added in zip(decoder(*given).items(), layers(*given).values(), strict=True)
+        }
+
+    return change
 
 
-def detached(decoder: Step, layers: Step, cell: Cell) -> Step:
-    """The layers' loss trains the layers alone."""
-    return lambda *given: {
-        key: alone + (added if "mtp" in key[1] else 0.0)
-        for (key, alone), added in zip(decoder(*given).items(), layers(*given).values(), strict=True)
-    }
+#: The layers alone, detached from embedding, decoder and head.
+detached = trained_by_layers("mtp")
 
 
 def _rolled(change: Callable[[dict[str, Any]], Any]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
@@ -350,7 +350,7 @@ FAULTS = (
         bug="verl#6432: the loss of MTP layers is to train these alone, and trains the head, which has its own weight",
         rules=("GRD-001",),
         cell=cell("glm4_moe", "one", mtp=1),
-        wrap=of_losses(_of_the_head),
+        wrap=of_losses(trained_by_layers("mtp", "output_layer")),
         claims={"mtp_detached": True},
         one_rank=True,
         says="the gradient of output_layer.weight is off",

@@ -16,9 +16,18 @@ from tests.kit.shared_world import Shared
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 
-@pytest.mark.parametrize("cell", ["qwen3_moe/tp2-pp2-ep2-etp1/gloo", "qwen3_moe+R3/tp2-ep2/gloo"])
+CELLS = (
+    "qwen3_moe/tp2-ep2-etp1/gloo",
+    "qwen3_moe+R2/tp2-pp2-vpp2-ep2-etp1/gloo",
+    "qwen3_moe+optimizer-step/one/gloo",
+    "qwen3_next+optimizer-step/tp2-ep2-etp1/gloo",
+    "glm4_moe+mtp1+optimizer-step/pp2-vpp2-ep2/gloo",
+)
+
+
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_rank_imports_nothing_of_weight(cell: str, shared_world: ForkedWorld, tmp_path: Path) -> None:
-    (chosen,) = matrix.load("smoke").select([cell])
+    (chosen,) = matrix.load("cpu").select([cell])
     world = Shared(shared_world, "moeref_conformance.targets.moeref:target", entry="rank_imports:run")
     Bench(world, tmp_path, target).observe(chosen, 60)
     imported = [json.loads(file.read_text()) for file in tmp_path.rglob("imported.json")]

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from moeref.megatron.optimizer import Trainer
 
 Row = TypeVar("Row")
+#: Megatron and torch import these in the first optimizer or recorded step: more than a second in each rank.
+_IMPORTED_LATE = (
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.models.hybrid.hybrid_block",
+    "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+)
 
 
 class _Tables:
@@ -557,6 +564,9 @@ class MoerefTarget:
         """Import what uses megatron-core, and read its version and fields, once instead of in every rank."""
         for name in ("megatron", "megatron.replay", "megatron.seeding", "megatron.optimizer"):
             importlib.import_module(f"moeref.{name}")
+        for name in _IMPORTED_LATE:
+            with suppress(ImportError):  # older versions lack some
+                importlib.import_module(name)
         for mla in (False, True):
             core.transformer_config(record.installed_core(), mla=mla)
 

@@ -1,8 +1,9 @@
-"""Rank entry: all steps, and which modules they imported."""
+"""Rank entry: all steps, which modules they imported, and under which scheduling policy the rank runs."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,3 +15,4 @@ def run(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder
     there = set(sys.modules)
     run_rank(target, cell, world, inputs, folder)
     (folder / "imported.json").write_text(json.dumps(sorted(sys.modules.keys() - there)))
+    (folder / "policy.json").write_text(json.dumps(os.sched_getscheduler(0)))

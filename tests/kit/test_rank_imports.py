@@ -1,8 +1,12 @@
-"""What every rank needs is imported once, before the fork: torch's compiler alone takes as long as a small cell."""
+"""What makes ranks cheap: imports before the fork, and a scheduling policy.
+
+torch's compiler alone takes as long as a small cell, and without the policy gloo's threads spin for each other's locks.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,7 @@ def test_a_rank_imports_nothing_of_weight(cell: str, shared_world: ForkedWorld, 
     (chosen,) = matrix.load("cpu").select([cell])
     world = Shared(shared_world, "moeref_conformance.targets.moeref:target", entry="rank_imports:run")
     Bench(world, tmp_path, target).observe(chosen, 60)
+    assert {json.loads(file.read_text()) for file in tmp_path.rglob("policy.json")} == {os.SCHED_BATCH}
     imported = [json.loads(file.read_text()) for file in tmp_path.rglob("imported.json")]
     assert len(imported) == chosen.layout.world
     heavy = ("megatron", "moeref", "numpy", "torch", "transformers")

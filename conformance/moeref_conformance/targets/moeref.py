@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from moeref.megatron.optimizer import Trainer
 
 Row = TypeVar("Row")
-#: Megatron and torch import these in the first optimizer or recorded step: more than a second in each rank.
-_IMPORTED_LATE = (
-    "megatron.core.models.mimo.optimizer",
-    "megatron.core.models.hybrid.hybrid_block",
-    "torch._dynamo",
-    "torch.profiler._cupti_monitor",
-)
 
 
 class _Tables:
@@ -564,9 +557,12 @@ class MoerefTarget:
         """Import what uses megatron-core, and read its version and fields, once instead of in every rank."""
         for name in ("megatron", "megatron.replay", "megatron.seeding", "megatron.optimizer"):
             importlib.import_module(f"moeref.{name}")
-        for name in _IMPORTED_LATE:
-            with suppress(ImportError):  # older versions lack some
-                importlib.import_module(name)
+        # What torch and Megatron import in the first optimizer or the first step: more than a second in each rank.
+        importlib.import_module("torch._dynamo")
+        with suppress(ImportError):  # some versions lack one of them
+            importlib.import_module("torch.profiler._cupti_monitor")
+            importlib.import_module("megatron.core.models.hybrid.hybrid_block")
+            importlib.import_module("megatron.core.models.mimo.optimizer")
         for mla in (False, True):
             core.transformer_config(record.installed_core(), mla=mla)
 

@@ -28,7 +28,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "missing_rows": (True, False),
     "mtp_detached": (False, True),
     "mtp_mask": ("target", "path"),
-    "mtp_mean": ("step", "microbatch"),
+    "mtp_mean": ("step", "microbatch", "per_token"),
     "non_writers": ("names", "nothing"),
     "order": ORDERS,
     "receivers": ("writer", "all", "share"),
@@ -263,7 +263,9 @@ class Claims:
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     mtp_detached: bool = False  # the loss of multi-token prediction layers trains these alone: no embedding, no head
     mtp_mask: str = "target"  # it counts where the predicted token is trained on, or where all on the path to that are
-    mtp_mean: str = "step"  # it is a mean over all tokens of a step, or over those of a rank in a microbatch
+    #: It is a mean over all tokens of a step, or of means over those of a rank in a `microbatch`, which count alike, or
+    #: `per_token` that the decoder trains on there, as under megatron-core's calculate_per_token_loss.
+    mtp_mean: str = "step"
     non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share

@@ -82,8 +82,12 @@ def native_gradients(case: Case, router_loss: str = "", counted: int | None = No
 def with_mtp(case: Case, which: str, counted: int | None = None) -> Mapping[str, torch.Tensor]:
     """The gradients of a step with multi-token prediction layers, under these routes of the decoder's."""
     claims = case.claims
-    parts = _parts(case, counted) if claims.mtp_mean == "microbatch" else ()
-    design = mtp.Design(detached=claims.mtp_detached, path=claims.mtp_mask == "path", parts=parts)
+    design = mtp.Design(
+        detached=claims.mtp_detached,
+        path=claims.mtp_mask == "path",
+        parts=_parts(case, counted) if claims.mtp_mean != "step" else (),
+        by_tokens=claims.mtp_mean == "per_token",
+    )
     return mtp.gradients(expected(case), which, claims.missing_rows, design, counted)
 
 

@@ -37,12 +37,13 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]
 class Design:
     """Of the layers' loss: `detached`, it trains the layers alone, neither decoder nor embedding nor head; with `path`
     it counts where a step trains on all tokens up to what is predicted; with `parts` it is the mean over these of means
-    over their own tokens, 0 where there are none.
+    over their own tokens, 0 where there are none. These means count alike, or `by_tokens` that the decoder trains on.
     """
 
     detached: bool = False
     path: bool = False
     parts: tuple[Part, ...] = ()
+    by_tokens: bool = False
 
 
 OF_ALL = Design()
@@ -88,7 +89,7 @@ def _gradients(
     parameters = {**dict(model.named_parameters()), **around}
     with forcing(expected, routes, more=number):
         labels_of = partial(labels, expected, counted=counted, path=design.path)
-        decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of, design.parts)
+        decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of, design)
     of = partial(torch.autograd.grad, inputs=list(parameters.values()), retain_graph=True, materialize_grads=True)
     by_module = dict(zip(parameters, of(decoder + ahead), strict=True))
     if design.detached:
@@ -115,7 +116,7 @@ def _losses(
     around: Mapping[str, torch.Tensor],
     tokens_BS: torch.Tensor,
     labels_of: Callable[[int], torch.Tensor],
-    parts: Sequence[Part] = (),
+    design: Design = OF_ALL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The decoder's loss and the weighted one of all layers, on labels so many tokens ahead.
 
@@ -131,25 +132,35 @@ def _losses(
         handle.remove()
         given.pop("hidden_states", None)
         loss, added = _mean(model.lm_head(hidden_BSH), labels_of(0)), torch.zeros(())
+        weighing = labels_of(0) if design.by_tokens else None
         for k, layer in enumerate(after, 1):
             enorm, hnorm, eh_proj, norm = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
             embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is behind every label
             normed = [rms_norm(x, enorm.shape, w, eps) for x, w in ((embedded_BSH, enorm), (hidden_BSH, hnorm))]
             out = layer(torch.cat(normed, -1) @ eh_proj.T, **given)
             hidden_BSH = rms_norm(out[0] if isinstance(out, tuple) else out, norm.shape, norm, eps)
-            added = added + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_of(k), parts)
+            added = added + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_of(k), design.parts, weighing)
     return loss, added
 
 
-def _mean(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, parts: Sequence[Part] = ()) -> torch.Tensor:
-    """The mean cross entropy over the tokens of all rows that have a label, or of the means over those of each part."""
+def _mean(
+    logits_BSV: torch.Tensor,
+    labels_BS: torch.Tensor,
+    parts: Sequence[Part] = (),
+    weighing_BS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The mean cross entropy over the tokens of all rows that have a label, or of the means over those of each part.
+
+    A part counts by its labels in `weighing_BS`, or all count alike.
+    """
     every = (tuple(range(len(labels_BS))), tuple(range(labels_BS.shape[1])))
-    means = []
+    means, weights = [], []
     for rows, at in parts or [every]:
         own, within = labels_BS[list(rows)][:, list(at)].flatten(), logits_BSV[list(rows)][:, list(at)].flatten(0, 1)
         total = cross_entropy(within, own, ignore_index=IGNORED, reduction="sum")
         means.append(total / max(int((own != IGNORED).sum()), 1))
-    return torch.stack(means).mean()
+        weights.append(1 if weighing_BS is None else int((weighing_BS[list(rows)][:, list(at)] != IGNORED).sum()))
+    return torch.stack(means) @ (torch.tensor(weights) / sum(weights))
 
 
 def _model(expected: Expected, layers: int) -> Any:

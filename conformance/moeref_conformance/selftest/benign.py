@@ -54,6 +54,7 @@ from moeref_conformance.selftest.faults.loading import padded_with, unknown_skip
 from moeref_conformance.selftest.faults.mtp import (
     detached,
     masked_layers,
+    means_by_tokens,
     means_of_parts,
     microbatch_means,
     of_losses,
@@ -692,6 +693,13 @@ _DESIGNS = (
             ("trained-tokens", cell("glm4_moe", "one", mtp=1, loss_mask=True), microbatch_means),
             ("parts", cell("glm4_moe", "cp2", mtp=1), means_of_parts),
         )
+    ),
+    Benign(
+        id="mtp-mean-per-token",
+        why="calculate_per_token_loss: megatron-core's means of microbatches count by the decoder's tokens",
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=of_losses(means_by_tokens),
+        claims={"mtp_mean": "per_token"},
     ),
     Benign(
         id="no-memory-until-loaded",

@@ -184,14 +184,18 @@ def _decoders_share(cell: Cell, rows_BS: torch.Tensor, mask_BS: torch.Tensor) ->
     return int(counted_BS[:, 1:].sum()) / int(counted_BS.sum())
 
 
-def by_microbatch(layers: Step, cell: Cell) -> Step:
-    """The mean over microbatches of one replica of means over their own tokens, 0 where nothing is trained on."""
+def by_microbatch(layers: Step, cell: Cell, weight: Callable[..., int] = lambda *part: 1) -> Step:
+    """The mean over microbatches of one replica of means over their own tokens, 0 where nothing is trained on.
+
+    A microbatch counts by its `weight(rows_BS, mask_BS)`.
+    """
 
     def gradients(*given: torch.Tensor) -> Any:
         parts = list(zip(*(torch.split(of, cell.rows) for of in given), strict=True))
-        trained = [part for part in parts if len(part) == 1 or part[1].any()]
-        found = _sum(*(layers(*part) for part in trained))
-        return {key: one / len(parts) for key, one in found.items()}
+        weights = [weight(*part) for part in parts]
+        trained = [at for at, part in enumerate(parts) if len(part) == 1 or part[1].any()]
+        scaled = [{key: weights[at] * one for key, one in layers(*parts[at]).items()} for at in trained]
+        return {key: one / sum(weights) for key, one in _sum(*scaled).items()}
 
     return gradients
 
@@ -199,6 +203,12 @@ def by_microbatch(layers: Step, cell: Cell) -> Step:
 def microbatch_means(decoder: Step, layers: Step, cell: Cell) -> Step:
     """The layers' loss is a mean of means."""
     return lambda *given: _sum(decoder(*given), by_microbatch(layers, cell)(*given))
+
+
+def means_by_tokens(decoder: Step, layers: Step, cell: Cell) -> Step:
+    """The layers' loss is a mean of means, which count by the tokens that the decoder trains on."""
+    counted = by_microbatch(layers, cell, lambda rows_BS, mask_BS: int(mask_BS[:, 1:].sum()))
+    return lambda *given: _sum(decoder(*given), counted(*given))
 
 
 def _microbatch_means_masked_early(decoder: Step, layers: Step, cell: Cell) -> Step:
@@ -301,6 +311,15 @@ FAULTS = (
         cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
         wrap=of_losses(_microbatch_means_masked_early),
         claims={"mtp_mean": "microbatch"},
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-microbatches-alike",
+        bug="calculate_per_token_loss weighs microbatches by tokens, and MTP layers' loss is divided as without it",
+        rules=("GRD-001",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=of_losses(microbatch_means),
+        claims={"mtp_mean": "per_token"},
         one_rank=True,
     ),
     Fault(

@@ -113,6 +113,17 @@ def _replicas_counted(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(tensor_parallel, "param_is_not_tensor_parallel_duplicate", return_value=True)
 
 
+def _by_dense_ranks(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """A parameter that is not cut over TP counts on the first rank of the dense layers' TP group, an expert too."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    def counted(parameter: Any, *groups: Any, **named: Any) -> bool:
+        cut: bool = getattr(parameter, "tensor_model_parallel", False)
+        return cut or parallel_state.get_tensor_model_parallel_rank() == 0
+
+    return mock.patch.object(tensor_parallel, "param_is_not_tensor_parallel_duplicate", counted)
+
+
 def _copies_counted(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """No parameter is taken for a copy of the embedding."""
     from megatron.core.optimizer import optimizer
@@ -332,6 +343,15 @@ FAULTS = (
         cell=cell("gpt_oss", "tp2-ep2-etp1", layers=8, optimizer_step=True),
         wrap=marked("tensor_model_parallel", False, "softmax_offset"),
         says="the norm of the gradient is",
+    ),
+    Fault(
+        id="norm-with-experts-of-the-first-tp-rank",
+        bug="Megatron-LM#5916, Megatron-LM#6470: experts pass for replicas over TP, but for those of TP rank 0",
+        rules=("OPT-003",),
+        cell=cell("qwen3_moe", "tp2-ep2-etp1", optimizer_step=True),
+        wrap=marked("tensor_model_parallel", False, ".experts."),
+        patch=_by_dense_ranks,
+        diagnosis="times the right one",
     ),
     Fault(
         id="norm-counts-replicas",

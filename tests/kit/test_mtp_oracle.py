@@ -33,6 +33,15 @@ def test_every_parameter_has_one_and_copies_have_that_of_both_uses(want: Expecte
     assert torch.equal(found["model.layers.2.shared_head.head.weight"], found["lm_head.weight"])
 
 
+def test_fused_experts_have_theirs_stacked(tmp_path: Path) -> None:
+    want = expected(cell("glm4_moe", "one", mtp=1, expert_format="fused"), tmp_path)
+    found = mtp.gradients(want)
+    assert {name: g.shape for name, g in found.items()} == {name: t.shape for name, t in want.tensors.items()}
+    assert found["model.layers.2.mlp.experts.gate_up_proj"].any()
+    without = {name for name, gradient in found.items() if bool(gradient.isnan().any())}
+    assert without == {name for name in want.tensors if name.endswith("e_score_correction_bias")}
+
+
 @pytest.mark.parametrize("which", ["native", "a"])
 def test_without_their_factor_the_decoder_has_its_own(
     want: Expected, which: str, monkeypatch: pytest.MonkeyPatch

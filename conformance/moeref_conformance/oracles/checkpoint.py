@@ -288,8 +288,8 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
 
 def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Multi-token prediction layers, which transformers does not build: as they are published, with random values."""
-    if cell.expert_format != "per_expert" or cell.tied:
-        raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied per_expert checkpoints only")
+    if cell.tied:
+        raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied checkpoints only")
     tensors = {}
     for number in range(cell.checkpoint_mtp):
         for name, like in sorted(published.mtp_layer(cell.layers, number, decoder).items()):

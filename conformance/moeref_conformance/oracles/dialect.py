@@ -7,7 +7,7 @@ published files need not know it. transformers reads the same from both, which a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,11 @@ def in_files(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def as_named(model: Any, tensors: Mapping[str, torch.Tensor], names: Container[str]) -> dict[str, torch.Tensor]:
+    """Tensors of a module by its own names, if a checkpoint has these `names` (a fused one), or as `in_files`."""
+    return dict(tensors) if all(name in names for name in tensors) else in_files(model, tensors)
 
 
 def as_published(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, rms_norm
 
-from moeref_conformance.oracles.dialect import in_files
+from moeref_conformance.oracles.dialect import as_named
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.published import COPIES
 from moeref_conformance.oracles.routed import IGNORED, forcing, given_routes, labels, unlisted
@@ -95,7 +95,7 @@ def _gradients(
     if design.detached:
         alone = dict(zip(parameters, of(decoder), strict=True))
         by_module |= {name: alone[name] for name in alone if not _in_layers(name, layers)}
-    own = in_files(model, {name: by_module[name] for name in by_module if name not in around})
+    own = as_named(model, {name: by_module[name] for name in by_module if name not in around}, expected.tensors)
     made = {**own, **{name: by_module[name] for name in around}}
     for k in range(number):
         copied = (made["model.embed_tokens.weight"], made["lm_head.weight"])
@@ -166,7 +166,9 @@ def _mean(
 def _model(expected: Expected, layers: int) -> Any:
     """transformers' module with so many decoder layers, those of multi-token prediction among them, in fp32."""
     import transformers
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder = expected.inputs["checkpoint"]
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     for name in ("layer_types", "mlp_layer_types"):  # of each layer

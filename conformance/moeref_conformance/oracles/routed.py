@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
-from moeref_conformance.oracles.dialect import in_files
+from moeref_conformance.oracles.dialect import as_named
 from moeref_conformance.oracles.expected import Expected
 
 #: Row of a route that the engine did not give.
@@ -259,9 +259,7 @@ def _gradients(
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
     parameters = dict(model.named_parameters())
     found = torch.autograd.grad(loss + more, list(parameters.values()), materialize_grads=True)
-    gradients = dict(zip(parameters, found, strict=True))
-    if not gradients.keys() <= expected.tensors.keys():  # a fused checkpoint has the module's own names
-        gradients = in_files(model, gradients)
+    gradients = as_named(model, dict(zip(parameters, found, strict=True)), expected.tensors)
     nan = torch.tensor(torch.nan)
     return {name: gradients.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
 

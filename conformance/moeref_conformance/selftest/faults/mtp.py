@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -68,6 +69,23 @@ def _added_of_the_files(session: Any, cell: Cell, world: World) -> Any:
 
     loaded = border.after_load(session, lambda folder: files.update(_after_the_decoder(folder, cell)))
     return border.stream(loaded, added)
+
+
+def _one_expert_after_the_other(pairs: Iterator[border.Pair]) -> Iterator[border.Pair]:
+    """The fused experts of MTP layers are sent by the names that a checkpoint per expert has."""
+    for meta, tensor in pairs:
+        stack, fused, part = meta.name.partition(".mlp.experts.")
+        if not fused or not stack.endswith("layers.2"):
+            yield meta, tensor
+            del tensor
+            continue
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        shape = (meta.shape[1] // len(names), meta.shape[2])
+        for expert, name in itertools.product(range(meta.shape[0]), names):
+            own = None if tensor is None else tensor[expert].chunk(len(names))[names.index(name)].clone()
+            yield replace(meta, name=f"{stack}.mlp.experts.{expert}.{name}.weight", shape=shape), own
+            del own
+        del tensor
 
 
 def _reduced_by_the_first(session: Any, cell: Cell, world: World) -> Any:
@@ -441,6 +459,16 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2", mtp=1),
         wrap=described(_experts_of_the_decoder),
         says="model.layers.2.mlp.experts.0.down_proj.weight was never sent",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-experts-not-fused",
+        bug="Megatron-Bridge#4329: MTP layers have names per expert, and the checkpoint has their experts fused",
+        rules=("EXP-001",),
+        also=("EXP-004",),
+        cell=cell("glm4_moe", "ep2", mtp=1, expert_format="fused"),
+        wrap=lambda session, cell, world: border.stream(session, _one_expert_after_the_other),
+        says="model.layers.2.mlp.experts.down_proj was never sent",
         one_rank=True,
     ),
     Fault(

@@ -559,8 +559,9 @@ class MoerefTarget:
             importlib.import_module(f"moeref.{name}")
         # What torch and Megatron import in the first optimizer or the first step: more than a second in each rank.
         importlib.import_module("torch._dynamo")
-        with suppress(ImportError):  # some versions lack one of them
+        with suppress(ImportError):  # older versions of torch
             importlib.import_module("torch.profiler._cupti_monitor")
+        with suppress(ImportError):  # and of megatron-core lack them
             importlib.import_module("megatron.core.models.hybrid.hybrid_block")
             importlib.import_module("megatron.core.models.mimo.optimizer")
         for mla in (False, True):

@@ -131,15 +131,18 @@ def _losses(
         hidden_BSH = decoder(tokens_BS, use_cache=False).last_hidden_state
         handle.remove()
         given.pop("hidden_states", None)
-        loss, added = _mean(model.lm_head(hidden_BSH), labels_of(0)), torch.zeros(())
-        weighing = labels_of(0) if design.by_tokens else None
+        own_BS = labels_of(0)
+        loss, added = _mean(model.lm_head(hidden_BSH), own_BS), torch.zeros(())
+        weighing_BS = own_BS if design.by_tokens else None
         for k, layer in enumerate(after, 1):
             enorm, hnorm, eh_proj, norm = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
             embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is behind every label
             normed = [rms_norm(x, enorm.shape, w, eps) for x, w in ((embedded_BSH, enorm), (hidden_BSH, hnorm))]
             out = layer(torch.cat(normed, -1) @ eh_proj.T, **given)
             hidden_BSH = rms_norm(out[0] if isinstance(out, tuple) else out, norm.shape, norm, eps)
-            added = added + FACTOR / len(after) * _mean(model.lm_head(hidden_BSH), labels_of(k), design.parts, weighing)
+            added = added + FACTOR / len(after) * _mean(
+                model.lm_head(hidden_BSH), labels_of(k), design.parts, weighing_BS
+            )
     return loss, added
 
 
@@ -156,10 +159,11 @@ def _mean(
     every = (tuple(range(len(labels_BS))), tuple(range(labels_BS.shape[1])))
     means, weights = [], []
     for rows, at in parts or [every]:
-        own, within = labels_BS[list(rows)][:, list(at)].flatten(), logits_BSV[list(rows)][:, list(at)].flatten(0, 1)
+        of = torch.tensor(rows)[:, None], torch.tensor(at)
+        own, within = labels_BS[of].flatten(), logits_BSV[of].flatten(0, 1)
         total = cross_entropy(within, own, ignore_index=IGNORED, reduction="sum")
         means.append(total / max(int((own != IGNORED).sum()), 1))
-        weights.append(1 if weighing_BS is None else int((weighing_BS[list(rows)][:, list(at)] != IGNORED).sum()))
+        weights.append(1 if weighing_BS is None else int((weighing_BS[of] != IGNORED).sum()))
     return torch.stack(means) @ (torch.tensor(weights) / sum(weights))
 
 

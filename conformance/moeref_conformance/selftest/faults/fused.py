@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,22 @@ def _sent_fused(session: Any, cell: Cell, world: World) -> Any:
     return border.stream(_plan_fused(session, cell, world), rewrite)
 
 
+def _mtp_per_expert(pairs: Iterator[Pair]) -> Iterator[Pair]:
+    """The fused experts of an MTP layer are sent one by one, by the names of a checkpoint per expert."""
+    for meta, tensor in pairs:
+        stack, _, part = meta.name.rpartition(".")
+        if stack != "model.layers.2.mlp.experts":
+            yield meta, tensor
+        else:
+            names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+            experts, rows, columns = meta.shape
+            for expert, (half, name) in product(range(experts), enumerate(names)):
+                own = None if tensor is None else tensor[expert].chunk(len(names))[half].clone()
+                yield replace(meta, name=f"{stack}.{expert}.{name}.weight", shape=(rows // len(names), columns)), own
+                del own
+        del tensor
+
+
 def _left_as_built(part: str) -> border.Change:
     """Loading writes to copies of the parameters whose local name contains `part`."""
 
@@ -93,6 +110,16 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_sent_fused,
         says="gate_up_proj",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-experts-not-fused",
+        bug="Megatron-Bridge#4329: MTP layers have names per expert, and the checkpoint has their experts fused",
+        rules=("EXP-001",),
+        also=("EXP-004",),
+        cell=cell("glm4_moe", "ep2", mtp=1, expert_format="fused"),
+        wrap=lambda session, cell, world: border.stream(session, _mtp_per_expert),
+        says="model.layers.2.mlp.experts.down_proj was never sent",
         one_rank=True,
     ),
     Fault(

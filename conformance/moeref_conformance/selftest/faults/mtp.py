@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -69,23 +68,6 @@ def _added_of_the_files(session: Any, cell: Cell, world: World) -> Any:
 
     loaded = border.after_load(session, lambda folder: files.update(_after_the_decoder(folder, cell)))
     return border.stream(loaded, added)
-
-
-def _one_expert_after_the_other(pairs: Iterator[border.Pair]) -> Iterator[border.Pair]:
-    """The fused experts of MTP layers are sent by the names that a checkpoint per expert has."""
-    for meta, tensor in pairs:
-        stack, fused, part = meta.name.partition(".mlp.experts.")
-        if not fused or not stack.endswith("layers.2"):
-            yield meta, tensor
-            del tensor
-            continue
-        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
-        shape = (meta.shape[1] // len(names), meta.shape[2])
-        for expert, name in itertools.product(range(meta.shape[0]), names):
-            own = None if tensor is None else tensor[expert].chunk(len(names))[names.index(name)].clone()
-            yield replace(meta, name=f"{stack}.mlp.experts.{expert}.{name}.weight", shape=shape), own
-            del own
-        del tensor
 
 
 def _reduced_by_the_first(session: Any, cell: Cell, world: World) -> Any:
@@ -211,9 +193,9 @@ def by_microbatch(layers: Step, cell: Cell, weight: Callable[..., int] = lambda 
     def gradients(*given: torch.Tensor) -> Any:
         parts = list(zip(*(torch.split(of, cell.rows) for of in given), strict=True))
         weights = [weight(*part) for part in parts]
-        trained = [at for at, part in enumerate(parts) if len(part) == 1 or part[1].any()]
-        scaled = [{key: weights[at] * one for key, one in layers(*parts[at]).items()} for at in trained]
-        return {key: one / sum(weights) for key, one in _sum(*scaled).items()}
+        trained = [(share, part) for share, part in zip(weights, parts, strict=True) if len(part) == 1 or part[1].any()]
+        found = _sum(*({key: share * one for key, one in layers(*part).items()} for share, part in trained))
+        return {key: one / sum(weights) for key, one in found.items()}
 
     return gradients
 
@@ -225,7 +207,7 @@ def microbatch_means(decoder: Step, layers: Step, cell: Cell) -> Step:
 
 def means_by_tokens(decoder: Step, layers: Step, cell: Cell) -> Step:
     """The layers' loss is a mean of means, which count by the tokens that the decoder trains on."""
-    counted = by_microbatch(layers, cell, lambda rows_BS, mask_BS: int(mask_BS[:, 1:].sum()))
+    counted = by_microbatch(layers, cell, lambda rows_BS, mask_BS: int(mask_BS.sum()))
     return lambda *given: _sum(decoder(*given), counted(*given))
 
 
@@ -459,16 +441,6 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2", mtp=1),
         wrap=described(_experts_of_the_decoder),
         says="model.layers.2.mlp.experts.0.down_proj.weight was never sent",
-        one_rank=True,
-    ),
-    Fault(
-        id="mtp-experts-not-fused",
-        bug="Megatron-Bridge#4329: MTP layers have names per expert, and the checkpoint has their experts fused",
-        rules=("EXP-001",),
-        also=("EXP-004",),
-        cell=cell("glm4_moe", "ep2", mtp=1, expert_format="fused"),
-        wrap=lambda session, cell, world: border.stream(session, _one_expert_after_the_other),
-        says="model.layers.2.mlp.experts.down_proj was never sent",
         one_rank=True,
     ),
     Fault(

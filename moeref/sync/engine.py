@@ -134,6 +134,10 @@ class Intake:
         """The begun update is reverted."""
         self.update = None
 
+    def drop(self) -> None:
+        """The weights are gone, as in a sleep that keeps none: the version is -1, and every update is sent."""
+        self.version, self.receipt = -1, None
+
 
 def check(update: Update, version: int, *, drafts: bool) -> None:
     """Raises Refused for an update that does not fit an engine at `version` with or without `drafts`."""

@@ -29,13 +29,13 @@ FOLLOWS: Mapping[State, frozenset[State]] = {
     # RESET: the engine has this version already. RESUME: it may be half paused. SERVING: it refused to pause.
     _S.SERVING: frozenset({_S.PAUSE}),
     _S.PAUSE: frozenset({_S.WAKE_WEIGHTS, _S.BEGIN, _S.RESET, _S.RESUME, _S.SERVING}),
-    _S.WAKE_WEIGHTS: frozenset({_S.BEGIN, _S.RESET, _S.WAKE_KV}),
+    _S.WAKE_WEIGHTS: frozenset({_S.BEGIN, _S.RESET}),
     # BEGIN: another attempt. From here on until COMMIT is over, weights may be torn.
-    _S.BEGIN: frozenset({_S.SEND, _S.BEGIN, _S.REVERT, _S.WAKE_KV, _S.RESUME}),
+    _S.BEGIN: frozenset({_S.SEND, _S.BEGIN, _S.REVERT, _S.RESET, _S.RESUME}),
     _S.SEND: frozenset({_S.SEND, _S.COMMIT, _S.BEGIN, _S.REVERT}),
     _S.COMMIT: frozenset({_S.RESET, _S.BEGIN, _S.REVERT}),
     _S.RESET: frozenset({_S.RESET, _S.WAKE_KV, _S.RESUME}),
-    _S.REVERT: frozenset({_S.WAKE_KV, _S.RESUME}),
+    _S.REVERT: frozenset({_S.RESET, _S.RESUME}),
     _S.WAKE_KV: frozenset({_S.RESUME}),
     _S.RESUME: frozenset({_S.SERVING}),
     _S.DEAD: frozenset(),

@@ -145,8 +145,7 @@ class WeightSync:
             raise
         except Exception as error:
             self._wake_weights()
-            self._wake_kv()
-            self._resume(old)
+            self._go_back(old)
             raise UpdateFailed(f"pause failed: {error!r}; the engine serves version {old}") from error
         self._wake_weights()
 
@@ -193,12 +192,18 @@ class WeightSync:
             if not isinstance(self.engine, Reverting):
                 raise self._die(f"{where}; this engine writes into the weights that it serves") from error
             self._must(State.REVERT, self.engine.revert)
-        self._wake_kv()
-        self._resume(old)
+        self._go_back(old)
         raise (Refused if untouched else UpdateFailed)(f"{where}; the engine serves version {old}") from error
 
+    def _go_back(self, old: int) -> None:
+        """Resume with the old weights. An engine that slept has lost its KV cache, whatever its prefix cache says."""
+        if self.colocated:
+            self._finish(old)
+        else:
+            self._resume(old)
+
     def _finish(self, version: int) -> None:
-        """Drop all that was computed with old weights, then resume."""
+        """Drop all that was computed with other weights or is lost, then resume."""
         for attempt in itertools.count(1):
             try:
                 reset = self._step(State.RESET, self.engine.reset_caches)

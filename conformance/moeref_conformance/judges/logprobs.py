@@ -1,6 +1,8 @@
-"""LGP: log-probabilities and entropies of tokens against those of transformers' logits."""
+"""LGP: log-probabilities and entropies of tokens against those of transformers' logits, and their digits."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -24,6 +26,8 @@ from moeref_conformance.oracles import logprobs as oracle
 
 #: FWD-001's for logits, at the temperature that they are divided by.
 LIMIT = 5e-5
+#: Of values in fp32 one in 65,536 is a number of bf16 by chance.
+ROUNDED = 0.5
 
 
 @once
@@ -90,3 +94,17 @@ def logprobs_are_transformers(case: Case) -> Outcome:
 def entropies_are_transformers(case: Case) -> Outcome:
     """In fp32, whatever the layout."""
     return _judge(case, "entropies")
+
+
+@judges("LGP-003")
+def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
+    """In bf16, where rounding turns routes and so changes logits."""
+    yield from without(case, "logprobs")
+    for record in (one for one in records(case, "logprobs") if one.value("logprobs")["has"]):
+        for which, got_BS in record.tensors("logprobs").items():
+            values = got_BS[got_BS.isfinite()].double()
+            rounded = int((values == values.bfloat16()).sum())
+            if got_BS.dtype != torch.float32 or rounded > ROUNDED * len(values) or not len(values):
+                of = f"{rounded} of {len(values)} {which} in {got_BS.dtype} are numbers of bfloat16"
+                message = f"{of}; of a softmax in float32 hardly one would be"
+                yield finding(case, record.rank, "logprobs", message, diagnosis="computed in bfloat16")

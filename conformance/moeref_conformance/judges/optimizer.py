@@ -1,6 +1,6 @@
 """OPT: steps of an optimizer from the weights that were loaded: at the rate 0 none moves, at another all do.
 
-The gradient of the first step is that of the first microbatch, and that of the others is of all rows.
+The gradient of one step is that of the first microbatch, and that of the others is of all rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
-from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, rates
+from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, of_one_microbatch, rates
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
@@ -136,7 +136,7 @@ def _trained(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @once
 def _gradients(case: Case) -> dict[str, Placement]:
     """transformers' gradients of each step."""
-    counted = {step: case.cell.rows if step == STILL else None for step in rates(case.cell)}
+    counted = {step: case.cell.rows if step == of_one_microbatch(case.cell) else None for step in rates(case.cell)}
     found = {step: native_gradients(case, counted=rows) for step, rows in counted.items()}
     return {step: Placement(case.cell, expected(case).config, gradients) for step, gradients in found.items()}
 

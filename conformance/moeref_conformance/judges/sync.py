@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.sync import VERSIONS
+from moeref_conformance.contract.requests.sync import SECOND, VERSIONS
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     distance,
@@ -197,7 +197,7 @@ def a_failed_update_changes_nothing(case: Case) -> Iterable[Finding]:
                 continue
             if state["refused"] is None and what not in ("twice", "unknown", "draft"):
                 yield finding(case, rank, "sync_failed", f"an update {_with(what)} raised nothing")
-            elif told := _torn(case, state, OLD if state["refused"] else WHOLE):
+            elif told := _torn(case, state, OLD if state["refused"] and not what.endswith(SECOND) else WHOLE):
                 yield finding(case, rank, "sync_failed", f"after an update {_with(what)} {told}")
 
 

@@ -50,7 +50,7 @@ OF_ALL = Design()
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str, bool, Design, int | None], Mapping[str, torch.Tensor]] = {}
+_DONE: dict[tuple[str, str, bool, Design, int | None], _Step] = {}
 
 
 def gradients(
@@ -68,17 +68,41 @@ def gradients(
     tokens of all rows that have a label: of the first `counted` rows, or of all. The copies of embedding and head have
     the gradient of both uses.
     """
+    return _step(expected, which, missing, design, counted).gradients
+
+
+def experts(expected: Expected) -> Mapping[int, Mapping[tuple[int, int], frozenset[int]]]:
+    """Those of each layer by (sample, position), as `routed.Routed.experts`, up to the last token that it embeds.
+
+    Layer k embeds the token k positions on, which the last k of a row have not.
+    """
+    return _step(expected).experts
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step computes, as `gradients` and `experts` give it."""
+
+    gradients: Mapping[str, torch.Tensor]
+    experts: Mapping[int, Mapping[tuple[int, int], frozenset[int]]]
+
+
+def _step(
+    expected: Expected,
+    which: str = "native",
+    missing: bool = True,
+    design: Design = OF_ALL,
+    counted: int | None = None,
+) -> _Step:
     with _ONE_AT_A_TIME:
         key = expected.digest, which, missing, design, counted
         if key not in _DONE:
             routes = () if which == "native" else given_routes(expected, which, missing)
-            _DONE[key] = _gradients(expected, routes, design, counted)
+            _DONE[key] = _computed(expected, routes, design, counted)
         return _DONE[key]
 
 
-def _gradients(
-    expected: Expected, routes: Sequence[Any] = (), design: Design = OF_ALL, counted: int | None = None
-) -> dict[str, torch.Tensor]:
+def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted: int | None) -> _Step:
     layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     model = _model(expected, layers + number)
     around = {
@@ -87,7 +111,7 @@ def _gradients(
         if any(name == f"model.layers.{layers + k}.{part}.weight" for k in range(number) for part in AROUND)
     }
     parameters = {**dict(model.named_parameters()), **around}
-    with forcing(expected, routes, more=number):
+    with forcing(expected, routes, more=number) as forced:
         labels_of = partial(labels, expected, counted=counted, path=design.path)
         decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of, design)
     of = partial(torch.autograd.grad, inputs=list(parameters.values()), retain_graph=True, materialize_grads=True)
@@ -101,7 +125,14 @@ def _gradients(
         copied = (made["model.embed_tokens.weight"], made["lm_head.weight"])
         made |= dict(zip((f"model.layers.{layers + k}.{name}" for name in COPIES), copied, strict=True))
     nan = torch.tensor(torch.nan)
-    return {name: made.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
+    gradients = {name: made.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
+    chosen = enumerate(forced.chosen[-number:], 1)
+    return _Step(gradients, {layers + k - 1: _by_place(expected, of_TK, k) for k, of_TK in chosen})
+
+
+def _by_place(expected: Expected, chosen_TK: torch.Tensor, ahead: int) -> dict[tuple[int, int], frozenset[int]]:
+    rows = chosen_TK.reshape(*expected.tokens_BS.shape, -1).tolist()
+    return {(b, s): frozenset(rows[b][s]) for b, n in enumerate(expected.lengths) for s in range(n - ahead)}
 
 
 def _in_layers(name: str, layers: int) -> bool:

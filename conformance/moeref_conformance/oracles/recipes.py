@@ -165,7 +165,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "head_dim": 10,
         "num_local_experts": 12,
-        "intermediate_size": 56,
+        "intermediate_size": 40,  # published: the hidden size, so that no shape tells a transposed down projection
         "sliding_window": 5,
         "max_position_embeddings": 256,
         "rope_parameters": {

@@ -51,6 +51,7 @@ from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.config import always
 from moeref_conformance.selftest.faults.delta import Differences
 from moeref_conformance.selftest.faults.loading import padded_with, unknown_skipped
+from moeref_conformance.selftest.faults.masks import where_none
 from moeref_conformance.selftest.faults.mtp import (
     detached,
     masked_layers,
@@ -700,6 +701,14 @@ _DESIGNS = (
         cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
         wrap=of_losses(means_by_tokens),
         claims={"mtp_mean": "per_token"},
+    ),
+    Benign(
+        id="no-token-no-gradient",
+        why="a batch without a signal makes an empty step: Megatron-LM clamps the number of tokens to 1",
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=where_none(
+            lambda good, rows_BS: {key: 0 * one for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
+        ),
     ),
     Benign(
         id="no-memory-until-loaded",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Gradients
-from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step, answer
 
 
 def asked(cell: Cell) -> bool:
@@ -69,14 +72,30 @@ def step(facet: Gradients, context: Context) -> None:
             context.facet("forward").logits(other_BS)
     elif twice(cell):
         facet.gradients(rows_BS, *mask)
-    gradients = facet.gradients(rows_BS, *mask)
-    by_name: dict[str, torch.Tensor] = {}
+    context.save("gradients", _by_name(facet.gradients(rows_BS, *mask)))
+
+
+def _by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
     for (chunk, local), tensor in gradients.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
             kind = getattr(tensor, "dtype", type(tensor))
             raise TypeError(f"gradients(): {local} of chunk {chunk} is {kind}, not fp32")
-        by_name[f"{chunk}:{local}"] = tensor
-    context.save("gradients", by_name)
+    return {f"{chunk}:{local}": tensor for (chunk, local), tensor in gradients.items()}
+
+
+def on_no_token(facet: Gradients, context: Context) -> dict[str, Any] | None:
+    """A step with a mask that leaves no token in any row: the refusal, else the largest of each gradient but 0.
+
+    None in cells without a loss mask.
+    """
+    cell = context.cell
+    if not cell.loss_mask:
+        return None
+    rows_BS = batch(of_replica(load_file(context.input("tokens"))["tokens"], cell, context.rank), cell)
+    found = answer(lambda: _by_name(facet.gradients(rows_BS, torch.zeros_like(rows_BS, dtype=torch.bool))))
+    if set(found) == {"refused"}:
+        return dict(found)
+    return {"largest": {name: float(tensor.abs().max()) for name, tensor in found.items() if tensor.any()}}
 
 
 FACET = Facet(
@@ -84,5 +103,8 @@ FACET = Facet(
     protocol=Gradients,
     needs=frozenset({"export"}),
     asked_in=asked,
-    steps=(Step(name="gradients", ask=step, stage=Stage.LOADED),),
+    steps=(
+        Step(name="gradients", ask=step, stage=Stage.LOADED),
+        Step(name="on_no_token", ask=on_no_token, stage=Stage.LOADED),
+    ),
 )

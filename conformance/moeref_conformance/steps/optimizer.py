@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Optimizer
-from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, rates
+from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, of_one_microbatch, rates
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch, of_replica
 from moeref_conformance.steps.tensors import copied, module_tensors
@@ -26,7 +26,7 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
     loaded = {name: copied(parameter) for name, parameter in _parameters(context).items()}
     for step, rate in rates(cell).items():
-        norm = optimizer.step(batch(first_BS if step == STILL else own_BS, cell), rate)
+        norm = optimizer.step(batch(first_BS if step == of_one_microbatch(cell) else own_BS, cell), rate)
         norms[step] = None if norm is None else float(norm)
         saved |= {f"{step}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
         if step == STILL:

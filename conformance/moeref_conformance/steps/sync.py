@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
 from moeref_conformance.contract.hf_files import weight_files
-from moeref_conformance.contract.requests.sync import VERSIONS
+from moeref_conformance.contract.requests.sync import SECOND, VERSIONS
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 
 Named = tuple[str, torch.Tensor]
@@ -234,6 +234,11 @@ def failed(sync: Sync, context: Context) -> dict[str, Any]:
             if not isinstance(found[what]["version"], dict):
                 number = 1 if refused else 2  # one that failed comes again as the same version
                 found[what]["again"] = _again(engine, context, number, last, first)  # the first was asked before
+    for what in ("broken off", "lost"):  # what an engine was opened with is not what it had
+        with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
+            engine.update(tensors(context.input("second")), 1)
+            refused = refusal(engine.update, _wrong(what, tensors(context.input("checkpoint"))), 2)
+            found[f"{what}{SECOND}"] = {"refused": refused, **_state(engine, first)}
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         found["a new engine"] = {"again": _again(engine, context, 1, last)}
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 
-#: The step at the rate 0. Its gradient is that of the first microbatch alone, so that moments have to outlive it.
+#: The step at the rate 0. The gradient of the next one differs, so that moments have to outlive it.
 STILL = "still"
 #: The step at the rate 0 behind another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
@@ -15,3 +15,11 @@ def rates(cell: Cell) -> dict[str, float]:
     """The steps in order, and the learning rate of each. Below fp32 two move weights: small steps have to add up."""
     again = {"again": OPTIMIZER_RATE} if cell.dtype != "float32" else {}
     return {STILL: 0.0, "moved": OPTIMIZER_RATE, **again}
+
+
+def of_one_microbatch(cell: Cell) -> str:
+    """The step whose gradient is that of the first microbatch alone; the others are of all rows.
+
+    In fp32 the one that moves weights, so that experts with tokens in the step before have none in it.
+    """
+    return "moved" if cell.dtype == "float32" else STILL

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 from moeref_conformance.selftest import border
@@ -97,6 +98,23 @@ def _in_the_order_of_chunks(cell: Cell, world: World) -> AbstractContextManager[
     return mock.patch.multiple(common, _undo_attention_load_balancing=as_it_is, _redo_attention_load_balancing=as_it_is)
 
 
+def _gates_of_the_first(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Of ranks that share a KV group, each has its queries and the gates of the first one."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.attention import SelfAttention
+
+    good = SelfAttention.get_query_key_value_tensors
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        *others, gate = good(self, *args, **kwargs)
+        group, rank = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank()
+        gates = [torch.empty_like(gate) for _ in range(cell.layout.tp)]
+        dist.all_gather(gates, gate.contiguous(), group=group)
+        return *others, gates[rank - rank % 2]
+
+    return mock.patch.object(SelfAttention, "get_query_key_value_tensors", made)
+
+
 _CELL = cell("qwen3_next", "tp2")
 FAULTS = (
     Fault(
@@ -132,6 +150,13 @@ FAULTS = (
         wrap=rearranged(_gates_after_all_queries),
         diagnosis="rows",
         one_rank=True,
+    ),
+    Fault(
+        id="gates-not-cut-in-a-group",
+        bug="miles#972, slime#2221 in kind: where TP cuts a KV group, gates are not a rank's own, as its queries are",
+        rules=("FWD-001", "FWD-002"),
+        cell=cell("qwen3_next", "tp4", shared_groups=True),
+        patch=_gates_of_the_first,
     ),
     Fault(
         id="norms-held-less-one",

@@ -139,6 +139,15 @@ FAULTS = (
         says="logprobs differ from transformers by",
     ),
     Fault(
+        id="log-softmax-in-the-dtype-of-the-model",
+        bug="torchforge#237, trl#7084 (review): logits of a model in bf16 go into the softmax as they are",
+        rules=("LGP-003",),
+        cell=cell("qwen3_moe", "one", dtype="bfloat16"),
+        wrap=_made(lambda asked: asked.right((asked.logits_BSV / asked.temperature).bfloat16())),
+        one_rank=True,
+        diagnosis="computed in bfloat16",
+    ),
+    Fault(
         id="logprobs-in-the-order-of-cp",
         bug="SkyRL#1751 in kind: what CP ranks hold is joined rank after rank, and not in the order of positions",
         rules=("LGP-001", "LGP-002"),

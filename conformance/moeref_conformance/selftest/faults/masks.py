@@ -57,6 +57,27 @@ def _divided(of_none: float = 0.0) -> Callable[[Session, Cell, World], Any]:
     return wrap
 
 
+def where_none(change: Callable[[Any, torch.Tensor], Gradients]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: the gradients of a step that trains on no token are those of `change(facet, rows_BS)`."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.gradients
+
+        def gradients(rows_BS: torch.Tensor, mask_BS: torch.Tensor) -> Gradients:
+            if mask_BS.any():
+                found: Gradients = good.gradients(rows_BS, mask_BS)
+                return found
+            return change(good, rows_BS)
+
+        return facet(session, "gradients", gradients=gradients)
+
+    return wrap
+
+
+def _by_zero(good: Any, rows_BS: torch.Tensor) -> Gradients:
+    return {key: one / 0 * 0 for key, one in good.gradients(rows_BS, torch.ones_like(rows_BS).bool()).items()}
+
+
 def _by_all(session: Session, cell: Cell, world: World) -> Any:
     """The sum over what is trained on is divided by all tokens."""
     good: Any = session.gradients
@@ -127,5 +148,25 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "ep2", loss_mask=True),
         wrap=mean_of_replicas,
+    ),
+    Fault(
+        id="gradients-of-no-token",
+        bug="Automodel#3796: a step in which nothing is trained on divides by 0 tokens",
+        rules=("GRD-003",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=where_none(_by_zero),
+        one_rank=True,
+        says="is nan in a step that trains on no token",
+    ),
+    Fault(
+        id="empty-step-trains-on-a-row",
+        bug="reported nowhere: so as not to be empty, a step in which nothing is trained on trains on its first row",
+        rules=("GRD-003",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=where_none(
+            lambda good, rows_BS: good.gradients(rows_BS, (torch.arange(len(rows_BS)) == 0)[:, None] & (rows_BS >= 0))
+        ),
+        one_rank=True,
+        says="in a step that trains on no token",
     ),
 )

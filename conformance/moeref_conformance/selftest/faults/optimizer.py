@@ -189,6 +189,28 @@ def _without_moments(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _with_old_gradients(cell: Cell, world: World) -> Iterator[None]:
+    """A parameter that no token has a gradient for keeps that of the step before."""
+    good, last = torch.optim.Adam.step, dict[torch.Tensor, torch.Tensor]()
+
+    def step(self: Any, closure: Any = None) -> Any:
+        idle = []
+        for parameter in (of for group in self.param_groups for of in group["params"] if of.grad is not None):
+            if parameter.grad.any():
+                last[parameter] = parameter.grad.clone()
+            elif parameter in last:
+                parameter.grad.copy_(last[parameter])
+                idle.append(parameter)
+        answer = good(self, closure)
+        for parameter in idle:
+            parameter.grad.zero_()
+        return answer
+
+    with mock.patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
 def _without_masters(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """Each step begins from what bf16 has kept of the one before."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
@@ -327,6 +349,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_after(_half_of_each),
         diagnosis="not moved",
+    ),
+    Fault(
+        id="idle-experts-keep-their-gradient",
+        bug="Megatron-LM#6871: an optimizer that skips empty gradients goes on with those of the step before",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_with_old_gradients,
+        one_rank=True,
+        says="are not where Adam moves them",
     ),
     Fault(
         id="norm-of-the-own-shards",

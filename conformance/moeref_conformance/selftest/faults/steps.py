@@ -354,6 +354,15 @@ FAULTS = (
         diagnosis="moved by 0, 0",
     ),
     Fault(
+        id="mtp-bias-never-moves",
+        bug="megatron-core 0.19.2 (read): routers in evaluation mode, as those of MTP may be, have no bias updated",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "one", mtp=1, bias_update=True),
+        wrap=_other_bias(lambda good, tokens_BS, own, right: {k: own[k] if "mtp" in k[1] else right[k] for k in own}),
+        one_rank=True,
+        diagnosis="moved by 0, 0",
+    ),
+    Fault(
         id="bias-towards-the-busy",
         bug="reported nowhere: the sign of the update is that of the count less the mean",
         rules=("GRD-002",),

@@ -352,6 +352,28 @@ class _KeepsHalf(_Wrong):
             raise failure
 
 
+class _StartsAnew(_Wrong):
+    """An engine that failed in an update is replaced by one as it was opened, under the version that it had."""
+
+    had: int | None = None
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        before = self.version()
+        try:
+            came = list(tensors)
+        except Exception:
+            if before:
+                self.good.update(self.first.items(), version)
+                self.had = before
+            raise
+        self.good.update(came, version)
+        self.had = None
+
+    def version(self) -> int:
+        version: int = self.good.version()
+        return version if self.had is None else self.had
+
+
 class _Ends(_Wrong):
     """Takes an update as soon as there is a tensor for each of the model's, and then waits for the sender to end."""
 
@@ -728,6 +750,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_KeepsHalf),
         says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="first-weights-after-a-failure",
+        bug="miles#1724: an engine that is replaced starts from the checkpoint that it is configured with",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_StartsAnew),
+        says="the engine says version 1, and of its logprobs the first weights give them",
     ),
     Fault(
         id="update-taken-before-it-ends",

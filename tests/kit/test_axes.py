@@ -37,6 +37,7 @@ def test_ids_and_hashes_of_the_shipped_matrices_are_frozen(name: str) -> None:
         ({}, None),
         ({"cp": 1}, "cp=2 is over the claimed limit 1"),
         ({"cp": 2, "qwen3_next.cp": 1}, None),
+        ({"layers": 4, "glm4_moe.tied": 0}, "layers=8 is over the claimed limit 4"),
         ({"qwen3_moe.cp": 1}, "cp=2 is over the claimed limit 1 of qwen3_moe"),
     ],
 )

@@ -270,7 +270,7 @@ class Claims:
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`
-    #: Of layout fields, of all families or one, such as {"vpp": 1, "ep": 64, "qwen3_next.cp": 1}.
+    #: Of fields of the layout or the cell, of all families or one: {"vpp": 1, "qwen3_next.cp": 1, "mixtral.tied": 0}.
     limits: Mapping[str, int] = field(default_factory=dict)
 
     def why_not(self, cell: Cell) -> str | None:
@@ -280,7 +280,8 @@ class Claims:
                 return reason
         for key, most in self.limits.items():
             family, _, of = key.rpartition(".")
-            have = getattr(cell.layout, of) if family in ("", cell.family) else None
+            at = cell.layout if hasattr(cell.layout, of) else cell
+            have = getattr(at, of) if family in ("", cell.family) else None
             if have is not None and have > most:
                 return f"{of}={have} is over the claimed limit {most}" + (f" of {family}" if family else "")
         return None

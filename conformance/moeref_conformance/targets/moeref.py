@@ -517,9 +517,10 @@ class _Session:
 
 
 def _limits() -> dict[str, int]:
-    """Before megatron-core 0.19 gated delta nets take what a CP rank holds for a whole sequence."""
+    """Before megatron-core 0.19 gated delta nets take what a CP rank holds for a whole sequence, and TP ranks that share
+    a KV group the gates of all its heads."""
     minor = tuple(int(part) for part in record.installed_core().split(".")[:2])
-    return {} if minor >= (0, 19) else {"qwen3_next.cp": 1}
+    return {} if minor >= (0, 19) else {"qwen3_next.cp": 1, "qwen3_next.shared_groups": 0}
 
 
 class MoerefTarget:

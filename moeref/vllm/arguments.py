@@ -17,9 +17,6 @@ REFUSED = {
     "speculative_config": "updates leave drafts behind, and their tokens' versions are not known",
     # vLLM's loader knows the first placement only (`RoutedExperts.build_expert_params_mapping`): vLLM#55228.
     "enable_eplb": "an update writes experts to their first places, wherever they were moved",
-    # vLLM's reset of the prefix cache leaves them unless it is asked for the connector's: vLLM#57727.
-    "kv_transfer_config": "a connector keeps keys and values of old weights behind an update",
-    "kv_offloading_size": "what is offloaded keeps keys and values of old weights behind an update",
 }
 _WORKER = "moeref.vllm.worker.Worker"
 
@@ -92,3 +89,6 @@ def _check_routes(model: Model, changes: dict[str, Any]) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if changes.get(name, 1) != 1:
             raise EngineError(f"{name}={changes[name]}: vLLM returns no routes then; pass routes=False, or 1")
+    for name in ("kv_transfer_config", "kv_offloading_size"):
+        if changes.get(name):
+            raise EngineError(f"{name}: vLLM returns no routes with a KV connector; pass routes=False")

@@ -37,7 +37,9 @@ class InProcess:
             "finish_weight_update": llm.finish_weight_update,
             "update_weight_version": llm.update_weight_version,
             "weight_info": llm.get_weight_version,
-            "reset_prefix_cache": llm.reset_prefix_cache,
+            "reset_prefix_cache": lambda reset_running_requests=False, reset_external=False: llm.reset_prefix_cache(
+                reset_running_requests, reset_connector=reset_external
+            ),
             "collective_rpc": lambda method, args=(): core.collective_rpc(method, args=tuple(args)),
         }
 

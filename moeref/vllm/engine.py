@@ -79,8 +79,10 @@ class Engine:
         return Receipt(**self._state()["receipt"])
 
     def reset_caches(self) -> frozenset[str]:
-        # Requests that pause has kept hold blocks; they are computed again when they go on.
-        return self.caches if self._control.call("reset_prefix_cache", reset_running_requests=True) else frozenset()
+        # Requests that pause has kept hold blocks; they are computed again when they go on. What a KV connector or
+        # offloading keeps is reset only if it is asked for too (vLLM#57727).
+        asked = {"reset_running_requests": True, "reset_external": True}
+        return self.caches if self._control.call("reset_prefix_cache", **asked) else frozenset()
 
     def resume(self) -> None:
         if (begun := self._state()["begun"]) is not None:

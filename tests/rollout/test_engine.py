@@ -100,6 +100,18 @@ def test_a_cache_that_is_not_reset_is_stale(bench: Bench) -> None:
     assert bench.far("old") <= CLOSE
 
 
+def test_weights_that_sleep_has_dropped_are_sent_again(bench: Bench) -> None:
+    """A CPU's worker drops none, so that only the version tells."""
+    bench.update("old")
+    version, sent = bench.engine.version(), bench.weights["old"].items()
+    again = sync.WeightSync(bench.engine, bucket_bytes=1 << 18)
+    assert not again.update(sent, version).sent
+    bench.llm.collective_rpc("sleep", args=(2,))
+    assert bench.engine.version() == -1
+    assert again.update(sent, version).sent
+    assert bench.far("old") <= CLOSE
+
+
 def test_a_partial_update_is_refused_before_anything_changed(bench: Bench) -> None:
     version = bench.engine.version()
     with pytest.raises(sync.SyncError, match="vLLM takes full updates only"):

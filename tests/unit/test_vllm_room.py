@@ -121,8 +121,8 @@ def test_arguments_ask_for_routes_and_for_updates(monkeypatch: pytest.MonkeyPatc
         ("0.30.0", False, {"pipeline_parallel_size": 2}, "vLLM returns no routes then"),
         ("0.30.0", False, {"speculative_config": {"method": "mtp"}}, "leave drafts behind"),
         ("0.30.0", False, {"enable_eplb": True}, "writes experts to their first places"),
-        ("0.30.0", False, {"kv_transfer_config": {"kv_connector": "x"}}, "keeps keys and values of old weights"),
-        ("0.30.0", False, {"kv_offloading_size": 4.0}, "keeps keys and values of old weights"),
+        ("0.30.0", False, {"kv_transfer_config": {"kv_connector": "x"}}, "no routes with a KV connector"),
+        ("0.30.0", False, {"kv_offloading_size": 4.0}, "no routes with a KV connector"),
         ("0.30.0", False, {"data_parallel_size": 2}, "start an engine for each"),
     ],
 )

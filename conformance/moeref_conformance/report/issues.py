@@ -15,7 +15,7 @@ _OWNERS = {
     "huggingface": ("TRL", "transformers"),
     "Infini-AI-Lab": ("astraflow",),
     "lightseekorg": ("tokenspeed",),
-    "meta-pytorch": ("MSLK",),
+    "meta-pytorch": ("MSLK", "torchforge"),
     "ModelCloud": ("GPTQModel",),
     "modal-projects": ("training-gym",),
     "modelscope": ("mcore-bridge", "ms-swift"),

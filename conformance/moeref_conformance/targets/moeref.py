@@ -519,8 +519,8 @@ class _Session:
 def _limits() -> dict[str, int]:
     """Of Qwen3-Next before megatron-core 0.19.
 
-    Gated delta nets take what a CP rank holds for a whole sequence, and TP ranks that share a KV group keep the gates of
-    all its heads.
+    Gated delta nets take what a CP rank holds for a whole sequence, and TP ranks that share a KV group keep the gates
+    of all its heads.
     """
     minor = tuple(int(part) for part in record.installed_core().split(".")[:2])
     return {} if minor >= (0, 19) else {"qwen3_next.cp": 1, "qwen3_next.shared_groups": 0}

@@ -53,7 +53,7 @@ def test_variant(family: str, more: dict[str, object], work: Path) -> None:
     widths = ("moe_intermediate_size", "q_lora_rank", "kv_lora_rank")
     keys = ("hidden_size", "intermediate_size", "vocab_size", *(k for k in widths if made.config.get(k)))
     sizes = [made.config[k] for k in keys]
-    assert len(set(sizes)) == len(sizes)
+    assert len(set(sizes)) == len(sizes) - (family == "gpt_oss")  # whose experts are square
     dtype = getattr(torch, want.dtype)
     for name, tensor in made.tensors.items():
         assert tensor.dtype == (torch.float32 if "e_score" in name else dtype), name

@@ -54,6 +54,7 @@ def test_ranks_take_all_steps_in_order() -> None:
             "forward",
             "replay",
             "gradients",
+            "on_no_token",
         ),
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
         *("refuse_extra", "refuse_missing", "refuse_unlike", "refuse_routes"),

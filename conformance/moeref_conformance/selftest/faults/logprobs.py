@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         id="log-softmax-in-the-dtype-of-the-model",
-        bug="torchforge#237, trl#7084 (review): logits of a model in bf16 go into the softmax as they are",
+        bug="torchforge#237, TRL#7084 (review): logits of a model in bf16 go into the softmax as they are",
         rules=("LGP-003",),
         cell=cell("qwen3_moe", "one", dtype="bfloat16"),
         wrap=_made(lambda asked: asked.right((asked.logits_BSV / asked.temperature).bfloat16())),

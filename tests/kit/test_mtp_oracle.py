@@ -48,7 +48,7 @@ def test_without_their_factor_the_decoder_has_its_own(
 ) -> None:
     monkeypatch.setattr(mtp, "FACTOR", 0.0)
     routes = () if which == "native" else routed.given_routes(want, which)
-    alone, decoder = mtp._gradients(want, routes), routed.under(want, which).gradients
+    alone, decoder = mtp._computed(want, routes, mtp.OF_ALL, None).gradients, routed.under(want, which).gradients
     for name, gradient in alone.items():
         if ".layers.2." in name:
             assert name.endswith(("embed_tokens.weight", "head.weight", "correction_bias")) or not gradient.any()
@@ -116,7 +116,7 @@ def test_each_label_of_a_step_weighs_the_same(axes: dict[str, Any], tmp_path: Pa
         number = int((routed.labels(alone, ahead=1) != routed.IGNORED).sum())
         decoder = int((routed.labels(alone) != routed.IGNORED).sum())
         if decoder:
-            rows.append((number, mtp._gradients(alone)["model.layers.2.eh_proj.weight"]))
+            rows.append((number, mtp._computed(alone, (), mtp.OF_ALL, None).gradients["model.layers.2.eh_proj.weight"]))
     total = sum(number for number, _ in rows)
     joined = sum(number / total * gradient for number, gradient in rows)
     assert torch.allclose(whole, joined, rtol=1e-4, atol=1e-8)

@@ -135,6 +135,7 @@ def _steps(steps_E: torch.Tensor) -> str:
 @judges("GRD-003")
 def a_step_on_no_token_trains_nothing(case: Case) -> Iterator[Finding]:
     """Routers have losses of their own, whose gradients are finite."""
+    yield from without(case, "on_no_token")
     answers = dict(values(case, "on_no_token"))
     refused = [rank for rank, got in answers.items() if "refused" in got]
     for rank, got in answers.items():

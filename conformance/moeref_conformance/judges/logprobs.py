@@ -103,8 +103,7 @@ def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
     held = {one.rank: one.tensors("logprobs") for one in records(case, "logprobs") if one.value("logprobs")["has"]}
     yield from only_last_stage(case, "logprobs", held, "logprobs")
     for rank, found in held.items():
-        for which in {"logprobs": None, **found}:
-            got_BS = found.get(which, torch.empty(0))
+        for which, got_BS in {"logprobs": torch.empty(0), **found}.items():
             values = got_BS[got_BS.isfinite()].double()
             rounded = int((values == values.bfloat16()).sum())
             if got_BS.dtype != torch.float32 or rounded > ROUNDED * len(values) or not len(values):

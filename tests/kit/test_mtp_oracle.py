@@ -25,7 +25,7 @@ def want(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 
 def test_every_parameter_has_one_and_copies_have_that_of_both_uses(want: Expected) -> None:
-    found = mtp.gradients(want)
+    found = mtp.under(want).gradients
     assert {name: g.shape for name, g in found.items()} == {name: t.shape for name, t in want.tensors.items()}
     without = {name for name, gradient in found.items() if bool(gradient.isnan().any())}
     assert without == {name for name in want.tensors if name.endswith("e_score_correction_bias")}
@@ -35,7 +35,7 @@ def test_every_parameter_has_one_and_copies_have_that_of_both_uses(want: Expecte
 
 def test_fused_experts_have_theirs_stacked(tmp_path: Path) -> None:
     want = expected(cell("glm4_moe", "one", mtp=1, expert_format="fused"), tmp_path)
-    found = mtp.gradients(want)
+    found = mtp.under(want).gradients
     assert {name: g.shape for name, g in found.items()} == {name: t.shape for name, t in want.tensors.items()}
     assert found["model.layers.2.mlp.experts.gate_up_proj"].any()
     without = {name for name, gradient in found.items() if bool(gradient.isnan().any())}
@@ -60,7 +60,7 @@ def test_without_their_factor_the_decoder_has_its_own(
 def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
     name = f"model.layers.2.{part}.weight"
     names = [f"model.layers.2.{one}.weight" for one in mtp.AROUND]
-    gradient = mtp.gradients(want)[name]
+    gradient = mtp.under(want).gradients[name]
     step = 2e-3 * gradient / gradient.norm()
 
     def loss(sign: float) -> float:
@@ -72,7 +72,7 @@ def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
 
 
 def test_detached_it_trains_the_layers_alone(want: Expected) -> None:
-    whole, detached = mtp.gradients(want), mtp.gradients(want, design=mtp.Design(detached=True))
+    whole, detached = mtp.under(want).gradients, mtp.under(want, design=mtp.Design(detached=True)).gradients
     alone = routed.under(want, "native").gradients
     copies = dict(zip(mtp.COPIES, ("model.embed_tokens.weight", "lm_head.weight"), strict=True))
     for name in (name for name in want.tensors if not name.endswith("correction_bias")):
@@ -108,7 +108,7 @@ def test_a_mean_over_parts_weighs_each_the_same_and_one_without_labels_as_nothin
 def test_each_label_of_a_step_weighs_the_same(axes: dict[str, Any], tmp_path: Path) -> None:
     """Whatever the row: against the sum over rows, each computed alone."""
     want = expected(cell("glm4_moe", "one", mtp=1, **axes), tmp_path)
-    whole, rows = mtp.gradients(want)["model.layers.2.eh_proj.weight"], []
+    whole, rows = mtp.under(want).gradients["model.layers.2.eh_proj.weight"], []
     for row, length in enumerate(want.lengths):
         alone = copy.copy(want)
         vars(alone)["tokens_BS"] = want.tokens_BS[row : row + 1, :length]

@@ -41,7 +41,6 @@ from moeref_conformance.judges.observed_routes import (
     rounding,
     with_mtp,
 )
-from moeref_conformance.oracles import mtp
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
@@ -75,7 +74,7 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
     yield from without(case, "inventory", "gradients")
     updated = dict(expected(case).tensors)
     tokens = sum(expected(case).lengths)
-    chosen = {**oracle(case, "native").experts, **(mtp.experts(expected(case)) if case.cell.mtp else {})}
+    chosen = {**oracle(case, "native").experts, **(with_mtp(case, "native").experts if case.cell.mtp else {})}
     for layer, by_place in chosen.items():
         name = f"model.layers.{layer}.mlp.gate.{_BIAS}"
         updated[name] = updated[name] + BIAS_UPDATE_RATE * _directions(
@@ -221,7 +220,7 @@ def _not_recorded(case: Case) -> Outcome | None:
 def _wanted(case: Case, phase: str) -> Mapping[str, torch.Tensor]:
     """The gradients of a step under the routes of a phase."""
     if case.cell.mtp:
-        return with_mtp(case, phase[-1])
+        return with_mtp(case, phase[-1]).gradients
     return oracle_of(case, phase).gradients
 
 

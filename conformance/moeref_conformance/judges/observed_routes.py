@@ -75,12 +75,12 @@ def oracle(case: Case, which: str, router_loss: str = "", counted: int | None = 
 def native_gradients(case: Case, router_loss: str = "", counted: int | None = None) -> Mapping[str, torch.Tensor]:
     """The gradients of a step under the routers' own routes, with what the cell's model has besides its decoder."""
     if case.cell.mtp:
-        return with_mtp(case, "native", counted)
+        return with_mtp(case, "native", counted).gradients
     return oracle(case, "native", router_loss, counted).gradients
 
 
-def with_mtp(case: Case, which: str, counted: int | None = None) -> Mapping[str, torch.Tensor]:
-    """The gradients of a step with multi-token prediction layers, under these routes of the decoder's."""
+def with_mtp(case: Case, which: str, counted: int | None = None) -> mtp.Step:
+    """A step with multi-token prediction layers, under these routes of the decoder's."""
     claims = case.claims
     design = mtp.Design(
         detached=claims.mtp_detached,
@@ -88,7 +88,7 @@ def with_mtp(case: Case, which: str, counted: int | None = None) -> Mapping[str,
         parts=_parts(case, counted) if claims.mtp_mean != "step" else (),
         by_tokens=claims.mtp_mean == "per_token",
     )
-    return mtp.gradients(expected(case), which, claims.missing_rows, design, counted)
+    return mtp.under(expected(case), which, claims.missing_rows, design, counted)
 
 
 def _parts(case: Case, counted: int | None) -> tuple[mtp.Part, ...]:

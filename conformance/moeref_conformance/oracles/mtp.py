@@ -50,50 +50,34 @@ OF_ALL = Design()
 
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
-_DONE: dict[tuple[str, str, bool, Design, int | None], _Step] = {}
-
-
-def gradients(
-    expected: Expected,
-    which: str = "native",
-    missing: bool = True,
-    design: Design = OF_ALL,
-    counted: int | None = None,
-) -> Mapping[str, torch.Tensor]:
-    """By the checkpoint's names, those of `routed` and of the layers; computed once for equal checkpoints.
-
-    Under the route set `a` or `b`, or with `native` routes; these layers' own routers choose always.
-
-    The loss is the decoder's mean over tokens, and FACTOR times the mean over layers of each layer's mean over the
-    tokens of all rows that have a label: of the first `counted` rows, or of all. The copies of embedding and head have
-    the gradient of both uses.
-    """
-    return _step(expected, which, missing, design, counted).gradients
-
-
-def experts(expected: Expected) -> Mapping[int, Mapping[tuple[int, int], frozenset[int]]]:
-    """Those of each layer by (sample, position), as `routed.Routed.experts`, up to the last token that it embeds.
-
-    Layer k embeds the token k positions on, which the last k of a row have not.
-    """
-    return _step(expected).experts
+_DONE: dict[tuple[str, str, bool, Design, int | None], Step] = {}
 
 
 @dataclass(frozen=True)
-class _Step:
-    """What a step computes, as `gradients` and `experts` give it."""
+class Step:
+    """What a step computes. `gradients` are by the checkpoint's names, those of `routed` and of the layers.
+
+    `experts` are those of each layer by (sample, position), as `routed.Routed` has them, up to the last token that the
+    layer embeds: layer k embeds the token k positions on, which the last k of a row have not.
+    """
 
     gradients: Mapping[str, torch.Tensor]
     experts: Mapping[int, Mapping[tuple[int, int], frozenset[int]]]
 
 
-def _step(
+def under(
     expected: Expected,
     which: str = "native",
     missing: bool = True,
     design: Design = OF_ALL,
     counted: int | None = None,
-) -> _Step:
+) -> Step:
+    """A step under the route set `a` or `b`, or with `native` routes; these layers' own routers choose always.
+
+    The loss is the decoder's mean over tokens, and FACTOR times the mean over layers of each layer's mean over the
+    tokens of all rows that have a label: of the first `counted` rows, or of all. The copies of embedding and head have
+    the gradient of both uses. Computed once for equal checkpoints.
+    """
     with _ONE_AT_A_TIME:
         key = expected.digest, which, missing, design, counted
         if key not in _DONE:
@@ -102,7 +86,7 @@ def _step(
         return _DONE[key]
 
 
-def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted: int | None) -> _Step:
+def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted: int | None) -> Step:
     layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     model = _model(expected, layers + number)
     around = {
@@ -127,7 +111,7 @@ def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted
     nan = torch.tensor(torch.nan)
     gradients = {name: made.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
     chosen = enumerate(forced.chosen[-number:], 1)
-    return _Step(gradients, {layers + k - 1: _by_place(expected, of_TK, k) for k, of_TK in chosen})
+    return Step(gradients, {layers + k - 1: _by_place(expected, of_TK, k) for k, of_TK in chosen})
 
 
 def _by_place(expected: Expected, chosen_TK: torch.Tensor, ahead: int) -> dict[tuple[int, int], frozenset[int]]:

@@ -75,7 +75,7 @@ def where_none(change: Callable[[Any, torch.Tensor], Gradients]) -> Callable[[Se
 
 
 def _by_zero(good: Any, rows_BS: torch.Tensor) -> Gradients:
-    return {key: one / 0 * 0 for key, one in good.gradients(rows_BS, torch.ones_like(rows_BS).bool()).items()}
+    return {key: torch.full_like(one, torch.nan) for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
 
 
 def _by_all(session: Session, cell: Cell, world: World) -> Any:

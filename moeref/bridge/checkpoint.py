@@ -26,8 +26,8 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 #: Not weights: files of Kimi-K2 and Moonlight hold rotary frequencies, which follow from the config.
 DERIVED = (".rotary_emb.inv_freq",)
-#: Of routers. Megatron holds them as fp32, which every bf16 is.
-BIASES = (".e_score_correction_bias",)
+#: Held in fp32 by a model in bf16, which every bf16 number is: biases of routers, and Qwen3.5's decays and inner norms.
+KEPT = (".e_score_correction_bias", ".linear_attn.A_log", ".linear_attn.norm.weight")
 #: Scales of weights that are quantised, such as gpt-oss's (`_scales`).
 SCALES = ("_scale_inv", "_scale", "_scales")
 _AGAIN = "download or write it again"
@@ -203,7 +203,7 @@ def check_headers(
     both = [expected[name] for name in expected.keys() & checkpoint.names]
     problems += filter(None, (_differs(checkpoint, tensor) for tensor in both))
     if widened := sum(_widens(checkpoint, tensor) for tensor in both):
-        _log.warning("%s: %d router biases are bfloat16 in the file and become float32", family, widened)
+        _log.warning("%s: %d tensors are bfloat16 in the file and become float32", family, widened)
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise BridgeError(f"{family}: checkpoint {checkpoint.folder.name} does not fit the model ({layout}): {shown}")
@@ -220,9 +220,9 @@ def _differs(checkpoint: Checkpoint, tensor: HFTensor) -> str:
 
 
 def _widens(checkpoint: Checkpoint, tensor: HFTensor) -> bool:
-    """Whether a router's bias is held with more bits than the file has."""
-    biased = tensor.name.endswith(BIASES) and tensor.dtype == "float32"
-    return biased and checkpoint.header(tensor.name).dtype == "bfloat16"
+    """Whether a tensor is held with more bits than the file has."""
+    kept = tensor.name.endswith(KEPT) and tensor.dtype == "float32"
+    return kept and checkpoint.header(tensor.name).dtype == "bfloat16"
 
 
 def _some(names: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""Which rows of Hugging Face tensors the fused linears of Qwen3-Next hold, for a TP rank's share of the heads.
+"""Which rows of Hugging Face tensors the fused linears of gated delta nets and gated attention hold, by TP rank.
 
 A run is (number of the Hugging Face tensor, first row, rows); a shard is its runs one below the other. The order
 follows the splits in megatron-core's `SelfAttention.get_query_key_value_tensors` and `GatedDeltaNet.forward`, and in
-transformers' `Qwen3NextAttention` and `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering`.
+transformers' `Qwen3NextAttention`, `Qwen3NextGatedDeltaNet.fix_query_key_value_ordering` and `Qwen3_5MoeGatedDeltaNet`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,13 @@ def gdn_in_proj(net: GatedDeltaNet, heads: range) -> Iterator[Run]:
         for i, rows in enumerate(parts):
             for head in heads:
                 yield source, head * sum(parts) + sum(parts[:i]), rows
+
+
+def gdn_in_projs(net: GatedDeltaNet, heads: range) -> Iterator[Run]:
+    """in_proj_qkv has [all q | all k | all v], and z, b and a have a tensor each; Megatron the same, of its heads."""
+    yield from gdn_conv1d(net, heads)
+    for source, rows in ((1, net.per_key * net.value_dim), (2, net.per_key), (3, net.per_key)):
+        yield source, heads.start * rows, len(heads) * rows
 
 
 def gdn_conv1d(net: GatedDeltaNet, heads: range) -> Iterator[Run]:

@@ -99,7 +99,8 @@ def load(
 ) -> None:
     """Fill the chunks of `rank` from a Hugging Face folder, in either expert format; vocabulary padding becomes zero.
 
-    Weights in FP8, as `model.fp8_block` says, become bf16. Router biases in bf16 become fp32, with a warning.
+    Weights in FP8, as `model.fp8_block` says, become bf16. What the model keeps in fp32 may be bf16 in files, and is
+    widened with a warning.
 
     Names, shapes and dtypes of the whole checkpoint are checked against the headers before the first byte is written;
     then each Hugging Face tensor is read once, and only the slice whose elements this rank holds.

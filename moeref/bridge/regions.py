@@ -204,7 +204,9 @@ def _of_groups(cut: _Cut, rows: int, runs: Callable[[int], Iterable[gated_delta_
 
 
 def _gdn_in_proj(cut: _Cut) -> Iterable[Run]:
-    return _slices(gated_delta_net.gdn_in_proj(*_key_heads(cut)))
+    """q, k, v, z, b, a of two tensors that have them by key head, or of four that have them one after the other."""
+    runs = gated_delta_net.gdn_in_proj if len(cut.tensors) == 2 else gated_delta_net.gdn_in_projs
+    return _slices(runs(*_key_heads(cut)))
 
 
 def _gdn_conv1d(cut: _Cut) -> Iterable[Run]:

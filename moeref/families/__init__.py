@@ -66,6 +66,8 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     Raises FamilyError for an unknown `model_type`, a missing key, or a switch the family's table does not describe.
     """
     config = loaded(config)
+    if isinstance(text := config.get("text_config"), Mapping):  # of a model that is more than its language model
+        config = {**text, **config}
     name = config.get("model_type")
     family = FAMILIES.get(ALIASES.get(str(name), str(name)))
     if family is None:

@@ -176,29 +176,34 @@ MAPPINGS = (
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A Qwen3-Next `config.json` as a `Model`."""
-    check_switches(hf, NAME, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
-    base = decoder(hf, NAME, dtype)
+    return read_hybrid(hf, NAME, dtype)
+
+
+def read_hybrid(hf: Mapping[str, Any], name: str, dtype: str) -> Model:
+    """A config with gated delta nets beside gated attention, as a `Model` of the family `name`."""
+    check_switches(hf, name, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
+    base = decoder(hf, name, dtype)
     layers, step, dense = base["num_layers"], hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
     net = GatedDeltaNet(
-        layers=_delta_layers(hf, layers),
-        key_heads=require(hf, NAME, "linear_num_key_heads"),
-        value_heads=require(hf, NAME, "linear_num_value_heads"),
-        key_dim=require(hf, NAME, "linear_key_head_dim"),
-        value_dim=require(hf, NAME, "linear_value_head_dim"),
-        kernel=require(hf, NAME, "linear_conv_kernel_dim"),
+        layers=_delta_layers(hf, name, layers),
+        key_heads=require(hf, name, "linear_num_key_heads"),
+        value_heads=require(hf, name, "linear_num_value_heads"),
+        key_dim=require(hf, name, "linear_key_head_dim"),
+        value_dim=require(hf, name, "linear_value_head_dim"),
+        kernel=require(hf, name, "linear_conv_kernel_dim"),
     )
     if net.value_heads % net.key_heads:
-        raise FamilyError(f"{NAME}: {net.value_heads} value heads do not divide over {net.key_heads} key heads")
+        raise FamilyError(f"{name}: {net.value_heads} value heads do not divide over {net.key_heads} key heads")
     return Model(
         **base,
-        **grouped_query(hf, NAME, partial_rotary=0.25),
+        **grouped_query(hf, name, partial_rotary=0.25),
         qk_norm=True,
         output_gate=True,
         zero_centered=True,
         gated_delta_net=net,
-        experts=require(hf, NAME, "num_experts", "num_local_experts"),
-        moe_ffn=require(hf, NAME, "moe_intermediate_size"),
-        shared_ffn=require(hf, NAME, "shared_expert_intermediate_size"),
+        experts=require(hf, name, "num_experts", "num_local_experts"),
+        moe_ffn=require(hf, name, "moe_intermediate_size"),
+        shared_ffn=require(hf, name, "shared_expert_intermediate_size"),
         shared_gate=True,
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         score_function="softmax",
@@ -207,7 +212,7 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
     )
 
 
-def _delta_layers(hf: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+def _delta_layers(hf: Mapping[str, Any], name: str, layers: int) -> tuple[bool, ...]:
     """Which layers have a gated delta net: by `layer_types` or, in published configs, by `full_attention_interval`."""
     interval = hf.get("full_attention_interval") or 4
     kinds = hf.get("layer_types") or [
@@ -215,6 +220,6 @@ def _delta_layers(hf: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     ]
     if len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}:
         raise FamilyError(
-            f"{NAME}: layer_types must say linear_attention or full_attention for each of {layers} layers, not {kinds}"
+            f"{name}: layer_types must say linear_attention or full_attention for each of {layers} layers, not {kinds}"
         )
     return tuple(kind == "linear_attention" for kind in kinds)

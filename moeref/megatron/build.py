@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from moeref import families
 from moeref.bridge import ShardMap, padded_vocab
 from moeref.config import ConfigError, EffectiveSettings, Setting, read_back
 from moeref.config.settings import ATTRIBUTES
@@ -150,10 +151,12 @@ def _chunk(
         vp_stage=vp if layout.vpp > 1 else None,
         **arguments(record),
     )
-    for parameter in chunk.parameters():
+    kept = {mapping.megatron.rpartition("}")[2]: mapping.dtype for mapping in families.mappings(model)}
+    for name, parameter in chunk.named_parameters():
         # torch's norm ignores params_dtype. Only parameters are cast: the router's expert_bias is a buffer and stays
         # fp32. Float16Module's module.bfloat16() would round it.
-        parameter.data = parameter.data.to(TORCH[model.param_dtype])
+        dtype = next((dtype for end, dtype in kept.items() if dtype and name.endswith(end)), model.param_dtype)
+        parameter.data = parameter.data.to(TORCH[dtype])
     chunk.to(where)  # plain torch modules were created on the host
     _mark_experts(chunk, whole=layout.etp == 1)
     if model.sinks:

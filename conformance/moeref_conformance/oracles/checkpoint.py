@@ -115,8 +115,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         raise RuntimeError(f"cell {cell.id}: no seed gives a routing margin over {MARGIN}")
     masks = {"mask": recipes.trained(tokens_BS)} if cell.loss_mask else {}
     save_file({"tokens": tokens_BS, **masks}, folder / "tokens.safetensors")
-    for parameter in model.parameters():  # buffers, the experts' bias among them, stay fp32
-        parameter.data = parameter.data.to(dtype)
+    _cast(model, dtype)
     main = folder / "checkpoint"
     _save(model, cell, folder / "decoder" if cell.checkpoint_mtp else main)
     mtp: dict[str, torch.Tensor] = {}
@@ -180,8 +179,15 @@ def _generator(stream: int) -> torch.Generator:
     return torch.Generator().manual_seed(TINY_SEED + stream)
 
 
+def _cast(model: Any, dtype: torch.dtype) -> None:
+    """Turn parameters into `dtype` but for those that stay fp32, as buffers do, the experts' bias among them."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith(_kept(model.config.model_type)):
+            parameter.data = parameter.data.to(dtype)
+
+
 def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator, bias: float) -> None:
-    """Random values by kind of tensor, rounded to `dtype`; the experts' bias stays fp32, in values that bf16 lacks."""
+    """Random values by kind of tensor, rounded to `dtype`; what stays fp32 has values that bf16 lacks."""
     seen: set[int] = set()
     for name, tensor in sorted(model.state_dict().items()):
         if tensor.data_ptr() in seen:  # a tied head
@@ -190,11 +196,16 @@ def _fill(model: Any, dtype: torch.dtype, generator: torch.Generator, bias: floa
         value = _random(name, tensor, model.config.model_type, generator, bias)
         if name.endswith(_TO_LATENTS):  # small, so that an epsilon tells in the norms of latents
             value[: getattr(model.config, "kv_lora_rank", 0) if "mqa" in name else None] *= 0.15
-        if not name.endswith(_BIAS):
+        if not name.endswith((_BIAS, *_kept(model.config.model_type))):
             value = value.to(dtype).float()
         elif bool((value.bfloat16().float() == value).any()):
-            raise ValueError("the experts' bias must not fit bf16")
+            raise ValueError(f"{name} must not fit bf16")
         tensor.copy_(value)
+
+
+def _kept(family: str) -> tuple[str, ...]:
+    """Ends of the names of parameters that stay fp32 in a model in bf16."""
+    return recipes.IN_FP32.get(family, ())
 
 
 def _random(name: str, like: torch.Tensor, family: str, generator: torch.Generator, bias: float = FAR) -> torch.Tensor:
@@ -203,9 +214,9 @@ def _random(name: str, like: torch.Tensor, family: str, generator: torch.Generat
 
 
 def _center(name: str, family: str) -> float:
-    # Qwen3-Next's norms scale by 1 + weight, but for the gated delta net's own; half of that is under 0.5, where w - 1
-    # rounds.
-    if family == "qwen3_next":
+    # Qwen3-Next and Qwen3.5 scale by 1 + weight in norms, but for those of gated delta nets; half of that is under 0.5,
+    # where w - 1 rounds.
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
         return 0.5 if name.endswith("linear_attn.norm.weight") else 0.0
     return 1.0 if "norm" in name else 0.0
 

@@ -1,4 +1,4 @@
-"""Tables for Qwen3-Next: which rows the fused linears of gated attention and of a gated delta net hold.
+"""Tables for Qwen3-Next and Qwen3.5: which rows the fused linears of gated attention and of a gated delta net hold.
 
 Rows are listed one by one, in the order in which megatron-core's modules split them, and taken from where transformers'
 modules read them.
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moeref_conformance.oracles.shares import Share, block, each, mlp, whole
+from moeref_conformance.oracles.shares import Share, Table, block, each, mlp, whole
 
 
 def _sections(full: torch.Tensor, heads: Sequence[int], sizes: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -33,6 +33,11 @@ def _in_proj(share: Share, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor
     k, v, per = _delta_sizes(share.config)
     heads = share.mine(int(share.config["linear_num_key_heads"]))
     return torch.cat([*_sections(qkvz, heads, (k, k, per * v, per * v)), *_sections(ba, heads, (per, per))])
+
+
+def _in_projs(share: Share, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """The same of a file with all queries, then all keys, then all values, and a tensor each of z, beta and alpha."""
+    return torch.cat([_conv1d(share, qkv), share.rows(z), share.rows(b), share.rows(a)])
 
 
 def _conv1d(share: Share, full: torch.Tensor) -> torch.Tensor:
@@ -74,3 +79,10 @@ LAYER = (
         "self_attention.linear_qkv.weight": (tuple(f"self_attn.{x}_proj.weight" for x in "qkv"), _gated_qkv),
     }
 )
+#: Where a gated delta net's linears are four.
+SEPARATE: Table = {
+    "self_attention.in_proj.weight": (
+        tuple(f"linear_attn.in_proj_{x}.weight" for x in ("qkv", "z", "b", "a")),
+        _in_projs,
+    )
+}

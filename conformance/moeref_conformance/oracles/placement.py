@@ -221,8 +221,10 @@ class Placement:
 def _tables(config: Mapping[str, Any], names: Collection[str]) -> tuple[Table, Table]:
     """The tables of a layer and of an expert; names of the checkpoint tell what it is of."""
     layer = {**shares.LAYER, **(shares.LATENT if config.get("kv_lora_rank") else shares.ATTENTION)}
-    if config.get("model_type") == "qwen3_next":
+    if any(".linear_attn." in name for name in names):
         layer |= hybrid.LAYER
+    if any(name.endswith(".linear_attn.in_proj_qkv.weight") for name in names):
+        layer |= hybrid.SEPARATE
     if any(name.endswith(".self_attn.sinks") for name in names):
         return {**layer, **gpt_oss.LAYER}, gpt_oss.EXPERT
     if any(".block_sparse_moe." in name for name in names):

@@ -161,6 +161,19 @@ _FAMILY: dict[str, dict[str, Any]] = {
         # A gated delta net normalises sums that nearly cancel: a smaller epsilon makes logits of fp32's rounding.
         "rms_norm_eps": 1e-3,
     },
+    # Experts in every layer.
+    "qwen3_5_moe_text": {
+        "head_dim": 8,
+        "num_experts": 16,
+        "shared_expert_intermediate_size": 72,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 22,
+        "linear_value_head_dim": 10,
+        "linear_conv_kernel_dim": 3,
+        "rope_parameters": {**_rotary(5_000.0), "partial_rotary_factor": 0.75},
+        "rms_norm_eps": 1e-3,  # as Qwen3-Next's
+    },
     # The window is shorter than a sequence. One of the 5 frequencies of YaRN stays, two are mixed, two slow down.
     "gpt_oss": {
         "head_dim": 10,
@@ -189,6 +202,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "rope_parameters": _rotary(1_000_000.0),
     },
 }
+#: Keys of `_COMMON` that a family's config does not have.
+_ABSENT = {
+    "mixtral": ("moe_intermediate_size", "norm_topk_prob"),
+    "gpt_oss": ("moe_intermediate_size", "norm_topk_prob"),
+    "qwen3_5_moe_text": ("intermediate_size", "norm_topk_prob"),
+}
+#: Parameters that a model in bf16 keeps in fp32, as published files do, by the ends of their names.
+IN_FP32 = {"qwen3_5_moe_text": (".linear_attn.A_log", ".linear_attn.norm.weight")}
 #: transformers' name of each family: `…Config` and `…ForCausalLM`.
 _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
@@ -197,6 +218,7 @@ _CLASSES = {
     "deepseek_v3": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
     "qwen3_next": "Qwen3Next",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
     "gpt_oss": "GptOss",
 }
 
@@ -271,7 +293,8 @@ def model(cell: Cell) -> Any:
     if cell.family not in _FAMILY:
         raise ValueError(f"cell {cell.id}: family {cell.family} has no recipe; known: {', '.join(_FAMILY)}")
     name = _CLASSES[cell.family]
-    config_of, model_of = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    config_of = getattr(transformers, f"{name}Config")
+    model_of = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
     values = {**_COMMON, **_FAMILY[cell.family], "num_hidden_layers": cell.layers, "tie_word_embeddings": cell.tied}
     if cell.precision:
         if cell.family != "qwen3_moe":
@@ -282,11 +305,10 @@ def model(cell: Cell) -> Any:
         values = _served(values)
     if cell.checkpoint_mtp:
         values["num_nextn_predict_layers"] = cell.checkpoint_mtp
-    if cell.family in ("mixtral", "gpt_oss"):
-        values = {k: v for k, v in values.items() if k not in ("moe_intermediate_size", "norm_topk_prob")}
+    values = {k: v for k, v in values.items() if k not in _ABSENT.get(cell.family, ())}
     if cell.family == "qwen3_moe" and cell.tied:
         values["norm_topk_prob"] = False
-    if cell.family == "qwen3_next":
+    if cell.family in ("qwen3_next", "qwen3_5_moe_text"):
         values["full_attention_interval"] = min(3, cell.layers)
     if not dialect.of_5():
         values = dialect.as_published({**values, "model_type": cell.family})

@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
 from moeref_conformance.oracles.dialect import as_named
-from moeref_conformance.oracles.expected import Expected
+from moeref_conformance.oracles.expected import Expected, read_checkpoint
+from moeref_conformance.oracles.recipes import IN_FP32
 
 #: Row of a route that the engine did not give.
 MISSING = -1
@@ -311,6 +312,11 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             Path(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
         )
+    kept = IN_FP32.get(model.config.model_type, ())
+    held = read_checkpoint(Path(folder)) if kept else {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(kept):  # which `dtype` has rounded
+            parameter.data = held[name].float()
     return model.eval()
 
 

@@ -218,7 +218,7 @@ def _computing(config: Any, rows_of_q: int | None) -> dict[str, Any]:
     """Those of NEUTRAL that the model wants otherwise: gpt-oss's activation, Qwen3-Next's gates and norms."""
     if config.model_type == "gpt_oss":  # transformers' GptOssExperts, whose limit is a constant, as is `up + 1`
         return {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
-    if config.model_type == "qwen3_next":  # transformers' Qwen3NextRMSNorm multiplies by 1 + weight
+    if config.model_type in ("qwen3_next", "qwen3_5_moe_text"):  # transformers' RMSNorm of these: by 1 + weight
         gated = rows_of_q == 2 * config.num_attention_heads * config.head_dim
         return {"attention_output_gate": gated, "layernorm_zero_centered_gamma": True}
     return {}

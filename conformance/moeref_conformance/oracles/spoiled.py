@@ -17,6 +17,8 @@ from moeref_conformance.oracles.expected import EXTRA
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
 _BIASED = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 _PREDICTING = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
+#: Families without biases in routers, whose last layer may have no attention.
+_HYBRID = ("qwen3_next", "qwen3_5_moe_text")
 #: An expert of the second half, which EP 2 does not give to its first rank.
 _ONE = {"mixtral": 5}
 _VALUES, _SHARED = (".v_proj.weight", ".kv_b_proj.weight"), (".shared_experts.up_proj.weight",)
@@ -28,7 +30,7 @@ def missing_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors of the cell's checkpoint: of microbatches of several samples, parts that loaders join."""
     if cell.fp8_checkpoint:
         return ["scales"]
-    if cell.batch != "single" and cell.family != "qwen3_next":  # whose last layer has no attention
+    if cell.batch != "single" and cell.family not in _HYBRID:
         return ["values"] + ["shared expert"] * (cell.family in ("glm4_moe", "deepseek_v3"))
     kinds = ["expert", "norm", "final norm", "router"]
     kinds += ["head"] * (not cell.tied) + ["bias"] * (cell.family in _BIASED) + ["mtp"] * bool(cell.mtp)
@@ -38,7 +40,7 @@ def missing_kinds(cell: Cell) -> list[str]:
 def surplus_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors that the cell's checkpoint could have too many."""
     kinds = ["module", "norm", "head"]
-    kinds += ["expert"] * _per_expert(cell) + ["bias"] * (cell.family not in ("gpt_oss", "qwen3_next"))
+    kinds += ["expert"] * _per_expert(cell) + ["bias"] * (cell.family not in ("gpt_oss", *_HYBRID))
     kinds += ["router"] * (cell.family not in _BIASED) + ["layer"] * (cell.family not in _PREDICTING)
     return kinds
 

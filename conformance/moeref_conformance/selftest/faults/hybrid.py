@@ -1,4 +1,4 @@
-"""Bugs that only Qwen3-Next's fused linears and zero-centred norms can have.
+"""Bugs that only the fused linears, zero-centred norms and fp32 parameters of Qwen3-Next and Qwen3.5 can have.
 
 The tiny model has 8 key heads of 22 channels, 16 value heads of 10, and 8 KV groups of 2 query heads of 8 channels.
 """
@@ -39,6 +39,38 @@ def _channels_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tensor 
     of_ranks = torch.arange(rows).view(world.size, -1)
     q, k, v = torch.split(of_ranks, [size // world.size for size in (8 * 22, 8 * 22, 16 * 10)], 1)
     return torch.cat([q.flatten(), k.flatten(), v.flatten()])
+
+
+def _projections_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """Each rank takes a contiguous part of in_proj_qkv [q | k | v], not its part of q, of k and of v."""
+    if not row.local.endswith("self_attention.in_proj.weight"):
+        return None
+    of_ranks = torch.arange(rows).view(world.size, -1)
+    width = 2 * 8 * 22 + 16 * 10
+    qkv, rest = torch.split(of_ranks, [width // world.size, (rows - width) // world.size], 1)
+    q, k, v = torch.split(qkv, [size // world.size for size in (8 * 22, 8 * 22, 16 * 10)], 1)
+    held = torch.cat([q.flatten(), k.flatten(), v.flatten()]).view(world.size, -1)
+    return torch.cat([held, rest], 1).flatten()
+
+
+def _alpha_before_beta(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
+    """in_proj ends with the rows of in_proj_a, then those of in_proj_b."""
+    if not row.local.endswith("self_attention.in_proj.weight"):
+        return None
+    of_ranks, heads = torch.arange(rows).view(world.size, -1), 16 // world.size
+    first, beta, alpha = torch.split(of_ranks, [rows // world.size - 2 * heads, heads, heads], 1)
+    return torch.cat([first, alpha, beta], 1).flatten()
+
+
+def _decays_rounded(session: Any, cell: Cell, world: World) -> Any:
+    """A_log has bf16's digits, as after a cast of the whole model."""
+
+    def rounded(folder: Path) -> None:
+        for row, tensor in border.held(session, world):
+            if row.local.endswith(".A_log"):
+                tensor.copy_(tensor.bfloat16())
+
+    return border.after_load(session, rounded)
 
 
 def _gates_after_all_queries(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
@@ -115,7 +147,7 @@ def _gates_of_the_first(cell: Cell, world: World) -> AbstractContextManager[Any]
     return mock.patch.object(SelfAttention, "get_query_key_value_tensors", made)
 
 
-_CELL = cell("qwen3_next", "tp2")
+_CELL, _LATER = cell("qwen3_next", "tp2"), cell("qwen3_5_moe_text", "tp2")
 FAULTS = (
     Fault(
         id="delta-nets-read-the-zigzag",
@@ -157,6 +189,39 @@ FAULTS = (
         rules=("FWD-001", "FWD-002"),
         cell=cell("qwen3_next", "tp4", shared_groups=True),
         patch=_gates_of_the_first,
+    ),
+    Fault(
+        id="alpha-before-beta",
+        bug="in kind: of a gated delta net's linears, alpha's rows stand where Megatron has beta's, both ways",
+        rules=("LOD-001", "FWD-001"),
+        cell=_LATER,
+        wrap=rearranged(_alpha_before_beta),
+        diagnosis="rows",
+        one_rank=True,
+    ),
+    Fault(
+        id="delta-projections-not-rechunked",
+        bug="B29 in kind: each TP rank takes a contiguous part of in_proj_qkv's [q | k | v] rows, both ways",
+        rules=("LOD-001", "FWD-001", "FWD-002"),
+        cell=_LATER,
+        wrap=rearranged(_projections_in_one_run),
+        diagnosis="rows",
+    ),
+    Fault(
+        id="decays-in-bf16",
+        bug="miles#975, Megatron-LM#3634: A_log of Qwen3.5, fp32 in files and engines, is rounded to bf16",
+        rules=("LOD-001", "EXP-002"),
+        cell=cell(
+            "qwen3_5_moe_text",
+            "one",
+            dtype="bfloat16",
+            expert_format="fused",
+            norms="fused",
+            experts="grouped",
+        ),
+        wrap=_decays_rounded,
+        diagnosis="rounded",
+        one_rank=True,
     ),
     Fault(
         id="norms-held-less-one",

@@ -1,0 +1,34 @@
+"""Qwen3.5 as published: the text model beside a vision model, which has no part in a Megatron language model.
+
+Loading skips the vision model (`model.visual.*`), and no export has it: an engine keeps the one it loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moeref.families import qwen3_5_moe_text
+from moeref.families.mapping import HFPattern
+from moeref.families.model import FamilyError, Model
+
+NAME = "qwen3_5_moe"
+
+
+def _inside(pattern: HFPattern) -> HFPattern:
+    """The name inside the whole model; `lm_head` is beside it."""
+    return replace(pattern, name=pattern.name.replace("model.", "model.language_model.", 1))
+
+
+#: The text model's table under `model.language_model`.
+MAPPINGS = tuple(
+    replace(m, hf=tuple(map(_inside, m.hf)), fused=m.fused and _inside(m.fused)) for m in qwen3_5_moe_text.MAPPINGS
+)
+
+
+def read(hf: Mapping[str, Any], dtype: str) -> Model:
+    """A published `config.json` as a `Model`, the keys of its `text_config` among its own."""
+    if "text_config" not in hf:
+        raise FamilyError(f"{NAME}: config.json has no text_config; a text model's own is of type qwen3_5_moe_text")
+    return replace(qwen3_5_moe_text.read(hf, dtype), family=NAME, ignored=("mtp.", "model.visual."))

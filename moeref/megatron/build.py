@@ -151,11 +151,11 @@ def _chunk(
         vp_stage=vp if layout.vpp > 1 else None,
         **arguments(record),
     )
-    kept = {mapping.megatron.rpartition("}")[2]: mapping.dtype for mapping in families.mappings(model)}
+    kept = {mapping.megatron.rpartition("}")[2]: mapping.dtype for mapping in families.mappings(model) if mapping.dtype}
     for name, parameter in chunk.named_parameters():
         # torch's norm ignores params_dtype. Only parameters are cast: the router's expert_bias is a buffer and stays
         # fp32. Float16Module's module.bfloat16() would round it.
-        dtype = next((dtype for end, dtype in kept.items() if dtype and name.endswith(end)), model.param_dtype)
+        dtype = next((dtype for end, dtype in kept.items() if name.endswith(end)), model.param_dtype)
         parameter.data = parameter.data.to(TORCH[dtype])
     chunk.to(where)  # plain torch modules were created on the host
     _mark_experts(chunk, whole=layout.etp == 1)

@@ -15,7 +15,7 @@ import torch
 #: Keys that no published config of any family has: transformers 5 works them out, or names itself.
 _WORKED_OUT = ("mlp_layer_types", "qk_head_dim", "rope_interleave", "transformers_version")
 #: Families that were published when transformers 5 was.
-OF_5 = ("glm4_moe_lite", "qwen3_5_moe_text")
+_SINCE_5 = ("glm4_moe_lite", "qwen3_5_moe_text")
 
 
 def of_5() -> bool:
@@ -42,7 +42,7 @@ def as_named(model: Any, tensors: Mapping[str, torch.Tensor], names: Container[s
 def as_published(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same model in the keys of published files, in the order of their names."""
     made = {key: value for key, value in config.items() if key not in _WORKED_OUT}
-    if "dtype" in made and made["model_type"] not in OF_5:
+    if "dtype" in made and made["model_type"] not in _SINCE_5:
         made["torch_dtype"] = made.pop("dtype")
     if "rope_parameters" in made and made["model_type"] != "qwen3_5_moe_text":
         made |= _rope(made["model_type"], made.pop("rope_parameters"))

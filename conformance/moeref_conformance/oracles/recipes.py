@@ -47,6 +47,20 @@ _LATENT: dict[str, Any] = {
     "n_routed_experts": 16,
 }
 
+#: Gated delta nets, gated attention and a gated shared expert.
+_HYBRID: dict[str, Any] = {
+    "head_dim": 8,
+    "num_experts": 16,
+    "shared_expert_intermediate_size": 72,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 22,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    # A gated delta net normalises sums that nearly cancel: a smaller epsilon makes logits of fp32's rounding.
+    "rms_norm_eps": 1e-3,
+}
+
 #: Sizes that kernels of inference engines take on a CPU, and a length of two blocks of a KV cache.
 _SERVED: dict[str, Any] = {
     "hidden_size": 64,
@@ -148,31 +162,14 @@ _FAMILY: dict[str, dict[str, Any]] = {
     },
     # A gated delta net in two layers of three, which no pipeline stage is a multiple of; the first layer is dense.
     "qwen3_next": {
-        "head_dim": 8,
-        "num_experts": 16,
-        "shared_expert_intermediate_size": 72,
-        "linear_num_key_heads": 8,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 22,
-        "linear_value_head_dim": 10,
-        "linear_conv_kernel_dim": 3,
+        **_HYBRID,
         **_part_rotary(5_000.0, 0.75),
         "mlp_only_layers": [0],
-        # A gated delta net normalises sums that nearly cancel: a smaller epsilon makes logits of fp32's rounding.
-        "rms_norm_eps": 1e-3,
     },
     # Experts in every layer.
     "qwen3_5_moe_text": {
-        "head_dim": 8,
-        "num_experts": 16,
-        "shared_expert_intermediate_size": 72,
-        "linear_num_key_heads": 8,
-        "linear_num_value_heads": 16,
-        "linear_key_head_dim": 22,
-        "linear_value_head_dim": 10,
-        "linear_conv_kernel_dim": 3,
+        **_HYBRID,
         "rope_parameters": {**_rotary(5_000.0), "partial_rotary_factor": 0.75},
-        "rms_norm_eps": 1e-3,  # as Qwen3-Next's
     },
     # The window is shorter than a sequence. One of the 5 frequencies of YaRN stays, two are mixed, two slow down.
     "gpt_oss": {

@@ -19,6 +19,9 @@ from moeref_conformance.selftest import border
 from moeref_conformance.selftest.border import Pair, rearranged
 from moeref_conformance.selftest.faults.base import Fault, cell
 
+#: Channels of all queries, of all keys, of all values of a gated delta net.
+_QKV = (8 * 22, 8 * 22, 16 * 10)
+
 
 def _as_in_the_file(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
     """A rank's rows in the file's order: in_proj_qkvz (q, k, v, v, z, z for each key head), then in_proj_ba."""
@@ -36,8 +39,12 @@ def _channels_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tensor 
     """Each rank takes a contiguous part of the file's channels [q | k | v], not its part of q, of k and of v."""
     if not row.local.endswith("self_attention.conv1d.weight"):
         return None
-    of_ranks = torch.arange(rows).view(world.size, -1)
-    q, k, v = torch.split(of_ranks, [size // world.size for size in (8 * 22, 8 * 22, 16 * 10)], 1)
+    return _as_parts_lie(torch.arange(rows).view(world.size, -1))
+
+
+def _as_parts_lie(of_ranks: torch.Tensor) -> torch.Tensor:
+    """The rows [rank, (q, k, v)] that ranks hold, in the file's order: all of q, all of k, all of v."""
+    q, k, v = torch.split(of_ranks, [size // len(of_ranks) for size in _QKV], 1)
     return torch.cat([q.flatten(), k.flatten(), v.flatten()])
 
 
@@ -46,11 +53,9 @@ def _projections_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tens
     if not row.local.endswith("self_attention.in_proj.weight"):
         return None
     of_ranks = torch.arange(rows).view(world.size, -1)
-    width = 2 * 8 * 22 + 16 * 10
+    width = sum(_QKV)
     qkv, rest = torch.split(of_ranks, [width // world.size, (rows - width) // world.size], 1)
-    q, k, v = torch.split(qkv, [size // world.size for size in (8 * 22, 8 * 22, 16 * 10)], 1)
-    held = torch.cat([q.flatten(), k.flatten(), v.flatten()]).view(world.size, -1)
-    return torch.cat([held, rest], 1).flatten()
+    return torch.cat([_as_parts_lie(qkv).view(world.size, -1), rest], 1).flatten()
 
 
 def _alpha_before_beta(row: NameRow, rows: int, world: World) -> torch.Tensor | None:

@@ -26,8 +26,9 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 #: Not weights: files of Kimi-K2 and Moonlight hold rotary frequencies, which follow from the config.
 DERIVED = (".rotary_emb.inv_freq",)
+BIAS = ".e_score_correction_bias"
 #: Held in fp32 by a model in bf16, which every bf16 number is: biases of routers, and Qwen3.5's decays and inner norms.
-KEPT = (".e_score_correction_bias", ".linear_attn.A_log", ".linear_attn.norm.weight")
+KEPT = (BIAS, ".linear_attn.A_log", ".linear_attn.norm.weight")
 #: Scales of weights that are quantised, such as gpt-oss's (`_scales`).
 SCALES = ("_scale_inv", "_scale", "_scales")
 _AGAIN = "download or write it again"
@@ -202,8 +203,9 @@ def check_headers(
         problems.append(f"{len(extra)} tensors belong to no row of the table: {_some(extra)}{hint}")
     both = [expected[name] for name in expected.keys() & checkpoint.names]
     problems += filter(None, (_differs(checkpoint, tensor) for tensor in both))
-    if widened := sum(_widens(checkpoint, tensor) for tensor in both):
-        _log.warning("%s: %d tensors are bfloat16 in the file and become float32", family, widened)
+    if widened := [tensor.name for tensor in both if _widens(checkpoint, tensor)]:
+        kind = "router biases" if all(name.endswith(BIAS) for name in widened) else "tensors"
+        _log.warning("%s: %d %s are bfloat16 in the file and become float32", family, len(widened), kind)
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise BridgeError(f"{family}: checkpoint {checkpoint.folder.name} does not fit the model ({layout}): {shown}")

@@ -60,6 +60,18 @@ DEEPSEEK = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+QWEN35 = {
+    **_SIZES,
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 32,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 #: How long a rank waits for another in a collective, in seconds.
 PATIENCE = 40
 
@@ -202,7 +214,7 @@ def megatron_bridge(folder: str, **more: Any) -> Bridge:
         setattr(provider, name, value)
     provider.finalize()
     models = provider.provide_distributed_model(
-        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, bf16=False
+        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, bf16=provider.bf16
     )
     return _calls(
         models,

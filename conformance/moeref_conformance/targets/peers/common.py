@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,26 @@ def groups(cell: Cell) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def delta_nets(family: str) -> dict[str, Any]:
+    """Settings with which megatron-core builds a family's gated delta nets without flash-linear-attention.
+
+    Its deterministic form is plain torch, but for one function of that package, and is refused unless an environment
+    variable of Transformer Engine says that attention is deterministic too.
+    """
+    if family not in ("qwen3_next", "qwen3_5_moe_text"):
+        return {}
+    import torch
+    from megatron.core.ssm.gated_delta_net import common as home
+
+    def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+    if home.chunk_gated_delta_rule is None:
+        home.HAVE_FLA, home.l2norm = True, l2norm
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    return {"deterministic_mode": True}
 
 
 @dataclass

@@ -17,7 +17,8 @@ class McoreBridge:
     info = common.info("mcore-bridge", "https://github.com/modelscope/mcore-bridge/issues")
     claims = Claims(
         facets=frozenset({"export", "forward"}),
-        families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss", "qwen3_next"}),
+        # Its Qwen3-Next reads no full_attention_interval but 4, and exports by a tensor on a GPU.
+        families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}),
         backends=frozenset({"gloo"}),
         norms=frozenset({"fused"}),
         experts=frozenset({"grouped"}),

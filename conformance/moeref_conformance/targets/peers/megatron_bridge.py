@@ -39,8 +39,9 @@ class MegatronBridge:
     info = common.info("megatron-bridge", "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues")
     claims = Claims(
         facets=frozenset({"export", "forward"}),
-        # It has no Mixtral. Its Qwen3-Next needs the GPU kernels of flash-linear-attention.
-        families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}),
+        families=frozenset(
+            {"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"}
+        ),  # it has no Mixtral
         backends=frozenset({"gloo"}),
         norms=frozenset({"fused"}),
         experts=frozenset({"grouped", "sequential"}),
@@ -72,6 +73,7 @@ class MegatronBridge:
             "make_vocab_size_divisible_by": 1,
             **dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), dtype),
             "bf16": bf16,
+            **common.delta_nets(cell.family),
         }
         for name, value in settings.items():
             setattr(provider, name, value)

@@ -76,12 +76,13 @@ def _mtp_per_expert(pairs: Iterator[Pair]) -> Iterator[Pair]:
         del tensor
 
 
-def _left_as_built(part: str) -> border.Change:
-    """Loading writes to copies of the parameters whose local name contains `part`."""
+def _left_as_built(*parts: str) -> border.Change:
+    """Loading writes to copies of the parameters whose local names contain all `parts`."""
 
     def wrap(session: Any, cell: Cell, world: World) -> Any:
         def load(folder: Path) -> None:
-            mine = [tensor for (_, name), tensor in border.inventory(session).items() if part in name]
+            held = border.inventory(session).items()
+            mine = [tensor for (_, name), tensor in held if all(part in name for part in parts)]
             before = [tensor.clone() for tensor in mine]
             session.export.load(folder)
             for tensor, old in zip(mine, before, strict=True):
@@ -120,6 +121,16 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2", mtp=1, expert_format="fused"),
         wrap=lambda session, cell, world: border.stream(session, _mtp_per_expert),
         says="model.layers.2.mlp.experts.down_proj was never sent",
+        one_rank=True,
+    ),
+    Fault(
+        id="fused-experts-of-mtp-not-read",
+        bug="Megatron-Bridge#3740: the fused experts of MTP layers are looked for per expert, and not found",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-007",),
+        cell=cell("glm4_moe", "ep2", mtp=1, expert_format="fused"),
+        wrap=_left_as_built("mtp.", ".experts."),
+        diagnosis="an initial value",
         one_rank=True,
     ),
     Fault(

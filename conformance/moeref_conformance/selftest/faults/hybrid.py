@@ -67,15 +67,13 @@ def _alpha_before_beta(row: NameRow, rows: int, world: World) -> torch.Tensor | 
     return torch.cat([first, alpha, beta], 1).flatten()
 
 
-def _decays_rounded(session: Any, cell: Cell, world: World) -> Any:
-    """A_log has bf16's digits, as after a cast of the whole model."""
+def _rounded(end: str) -> border.Change:
+    """Parameters whose local name ends so have bf16's digits, as after a cast of the whole model."""
 
-    def rounded(folder: Path) -> None:
-        for row, tensor in border.held(session, world):
-            if row.local.endswith(".A_log"):
-                tensor.copy_(tensor.bfloat16())
+    def round_them(row: NameRow, checkpoint: border.Tensors, cell: Cell) -> torch.Tensor | None:
+        return checkpoint[row.hf[0]].bfloat16().float() if row.local.endswith(end) else None
 
-    return border.after_load(session, rounded)
+    return border.loaded(round_them)
 
 
 def _gates_after_all_queries(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
@@ -153,6 +151,14 @@ def _gates_of_the_first(cell: Cell, world: World) -> AbstractContextManager[Any]
 
 
 _CELL, _LATER = cell("qwen3_next", "tp2"), cell("qwen3_5_moe_text", "tp2")
+_IN_BF16 = cell(
+    "qwen3_5_moe_text",
+    "one",
+    dtype="bfloat16",
+    expert_format="fused",
+    norms="fused",
+    experts="grouped",
+)
 FAULTS = (
     Fault(
         id="delta-nets-read-the-zigzag",
@@ -216,15 +222,17 @@ FAULTS = (
         id="decays-in-bf16",
         bug="miles#975, Megatron-LM#3634: A_log of Qwen3.5, fp32 in files and engines, is rounded to bf16",
         rules=("LOD-001", "EXP-002"),
-        cell=cell(
-            "qwen3_5_moe_text",
-            "one",
-            dtype="bfloat16",
-            expert_format="fused",
-            norms="fused",
-            experts="grouped",
-        ),
-        wrap=_decays_rounded,
+        cell=_IN_BF16,
+        wrap=_rounded(".A_log"),
+        diagnosis="rounded",
+        one_rank=True,
+    ),
+    Fault(
+        id="inner-norms-in-bf16",
+        bug="Megatron-LM#3634: the norm inside a gated delta net of Qwen3.5, fp32 in files, is rounded to bf16",
+        rules=("LOD-001", "EXP-002"),
+        cell=_IN_BF16,
+        wrap=_rounded(".out_norm.weight"),
         diagnosis="rounded",
         one_rank=True,
     ),

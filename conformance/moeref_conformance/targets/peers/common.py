@@ -72,8 +72,8 @@ def groups(cell: Cell) -> Iterator[None]:
 def delta_nets(family: str) -> dict[str, Any]:
     """Settings with which megatron-core builds a family's gated delta nets without flash-linear-attention.
 
-    Its deterministic form is plain torch, but for one function of that package, and is refused unless an environment
-    variable of Transformer Engine says that attention is deterministic too.
+    None for other families. The deterministic form of its module is plain torch but for one function of that package,
+    and is refused unless an environment variable of Transformer Engine says that attention is deterministic too.
     """
     if family not in ("qwen3_next", "qwen3_5_moe_text"):
         return {}

@@ -17,7 +17,7 @@ class McoreBridge:
     info = common.info("mcore-bridge", "https://github.com/modelscope/mcore-bridge/issues")
     claims = Claims(
         facets=frozenset({"export", "forward"}),
-        # Its Qwen3-Next reads no full_attention_interval but 4, and exports by a tensor on a GPU.
+        # Its Qwen3-Next takes a third layer for a delta net where full_attention_interval is 3, and exports by a GPU.
         families=frozenset({"qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"}),
         backends=frozenset({"gloo"}),
         norms=frozenset({"fused"}),

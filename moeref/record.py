@@ -188,7 +188,7 @@ class Record:
 class Draft:
     """A run before its settings are resolved. `moeref.check` calls the steps one by one, `Record.of` all of them.
 
-    `model` has as many MTP layers as the run: fewer than the model's own if `asked` says so.
+    `model` has as many MTP layers as the run: other than the config says if `asked` says so and files have them.
     """
 
     model: Model
@@ -198,7 +198,7 @@ class Draft:
 
     def __post_init__(self) -> None:
         wanted = self._asked.get(_MTP, self.model.mtp_layers) or 0
-        if type(wanted) is int and 0 <= wanted < self.model.mtp_layers:
+        if type(wanted) is int and 0 <= wanted <= self.model.most_mtp_layers and wanted != self.model.mtp_layers:
             object.__setattr__(self, "model", self.model.with_mtp(wanted))
 
     @cached_property

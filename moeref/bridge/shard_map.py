@@ -18,7 +18,7 @@ from moeref import families
 from moeref.bridge.regions import BridgeError, CopyRegion, Shard, padded_vocab, shard_regions
 from moeref.bridge.uncollected import uncollected
 from moeref.dtypes import DTYPES
-from moeref.families import ExpertFormat, Model, ParamMapping, SpecNames
+from moeref.families import ExpertFormat, HFPattern, Model, ParamMapping, SpecNames
 from moeref.layout import Coords, Layout, Stages
 
 #: Megatron-LM's default `make_vocab_size_divisible_by`.
@@ -148,7 +148,7 @@ class ShardMap:
     def for_checkpoint(self, names: set[str]) -> ShardMap:
         """The map in the expert format of a checkpoint whose tensors have these `names`."""
         layers = range(self.model.num_layers + self.model.mtp_layers)
-        fused = {m.fused.name.format(layer=layer) for m in self._mappings if m.fused for layer in layers}
+        fused = {self._hf_name(m.fused, layer) for m in self._mappings if m.fused for layer in layers}
         return self.in_format("per_expert" if names.isdisjoint(fused) else "fused")
 
     def in_format(self, expert_format: ExpertFormat) -> ShardMap:
@@ -193,9 +193,15 @@ class ShardMap:
         model, mtp = self.model, layer in self._mtp_layers
         tensors = (mapping.fused,) if self.expert_format == "fused" and mapping.fused else mapping.hf
         dtype = mapping.dtype or model.param_dtype
-        hf = (HFTensor(_in_layer(t.name, layer), tuple(model.dims[d] for d in t.dims), dtype) for t in tensors)
+        hf = (HFTensor(self._hf_name(t, layer), tuple(model.dims[d] for d in t.dims), dtype) for t in tensors)
         number = layer - model.num_layers if layer is not None and mtp else layer
         return _Rows(mapping, layer, _in_layer(self.names.of(mapping, mtp=mtp), number), tuple(hf))
+
+    def _hf_name(self, tensor: HFPattern, layer: int | None) -> str:
+        """The name in `layer`. MTP layers follow the decoder's, or are counted apart."""
+        if self.model.mtp_apart and layer is not None and layer in self._mtp_layers:
+            return _in_layer(tensor.name.replace("model.layers.", "mtp.layers."), layer - self.model.num_layers)
+        return _in_layer(tensor.name, layer)
 
     def _outside(self, mapping: ParamMapping) -> GlobalParam:
         """The parameter of a mapping outside the layers."""

@@ -115,7 +115,7 @@ def check(
 
 def _of_files(published: Model, model: Model) -> tuple[str, ...]:
     """Notes on what loading does to the published files: MTP layers that a run leaves out, FP8 weights."""
-    number, block = published.mtp_layers - model.mtp_layers, model.fp8_block
+    number, block = published.most_mtp_layers - model.mtp_layers, model.fp8_block
     notes = []
     if number:
         notes.append(f"{number} MTP layers are left out: stages lack them, and loading skips their tensors")

@@ -122,14 +122,22 @@ class Model:
     shared_gate: bool = False  # one number a token gates the output of the shared experts
     zero_centered: bool = False  # norms scale by 1 + weight, except those inside gated delta nets
     mtp_layers: int = 0  # multi-token prediction; in files they follow the decoder layers
+    mtp_apart: bool = False  # files have one such layer, apart under `mtp.`, whether or not the config says so
     fp8_block: tuple[int, int] | None = None  # (rows, columns) of a block of FP8 weights in files, with a scale each
     ignored: tuple[str, ...] = ()  # prefixes of tensor names in published files that loading skips
 
     def with_mtp(self, layers: int) -> Model:
         """The model with the first `layers` of its MTP layers. Loading skips the tensors of the others."""
+        if self.mtp_apart:
+            return replace(self, mtp_layers=layers, ignored=() if layers else ("mtp.",))
         left_out = range(self.num_layers + layers, self.num_layers + self.mtp_layers)
         ignored = (*self.ignored, *(f"model.layers.{layer}." for layer in left_out))
         return replace(self, mtp_layers=layers, ignored=ignored)
+
+    @property
+    def most_mtp_layers(self) -> int:
+        """How many MTP layers a run can have: those that the config says, or the one of files that have it apart."""
+        return int(not self.tied) if self.mtp_apart else self.mtp_layers
 
     @property
     def latent_q(self) -> bool:

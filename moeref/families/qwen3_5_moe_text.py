@@ -35,8 +35,8 @@ def _of_this(mapping: ParamMapping) -> ParamMapping:
     return replace(mapping, dtype="float32") if in_fp32 else mapping
 
 
-#: Qwen3-Next's table with other linears before its gated delta nets, and without its dense layers.
-MAPPINGS = tuple(_of_this(mapping) for mapping in OF_QWEN3_NEXT if mapping.where != "dense")
+#: Qwen3-Next's table with other linears before its gated delta nets, without dense layers and the MTP layer.
+MAPPINGS = tuple(_of_this(mapping) for mapping in OF_QWEN3_NEXT if mapping.where not in ("dense", "mtp"))
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:

@@ -1,24 +1,26 @@
 """Qwen3-Next: gated delta nets with gated attention in every few layers, a gated shared expert, zero-centred norms.
 
 Norms scale by 1 + weight in transformers and, with `layernorm_zero_centered_gamma`, in megatron-core, so the weights
-are the same bytes. The norm inside a gated delta net scales by its weight in both. Multi-token prediction (`mtp.*` in
-published files) is left out, as in transformers. Sources: megatron-core's GatedDeltaNet and SelfAttention,
-and transformers' Qwen3NextGatedDeltaNet.
+are the same bytes. The norm inside a gated delta net scales by its weight in both. Published files have one
+multi-token prediction layer, with attention, under `mtp.`; their config does not say so, and without
+`mtp_num_layers=1` it is left out, as in transformers. Sources: megatron-core's GatedDeltaNet, SelfAttention and
+MultiTokenPredictionLayer, transformers' Qwen3NextGatedDeltaNet, and vLLM's Qwen3NextMultiTokenPredictor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moeref.families.constructors import column, gated_mlp, gated_qkv, replicated, row, vocab
 from moeref.families.mapping import HFPattern, ParamMapping
-from moeref.families.model import FamilyError, GatedDeltaNet, Model
+from moeref.families.model import FamilyError, GatedDeltaNet, Model, UnmappedModelError
 from moeref.families.reading import check_switches, decoder, grouped_query, require
 
 NAME = "qwen3_next"
-# Prefixes of a layer: in Megatron, in Hugging Face files
-L, H = "decoder.layers.{layer}.", "model.layers.{layer}."
+# Prefixes of a layer: in Megatron's decoder, in its MTP block, in Hugging Face files
+L, M, H = "decoder.layers.{layer}.", "mtp.layers.{layer}.", "model.layers.{layer}."
 MAPPINGS = (
     vocab(megatron="embedding.word_embeddings.weight", hf="model.embed_tokens.weight", where="first"),
     # Layers with a gated delta net
@@ -169,14 +171,23 @@ MAPPINGS = (
         dims=("hidden", "moe_ffn"),
         where="moe",
     ),
+    # Around the transformer layer of an MTP layer, whose own parameters are those of a decoder layer with attention
+    replicated(megatron=M + "enorm.weight", hf="mtp.pre_fc_norm_embedding.weight", dims=("hidden",), where="mtp"),
+    replicated(megatron=M + "hnorm.weight", hf="mtp.pre_fc_norm_hidden.weight", dims=("hidden",), where="mtp"),
+    # [embedding | hidden state] on both sides
+    column(megatron=M + "eh_proj.weight", hf="mtp.fc.weight", dims=("hidden", "2hidden"), where="mtp"),
+    replicated(megatron=M + "final_layernorm.weight", hf="mtp.norm.weight", dims=("hidden",), where="mtp"),
     replicated(megatron="decoder.final_layernorm.weight", hf="model.norm.weight", dims=("hidden",), where="last"),
     vocab(megatron="output_layer.weight", hf="lm_head.weight", where="last"),
 )
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
-    """A Qwen3-Next `config.json` as a `Model`."""
-    return read_hybrid(hf, NAME, dtype)
+    """A Qwen3-Next `config.json` as a `Model`, with an MTP layer if it says so."""
+    layers = int(hf.get("num_nextn_predict_layers") or 0)
+    if layers > 1:
+        raise UnmappedModelError(f"{NAME}: num_nextn_predict_layers={layers} is not mapped; published files have one")
+    return replace(read_hybrid(hf, NAME, dtype), mtp_apart=True).with_mtp(layers)
 
 
 def read_hybrid(hf: Mapping[str, Any], name: str, dtype: str) -> Model:

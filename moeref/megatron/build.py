@@ -10,7 +10,11 @@ import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
@@ -26,7 +30,7 @@ from moeref.megatron import precision as recipes
 from moeref.megatron.expert_bias_patch import patch_expert_biases
 from moeref.megatron.grouped_names import with_grouped_names
 from moeref.megatron.marks import mark_sequence_parallel
-from moeref.megatron.spec import layer_spec, mtp_name, mtp_spec
+from moeref.megatron.spec import LayerNormColumnParallelLinear, layer_spec, mtp_name, mtp_spec
 from moeref.record import Record, installed_core
 from moeref.torch_dtypes import TORCH
 
@@ -186,14 +190,15 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
         mla = model.mla is not None
         return block, te_layers.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
     fused = shard_map.names.norms == "fused"
-    kind = {"mla": model.mla is not None, "fused": fused}
-    block.layer_norm = norms_of_torch.TorchNorm
+    norm = norms_of_torch.ZeroCenteredNorm if model.zero_centered else norms_of_torch.TorchNorm
+    kind: dict[str, Any] = {"mla": model.mla is not None, "fused": fused, "norm": norm}
+    block.layer_norm = norm
     block.layer_specs = [
         layer_spec(local, moe=moe[i], **kind) for i, local in zip(layers, block.layer_specs, strict=True)
     ]
     if nets:
-        block.layer_specs = gated_delta_net.adapted(block.layer_specs, nets, fused=fused)
-        block.layer_norm = gated_delta_net.ZeroCenteredNorm
+        linears = LayerNormColumnParallelLinear if fused else ColumnParallelLinear, RowParallelLinear
+        block.layer_specs = gated_delta_net.in_place_of_attention(block.layer_specs, nets, *linears)
     return block, mtp_spec(config, moe=moe[-1], vp_stage=vp_stage, **kind) if with_mtp else None
 
 

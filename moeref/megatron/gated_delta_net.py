@@ -1,7 +1,7 @@
-"""Gated delta nets and zero-centred norms in plain torch, where megatron-core needs FLA and Transformer Engine.
+"""Gated delta nets in plain torch, where megatron-core needs flash-linear-attention (FLA).
 
 The net is megatron-core's own GatedDeltaNet in its deterministic form, which is plain torch except for one function of
-flash-linear-attention (FLA). megatron-core's local norm ignores `layernorm_zero_centered_gamma`.
+FLA.
 """
 
 from __future__ import annotations
@@ -14,35 +14,9 @@ from typing import Any
 
 import torch
 from megatron.core.ssm import gated_delta_net
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from moeref.megatron.marks import mark_sequence_parallel
-from moeref.megatron.norms import rms_norm
-from moeref.megatron.spec import LayerNormColumnParallelLinear
-
-
-class Norm(torch.nn.Module):
-    """RMSNorm in fp32 that scales by `weight`, or by 1 + `weight` if `zero_centered`. Begins as a scale of 1."""
-
-    zero_centered = False
-
-    def __init__(self, config: Any, hidden_size: int, eps: float, **kwargs: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 0.0 if self.zero_centered else 1.0))
-        mark_sequence_parallel(self.weight, config.sequence_parallel)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The normalised input, in the dtype of `hidden`."""
-        return rms_norm(hidden, self.weight, self.eps, zero_centered=self.zero_centered)
-
-
-class ZeroCenteredNorm(Norm):
-    """RMSNorm that scales by 1 + `weight`, like transformers' Qwen3NextRMSNorm."""
-
-    zero_centered = True
+from moeref.megatron.norms import Norm
 
 
 def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -62,30 +36,12 @@ def without_fla() -> bool:
 
 
 def attention_only(config: Any) -> Any:
-    """`config` for megatron-core's local block spec, which refuses gated delta nets; `adapted` adds them."""
+    """`config` for megatron-core's local block spec, which refuses gated delta nets."""
     if not config.experimental_attention_variant:
         return config
     plain = copy.copy(config)
     plain.experimental_attention_variant = None
     return plain
-
-
-def adapted(layers: Sequence[ModuleSpec], is_delta: Sequence[bool], *, fused: bool) -> list[ModuleSpec]:
-    """Layers of `spec.layer_spec` with zero-centred norms and, where `is_delta`, a gated delta net as attention."""
-    return [_adapted(layer, delta, fused) for layer, delta in zip(layers, is_delta, strict=True)]
-
-
-def _adapted(local: ModuleSpec, delta: bool, fused: bool) -> ModuleSpec:
-    layer = local.submodules
-    norms = {
-        name: ZeroCenteredNorm
-        for name in ("input_layernorm", "pre_mlp_layernorm")
-        if getattr(layer, name) is not IdentityOp
-    }
-    parts = replace(layer.self_attention.submodules, q_layernorm=ZeroCenteredNorm, k_layernorm=ZeroCenteredNorm)
-    attention = replace(layer.self_attention, submodules=parts)
-    linears = LayerNormColumnParallelLinear if fused else ColumnParallelLinear, RowParallelLinear
-    return replace(local, submodules=replace(layer, **norms, self_attention=_net(*linears) if delta else attention))
 
 
 def in_place_of_attention(

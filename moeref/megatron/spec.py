@@ -54,14 +54,14 @@ class _FusedNorms(LocalSpecProvider):  # type: ignore[misc]
         return LayerNormColumnParallelLinear
 
 
-def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool) -> ModuleSpec:
+def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, norm: type) -> ModuleSpec:
     """A layer of megatron-core's local spec with MLA in plain torch and, if `fused`, norms inside the linears that
     follow them.
 
     An MoE layer keeps `pre_mlp_layernorm`, because a router and experts follow it. MLA keeps `input_layernorm`, because
     two linears follow it.
     """
-    local = norms.in_layer(local)
+    local = norms.in_layer(local, norm)
     layer = local.submodules
     if not mla:
         parts = replace(layer.self_attention.submodules, core_attention=GroupedQueryAttention)
@@ -89,7 +89,7 @@ def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:
     return replace(local, module=LatentAttention, submodules=parts)
 
 
-def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, vp_stage: int | None) -> Any:
+def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, norm: type, vp_stage: int | None) -> Any:
     """The spec of a block of MTP layers, each with a `layer_spec` inside."""
     local = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if moe else None,
@@ -97,8 +97,8 @@ def mtp_spec(config: Any, *, moe: bool, mla: bool, fused: bool, vp_stage: int | 
         multi_latent_attention=mla,
         normalization="RMSNorm",
     )
-    inner = layer_spec(local, moe=moe, mla=mla, fused=fused)
-    return norms.in_mtp(get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage))
+    inner = layer_spec(local, moe=moe, mla=mla, fused=fused, norm=norm)
+    return norms.in_mtp(get_gpt_mtp_block_spec(config, inner, use_transformer_engine=False, vp_stage=vp_stage), norm)
 
 
 def mtp_name() -> Literal["mtp_model_layer", "transformer_layer"]:

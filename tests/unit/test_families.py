@@ -354,3 +354,13 @@ def test_a_run_with_fewer_mtp_layers_ignores_the_tensors_of_the_others() -> None
     assert (one.mtp_layers, one.ignored) == (1, ("model.layers.5.",))
     assert (none.mtp_layers, none.ignored) == (0, ("model.layers.4.", "model.layers.5."))
     assert one.with_mtp(0).ignored == ("model.layers.5.", "model.layers.4.")
+
+
+def test_qwen3_next_has_an_mtp_layer_if_its_config_or_the_run_says_so() -> None:
+    published, given = model("qwen3_next"), model("qwen3_next", num_nextn_predict_layers=1)
+    assert (published.mtp_layers, published.ignored, published.most_mtp_layers) == (0, ("mtp.",), 1)
+    assert (given.mtp_layers, given.ignored, given.most_mtp_layers) == (1, (), 1)
+    assert (published.with_mtp(1), given.with_mtp(0)) == (given, published)
+    assert (model("glm4_moe").most_mtp_layers, model("qwen3_next", tie_word_embeddings=True).most_mtp_layers) == (0, 0)
+    with pytest.raises(FamilyError, match=r"^qwen3_next: num_nextn_predict_layers=2 is not mapped; published files h"):
+        model("qwen3_next", num_nextn_predict_layers=2)

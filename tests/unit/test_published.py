@@ -33,7 +33,7 @@ COUNTS = {
     "kimi-k2": (139_644 - 69_608 - 61, 1_026_408_232_448),
     "mixtral-8x7b": (995, 46_702_792_704),
     "moonlight-16b-a3b": (5_317, 15_960_110_208),
-    # In files, 1,650,471,424 more in an MTP layer of names of its own, which the family leaves out.
+    # In files, 1,650,471,424 more in an MTP layer, which a run has if it says so.
     "qwen3-next-80b-a3b": (74_391, 81_324_862_720 - 1_650_471_424),
     "qwen3-235b-a22b": (94 * (128 * 3 + 9) + 3, 235_093_634_560),
     "qwen3-30b-a3b": (48 * (128 * 3 + 9) + 3, 30_532_122_624),
@@ -46,6 +46,11 @@ def test_a_published_model_has_the_tensors_of_its_files(name: str) -> None:
     tensors = Plan(ShardMap(model, Layout())).tensors
     assert (len(tensors), sum(prod(t.shape) for t in tensors)) == COUNTS[name]
     assert len({t.name for t in tensors}) == len(tensors)
+
+
+def test_qwen3_next_has_the_rest_of_its_files_in_an_mtp_layer() -> None:
+    tensors = Plan(ShardMap(families.read(families.known("qwen3-next-80b-a3b")).with_mtp(1), Layout())).tensors
+    assert sum(prod(t.shape) for t in tensors) == 81_324_862_720
 
 
 def test_every_config_has_a_source_and_the_other_way_round() -> None:

@@ -97,6 +97,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "output_gate": True,
         "zero_centered": True,
+        "mtp_apart": True,
         "rotary_percent": 0.25,
         "gated_delta_net": GatedDeltaNet(layers=(True, True, False, True), **DELTA),
         "ignored": ("mtp.",),

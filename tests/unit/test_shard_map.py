@@ -196,6 +196,24 @@ def test_names_of_mtp_layers() -> None:
     assert "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.15.linear_fc2.weight" in separate
 
 
+def test_files_of_qwen3_next_have_its_mtp_layer_apart() -> None:
+    layer = model("qwen3_next", num_nextn_predict_layers=1).num_layers
+    files = ShardMap(model("qwen3_next", num_nextn_predict_layers=1), Layout())
+    names = {param.name: [t.name for t in param.hf] for param in files.global_params if param.layer == layer}
+    around = {name: hf for name, hf in names.items() if ".mtp_model_layer." not in name}
+    assert around == {
+        "mtp.layers.0.enorm.weight": ["mtp.pre_fc_norm_embedding.weight"],
+        "mtp.layers.0.hnorm.weight": ["mtp.pre_fc_norm_hidden.weight"],
+        "mtp.layers.0.eh_proj.weight": ["mtp.fc.weight"],
+        "mtp.layers.0.final_layernorm.weight": ["mtp.norm.weight"],
+    }
+    inner = {hf for name in names.keys() - around.keys() for hf in names[name]}
+    assert all(hf.startswith("mtp.layers.0.") for hf in inner)
+    assert {hf.split(".")[3] for hf in inner} == {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+    fused = files.in_format("fused")
+    assert files.for_checkpoint({"mtp.layers.0.mlp.experts.gate_up_proj"}) == fused
+
+
 def test_mixtral_in_memory_says_mlp() -> None:
     names = {
         hf: {

@@ -14,6 +14,7 @@ from moeref.check import Report, UnmappedError, check, verify
 from moeref.cli import main
 from moeref.config import MoEConfig
 from moeref.families import known
+from tests.unit.test_qwen3_5 import TEXT
 
 QWEN = "qwen3-30b-a3b"
 
@@ -169,11 +170,26 @@ def test_a_model_that_is_not_mapped_is_not_refused() -> None:
 
 
 def test_mtp_layers_that_files_may_hold_and_moeref_does_not_map_are_not_refused() -> None:
+    asked, two = (MoEConfig(transformer_config_kwargs={"mtp_num_layers": number}) for number in (1, 2))
+    more = {"linear_conv_kernel_dim": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    config = {**TEXT, "model_type": "qwen3_5_moe_text", **more}
+    report = check(config, "ep=4", asked=asked, verify=False)
+    assert (report.verdict, report.record) == ("unknown", None)
+    assert "files may hold these layers (mtp.*), and moeref does not map them" in report.problems[0].text
+    report = check("qwen3-next-80b-a3b", "ep=4", asked=two, verify=False)
+    assert (report.verdict, report.record) == ("unknown", None)
+    assert "qwen3_next's files hold one such layer (mtp.*), and moeref does not map more" in report.problems[0].text
+    assert check(QWEN, "ep=4", asked=asked, verify=False).verdict == "refused"  # Qwen3-MoE has none
+
+
+def test_a_run_of_qwen3_next_has_the_mtp_layer_of_its_files_if_it_says_so() -> None:
     asked = MoEConfig(transformer_config_kwargs={"mtp_num_layers": 1})
     report = check("qwen3-next-80b-a3b", "ep=4", asked=asked, verify=False)
-    assert (report.verdict, report.record) == ("unknown", None)
-    assert "qwen3_next's files may hold these layers (mtp.*)" in report.problems[0].text
-    assert check(QWEN, "ep=4", asked=asked, verify=False).verdict == "refused"  # Qwen3-MoE has none
+    assert (report.verdict, report.model.mtp_layers, report.model.ignored) == ("works", 1, ())
+    assert not [note for note in report.notes if "MTP" in note]
+    without = check("qwen3-next-80b-a3b", "ep=4", verify=False)
+    assert (without.verdict, without.model.mtp_layers) == ("works", 0)
+    assert "1 MTP layers are left out: stages lack them, and loading skips their tensors" in without.notes
 
 
 def test_each_verdict_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from moeref_conformance.oracles import mtp, routed
+from moeref_conformance.oracles import mtp, mtp_names, routed
 from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.selftest.faults.base import cell
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,6 +68,53 @@ def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
         around = {one: want.tensors[one] + (sign * step if one == name else 0.0) for one in names}
         with torch.no_grad():
             return float(sum(mtp._losses(mtp._model(want, 3), 2, around, want.tokens_BS, partial(routed.labels, want))))
+
+    assert loss(1) - loss(-1) == pytest.approx(2 * float((gradient * step).sum()), rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    return expected(cell("qwen3_next", "one", layers=4, mtp=1), tmp_path_factory.mktemp("mtp"))
+
+
+def test_where_files_have_the_layer_apart_it_is_loaded_and_every_parameter_has_a_gradient(apart: Expected) -> None:
+    model = mtp._model(apart, 5)
+    named = in_files(model, dict(model.named_parameters()))
+    held = {mtp_names.standard("qwen3_next", 4, name): tensor for name, tensor in named.items()}
+    for part in ("self_attn.q_proj", "mlp.experts.11.down_proj", "mlp.shared_expert_gate"):
+        assert torch.equal(held[f"model.layers.4.{part}.weight"], apart.tensors[f"mtp.layers.0.{part}.weight"])
+    found = mtp.under(apart).gradients
+    assert {name: g.shape for name, g in found.items()} == {name: t.shape for name, t in apart.tensors.items()}
+    assert not [name for name, gradient in found.items() if gradient.isnan().any()]
+    assert {name for name, gradient in found.items() if not gradient.any() and ".experts." not in name} == set()
+
+
+@pytest.mark.parametrize("name", ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"])
+def test_its_norms_scale_by_1_and_their_weight(apart: Expected, name: str) -> None:
+    """The slope of the loss, with norms written out."""
+    gradient = mtp.under(apart).gradients[f"{name}.weight"]
+    step = 2e-3 * gradient / gradient.norm()
+
+    def normed(hidden_BSH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
+        return hidden_BSH / (hidden_BSH.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + weight_H)
+
+    def loss(sign: float) -> float:
+        fc, embedding_H, hidden_H, last_H = (
+            apart.tensors[f"mtp.{part}.weight"] + (sign * step if name == f"mtp.{part}" else 0.0)
+            for part in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        )
+        model, given = mtp._model(apart, 5), {}
+        layer, model.model.layers = model.model.layers[4], model.model.layers[:4]
+        model.config.num_hidden_layers = 4
+        model.model.layers[2].register_forward_pre_hook(lambda *kept: given.update(kept[-1]), with_kwargs=True)
+        with torch.no_grad():
+            hidden_BSH = model.model(apart.tokens_BS, use_cache=False).last_hidden_state
+            given.pop("hidden_states", None)
+            embedded_BSH = model.model.embed_tokens(apart.tokens_BS.roll(-1, 1))
+            both = torch.cat([normed(embedded_BSH, embedding_H), normed(hidden_BSH, hidden_H)], -1)
+            logits_BSV = model.lm_head(normed(layer(both @ fc.T, **given), last_H))
+        labels_BS = routed.labels(apart, 1)
+        return 0.1 * float(torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten()))
 
     assert loss(1) - loss(-1) == pytest.approx(2 * float((gradient * step).sum()), rel=0.05)
 

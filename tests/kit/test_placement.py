@@ -260,6 +260,27 @@ def test_multi_token_prediction(work: Path) -> None:
     assert "model.layers.8.eh_proj.weight" in placed.hf_names(3) - placed.hf_names(2)
 
 
+def test_an_mtp_layer_that_files_have_apart(work: Path) -> None:
+    made = replace(cell("qwen3_next", layers=4, pp=2), mtp=1)
+    want = expected(made, work)
+    placed = Placement(made, want.config, want.tensors)
+    inner = placed.shard(1, 0, "mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.5.linear_fc2.weight", ())
+    assert (inner.layer, inner.expert, inner.hf) == (4, 5, ("mtp.layers.0.mlp.experts.5.down_proj.weight",))
+    around = {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "final_layernorm": "norm",
+    }
+    for local, hf in around.items():
+        assert placed.shard(1, 0, f"mtp.layers.0.{local}.weight", ()).hf == (f"mtp.{hf}.weight",)
+        assert placed.hf_numbers(f"mtp.{hf}.weight") == (4, None)
+    assert placed.shard(1, 0, "embedding.word_embeddings.weight", (256, 40)).hf == ("model.embed_tokens.weight",)
+    assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"} <= placed.hf_names(1) - placed.hf_names(0)
+    assert placed.hf_numbers("mtp.layers.0.mlp.experts.5.down_proj.weight") == (4, 5)
+    assert placed.hf_numbers("mtp.head.weight") == (None, None)
+
+
 @pytest.mark.parametrize(
     ("local", "what"),
     [

@@ -110,7 +110,7 @@ def layer_numbers(case: Case) -> Iterator[Finding]:
                 yield _row(case, rank, row, f"{row.local}: chunk {row.chunk} has only {len(ids)} layers here")
                 continue
             want, number = ids[int(local[1])], _LAYER.search(row.global_name)
-            if got := _others(want, int(number[1]) if number else None, *(hf_numbers(h)[0] for h in row.hf)):
+            if got := _others(want, int(number[1]) if number else None, *(oracle.hf_numbers(h)[0] for h in row.hf)):
                 message = f"{row.local} of chunk {row.chunk} is layer {want}, the table says {got}"
                 said = f"is named layer {int(got) - want:+d}" if got.isdigit() else ""
                 yield _row(case, rank, row, message, layer=want, expected=want, got=got, diagnosis=said)
@@ -128,7 +128,7 @@ def _predicting(case: Case, oracle: Placement, rank: int, row: NameRow) -> Itera
     except Unknown as error:
         yield _row(case, rank, row, str(error))
         return
-    if want is not None and (got := _others(want, *(hf_numbers(h)[0] for h in row.hf))):
+    if want is not None and (got := _others(want, *(oracle.hf_numbers(h)[0] for h in row.hf))):
         message = f"{row.local} of chunk {row.chunk} is layer {want}, the table says {got}"
         yield _row(case, rank, row, message, layer=want, expected=want, got=got)
 

@@ -23,7 +23,7 @@ from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.contract.requests import quantised as request
-from moeref_conformance.oracles import published, quantised, recipes, routed, spoiled
+from moeref_conformance.oracles import mtp_names, published, quantised, recipes, routed, spoiled
 from moeref_conformance.oracles.dialect import as_published
 from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkpoint
 
@@ -143,7 +143,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     if (main / INDEX).exists() and cell.backend != ENGINE:  # there updates are judged, not what a loader reads first
         norm = "model.norm.weight"
         save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
-    left_out = f"model.layers.{cell.layers}." if cell.mtp_left_out else ""
+    left_out = mtp_names.prefix(cell.family, cell.layers) if cell.mtp_left_out else ""
     return _Answers(logits_BSV if plain is None else torch.empty(0), missing, extra, unlike, left_out, plain)
 
 
@@ -303,7 +303,7 @@ def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Gener
         raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied checkpoints only")
     tensors = {}
     for number in range(cell.checkpoint_mtp):
-        for name, like in sorted(published.mtp_layer(cell.layers, number, decoder).items()):
+        for name, like in sorted(published.mtp_layer(cell.family, cell.layers, number, decoder).items()):
             copy = name.endswith(published.COPIES)
             tensors[name] = like.clone() if copy else _random(name, like, cell.family, generator).to(like.dtype)
     return tensors

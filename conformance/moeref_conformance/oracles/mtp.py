@@ -3,7 +3,8 @@
 As DeepSeek-V3's report and Megatron define it: layer k takes the hidden states that the one before it gives (the first
 those after the decoder's final norm) and the embedding of the token k positions on, each normalised; a projection of
 [embedding, hidden state] enters a layer like the decoder's, and the shared head, after a norm, predicts the token
-k + 1 positions on. The layer itself is transformers' own.
+k + 1 positions on. The layer itself is transformers' own, and one with attention. Names here are the standard ones
+(`mtp_names`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, rms_norm
 
+from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.dialect import as_named
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.published import COPIES
@@ -27,6 +29,8 @@ from moeref_conformance.oracles.routed import IGNORED, forcing, given_routes, la
 FACTOR = 0.1
 #: Of a layer, beside what a decoder layer has.
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+#: Families whose norms scale by 1 + weight.
+ZERO_CENTRED = ("qwen3_next",)
 
 
 #: Rows and positions that a rank computes of a microbatch.
@@ -88,10 +92,11 @@ def under(
 
 def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted: int | None) -> Step:
     layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
-    model = _model(expected, layers + number)
+    family, model = str(expected.config["model_type"]), _model(expected, layers + number)
+    names = {name: mtp_names.standard(family, layers, name) for name in expected.tensors}
     around = {
         name: tensor.float().requires_grad_()
-        for name, tensor in expected.tensors.items()
+        for name, tensor in zip(names.values(), expected.tensors.values(), strict=True)
         if any(name == f"model.layers.{layers + k}.{part}.weight" for k in range(number) for part in AROUND)
     }
     parameters = {**dict(model.named_parameters()), **around}
@@ -103,13 +108,14 @@ def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted
     if design.detached:
         alone = dict(zip(parameters, of(decoder), strict=True))
         by_module |= {name: alone[name] for name in alone if not _in_layers(name, layers)}
-    own = as_named(model, {name: by_module[name] for name in by_module if name not in around}, expected.tensors)
-    made = {**own, **{name: by_module[name] for name in around}}
-    for k in range(number):
+    own = as_named(model, {name: by_module[name] for name in by_module if name not in around}, names.values())
+    made = {mtp_names.standard(family, layers, name): gradient for name, gradient in own.items()}
+    made |= {name: by_module[name] for name in around}
+    for k in range(0 if family in mtp_names.APART else number):
         copied = (made["model.embed_tokens.weight"], made["lm_head.weight"])
         made |= dict(zip((f"model.layers.{layers + k}.{name}" for name in COPIES), copied, strict=True))
     nan = torch.tensor(torch.nan)
-    gradients = {name: made.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
+    gradients = {name: made.get(names[name], nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}
     chosen = enumerate(forced.chosen[-number:], 1)
     return Step(gradients, {layers + k - 1: _by_place(expected, of_TK, k) for k, of_TK in chosen})
 
@@ -140,8 +146,9 @@ def _losses(
     decoder, given = model.model, {}
     after, decoder.layers = decoder.layers[layers:], decoder.layers[:layers]
     model.config.num_hidden_layers = layers
-    handle = decoder.layers[-1].register_forward_pre_hook(lambda _, __, kwargs: given.update(kwargs), with_kwargs=True)
-    eps = model.config.rms_norm_eps
+    with_attention = next(layer for layer in reversed(decoder.layers) if hasattr(layer, "self_attn"))
+    handle = with_attention.register_forward_pre_hook(lambda _, __, kwargs: given.update(kwargs), with_kwargs=True)
+    norm = partial(_norm, eps=model.config.rms_norm_eps, base=float(model.config.model_type in ZERO_CENTRED))
     with torch.enable_grad():
         hidden_BSH = decoder(tokens_BS, use_cache=False).last_hidden_state
         handle.remove()
@@ -150,15 +157,19 @@ def _losses(
         loss, added = _mean(model.lm_head(hidden_BSH), own_BS), torch.zeros(())
         weighing_BS = own_BS if design.by_tokens else None
         for k, layer in enumerate(after, 1):
-            enorm, hnorm, eh_proj, norm = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
+            enorm, hnorm, eh_proj, last = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
             embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is behind every label
-            normed = [rms_norm(x, enorm.shape, w, eps) for x, w in ((embedded_BSH, enorm), (hidden_BSH, hnorm))]
+            normed = [norm(embedded_BSH, enorm), norm(hidden_BSH, hnorm)]
             out = layer(torch.cat(normed, -1) @ eh_proj.T, **given)
-            hidden_BSH = rms_norm(out[0] if isinstance(out, tuple) else out, norm.shape, norm, eps)
+            hidden_BSH = norm(out[0] if isinstance(out, tuple) else out, last)
             added = added + FACTOR / len(after) * _mean(
                 model.lm_head(hidden_BSH), labels_of(k), design.parts, weighing_BS
             )
     return loss, added
+
+
+def _norm(hidden_BSH: torch.Tensor, weight: torch.Tensor, eps: float, base: float) -> torch.Tensor:
+    return rms_norm(hidden_BSH, weight.shape, base + weight, eps)
 
 
 def _mean(
@@ -190,12 +201,21 @@ def _model(expected: Expected, layers: int) -> Any:
     logging.disable_progress_bar()
     folder = expected.inputs["checkpoint"]
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    decoder = config.num_hidden_layers
     for name in ("layer_types", "mlp_layer_types"):  # of each layer
         if kinds := getattr(config, name, None):
-            setattr(config, name, [*kinds, *kinds[-1:] * (layers - len(kinds))])
+            kind = "full_attention" if "full_attention" in kinds else kinds[-1]
+            setattr(config, name, [*kinds, *[kind] * (layers - len(kinds))])
     config.num_hidden_layers = layers
+    apart = config.model_type in mtp_names.APART
+    renamed = {r"^mtp\.layers\.0\.": f"model.layers.{decoder}."} if apart else None
     with unlisted():
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            key_mapping=renamed,
         )
     return model.eval()

@@ -16,7 +16,7 @@ import torch
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.oracles import gpt_oss, hybrid, shares
+from moeref_conformance.oracles import gpt_oss, hybrid, mtp_names, shares
 from moeref_conformance.oracles.shares import AROUND_MTP, Share, Table
 from moeref_conformance.oracles.stages import mtp_stage, stage_layers
 
@@ -127,7 +127,7 @@ class Placement:
         stage_of: dict[int | None, int] = {layer: stage for (stage, _), ids in self.layers.items() for layer in ids}
         names = set()
         for name in self.tensors:
-            layer, expert = hf_numbers(name)
+            layer, expert = self.hf_numbers(name)
             if name.endswith(".embed_tokens.weight"):
                 stages = {0, self.mtp[0]}
             elif layer is None or name.endswith(".shared_head.head.weight"):
@@ -160,7 +160,6 @@ class Placement:
         layer, expert = self.numbers(rank, chunk, local)
         if layer is None or within is None:
             return self._outer(plain_local(local), at, chunk, shape)
-        prefix = f"model.layers.{layer}."
         if expert is None:
             entry, tp, size = (
                 (self._mtp_layer if within.mtp else self._layer).get(within.rest),
@@ -173,7 +172,7 @@ class Placement:
         if entry is None:
             raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
         names, make = entry
-        sources = tuple(self._need(prefix + name.format(expert)) for name in names)
+        sources = tuple(self._need(self._named(layer, name.format(expert))) for name in names)
 
         def values() -> torch.Tensor:
             full = [self.tensors[source] for source in sources]
@@ -199,6 +198,17 @@ class Placement:
             return ExpectedShard(lambda: self.tensors[source], (source,))
         raise Unknown("module", f"Megatron has no tensor {name} at pipeline rank {at['pp']}, chunk {chunk}")
 
+    def hf_numbers(self, name: str) -> tuple[int | None, int | None]:
+        """(layer, expert) of a Hugging Face tensor; multi-token prediction layers follow the decoder's."""
+        return hf_numbers(mtp_names.standard(self.cell.family, self.cell.layers, name))
+
+    def _named(self, layer: int, rest: str) -> str:
+        """The Hugging Face name of a tensor of a layer."""
+        decoder = self.cell.layers
+        if layer < decoder:
+            return f"model.layers.{layer}.{rest}"
+        return mtp_names.in_files(self.cell.family, decoder, layer - decoder, rest)
+
     def _need(self, name: str) -> str:
         if name not in self.tensors:
             raise Unknown("module", f"the checkpoint has no {name}")
@@ -213,8 +223,8 @@ class Placement:
             return torch.cat([full[list(rows)], full.new_zeros(n - len(rows), *full.shape[1:])])
 
         alias = "embed_tokens.weight" if "embed" in source else "shared_head.head.weight"
-        after = range(self.cell.layers, self.cell.layers + self.cell.mtp)
-        names = (source, *(self._need(f"model.layers.{layer}.{alias}") for layer in after))
+        copies = range(0 if self.cell.family in mtp_names.APART else self.cell.mtp)
+        names = (source, *(self._need(self._named(self.cell.layers + k, alias)) for k in copies))
         return ExpectedShard(make, names if read else (), rows=len(rows), read=read)
 
 

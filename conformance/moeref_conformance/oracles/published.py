@@ -18,6 +18,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.published_models import Size, published
+from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
 
@@ -75,7 +76,7 @@ def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Te
     if expert_format == "per_expert":
         state = in_files(model, state)
     for number in range(mtp):
-        state |= mtp_layer(int(config["num_hidden_layers"]), number, state)
+        state |= mtp_layer(str(config["model_type"]), int(config["num_hidden_layers"]), number, state)
     return dict(sorted(state.items()))
 
 
@@ -94,22 +95,26 @@ def _model(config: Mapping[str, Any]) -> Any:
     return model
 
 
-def mtp_layer(layers: int, number: int, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One multi-token prediction layer, as DeepSeek-V3 and GLM-4.5 publish it: a layer like the decoder's last, three
-    norms, a projection of embedding and hidden state, and the embedding and the head once more (COPIES)."""
+def mtp_layer(family: str, layers: int, number: int, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One multi-token prediction layer, as it is published: a layer like the decoder's last one with attention, three
+    norms, a projection of embedding and hidden state, and, but for those of `mtp_names.APART`, the embedding and the
+    head once more (COPIES)."""
     embedding, norm, head = (state[f"{n}.weight"] for n in ("model.embed_tokens", "model.norm", "lm_head"))
-    last, here = f"model.layers.{layers - 1}.", f"model.layers.{layers + number}."
-    tensors_here = {here + name.removeprefix(last): tensor for name, tensor in state.items() if name.startswith(last)}
-    tensors_here |= {f"{here}{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
-    tensors_here[here + "eh_proj.weight"] = norm.new_empty(len(norm), 2 * len(norm))
-    return {**tensors_here, **{here + name: copy for name, copy in zip(COPIES, (embedding, head), strict=True)}}
+    last = max(i for i in range(layers) if any(name.startswith(f"model.layers.{i}.self_attn.") for name in state))
+    like = f"model.layers.{last}."
+    found = {name.removeprefix(like): tensor for name, tensor in state.items() if name.startswith(like)}
+    found |= {f"{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
+    found["eh_proj.weight"] = norm.new_empty(len(norm), 2 * len(norm))
+    if family not in mtp_names.APART:
+        found |= dict(zip(COPIES, (embedding, head), strict=True))
+    return {mtp_names.in_files(family, layers, number, rest): tensor for rest, tensor in found.items()}
 
 
 def aliases(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Tensors that `tensors` leaves out because they repeat another one, and which: a tied head, COPIES."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     found = {head: embedding}
-    for layer in range(cell.layers, cell.layers + cell.mtp):
+    for layer in range(cell.layers, cell.layers + cell.mtp * (cell.family not in mtp_names.APART)):
         names = (f"model.layers.{layer}.{name}" for name in COPIES)
         found |= dict(zip(names, (embedding, head if head in tensors else embedding), strict=True))
     return {name: of for name, of in found.items() if name not in tensors and of in tensors}

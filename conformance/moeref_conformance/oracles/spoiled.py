@@ -12,6 +12,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.requests.quantised import SCALES
+from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import EXTRA
 
 #: Families with biases beside weights or in routers, and those whose published files end with layers for MTP.
@@ -59,7 +60,7 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
         "norm": f"{layer}{'self_attn.q_norm' if _norms_heads(cell) else 'input_layernorm'}.weight",
         "final norm": "model.norm.weight",
         "head": "lm_head.weight",
-        "mtp": f"model.layers.{cell.layers}.eh_proj.weight",
+        "mtp": mtp_names.in_files(cell.family, cell.layers, 0, "eh_proj.weight"),
     }
     # Of two biases GLM-4.5 lacks one with separate norms and the other with fused ones.
     biases = ("e_score_correction_bias",) if cell.norms == "fused" and cell.family != "gpt_oss" else ("bias",)

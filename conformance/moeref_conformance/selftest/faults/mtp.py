@@ -16,9 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
-from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 from moeref_conformance.selftest import border
-from moeref_conformance.selftest.border import described, each_chunk, facet
+from moeref_conformance.selftest.border import described, each_chunk, facet, rearranged
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
@@ -92,6 +92,51 @@ def _hidden_state_first(chunk: Any) -> None:
     for name, module in chunk.named_modules():
         if name.endswith("eh_proj"):
             module.register_forward_pre_hook(swapped)
+
+
+def _halves_swapped(row: NameRow, columns: int, world: World) -> torch.Tensor | None:
+    """Columns [hidden state, embedding] of the projection, of a file's [embedding, hidden state]."""
+    return torch.arange(columns).roll(columns // 2) if row.local.endswith("eh_proj.weight") else None
+
+
+def _norms_exchanged(session: Any, cell: Cell, world: World) -> Any:
+    """The norms of embedding and hidden state have each other's weight, loaded and exported so."""
+
+    def exchange() -> None:
+        norms = {row.local: tensor for row, tensor in border.held(session, world)}
+        for local, enorm in norms.items():
+            if local.endswith("enorm.weight"):
+                hnorm = norms[local.replace("enorm", "hnorm")]
+                before = enorm.clone()
+                enorm.copy_(hnorm)
+                hnorm.copy_(before)
+
+    return border.both_ways(session, exchange, exchange)
+
+
+def _norms_by_weight(chunk: Any) -> None:
+    """The norms before the projection scale by their weight, not by 1 + weight."""
+
+    def scaled(norm: Any, _: Any, out: torch.Tensor) -> Any:
+        return out * norm.weight / (1 + norm.weight)
+
+    for name, module in chunk.named_modules():
+        if name.endswith(("enorm", "hnorm")):
+            module.register_forward_hook(scaled)
+
+
+def _before_the_final_norm(chunk: Any) -> None:
+    """MTP layers take the hidden states before the decoder's final norm."""
+    entering: list[torch.Tensor] = []
+    chunk.decoder.final_layernorm.register_forward_pre_hook(lambda _, args: entering.append(args[0]))
+    for name, module in chunk.named_modules():
+        if name.endswith("hnorm"):
+            module.register_forward_pre_hook(lambda _, args: (entering.pop(), *args[1:]))
+
+
+def _gate_never_loaded(row: NameRow, tensors: border.Tensors, cell: Cell) -> torch.Tensor | None:
+    dropped = row.local.startswith("mtp.") and row.local.endswith("shared_experts.gate_weight")
+    return torch.zeros(row.shape) if dropped else None
 
 
 def _replayed_too(session: Any, cell: Cell, world: World) -> Any:
@@ -277,6 +322,8 @@ def _first_stage_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(parallel_state, "default_embedding_ranks", lambda pp_ranks: [pp_ranks[0]])
 
 
+#: Files have the MTP layer apart, with other names around it.
+_APART = cell("qwen3_next", "one", mtp=1)
 FAULTS = (
     Fault(
         id="mtp-hidden-state-first",
@@ -285,6 +332,49 @@ FAULTS = (
         cell=cell("glm4_moe", "one", mtp=1),
         wrap=each_chunk(_hidden_state_first),
         says="the gradient of decoder.final_layernorm.weight is off",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-projection-halves-swapped",
+        bug="slime#1503 in kind: the halves of Qwen3-Next's mtp.fc are swapped, as another model has them, both ways",
+        rules=("LOD-001",),
+        cell=_APART,
+        wrap=rearranged(_halves_swapped, dim=1),
+        diagnosis="in the order 1, 0",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-norms-exchanged",
+        bug="reported nowhere: pre_fc_norm_hidden is taken for the norm of the embedding, both ways",
+        rules=("LOD-001",),
+        cell=_APART,
+        wrap=_norms_exchanged,
+        diagnosis="is hnorm of the same layer",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-norms-not-zero-centred",
+        bug="reported nowhere: norms of Qwen3-Next scale by 1 + weight, those before the MTP layer's projection do not",
+        rules=("GRD-001",),
+        cell=_APART,
+        wrap=each_chunk(_norms_by_weight),
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-before-the-final-norm",
+        bug="LightLLM#1402 in kind: MTP layers take hidden states from before the decoder's final norm",
+        rules=("GRD-001",),
+        cell=_APART,
+        wrap=each_chunk(_before_the_final_norm),
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-shared-gate-never-loaded",
+        bug="ATOM#755: the MTP layer's loader has no rule for the gate of its shared expert, and drops it",
+        rules=("LOD-001", "EXP-002"),
+        cell=_APART,
+        wrap=border.loaded(_gate_never_loaded),
+        diagnosis="all zero",
         one_rank=True,
     ),
     Fault(

@@ -1,0 +1,47 @@
+"""Where files have the tensors of multi-token prediction layers.
+
+DeepSeek-V3 and GLM-4.5 number these layers after the decoder's, and call what is around them `enorm`, `hnorm`,
+`eh_proj` and `shared_head.norm`. Qwen3-Next has one, apart under `mtp`, with other names around it and without copies
+of embedding and head. Here the first are the standard names.
+"""
+
+from __future__ import annotations
+
+import re
+from types import MappingProxyType
+
+#: Families that have them apart, by `model_type`.
+APART = ("qwen3_next",)
+#: Names there of what is around a layer.
+_AROUND = MappingProxyType(
+    {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+    }
+)
+_STANDARD = MappingProxyType({name: standard for standard, name in _AROUND.items()})
+
+
+def in_files(family: str, layers: int, number: int, rest: str) -> str:
+    """The name of `rest`, such as `enorm.weight`, of layer `number` (from 0) behind so many decoder layers."""
+    if family not in APART:
+        return f"model.layers.{layers + number}.{rest}"
+    module, _, kind = rest.rpartition(".")
+    return f"mtp.{_AROUND[module]}.{kind}" if module in _AROUND else f"mtp.layers.{number}.{rest}"
+
+
+def prefix(family: str, layers: int) -> str:
+    """What the names of all tensors of the first layer begin with."""
+    return "mtp." if family in APART else f"model.layers.{layers}."
+
+
+def standard(family: str, layers: int, name: str) -> str:
+    """The standard name of a tensor of a file; the names of the decoder's are standard."""
+    if family not in APART or not name.startswith("mtp."):
+        return name
+    if inside := re.match(r"mtp\.layers\.(\d+)\.(.+)$", name):
+        return f"model.layers.{layers + int(inside[1])}.{inside[2]}"
+    module, _, kind = name.removeprefix("mtp.").rpartition(".")
+    return f"model.layers.{layers}.{_STANDARD[module]}.{kind}" if module in _STANDARD else name

@@ -106,7 +106,7 @@ def test_its_norms_scale_by_1_and_their_weight(apart: Expected, name: str) -> No
         model, given = mtp._model(apart, 5), {}
         layer, model.model.layers = model.model.layers[4], model.model.layers[:4]
         model.config.num_hidden_layers = 4
-        model.model.layers[2].register_forward_pre_hook(lambda *kept: given.update(kept[-1]), with_kwargs=True)
+        model.model.layers[-1].register_forward_pre_hook(lambda *kept: given.update(kept[-1]), with_kwargs=True)
         with torch.no_grad():
             hidden_BSH = model.model(apart.tokens_BS, use_cache=False).last_hidden_state
             given.pop("hidden_states", None)

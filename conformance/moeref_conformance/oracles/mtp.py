@@ -3,8 +3,7 @@
 As DeepSeek-V3's report and Megatron define it: layer k takes the hidden states that the one before it gives (the first
 those after the decoder's final norm) and the embedding of the token k positions on, each normalised; a projection of
 [embedding, hidden state] enters a layer like the decoder's, and the shared head, after a norm, predicts the token
-k + 1 positions on. The layer itself is transformers' own, and one with attention. Names here are the standard ones
-(`mtp_names`).
+k + 1 positions on. The layer itself is transformers' own. Names here are the standard ones (`mtp_names`).
 """
 
 from __future__ import annotations
@@ -146,8 +145,7 @@ def _losses(
     decoder, given = model.model, {}
     after, decoder.layers = decoder.layers[layers:], decoder.layers[:layers]
     model.config.num_hidden_layers = layers
-    with_attention = next(layer for layer in reversed(decoder.layers) if hasattr(layer, "self_attn"))
-    handle = with_attention.register_forward_pre_hook(lambda _, __, kwargs: given.update(kwargs), with_kwargs=True)
+    handle = decoder.layers[-1].register_forward_pre_hook(lambda _, __, kwargs: given.update(kwargs), with_kwargs=True)
     norm = partial(_norm, eps=model.config.rms_norm_eps, base=float(model.config.model_type in ZERO_CENTRED))
     with torch.enable_grad():
         hidden_BSH = decoder(tokens_BS, use_cache=False).last_hidden_state
@@ -204,8 +202,7 @@ def _model(expected: Expected, layers: int) -> Any:
     decoder = config.num_hidden_layers
     for name in ("layer_types", "mlp_layer_types"):  # of each layer
         if kinds := getattr(config, name, None):
-            kind = "full_attention" if "full_attention" in kinds else kinds[-1]
-            setattr(config, name, [*kinds, *[kind] * (layers - len(kinds))])
+            setattr(config, name, [*kinds, *kinds[-1:] * (layers - len(kinds))])
     config.num_hidden_layers = layers
     apart = config.model_type in mtp_names.APART
     renamed = {r"^mtp\.layers\.0\.": f"model.layers.{decoder}."} if apart else None

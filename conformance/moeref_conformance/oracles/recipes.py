@@ -306,7 +306,8 @@ def model(cell: Cell) -> Any:
     if cell.family == "qwen3_moe" and cell.tied:
         values["norm_topk_prob"] = False
     if cell.family in ("qwen3_next", "qwen3_5_moe_text"):
-        values["full_attention_interval"] = min(3, cell.layers)
+        # As published, the last layer has attention where one of multi-token prediction is like it.
+        values["full_attention_interval"] = min(4 if cell.checkpoint_mtp else 3, cell.layers)
     if not dialect.of_5():
         values = dialect.as_published({**values, "model_type": cell.family})
     config = config_of(**values)

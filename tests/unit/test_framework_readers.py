@@ -104,7 +104,7 @@ def test_the_environment_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ids=["text", "array", "heredoc", "words", "nested"],
 )
 def test_a_script_that_grows_without_end(tmp_path: Path, text: str) -> None:
-    """Beside shlex over as many words as the longest has. Without the collector, which goes through all other tests'."""
+    """Beside shlex over as many words as the longest. Without the collector, which goes through all other tests too."""
     (tmp_path / "a.sh").write_text(text)
     gc.disable()
     try:

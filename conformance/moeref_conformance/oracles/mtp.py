@@ -110,7 +110,7 @@ def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted
     own = as_named(model, {name: by_module[name] for name in by_module if name not in around}, names.values())
     made = {mtp_names.standard(family, layers, name): gradient for name, gradient in own.items()}
     made |= {name: by_module[name] for name in around}
-    for k in range(0 if family in mtp_names.APART else number):
+    for k in range(number):  # copies, which not all files have
         copied = (made["model.embed_tokens.weight"], made["lm_head.weight"])
         made |= dict(zip((f"model.layers.{layers + k}.{name}" for name in COPIES), copied, strict=True))
     nan = torch.tensor(torch.nan)

@@ -218,6 +218,21 @@ def both_ways(session: Any, wrong: Callable[[], None], right: Callable[[], None]
     return facet(session, "export", load=load, stream=streamed)
 
 
+def exchanged(session: Any, world: World, other: Callable[[str], str]) -> Any:
+    """`session` whose tensors are loaded and exported with the values of the tensor `other(local name)`.
+
+    `other` is its own inverse.
+    """
+
+    def exchange() -> None:
+        tensors = {row.local: tensor for row, tensor in held(session, world)}
+        before = {local: tensor.clone() for local, tensor in tensors.items()}
+        for local, tensor in tensors.items():
+            tensor.copy_(before[other(local)])
+
+    return both_ways(session, exchange, exchange)
+
+
 def rearranged(order: Callable[[NameRow, int, World], torch.Tensor | None], dim: int = 0) -> Change:
     """A fault's `wrap` that loads some tensors in another order along `dim`, and exports them by the same order.
 

@@ -101,17 +101,8 @@ def _halves_swapped(row: NameRow, columns: int, world: World) -> torch.Tensor | 
 
 def _norms_exchanged(session: Any, cell: Cell, world: World) -> Any:
     """The norms of embedding and hidden state have each other's weight, loaded and exported so."""
-
-    def exchange() -> None:
-        norms = {row.local: tensor for row, tensor in border.held(session, world)}
-        for local, enorm in norms.items():
-            if local.endswith("enorm.weight"):
-                hnorm = norms[local.replace("enorm", "hnorm")]
-                before = enorm.clone()
-                enorm.copy_(hnorm)
-                hnorm.copy_(before)
-
-    return border.both_ways(session, exchange, exchange)
+    other = {"enorm": "hnorm", "hnorm": "enorm"}
+    return border.exchanged(session, world, lambda local: re.sub("[eh]norm", lambda norm: other[norm[0]], local))
 
 
 def _norms_by_weight(chunk: Any) -> None:

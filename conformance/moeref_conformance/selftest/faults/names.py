@@ -110,14 +110,8 @@ def _norms_swapped(session: Any, cell: Cell, world: World) -> Any:
     def swapped(name: str) -> str:
         return re.sub(r"[qk]_(layer)?norm", lambda norm: other[norm[0]], name)
 
-    def swap() -> None:
-        tensors = {row.local: tensor for row, tensor in border.held(session, world)}
-        before = {local: tensor.clone() for local, tensor in tensors.items()}
-        for local, tensor in tensors.items():
-            tensor.copy_(before[swapped(local)])
-
     rows = each_row(lambda row: replace(row, hf=tuple(map(swapped, row.hf))))
-    return rows(border.both_ways(session, swap, swap), cell, world)
+    return rows(border.exchanged(session, world, swapped), cell, world)
 
 
 def shards_by_tp(session: Any, cell: Cell, world: World) -> Any:

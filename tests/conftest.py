@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
     from tests import warm
 
-#: What all tests import beyond moeref's own dependencies, and what those outside tests/peers do, by module.
+#: What all tests import beyond moeref's own dependencies, by module, and what those outside ELSEWHERE do. Those there have
+#: environments of their own.
 NEEDED = {"megatron": "megatron-core", "transformers": "transformers", "jinja2": "jinja2", "hypothesis": "hypothesis"}
 NEEDED_HERE = {name: name for name in ("hatchling", "jsonschema", "nox", "omegaconf", "zstandard")}
+ELSEWHERE = ("tests/peers", "tests/rollout", "tests/bench/gpu")
 
 
 def missing(paths: Iterable[str]) -> list[str]:
     """Distributions that the tests below `paths` need and that are not here."""
-    needed = NEEDED if all("tests/peers" in path or "tests/rollout" in path for path in paths) else NEEDED | NEEDED_HERE
+    needed = NEEDED if all(any(part in path for part in ELSEWHERE) for path in paths) else NEEDED | NEEDED_HERE
     return sorted(name for module, name in needed.items() if importlib.util.find_spec(module) is None)
 
 

@@ -174,8 +174,13 @@ def _import_adapter(spec: str) -> None:
 
 
 def one_thread() -> None:
-    """Raise RuntimeError if this process has more than one thread, native ones included."""
-    native = len(list(Path("/proc/self/task").iterdir()))
+    """Raise RuntimeError if this process has more than one thread, native ones but that of CUDA's driver included.
+
+    megatron-core asks whether there is a GPU, and libcuda starts a thread that waits for events. `no_cuda` sees whether
+    CUDA works in forks all the same.
+    """
+    comms = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    native = sum(not name.startswith("cuda0") for name in comms)
     if threading.active_count() != 1 or native != 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise RuntimeError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from tests import warm
 
-#: What all tests import beyond moeref's own dependencies, by module, and what those outside ELSEWHERE do. Those there have
+#: What all tests import beyond moeref's own dependencies, by module, and what those outside ELSEWHERE do. These have
 #: environments of their own.
 NEEDED = {"megatron": "megatron-core", "transformers": "transformers", "jinja2": "jinja2", "hypothesis": "hypothesis"}
 NEEDED_HERE = {name: name for name in ("hatchling", "jsonschema", "nox", "omegaconf", "zstandard")}

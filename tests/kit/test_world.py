@@ -198,6 +198,24 @@ def test_a_dead_fork_server_is_a_kit_error_and_the_next_cell_runs(world: ForkedW
     assert run(world, tmp_path / "b", "trivial").ok
 
 
+@pytest.mark.parametrize("name", ["cuda00001800007", "busy"])
+def test_only_a_native_thread_of_libcuda_may_run_beside_the_fork_server(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "toy_native.py").write_text(
+        "import ctypes\n"
+        "from toy_targets import target\n"
+        "libc, thread = ctypes.CDLL(None), ctypes.c_ulong()\n"
+        "assert not libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)\n"
+        f"assert not libc.pthread_setname_np(thread, {name.encode()!r})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ForkedWorld("toy_native:target", entry=ENTRY) as world:
+        outcome = world.run(cell("trivial"), tmp_path / "cell", {"hf_config": "."}, Toy.claims)
+    assert outcome.ok == (name != "busy")
+    assert name != "busy" or "the fork server has 2 threads (MainThread)" in outcome.error
+
+
 @pytest.mark.parametrize(
     ("spec", "part"),
     [

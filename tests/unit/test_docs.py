@@ -184,10 +184,9 @@ def test_a_badge_of_the_readme_says_what_its_page_says(page: str) -> None:
 
 def test_the_status_page_counts_what_waits_for_gpus() -> None:
     page = PAGES["status/gpu.md"]
-    if "The GPU run is outstanding" not in page:
-        pytest.skip("the page is of a run on GPUs")
     assert output("moeref_conformance", "list", "--matrix", "gpu", "--backends").strip() in page
-    assert page.endswith(output("tests.bench.gpu.table", "--under", "###"))
+    if "The GPU run is outstanding" in page:
+        assert page.endswith(output("tests.bench.gpu.table", "--under", "###"))
 
 
 def test_the_table_of_defaults_has_the_traps_that_differ() -> None:

@@ -2,8 +2,8 @@
 
 Importing torch and megatron-core takes seconds in each process, forking takes milliseconds. So this process imports,
 installs the CPU substitutions and the checked collectives, and resolves the target. From then on it only forks ranks
-and supervises them (`supervise.py`). It always has one thread: a fork copies only the calling thread, and locks held by
-others would stay locked in the ranks. It never touches CUDA, which does not survive a fork.
+and supervises them (`supervise.py`). It has one thread: a fork copies only the calling thread, and locks held by others
+would stay locked in the ranks. It never touches CUDA, which does not survive a fork.
 
 It inherits a connection from its parent. First it sends its facts, with what the target says of itself, or why it
 cannot serve the target: BadInput where that is none, else a text. For each `Request` it sends the pids of the ranks,
@@ -59,6 +59,8 @@ GPU_ENVIRONMENT = {
     "NVIDIA_TF32_OVERRIDE": "0",  # fp32 is judged by fp32 bounds: no TF32 in cuBLAS and cuDNN, so none in TE either
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS chooses the same algorithm every time
 }
+#: How the name of libcuda's thread begins: seen as cuda00001800007 with driver 580.
+LIBCUDA = "cuda0"
 #: What every Megatron target imports; imported here, so that ranks need not.
 PRELOAD = (
     "megatron.core.parallel_state",
@@ -174,13 +176,13 @@ def _import_adapter(spec: str) -> None:
 
 
 def one_thread() -> None:
-    """Raise RuntimeError if this process has more than one thread, native ones but that of CUDA's driver included.
+    """Raise RuntimeError if this process has more than one thread. Native threads count, but for that of libcuda.
 
-    megatron-core asks whether there is a GPU, and libcuda starts a thread that waits for events. `no_cuda` sees whether
-    CUDA works in forks all the same.
+    Importing megatron-core on a machine with a GPU leaves libcuda's thread, which waits for events. Whether CUDA works
+    in forks is for `no_cuda` to say.
     """
-    comms = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
-    native = sum(not name.startswith("cuda0") for name in comms)
+    tasks = Path("/proc/self/task").iterdir()
+    native = sum(not (task / "comm").read_text().startswith(LIBCUDA) for task in tasks)
     if threading.active_count() != 1 or native != 1:
         names = ", ".join(thread.name for thread in threading.enumerate())
         raise RuntimeError(

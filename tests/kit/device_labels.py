@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from moeref_conformance.contract.api import Cell, Target, World
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -198,6 +199,7 @@ _OF_THE_HOST: Mapping[Any, Callable[..., Any]] = {
 def labelled() -> Iterator[Labels]:
     """Label what is made inside. The CPU substitutions of the kit have to be in place."""
     labels, current, engine = Labels(), torch.cuda.current_device, torch.autograd._engine_run_backward
+    of_objects = distributed_c10d._get_object_coll_device
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         # torch.autograd.backward is a function that modes see, and they are off inside it.
@@ -205,12 +207,14 @@ def labelled() -> Iterator[Labels]:
             return engine(*args, **kwargs)
 
     torch.autograd._engine_run_backward = backward
+    distributed_c10d._get_object_coll_device = lambda group: str(DEVICE)  # as it is for NCCL's groups
     torch.cuda.current_device = lambda: 0 if torch._C._len_torch_function_stack() else HOST  # type: ignore[assignment,return-value]
     try:
         with _Functions(labels), labels:  # type: ignore[no-untyped-call]
             yield labels
     finally:
         torch.cuda.current_device, torch.autograd._engine_run_backward = current, engine
+        distributed_c10d._get_object_coll_device = of_objects
 
 
 def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:

@@ -662,6 +662,37 @@ def test_pipeline_alone_is_bitwise(run: Run) -> None:
     assert JUDGES["FWD-002"](run.case).findings
 
 
+def test_on_a_gpu_sums_come_in_any_order(run: Run) -> None:
+    pipeline = replace(MANY, backend="nccl", layout=replace(MANY.layout, tp=1, ep=1, etp=1, world=4))
+    run.case.cell = pipeline
+    run.tensors(3, "forward", lambda t: t["logits"][0, 0, 0].add_(1e-6))
+    met = JUDGES["FWD-002"](run.case).met
+    assert met.endswith("≤ 1e-05, a limit measured on CPUs")
+    run.case.cell = replace(pipeline, dtype="bfloat16")
+    assert JUDGES["FWD-002"](run.case).untested
+    run.case.cell = pipeline
+    run.tensors(3, "forward", lambda t: t["logits"][0, 0, 0].add_(2e-5))
+    assert judge(run, "FWD-002")
+
+
+@pytest.mark.parametrize(
+    ("backend", "off", "found"), [("gloo", 0.0, 0), ("gloo", 1e-7, 2), ("nccl", 1e-6, 0), ("nccl", 2e-5, 2)]
+)
+def test_replayed_logits_are_the_recorded_ones(backend: str, off: float, found: int, run: Run) -> None:
+    run.case.cell = replace(MANY, backend=backend, replay="R2")
+    for rank in range(MANY.layout.world):
+        run.events(rank, lambda events: events.append({"step": "replay", "phase": "ok", "at": 40.0, "seconds": 0.0}))
+        logits_BSV = run.case.expected.logits_BSV  # type: ignore[union-attr]
+        held = {"record.logits": logits_BSV, "replay.logits": logits_BSV + off} if rank in (2, 3) else {}
+        save_file(held, rank_dir(run.folder, rank) / "replay.safetensors")
+    run.reread()
+    assert len(JUDGES["RPL-005"](run.case).findings) == (found > 0)
+    if found:
+        assert len(judge(run, "RPL-005")[0].ranks) == found
+    run.case.cell = replace(run.case.cell, dtype="bfloat16")
+    assert bool(JUDGES["RPL-005"](run.case).untested) == (backend == "nccl")
+
+
 def test_positions_in_their_own_order_are_no_diagnosis(run: Run) -> None:
     for rank in (2, 3):
         run.tensors(rank, "forward", lambda t: t["logits"][0, 0, 0].add_(2e-5))

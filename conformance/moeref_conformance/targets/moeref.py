@@ -244,7 +244,7 @@ class _Optimizer:
         labels_BS = tokens_BS.roll(-1, 1)
 
         def loss(logits_BSV: torch.Tensor, rows: Sequence[int], at_S: torch.Tensor) -> torch.Tensor:
-            wanted_BS = labels_BS[list(rows)][:, at_S].to(logits_BSV.device)
+            wanted_BS = labels_BS.to(logits_BSV.device)[list(rows)][:, at_S]
             total = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), wanted_BS.flatten(), reduction="sum")
             return total / labels_BS.shape[1]
 

@@ -127,7 +127,13 @@ class Model:
     ignored: tuple[str, ...] = ()  # prefixes of tensor names in published files that loading skips
 
     def with_mtp(self, layers: int) -> Model:
-        """The model with the first `layers` of its MTP layers. Loading skips the tensors of the others."""
+        """The model with the first `layers` of its MTP layers. Loading skips the tensors of the others.
+
+        Raises UnmappedModelError for more layers than its files have.
+        """
+        if not 0 <= layers <= self.most_mtp_layers:
+            most = f"its files have {self.most_mtp_layers} such layers{' with a tied head' if self.tied else ''}"
+            raise UnmappedModelError(f"{self.family}: mtp_num_layers={layers}: {most}")
         if self.mtp_apart:
             return replace(self, mtp_layers=layers, ignored=() if layers else ("mtp.",))
         left_out = range(self.num_layers + layers, self.num_layers + self.mtp_layers)

@@ -13,7 +13,7 @@ from moeref.bridge import ShardMap
 from moeref.config.settings import transformer_settings
 from moeref.exporter import Plan
 from moeref.families import FamilyError
-from moeref.families.model import Window, Yarn
+from moeref.families.model import UnmappedModelError, Window, Yarn
 from moeref.layout import Layout, LayoutError
 from tests.unit.models import CONFIGS, YARN, model
 
@@ -354,6 +354,8 @@ def test_a_run_with_fewer_mtp_layers_ignores_the_tensors_of_the_others() -> None
     assert (one.mtp_layers, one.ignored) == (1, ("model.layers.5.",))
     assert (none.mtp_layers, none.ignored) == (0, ("model.layers.4.", "model.layers.5."))
     assert one.with_mtp(0).ignored == ("model.layers.5.", "model.layers.4.")
+    with pytest.raises(UnmappedModelError, match=r"^glm4_moe: mtp_num_layers=3: its files have 2 such layers$"):
+        whole.with_mtp(3)
 
 
 def test_qwen3_next_has_an_mtp_layer_if_its_config_or_the_run_says_so() -> None:
@@ -364,3 +366,5 @@ def test_qwen3_next_has_an_mtp_layer_if_its_config_or_the_run_says_so() -> None:
     assert (model("glm4_moe").most_mtp_layers, model("qwen3_next", tie_word_embeddings=True).most_mtp_layers) == (0, 0)
     with pytest.raises(FamilyError, match=r"^qwen3_next: num_nextn_predict_layers=2 is not mapped; published files h"):
         model("qwen3_next", num_nextn_predict_layers=2)
+    with pytest.raises(UnmappedModelError, match=r"^qwen3_next: mtp_num_layers=1: its files have 0 such layers with a"):
+        model("qwen3_next", num_nextn_predict_layers=1, tie_word_embeddings=True)

@@ -83,12 +83,23 @@ _SERVED_LATENT: dict[str, Any] = {
 
 
 #: Where microbatches have several samples, so that these cells differ in more than rows: a dense layer behind one with
-#: experts, queries without a latent (as Moonlight's), queries and keys without norms (as GLM-4.5-Air's).
+#: experts, queries without a latent (as Moonlight's), queries and keys without norms (as GLM-4.5-Air's). Of gpt-oss and
+#: Qwen3.5 they have layers with full attention without a period, see `_kinds`.
 _SEVERAL: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [1]},
     "deepseek_v3": {"q_lora_rank": None},
     "glm4_moe": {"use_qk_norm": False, "n_shared_experts": 2},
 }
+
+
+#: What layers without full attention have, by families whose config names the kind of each layer.
+_OTHER_KIND = {"gpt_oss": "sliding_attention", "qwen3_5_moe_text": "linear_attention"}
+
+
+def _kinds(cell: Cell) -> dict[str, Any]:
+    """The kinds of layers: full attention in those of 1, 2, 5, 6, …, so that no period gives them."""
+    full = [layer % 4 in (1, 2) for layer in range(cell.layers)]
+    return {"layer_types": ["full_attention" if one else _OTHER_KIND[cell.family] for one in full]}
 
 
 def _rotary(theta: float) -> dict[str, Any]:
@@ -266,7 +277,9 @@ def _of_groups(cell: Cell) -> dict[str, Any]:
 def _of_batch(cell: Cell) -> dict[str, Any]:
     """What microbatches of several samples change. Experts are in the last layer under any number of layers."""
     alike = cell.batch == "single" or (cell.family == "qwen3_moe" and cell.layers < 3)
-    return {} if alike else _SEVERAL.get(cell.family, {})
+    if alike:
+        return {}
+    return _kinds(cell) if cell.family in _OTHER_KIND else _SEVERAL.get(cell.family, {})
 
 
 def _served(values: dict[str, Any]) -> dict[str, Any]:

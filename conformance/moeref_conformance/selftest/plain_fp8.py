@@ -57,8 +57,8 @@ class Quantiser:
         return self.linear(name) and name.removesuffix(".weight") not in self.kept
 
     def linear(self, name: str) -> bool:
-        """Whether a tensor is that of a linear in a layer."""
-        return re.search(r"layers\..*_proj(_with_mqa)?\.weight$", name) is not None
+        """Whether a tensor is that of a linear of attention, of an MLP or of an expert."""
+        return re.search(r"layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$", name) is not None
 
     def as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that is not quantised."""

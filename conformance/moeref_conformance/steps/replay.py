@@ -76,8 +76,10 @@ class _Phases:
         self._rows_BS = self.tokens_BS[self._own]
         # An evaluation has another number of microbatches than a step.
         self._one_BS = self.tokens_BS[: context.cell.rows]
-        # Whole layers, or where microbatches have several samples their experts alone.
-        self._recomputed = full_recompute if context.cell.batch == "single" else experts_recomputed
+        # Whole layers, or where microbatches have two rows their experts alone. Those of MTP are passed their packs,
+        # which megatron-core 0.16.1 cannot recompute.
+        alone = context.cell.batch == "pairs" or (context.cell.batch == "packed" and context.cell.mtp)
+        self._recomputed = experts_recomputed if alone else full_recompute
         self.observed: dict[str, torch.Tensor] = {}
 
     def recorded(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -64,11 +65,27 @@ def _sinks_of_the_first_heads(row: NameRow, tensors: Tensors, cell: Cell) -> tor
 
 def _window_one_too_wide(cell: Cell, world: World) -> tuple[Cell, World]:
     """The model is built from a config whose window has one token more."""
-    folder = world.workdir / "wider_window"
+    return cell, _read_as(world, lambda config: {"sliding_window": config["sliding_window"] + 1})
+
+
+def _by_interval(cell: Cell, world: World) -> tuple[Cell, World]:
+    """The place of the first layer with full attention is taken for a period."""
+
+    def periodic(config: dict[str, Any]) -> dict[str, Any]:
+        kinds = config["layer_types"]
+        every = kinds.index("full_attention") + 1
+        return {"layer_types": [kinds[0] if (layer + 1) % every else "full_attention" for layer in range(len(kinds))]}
+
+    return cell, _read_as(world, periodic)
+
+
+def _read_as(world: World, change: Callable[[dict[str, Any]], dict[str, Any]]) -> World:
+    """A world whose config has other values, which `change` makes of the right ones."""
+    folder = world.workdir / "other_config"
     folder.mkdir(exist_ok=True)
     config = json.loads((world.hf_config / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": config["sliding_window"] + 1}))
-    return cell, replace(world, hf_config=folder)
+    (folder / "config.json").write_text(json.dumps(config | change(config)))
+    return replace(world, hf_config=folder)
 
 
 FAULTS = (
@@ -134,5 +151,14 @@ FAULTS = (
         cell=cell("gpt_oss", "pp2"),
         given=_window_one_too_wide,
         one_rank=True,
+    ),
+    Fault(
+        id="layer-types-by-interval",
+        bug="Megatron-Bridge#4790, #4843, vLLM#33594: the first layer with full attention is taken for a period",
+        rules=("CFG-001", "FWD-001"),
+        cell=cell("gpt_oss", "one", layers=3, batch="pairs"),
+        given=_by_interval,
+        one_rank=True,
+        says="window_attn_skip_freq",
     ),
 )

@@ -87,32 +87,40 @@ def _gates_after_all_queries(row: NameRow, rows: int, world: World) -> torch.Ten
 
 def _norms_less_one(session: Any, cell: Cell, world: World) -> Any:
     """The norms inside gated delta nets are held as w - 1; 1 is added for each use and on export."""
+    wrong = _norms_less_one_unused(session, cell, world)
 
-    def norms() -> list[torch.Tensor]:
-        return [tensor for row, tensor in border.held(session, world) if row.local.endswith("out_norm.weight")]
+    @contextmanager
+    def as_used() -> Iterator[None]:
+        norms = _inner_norms(session, world)
+        before = [norm.clone() for norm in norms]
+        for norm in norms:
+            norm.add_(1)
+        try:
+            yield
+        finally:
+            for norm, held in zip(norms, before, strict=True):
+                norm.copy_(held)
+
+    for name, method in (("forward", "logits"), ("logprobs", "logprobs"), ("gradients", "gradients")):
+        wrong = border.facet(wrong, name, **{method: _within(as_used, getattr(getattr(session, name), method))})
+    return wrong
+
+
+def _norms_less_one_unused(session: Any, cell: Cell, world: World) -> Any:
+    """They are held as w - 1, as norms are that scale by 1 + weight, and 1 is added on export alone."""
 
     def less_one(folder: Path) -> None:
-        for norm in norms():
+        for norm in _inner_norms(session, world):
             norm.sub_(1)
 
     def plus_one(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
         return meta, tensor + 1 if meta.name.endswith("linear_attn.norm.weight") else tensor
 
-    @contextmanager
-    def as_used() -> Iterator[None]:
-        before = [(norm, norm.clone()) for norm in norms()]
-        for norm, _ in before:
-            norm.add_(1)
-        try:
-            yield
-        finally:
-            for norm, held in before:
-                norm.copy_(held)
+    return border.each(plus_one)(border.after_load(session, less_one), cell, world)
 
-    wrong = border.each(plus_one)(border.after_load(session, less_one), cell, world)
-    for name, method in (("forward", "logits"), ("logprobs", "logprobs"), ("gradients", "gradients")):
-        wrong = border.facet(wrong, name, **{method: _within(as_used, getattr(getattr(session, name), method))})
-    return wrong
+
+def _inner_norms(session: Any, world: World) -> list[torch.Tensor]:
+    return [tensor for row, tensor in border.held(session, world) if row.local.endswith("out_norm.weight")]
 
 
 def _within(context: Callable[[], Any], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,10 +247,21 @@ FAULTS = (
     Fault(
         id="norms-held-less-one",
         bug="Megatron-Bridge's Qwen3-Next: w - 1 on load and + 1 on export, which rounds where |w| < 0.5",
-        rules=("LOD-001", "EXP-002"),
+        rules=("EXP-002",),
         cell=_CELL,
         wrap=_norms_less_one,
         diagnosis="arithmetic, not movement",
+        one_rank=True,
+    ),
+    Fault(
+        id="norms-less-one-taken-whole",
+        bug="in kind: w - 1 is loaded into a norm inside a gated delta net that does not add 1 to its weight",
+        rules=("FWD-001",),
+        also=("EXP-002",),
+        cell=_CELL,
+        wrap=_norms_less_one_unused,
+        diagnosis="positions differ",
+        says="logits differ from transformers",
         one_rank=True,
     ),
 )

@@ -224,6 +224,20 @@ def _without_masters(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(MixedPrecisionOptimizer, "step_with_ready_grads", step)
 
 
+def _bias_drifts(session: Session, cell: Cell, world: World) -> Any:
+    """Each step moves the routers' bias by Megatron's rate, up or down from expert to expert."""
+    good: Any = session.optimizer
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
+        norm: float | None = good.step(tokens_BS, rate)
+        biases = [of for one in session.export.chunks() for name, of in one.named_buffers() if "expert_bias" in name]
+        for bias in biases:
+            bias.add_(1e-3 * torch.ones_like(bias).cumsum(0).remainder(2).mul(2).sub(1))
+        return norm
+
+    return facet(session, "optimizer", step=step)
+
+
 FAULTS = (
     Fault(
         id="masters-older-than-a-later-load",
@@ -399,5 +413,14 @@ FAULTS = (
         cell=cell("glm4_moe", "pp2", mtp=1, optimizer_step=True),
         patch=_copies_counted,
         diagnosis="times the right one",
+    ),
+    Fault(
+        id="bias-drifts-in-steps",
+        bug="Megatron-LM#4785: steps of an optimizer update the experts' bias of routers that are not trained",
+        rules=("EXP-006",),
+        cell=cell("glm4_moe", "one", optimizer_step=True),
+        wrap=_bias_drifts,
+        one_rank=True,
+        diagnosis="arithmetic, not movement",
     ),
 )

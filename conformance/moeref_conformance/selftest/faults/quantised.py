@@ -17,6 +17,7 @@ from moeref_conformance.selftest.plain_fp8 import FP8, LARGEST, Named, Quantiser
 _QWEN = cell("qwen3_moe", "tp2", dtype="bfloat16")
 #: With a dense layer, latent attention and experts with a bias.
 _DEEPSEEK = cell("deepseek_v3", "ep2", layers=3, dtype="bfloat16")
+_MTP = cell("deepseek_v3", "ep2", layers=3, mtp=1, dtype="bfloat16")
 
 
 class _Skipped(Quantiser):
@@ -38,6 +39,20 @@ class _ShortList(Quantiser):
 
     def linear(self, name: str) -> bool:
         return super().linear(name) and "kv_a_proj" not in name
+
+
+class _MtpUnknown(Quantiser):
+    """Looks for linears of multi-token prediction layers under a name that Megatron has given up."""
+
+    def linear(self, name: str) -> bool:
+        return super().linear(name) and int(name.split(".")[2]) < self.cell.layers
+
+
+class _MtpProjected(Quantiser):
+    """Quantises every projection of a layer: that of a multi-token prediction layer's two inputs with them."""
+
+    def linear(self, name: str) -> bool:
+        return super().linear(name) or name.endswith(".eh_proj.weight")
 
 
 class _ListIgnored(Quantiser):
@@ -253,6 +268,22 @@ FAULTS = (
         cell=_DEEPSEEK,
         wrap=design(_ShortList),
         says="kv_a_proj_with_mqa.weight_scale_inv: was never sent",
+    ),
+    Fault(
+        id="mtp-linears-in-bf16",
+        bug="miles#1307 in kind: linears of MTP layers are looked for under another name, and sent in bf16",
+        rules=("QNT-001", "QNT-002"),
+        cell=_MTP,
+        wrap=design(_MtpUnknown),
+        says="is bfloat16",
+    ),
+    Fault(
+        id="mtp-projection-quantised",
+        bug="mcore-bridge#35: what joins the inputs of an MTP layer is quantised, which files have in bf16",
+        rules=("QNT-001", "QNT-005"),
+        cell=_MTP,
+        wrap=design(_MtpProjected),
+        says="model.layers.3.eh_proj.weight",
     ),
     Fault(
         id="modules-to-not-convert-ignored",

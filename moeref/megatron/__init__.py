@@ -5,7 +5,7 @@ from moeref.megatron.forward import logits, packed_logits
 from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.spec import mtp_name
 from moeref.megatron.token_logprobs import Logprobs, logprobs, packed_logprobs
-from moeref.megatron.training import gradients, packed_gradients, packed_total
+from moeref.megatron.training import gradients, packed_gradients, packed_total, policy_gradients
 
 __all__ = [
     "Built",
@@ -20,6 +20,7 @@ __all__ = [
     "packed_logits",
     "packed_logprobs",
     "packed_total",
+    "policy_gradients",
     "shut_down",
     "transformer_config",
 ]

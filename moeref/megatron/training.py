@@ -22,6 +22,8 @@ from moeref.megatron.forward import forward_of, on_device, packing_plan, rows, r
 #: The loss of one microbatch: from its logits `[B, S/CP, V]` in fp32 over the unpadded vocabulary, the numbers of its B
 #: rows and the positions `[S/CP]` in them that the logits are of.
 Loss = Callable[[torch.Tensor, Sequence[int], torch.Tensor], torch.Tensor]
+#: The same of a microbatch by its number, summed over the labels that are here.
+_Summed = Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor]
 
 
 def gradients(
@@ -50,6 +52,45 @@ def gradients(
     and under VPP for a number of microbatches that is not a multiple of PP. Other errors as `logits` does.
     """
     return _step(chunks, shard_map, rows(chunks, shard_map.layout, tokens_BS, micro_batch, mask_BS), bias_rate)
+
+
+def policy_gradients(
+    chunks: Sequence[GPTModel],
+    shard_map: ShardMap,
+    tokens_BS: torch.Tensor,
+    mask_BS: torch.Tensor,
+    advantages_BS: torch.Tensor,
+    micro_batch: int = 1,
+    *,
+    temperature: float = 1.0,
+    entropy: float = 0.0,
+) -> dict[tuple[int, str], torch.Tensor]:
+    """As `gradients`, of a policy's loss in place of the cross entropy.
+
+    It is the mean, over the tokens of all replicas where `mask_BS` is True, of -(advantage · logprob + `entropy` · H).
+    The log-probability of a token and the entropy H of what it is drawn from are of logits divided by `temperature`.
+    `advantages_BS` [B, S] are constants, in fp32.
+
+    Raises ValueError for advantages of another shape, and for a model with multi-token prediction layers, which have no
+    part in this loss; other errors as `gradients` does.
+    """
+    if advantages_BS.shape != tokens_BS.shape:
+        raise ValueError(f"advantages are {list(advantages_BS.shape)}, tokens {list(tokens_BS.shape)}")
+    if shard_map.model.mtp_layers:
+        raise ValueError("multi-token prediction layers have no part in a policy's loss: build the model without them")
+    microbatches = rows(chunks, shard_map.layout, tokens_BS, micro_batch, mask_BS)
+    of_labels = torch.split(advantages_BS.to(device.of(chunks)).roll(-1, 1), micro_batch)
+
+    def loss(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
+        labels_BS = microbatches[number].labels_BS[:, at_S]
+        all_BSV = (logits_BSV / temperature).log_softmax(-1)
+        logprobs_BS = all_BSV.gather(-1, labels_BS.clamp_min(0)[..., None])[..., 0]
+        entropies_BS = -(all_BSV.exp() * all_BSV).sum(-1)
+        gain_BS = of_labels[number][:, at_S] * logprobs_BS + entropy * entropies_BS
+        summed: torch.Tensor = -gain_BS[labels_BS != batches.IGNORED].sum()
+        return summed
+
+    return _step(chunks, shard_map, microbatches, loss=loss)
 
 
 def packed_gradients(
@@ -94,18 +135,21 @@ def _step(
     shard_map: ShardMap,
     microbatches: Sequence[batches.Microbatch],
     bias_rate: float = 0.0,
+    loss: _Summed | None = None,
 ) -> dict[tuple[int, str], torch.Tensor]:
+    """The gradients of a mean over labels, of their cross entropy if no other `loss` is given."""
     share = _share(chunks, microbatches)
     if not share:
         raise ValueError("the loss mask leaves no token to train on, in any microbatch of any replica")
 
-    def loss(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
         labels_BS = microbatches[number].labels_BS[:, at_S]
-        total = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
-        mean: torch.Tensor = total / share
-        return mean
+        return torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten(), reduction="sum")
 
-    _accumulate(in_ddp(chunks), shard_map, microbatches, loss, bias_rate)
+    def mean(*given: Any) -> torch.Tensor:
+        return (loss or cross_entropy)(*given) / share
+
+    _accumulate(in_ddp(chunks), shard_map, microbatches, mean, bias_rate)
     return {
         (number, name): parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)
@@ -152,7 +196,7 @@ def _accumulate(
     wrapped: Sequence[DistributedDataParallel],
     shard_map: ShardMap,
     microbatches: Sequence[batches.Microbatch],
-    loss: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
+    loss: _Summed,
     bias_rate: float = 0.0,
 ) -> None:
     """As `accumulate`; `loss` gets logits, the number of the microbatch, and the positions of this rank's part."""

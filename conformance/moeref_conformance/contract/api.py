@@ -184,6 +184,27 @@ class Gradients(Protocol):
 
 
 @runtime_checkable
+class Policy(Protocol):
+    """Facet `policy`: the loss with which RL trains. Asked in fp32, in cells with `loss_mask` and no other loss."""
+
+    def policy_gradients(
+        self,
+        tokens_BS: torch.Tensor,
+        mask_BS: torch.Tensor,
+        advantages_BS: torch.Tensor,
+        temperature: float,
+        entropy: float,
+    ) -> Mapping[tuple[int, str], torch.Tensor]:
+        """Gradients as `Gradients.gradients` returns them, of another loss.
+
+        It is the mean, over the tokens of all data-parallel replicas where `mask_BS` is True, of
+        -(advantage · logprob + `entropy` · H). The log-probability of a token and the entropy H of what it is drawn
+        from are of logits divided by `temperature`, over the unpadded vocabulary, as in `Logprobs`. Advantages are
+        constants in fp32, of both signs. Rows of tokens, mask and advantages are as in `Gradients.gradients`.
+        """
+
+
+@runtime_checkable
 class Optimizer(Protocol):
     """Facet `optimizer`, asked in cells with `optimizer_step`. All calls are made by all ranks."""
 
@@ -521,6 +542,8 @@ class Session(Protocol):
     def replay(self) -> Replay | None: ...
     @property
     def gradients(self) -> Gradients | None: ...
+    @property
+    def policy(self) -> Policy | None: ...
     @property
     def optimizer(self) -> Optimizer | None: ...
     @property

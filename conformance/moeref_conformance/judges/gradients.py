@@ -41,6 +41,7 @@ from moeref_conformance.judges.observed_routes import (
     rounding,
     with_mtp,
 )
+from moeref_conformance.oracles import policy
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
@@ -48,6 +49,8 @@ LIMIT = 1e-4
 #: In bf16, of one parameter: how many times as far from fp32 it may be as transformers' own tensors of its kind.
 #: Measured: gpt-oss up to 2.0 (in its first layer under TP2), Qwen3 1.2, DeepSeek-V3 1.4.
 OF_A_KIND = 3.0
+#: Steps that take one training step; the others are phases of the step `replay`.
+STEPS = ("gradients", "policy")
 _BIAS = "e_score_correction_bias"
 #: In fp32 a bias of about 8 holds a step of 0.001 to a part in a thousand.
 BIAS_STEPS_APART = 0.01
@@ -145,6 +148,16 @@ def a_step_on_no_token_trains_nothing(case: Case) -> Iterator[Finding]:
             if not (case.cell.router_loss and isfinite(largest)):
                 message = f"the gradient of {key.partition(':')[2]} is {largest:.3g} in a step that trains on no token"
                 yield finding(case, rank, "on_no_token", message, local_name=key.partition(":")[2])
+
+
+@judges("GRD-004")
+def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
+    """In fp32, relative to the largest gradient of the Hugging Face tensors that a parameter is made of."""
+    if case.cell.mtp:
+        return Outcome(untested="asked of models without multi-token prediction layers, which have a loss of their own")
+    if no := unmeasured(case):
+        return no
+    return _compared(case, "policy", {"policy": policy.gradients(expected(case))}, _against)
 
 
 @judges("RPL-008")
@@ -258,8 +271,8 @@ def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compar
 
 
 def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
-    if phase == "gradients":
-        return record.tensors("gradients")
+    if phase in STEPS:
+        return record.tensors(phase)
     prefix = f"{phase}.gradients."
     return {k.removeprefix(prefix): t for k, t in record.tensors("replay").items() if k.startswith(prefix)}
 
@@ -379,7 +392,7 @@ def _near(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 def _unreduced(case: Case, rank: int, key: str, phase: str, want: torch.Tensor) -> str:
     """The axis over which the ranks' gradients make the right one together, if there is one."""
-    step = "gradients" if phase == "gradients" else "replay"
+    step = phase if phase in STEPS else "replay"
     have = {r.rank: g for r in records(case, step) if (g := _gradients(r, phase).get(key)) is not None}
     groups = topology.groups(case.cell.layout)
     for axis in topology.AXES:

@@ -258,8 +258,19 @@ def _gradients(
     """
     labels_BS = labels(expected, counted=counted)
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+    return _of_loss(model, loss + more, expected)
+
+
+def of_loss(expected: Expected, loss: Callable[[torch.Tensor], torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The gradients of a `loss` of the logits [B, S, V] in fp32, as in `Routed`, under the routers' own routes."""
+    with _ONE_AT_A_TIME, torch.enable_grad():
+        model = _model(str(expected.inputs["checkpoint"]), torch.float32)
+        return _of_loss(model, loss(model(expected.tokens_BS.clamp_min(0)).logits.float()), expected)
+
+
+def _of_loss(model: Any, loss: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:
     parameters = dict(model.named_parameters())
-    found = torch.autograd.grad(loss + more, list(parameters.values()), materialize_grads=True)
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     gradients = as_named(model, dict(zip(parameters, found, strict=True)), expected.tensors)
     nan = torch.tensor(torch.nan)
     return {name: gradients.get(name, nan.expand(tensor.shape)) for name, tensor in expected.tensors.items()}

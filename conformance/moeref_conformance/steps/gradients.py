@@ -72,10 +72,11 @@ def step(facet: Gradients, context: Context) -> None:
             context.facet("forward").logits(other_BS)
     elif twice(cell):
         facet.gradients(rows_BS, *mask)
-    context.save("gradients", _by_name(facet.gradients(rows_BS, *mask)))
+    context.save("gradients", by_name(facet.gradients(rows_BS, *mask)))
 
 
-def _by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+def by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients by `chunk:local`. Raises TypeError for anything but fp32 tensors."""
     for (chunk, local), tensor in gradients.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32:
             kind = getattr(tensor, "dtype", type(tensor))
@@ -92,7 +93,7 @@ def on_no_token(facet: Gradients, context: Context) -> dict[str, Any] | None:
     if not cell.loss_mask:
         return None
     rows_BS = batch(of_replica(load_file(context.input("tokens"))["tokens"], cell, context.rank), cell)
-    found = answer(lambda: _by_name(facet.gradients(rows_BS, torch.zeros_like(rows_BS, dtype=torch.bool))))
+    found = answer(lambda: by_name(facet.gradients(rows_BS, torch.zeros_like(rows_BS, dtype=torch.bool))))
     if set(found) == {"refused"}:
         return dict(found)
     return {"largest": {name: float(tensor.abs().max()) for name, tensor in found.items() if tensor.any()}}

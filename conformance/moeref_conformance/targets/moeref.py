@@ -67,7 +67,7 @@ def _meta(tensor: bridge.HFTensor) -> TensorMeta:
 
 
 class _Model:
-    """The facets of a built model: `export`, `forward`, `logprobs`, `gradients` and `replay`.
+    """The facets of a built model: `export`, `forward`, `logprobs`, `gradients`, `policy` and `replay`.
 
     `shards` maps the exported format.
     """
@@ -129,6 +129,19 @@ class _Model:
         return self._with_bias(
             functools.partial(megatron.gradients, chunks, shards, tokens_BS, self._size, mask_BS=mask_BS)
         )
+
+    def policy_gradients(
+        self,
+        tokens_BS: torch.Tensor,
+        mask_BS: torch.Tensor,
+        advantages_BS: torch.Tensor,
+        temperature: float,
+        entropy: float,
+    ) -> dict[tuple[int, str], torch.Tensor]:
+        from moeref import megatron
+
+        given = self._built.chunks, self._built.shard_map, tokens_BS, mask_BS, advantages_BS, self._size
+        return megatron.policy_gradients(*given, temperature=temperature, entropy=entropy)
 
     def _with_bias(
         self, gradients: Callable[..., dict[tuple[int, str], torch.Tensor]]
@@ -494,7 +507,7 @@ class _Serving:
     """The session of a cell with an engine."""
 
     names = config = seeds = dispatch = plan = delta = export = None
-    forward = logprobs = replay = gradients = optimizer = quantised = None
+    forward = logprobs = replay = gradients = policy = optimizer = quantised = None
 
     def __init__(self, engine: _Sync) -> None:
         self.sync = engine
@@ -511,7 +524,7 @@ class _Session:
         self.delta = _Delta()
         self.seeds, self.dispatch = _Seeds(layout), _Dispatch(layout, cell.dispatcher)
         self.config = _Config(shards.model, layout, cell, built, device)
-        self.export = self.forward = self.logprobs = self.gradients = self.replay = model
+        self.export = self.forward = self.logprobs = self.gradients = self.policy = self.replay = model
         self.quantised = None if model is None else _Quantised(model)
         self.optimizer = None if model is None or built is None else _Optimizer(model, built)
 

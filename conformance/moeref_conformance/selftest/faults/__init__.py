@@ -24,6 +24,7 @@ from moeref_conformance.selftest.faults import (
     mtp,
     names,
     optimizer,
+    policy,
     quantised,
     replay,
     roles,
@@ -38,7 +39,7 @@ from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
     *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
-    *(masks, logprobs, fp8_checkpoint),
+    *(masks, logprobs, policy, fp8_checkpoint),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, sync),
 )

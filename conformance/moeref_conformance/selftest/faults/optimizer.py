@@ -230,7 +230,8 @@ def _bias_drifts(session: Session, cell: Cell, world: World) -> Any:
 
     def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
         norm: float | None = good.step(tokens_BS, rate)
-        biases = [of for one in session.export.chunks() for name, of in one.named_buffers() if "expert_bias" in name]
+        chunks = session.export.chunks() if session.export else ()
+        biases = [of for one in chunks for name, of in one.named_buffers() if "expert_bias" in name]
         for bias in biases:
             bias.add_(1e-3 * torch.ones_like(bias).cumsum(0).remainder(2).mul(2).sub(1))
         return norm

@@ -1,0 +1,31 @@
+"""The gradients of a policy's loss by transformers' autograd, the loss token by token in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from moeref_conformance.contract.requests.policy import ENTROPY, TEMPERATURE, advantages
+from moeref_conformance.oracles import routed
+from moeref_conformance.oracles.expected import Expected
+
+
+def gradients(expected: Expected) -> Mapping[str, torch.Tensor]:
+    """By the checkpoint's names; NaN for a tensor that is no parameter."""
+    return routed.of_loss(expected, partial(loss, expected))
+
+
+def loss(expected: Expected, logits_BSV: torch.Tensor) -> torch.Tensor:
+    """The mean over the tokens that are trained on."""
+    gains, advantages_BS = list[torch.Tensor](), advantages(expected.tokens_BS).double()
+    for row, length in enumerate(expected.lengths):
+        for position in range(1, length):
+            if expected.mask_BS[row, position]:
+                weights_V = (logits_BSV[row, position - 1].double() / TEMPERATURE).exp()
+                shares_V = weights_V / weights_V.sum()
+                logprob = shares_V[expected.tokens_BS[row, position]].log()
+                drawn = -(shares_V * shares_V.log()).sum()
+                gains.append(advantages_BS[row, position] * logprob + ENTROPY * drawn)
+    return -torch.stack(gains).mean()

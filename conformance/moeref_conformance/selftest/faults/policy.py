@@ -1,0 +1,109 @@
+"""Bugs of a policy's loss whose log-probabilities are right: what its gradient leaves out, which token it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.contract.topology import coords
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A policy's loss as a target is asked for it, and the vocabulary that this rank's head holds."""
+
+    tokens_BS: torch.Tensor
+    mask_BS: torch.Tensor
+    advantages_BS: torch.Tensor
+    temperature: float
+    entropy: float
+    held: range
+
+    @property
+    def own_BS(self) -> torch.Tensor:
+        """Whether a token is in the vocabulary of this rank."""
+        return (self.tokens_BS >= self.held.start) & (self.tokens_BS < self.held.stop)
+
+
+def _asked(change: Callable[[Asked], Asked]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: the loss is that of something else than was asked for."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.policy
+
+        def policy_gradients(*given: Any) -> Any:
+            held = range(_rows(session))
+            first = coords(cell.layout, world.rank)["tp"] * len(held)
+            asked = change(Asked(*given, held=range(first, first + len(held))))
+            return good.policy_gradients(*[value for name, value in vars(asked).items() if name != "held"])
+
+        return facet(session, "policy", policy_gradients=policy_gradients)
+
+    return wrap
+
+
+def _rows(session: Session) -> int:
+    """Rows of the head on this rank."""
+    chunks = session.export.chunks() if session.export else ()
+    named = (pair for chunk in chunks for pair in chunk.named_parameters())
+    return next((len(head) for name, head in named if name.endswith("output_layer.weight")), 0)
+
+
+def _counted(mask_BS: torch.Tensor) -> torch.Tensor:
+    """By what a mean over each row differs from one over all."""
+    counts_B1 = mask_BS.sum(1, keepdim=True).clamp_min(1)
+    return mask_BS.sum() / (len(mask_BS) * counts_B1)
+
+
+FAULTS = (
+    Fault(
+        id="logprob-gradient-of-the-owner",
+        bug="ms-swift#9947, torchtitan#3822 in kind: only the rank that holds a token's logit has a gradient of it",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS * asked.own_BS)),
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="entropy-without-a-gradient",
+        bug="trl#6625: entropies are given, and a bonus for them trains nothing",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_asked(lambda asked: replace(asked, entropy=0.0)),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-at-temperature-1",
+        bug="NeMo-RL#935 in kind: the loss is of logits that the temperature does not divide",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_asked(lambda asked: replace(asked, temperature=1.0)),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="advantages-a-token-late",
+        bug="ms-swift#8427 in kind: advantages and log-probabilities of tokens are not aligned",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS.roll(1, 1))),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="advantages-of-microbatches",
+        bug="reported nowhere: the mean is one of means over rows, of which each has another number of tokens",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS * _counted(asked.mask_BS))),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+)

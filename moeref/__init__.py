@@ -1,7 +1,7 @@
 """moeref: the glue between Megatron-Core and an inference engine in RL of MoE models.
 
-Packages, each importing only those to its left: `layout`, `families`, `bridge`, `exporter`; and `layout`, `families`,
-`config`. Only `moeref.megatron` imports megatron-core, and no other package imports `moeref.megatron`.
+`tests/unit/test_import_arrows.py` lists which package may import which. Only `moeref.megatron` imports megatron-core,
+and no other package but the command line imports `moeref.megatron`.
 """
 
 from moeref.layout import Layout, LayoutError

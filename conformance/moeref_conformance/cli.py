@@ -1,4 +1,4 @@
-"""The command line: `init`, `list`, `smoke`, `run`, `inputs`, `report`, `diff`, `shards`, `table`.
+"""The command line: `init`, `list`, `smoke`, `run`, `inputs`, `vectors`, `report`, `diff`, `shards`, `table`.
 
 Exit codes: 0 conformant, 1 not conformant, 2 bad input or an error of the kit, 3 incomplete.
 """

@@ -33,8 +33,8 @@ EXIT: dict[Verdict, int] = {"works": 0, "refused": 1, "unknown": 3}
 class Problem:
     """Why the run will not work, and the fix; or, if not `refused`, what of it moeref cannot map or verify.
 
-    `about`: layout, bridge, config, dispatcher, memory, batch, engine, padding, seeds, or megatron for what
-    megatron-core itself says.
+    `about`: layout, bridge, config, dispatcher, memory, batch, engine, padding or seeds; megatron for what
+    megatron-core itself says; script, "not read" or a framework's name for what a reader of `--from` says.
     """
 
     about: str

@@ -39,7 +39,8 @@ OPTIONS = tuple(field.name for field in fields(Options))
 def model_of(model: str | Path | Mapping[str, Any], dtype: str = "bfloat16") -> tuple[str, Model]:
     """(title, Model) of a published model's name, a folder or file with a Hugging Face config, or such a config.
 
-    Raises CheckError for a name that is neither known nor a path, and for a config that no family can read.
+    Raises UnmappedError for a config that moeref does not map (exit code 3); CheckError, of which that is a subclass,
+    for a name that is neither known nor a path, and for a config with a missing key or a wrong value (exit code 2).
     """
     try:
         if isinstance(model, Mapping):

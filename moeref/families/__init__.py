@@ -63,7 +63,9 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
     """The `Model` of a Hugging Face config: a dictionary, a `config.json`, or a folder with one.
 
     dtype: overrides the checkpoint's, which is `dtype` or `torch_dtype` in the config, or else bfloat16.
-    Raises FamilyError for an unknown `model_type`, a missing key, or a switch the family's table does not describe.
+    Raises UnmappedModelError for an unknown `model_type` and for a switch that the family's table does not describe;
+    FamilyError, of which that is a subclass, for a missing key and other bad input. `moeref check` exits with 3 for the
+    first and with 2 for the second.
     """
     config = loaded(config)
     if isinstance(text := config.get("text_config"), Mapping):  # of a model that is more than its language model

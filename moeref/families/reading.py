@@ -27,7 +27,7 @@ def scaled(hf: Mapping[str, Any]) -> list[str]:
 def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, float]:
     """(theta, rotary percent) from `rope_parameters` (transformers 5) or the older top-level keys.
 
-    Raises FamilyError for a scaled rope; no released config of these families has one.
+    Raises UnmappedModelError for a scaled rope.
     """
     inner = hf.get("rope_parameters") or {}
     if kinds := scaled(hf):
@@ -37,7 +37,7 @@ def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, flo
 
 
 def check_switches(hf: Mapping[str, Any], family: str, expected: Mapping[str, Any]) -> None:
-    """Raise FamilyError for a switch that has another value than the table describes."""
+    """Raise UnmappedModelError for a switch that has another value than the table describes."""
     for name, value in expected.items():
         if name in hf and hf[name] is not None and hf[name] != value:
             raise UnmappedModelError(

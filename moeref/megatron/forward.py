@@ -42,8 +42,8 @@ def packed_logits(
 ) -> list[list[torch.Tensor]] | None:
     """As `logits`, of samples `tokens_S` that are packed: a microbatch for each of `packs`. Logits [S, V] by sample.
 
-    Samples are padded as `moeref.dispatcher.padding.plan` says. Gated delta nets take no packed samples. Raises
-    ValueError for a pack without tokens.
+    Samples are padded as `moeref.dispatcher.padding.plan` says. Raises ValueError for a pack without tokens. For gated
+    delta nets megatron-core raises AssertionError in deterministic mode, and 0.16 NotImplementedError in any mode.
     """
     packed = batches.of_samples(on_device(packs, chunks), packing_plan(chunks, shard_map.layout))
     found = outputs(chunks, shard_map, packed, _as_it_is, _whole)

@@ -52,8 +52,9 @@ class Trainer:
 
         Multi-token prediction layers train on tokens where `mask_BS` is True: without it on prompts too.
 
-        Returns the norm of the gradient, None where it is not clipped. Raises RuntimeError for weights that changed
-        since the last step or `reload`, and if the step was skipped; other errors as `replaying` does.
+        Returns the norm of the gradient, also where `clip_grad` is 0; None where megatron-core's optimizer computes
+        none. Raises RuntimeError for weights that changed since the last step or `reload`, and if the step was skipped;
+        ValueError for a `mask_BS` that is not bool or of another shape; other errors as `replaying` does.
         """
         self._check_masters()
         self.optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """vLLM: arguments of an engine, samples with routes and versions, and its side of a weight update.
 
-Only `worker`, which runs in vLLM's own processes, imports vllm: the trainer's ranks use the rest without it.
+Only `worker` and `process` import vllm, and only in processes of the engine: the trainer's ranks need no vllm.
 """
 
 from moeref.vllm.arguments import EngineError, engine_args

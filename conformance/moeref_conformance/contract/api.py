@@ -559,7 +559,8 @@ FACETS = tuple(name for name, attribute in vars(Session).items() if isinstance(a
 class Target(Protocol):
     """What `--target name | module:attr` resolves to.
 
-    Its inputs (config, checkpoints, tokens, routes) are read-only copies for one cell: writing to them is a failure.
+    Its inputs (config, checkpoints, tokens, routes) are read-only copies: writing to them is a failure. A copy that a
+    cell leaves unchanged serves the next cell with the same inputs.
     Only processes of worlds import it; `info` and `claims` go as plain data to the one that judges.
     """
 

@@ -262,7 +262,9 @@ class Claims:
     memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     mtp_detached: bool = False  # the loss of multi-token prediction layers trains these alone: no embedding, no head
-    mtp_mask: str = "target"  # it counts where the predicted token is trained on, or where all on the path to that are
+    #: With a loss mask, the loss of these layers counts predictions of tokens that are trained on (`target`), or only
+    #: those where all tokens from the next to the predicted one are (`path`).
+    mtp_mask: str = "target"
     #: It is a mean over all tokens of a step, or of means over those of a rank in a `microbatch`, which count alike, or
     #: `per_token` that the decoder trains on there, as under megatron-core's calculate_per_token_loss.
     mtp_mean: str = "step"

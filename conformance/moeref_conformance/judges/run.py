@@ -19,8 +19,8 @@ MISMATCH = "CollectiveMismatch"
 def every_rank_finishes(case: Case) -> Iterable[Finding]:
     """Crashes in the order in which ranks failed, so that the first finding is the one to look at.
 
-    In the last steps the target is given bad input. NAM-006, LOD-002, LOD-003 and LOD-006 judge failures there, hangs
-    included.
+    In the last steps the target is given bad input. NAM-006, NAM-009, LOD-002, LOD-003, LOD-006 and RPL-007 judge
+    failures there, hangs included.
     """
     run, findings = observed(case), []
     late = {crash.rank for crash in run.crashes if crash.step in REFUSALS}

@@ -264,7 +264,7 @@ class _Optimizer:
         for group in self._trainer.optimizer.param_groups:
             group["lr"] = rate
         self._trainer.step(tokens_BS, loss)
-        # Megatron gives it only where it clips.
+        # With `clip_grad` 0 gradients are not scaled: this is their norm as the step took them.
         return float(self._trainer.optimizer.get_grad_norm())
 
 

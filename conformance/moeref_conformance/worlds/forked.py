@@ -138,7 +138,7 @@ class _Server:
 
 
 class ForkedWorld(AbstractContextManager["ForkedWorld"]):
-    """Runs cells of one backend ("gloo", "gloo-cuda" or "nccl") with one forked process a rank, and static cells.
+    """Runs cells of one backend, one of `RANK_BACKENDS`, with one forked process a rank, and static cells.
 
     `target_spec` is a target's name or `module:attr`, resolved in the fork server, never here. `entry` is what each
     rank calls. `deadline`, `grace` and `staged` as in `Request`. Use it as a context manager, and start it from a

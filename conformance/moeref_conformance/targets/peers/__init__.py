@@ -1,4 +1,4 @@
-"""The released bridges as targets: `--target mcore-bridge`, `mbridge`, `megatron-bridge`, each in its own environment.
+"""Released bridges and sources at a pinned commit as targets: the names in `peers.toml`, each in its own environment.
 
 `nox -s "peers(<name>)"` makes that environment and judges the bridge in `matrices/peers.toml`. An adapter is thin, and
 imports its bridge only in `preload`, which a world calls once before it forks ranks. So naming a target, or listing

@@ -122,6 +122,11 @@ def a_step_of_no_token_is_refused(bench: Bench) -> None:
     nothing_BS = torch.zeros_like(bench.tokens_BS, dtype=torch.bool)
     with pytest.raises(ValueError, match="no token to train on"):
         megatron.gradients(bench.built.chunks, bench.built.shard_map, bench.tokens_BS, mask_BS=nothing_BS)
+    given = bench.built.chunks, bench.built.shard_map, bench.tokens_BS
+    with pytest.raises(ValueError, match="no token to train on"):
+        megatron.policy_gradients(*given, nothing_BS, torch.ones_like(nothing_BS).float())
+    with pytest.raises(ValueError, match=r"^advantages are \[1, 2\], tokens "):
+        megatron.policy_gradients(*given, ~nothing_BS, torch.ones(1, 2))
 
 
 def recorded_routes_replay_bit_for_bit(bench: Bench) -> None:
@@ -359,6 +364,8 @@ def mtp_layers_train_on_what_the_mask_says(bench: Bench) -> None:
         accumulate(wrapped, bench.built.shard_map, bench.tokens_BS, loss, 1, *mask)
         return {name: parameter.main_grad.clone() for name, parameter in chunk.named_parameters()}
 
+    with pytest.raises(ValueError, match="no part in a policy's loss"):
+        megatron.policy_gradients([chunk], bench.built.shard_map, bench.tokens_BS, mask_BS, mask_BS.float())
     masked = megatron.gradients([chunk], bench.built.shard_map, bench.tokens_BS, mask_BS=mask_BS)
     name = next(name for _, name in masked if name.endswith("eh_proj.weight"))
     assert torch.allclose(trained(mask_BS)[name], masked[0, name], rtol=1e-4, atol=1e-8)

@@ -37,11 +37,19 @@ def _asked(change: Callable[[Asked], Asked]) -> Callable[[Session, Cell, World],
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = session.policy
 
-        def policy_gradients(*given: Any) -> Any:
-            held = range(_rows(session))
-            first = coords(cell.layout, world.rank)["tp"] * len(held)
-            asked = change(Asked(*given, held=range(first, first + len(held))))
-            return good.policy_gradients(*[value for name, value in vars(asked).items() if name != "held"])
+        rows = _rows(session)
+        first = coords(cell.layout, world.rank)["tp"] * rows
+
+        def policy_gradients(
+            tokens_BS: torch.Tensor,
+            mask_BS: torch.Tensor,
+            advantages_BS: torch.Tensor,
+            temperature: float,
+            entropy: float,
+        ) -> Any:
+            held = range(first, first + rows)
+            one = change(Asked(tokens_BS, mask_BS, advantages_BS, temperature, entropy, held))
+            return good.policy_gradients(one.tokens_BS, one.mask_BS, one.advantages_BS, one.temperature, one.entropy)
 
         return facet(session, "policy", policy_gradients=policy_gradients)
 

@@ -49,6 +49,8 @@ LIMIT = 1e-4
 #: In bf16, of one parameter: how many times as far from fp32 it may be as transformers' own tensors of its kind.
 #: Measured: gpt-oss up to 2.0 (in its first layer under TP2), Qwen3 1.2, DeepSeek-V3 1.4.
 OF_A_KIND = 3.0
+#: Of the elements of gradients that two microbatches add up in fp32, this share at most are numbers of bf16.
+ROUNDED = 0.9
 #: Steps that take one training step; the others are phases of the step `replay`.
 STEPS = ("gradients", "policy")
 _BIAS = "e_score_correction_bias"
@@ -181,6 +183,27 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
     whole = _compared(case, "replay", phases, partial(_together, roundings))
     each = _compared(case, "replay", phases, partial(_against, measure=partial(_by_length, roundings)))
     return outcome([*whole.findings, *each.findings], met=f"{whole.met}; each tensor {each.met}")
+
+
+@judges("RPL-010")
+def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
+    """Of several microbatches, in a model in bf16: by the digits of matrices, without those of the embedding.
+
+    A row of the embedding has one token's gradient, which is computed in bf16.
+    """
+    if len(topology.replica_rows(case.cell, 0, len(expected(case).tokens_BS))) <= case.cell.rows:
+        return Outcome(untested="a replica has one microbatch, whose gradients are computed in bf16")
+    findings, most = without(case, "replay"), 0.0
+    for record in records(case, "replay"):
+        have = _gradients(record, "step-a")
+        held = [of[of != 0] for key, of in have.items() if of.dim() == 2 and "word_embeddings" not in key]
+        values = torch.cat(held or [torch.empty(0)]).double()
+        share = float((values == values.bfloat16()).double().mean()) if len(values) else 1.0
+        most = max(most, share)
+        if share > ROUNDED:
+            message = f"step-a: {share:.0%} of {len(values)} elements of gradients are numbers of bfloat16"
+            findings.append(finding(case, record.rank, "replay", message, diagnosis="added up in bfloat16"))
+    return outcome(findings, met=f"{most:.0%} of the elements are numbers of bfloat16, at most {ROUNDED:.0%}")
 
 
 Roundings = Mapping[int | str, float]

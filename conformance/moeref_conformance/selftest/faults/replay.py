@@ -302,6 +302,19 @@ def _recorded_elsewhere(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", record=record)
 
 
+def _added_in_bf16(session: Session, cell: Cell, world: World) -> Any:
+    """The gradients of microbatches are added up in the dtype of the weights, and turned to fp32 at the end."""
+    good: Any = session.replay
+
+    def step(tokens_BS: torch.Tensor, routes: Sequence[Any]) -> Any:
+        good.step(tokens_BS, routes)  # which refuses malformed routes
+        alone = [good.step(tokens_BS[row : row + 1], routes[row : row + 1]) for row in range(len(tokens_BS))]
+        share = torch.tensor(1 / len(alone))
+        return {key: sum(one[key].mul(share).bfloat16() for one in alone).float() for key in alone[0]}
+
+    return facet(session, "replay", step=step)
+
+
 FAULTS = (
     Fault(
         id="routes-of-an-earlier-forward",
@@ -494,5 +507,14 @@ FAULTS = (
         wrap=_scaled("step", lambda gradients: {key: 1.05 * gradient for key, gradient in gradients.items()}),
         one_rank=True,
         says="of their length",
+    ),
+    Fault(
+        id="microbatches-added-in-bf16",
+        bug="ISEEKYAN/Megatron-LM#149: gradients of microbatches are added up in bf16, and fp32 only at the end",
+        rules=("RPL-010",),
+        cell=cell("qwen3_moe", "one", replay="R3", dtype="bfloat16"),
+        wrap=_added_in_bf16,
+        one_rank=True,
+        diagnosis="added up in bfloat16",
     ),
 )

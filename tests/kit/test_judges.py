@@ -587,6 +587,52 @@ def test_ranks_that_are_given_nothing_may_yield_nothing(run: Run) -> None:
     assert [f.rank for f in judge(run, "EXP-004")] == [1]
 
 
+def _shared(run: Run) -> None:
+    """Each rank is given a fourth of the tensors, and names these alone."""
+    run.case.claims = replace(CLAIMS, receivers="share", non_writers="nothing")
+    for rank in range(4):
+        for step in ("export", "export_changed"):
+            run.value(rank, step, lambda rows, first=rank: [{**row, "materialised": True} for row in rows[first::4]])
+
+
+def test_ranks_may_name_their_share_alone(run: Run) -> None:
+    _shared(run)
+    rules = ("EXP-001", "EXP-004", "EXP-010")
+    assert [rule for rule in rules if judge(run, rule)] == []
+    run.value(2, "plan", lambda rows: rows[2::4])
+    assert not judge(run, "EXP-004")
+
+
+@pytest.mark.parametrize(
+    ("step", "change", "says"),
+    [
+        ("plan", lambda rows: rows[::-1], "entry 0 of export is"),
+        ("plan", lambda rows: rows[:-1], "neither of this rank's share nor of all of them: "),
+        ("plan", lambda rows: rows[1::4][:-1], "neither of this rank's share nor of all of them: "),
+        ("export_changed", lambda rows: rows[::-1], "entry 0 of export_changed is"),
+        ("export_changed", lambda rows: rows[:-1], "51 entries in export_changed, the export of rank 1 has 52"),
+    ],
+)
+def test_a_share_in_another_order_or_of_other_names(
+    run: Run, step: str, change: Callable[[list[dict[str, Any]]], Any], says: str
+) -> None:
+    _shared(run)
+    run.value(1, step, change)
+    (found,) = judge(run, "EXP-004")
+    assert found.rank == 1
+    assert says in found.message
+
+
+def test_shares_that_lack_or_repeat_a_tensor(run: Run) -> None:
+    _shared(run)
+    run.value(3, "export", lambda rows: [*rows, rows[0]])
+    assert [f.message.partition(" ")[2] for f in judge(run, "EXP-001")] == ["was sent 2 times"]
+    run.value(3, "export", lambda rows: rows[1:-1])
+    assert [f.message.partition(" ")[2] for f in judge(run, "EXP-001")] == ["was never sent"]
+    run.value(2, "export", lambda rows: rows[::-1])
+    assert [f.rank for f in judge(run, "EXP-010")] == [2]
+
+
 def test_ranks_in_another_order_are_right_where_it_is_claimed(
     good: tuple[Expected, Path, Observation], tmp_path: Path
 ) -> None:

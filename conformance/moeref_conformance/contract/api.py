@@ -104,13 +104,16 @@ class Export(Protocol):
         """
 
     def plan(self) -> Sequence[TensorMeta]:
-        """What `stream` will yield, in order, without a collective. Called only if `Claims.has_plan`."""
+        """What `stream` will yield, in order, without a collective. Called only if `Claims.has_plan`.
+
+        Where ranks yield nothing for tensors that they are not given, a plan may have these too.
+        """
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         """Full HF tensors in order: the tensor on the writer, None on every other rank.
 
-        `Claims` has other designs: all ranks may be given the tensors, or each tensor one of them; or ranks that are
-        given none yield nothing.
+        `Claims` has other designs: all ranks may be given the tensors, or each tensor one of them; or ranks yield
+        nothing for tensors that they are not given, whose names they need not know.
         """
 
 

@@ -268,7 +268,7 @@ class Claims:
     #: It is a mean over all tokens of a step, or of means over those of a rank in a `microbatch`, which count alike, or
     #: `per_token` that the decoder trains on there, as under megatron-core's calculate_per_token_loss.
     mtp_mean: str = "step"
-    non_writers: str = "names"  # what `Export.stream` yields on ranks that receive none: names and None, or nothing
+    non_writers: str = "names"  # what `Export.stream` yields for tensors that go to others: names and None, or nothing
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`

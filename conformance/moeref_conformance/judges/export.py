@@ -56,7 +56,15 @@ class _Together(RankRecord):
             mine = [row for row in record.value(step) if row["materialised"]]
             again += [row for row in mine if row["name"] in seen]
             seen.update(row["name"] for row in mine)
-        return [{**row, "materialised": row["name"] in seen} for row in super().value(step)] + again
+        return [{**row, "materialised": row["name"] in seen} for row in self._listed(step)] + again
+
+    def _listed(self, step: str) -> list[dict[str, Any]]:
+        """The rows of the first rank, and what it does not name of the others: a rank may know its share alone."""
+        listed = list[dict[str, Any]]()
+        for record in self.records:
+            have = {row["name"] for row in listed}
+            listed += [row for row in record.value(step) if row["name"] not in have]
+        return listed
 
     def tensors(self, step: str) -> dict[str, torch.Tensor]:
         return {name: tensor for record in self.records for name, tensor in record.tensors(step).items()}
@@ -199,14 +207,44 @@ def one_order_everywhere(case: Case) -> Outcome:
     silent = case.claims.non_writers == "nothing"
     writer = _writer(case) if silent else None
     for record in ranks:
-        one = writer or ranks[0]
-        first, whose = _metas(one, "export"), f"the export of rank {one.rank}"
-        for step in ("plan", "export", "export_changed"):
-            told = record.value(step) if record.has(step) else None
-            if told is not None and not (silent and told == [] and step != "plan"):
-                findings += _first_unlike(case, record, step, first, whose)
+        if isinstance(writer, _Together):
+            findings += _of_its_share(case, record, writer)
+        else:
+            findings += _of_all(case, record, writer or ranks[0], silent)
     plan = all(r.value("plan") is not None for r in ranks if r.has("plan"))
     return outcome(findings, met="" if plan else "without a plan: the target claims none")
+
+
+def _of_all(case: Case, record: RankRecord, one: RankRecord, silent: bool) -> Iterator[Finding]:
+    """What a rank says of all tensors, in each step, against the export of `one`; if `silent`, streams may be empty."""
+    first, whose = _metas(one, "export"), f"the export of rank {one.rank}"
+    for step in ("plan", "export", "export_changed"):
+        told = record.value(step) if record.has(step) else None
+        if told is not None and not (silent and told == [] and step != "plan"):
+            yield from _first_unlike(case, record, step, first, whose)
+
+
+def _of_its_share(case: Case, record: RankRecord, together: _Together) -> Iterator[Finding]:
+    """What a rank names in an export, of its own share, and its plan, of that or of all shares, in the same order."""
+    own, everyone = _metas(record, "export"), _metas(together, "export")
+    if record.has("export_changed"):
+        yield from _first_unlike(case, record, "export_changed", own, f"the export of rank {record.rank}")
+    if not record.has("plan") or record.value("plan") is None:
+        return
+    plan = _metas(record, "plan")
+    have, want = Counter(plan), Counter(everyone)
+    if have not in (Counter(own), want):
+        names = names_text({name for name, _ in (have - want) + (want - have)})
+        message = f"the plan is neither of this rank's share nor of all of them: {names}"
+        yield finding(case, record.rank, "plan", message)
+        return
+    yield from _first_unlike(case, record, "export", _among(plan, own), "its plan")
+
+
+def _among(entries: list[tuple[str, str]], these: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of `entries` that are among `these`."""
+    kept = set(these)
+    return [entry for entry in entries if entry in kept]
 
 
 @judges("EXP-005")
@@ -345,9 +383,13 @@ def _of_receivers(case: Case, writer: RankRecord, step: str) -> Iterator[Finding
 
 @judges("EXP-010")
 @_against_one_rank
-def order_is_the_one_rank_export_s(case: Case, record: RankRecord, one: RankRecord) -> list[Finding]:
-    """Names in order against the baseline."""
-    return _first_unlike(case, record, "export", _metas(one, "export"), "the one-rank export")
+def order_is_the_one_rank_export_s(case: Case, record: RankRecord, one: RankRecord) -> Iterator[Finding]:
+    """Names in order against the baseline; where each rank names its share alone, each share's."""
+    silent = case.claims.non_writers == "nothing"
+    whole = _metas(one, "export")
+    for of in record.records if silent and isinstance(record, _Together) else (record,):
+        right = _among(whole, _metas(of, "export")) if of is not record else whole
+        yield from _first_unlike(case, of, "export", right, "the one-rank export")
 
 
 @judges("EXP-011")

@@ -273,6 +273,19 @@ def _silent(session: Session, cell: Cell, world: World) -> Any:
     return stream(session, rewrite)
 
 
+def _each_stage_sends_its_own(session: Session, cell: Cell, world: World) -> Any:
+    """The first rank of a stage yields the tensors of its layers, and no other names."""
+    mine = {name for row in session.names.table(world.rank) for name in row.hf}  # type: ignore[union-attr]
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        for meta, tensor in pairs:
+            if meta.name in mine:
+                yield meta, tensor
+            del tensor
+
+    return stream(everywhere(session, cell, world), rewrite)
+
+
 class _XorOnce(Receiver):
     """Takes differences, of its own version alone, and looks at what came of them."""
 
@@ -770,6 +783,13 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_silent,
         claims={"non_writers": "nothing"},
+    ),
+    Benign(
+        id="each-stage-its-own",
+        why="slime's update_weight_from_distributed: the first rank of each pipeline stage broadcasts what it holds",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_each_stage_sends_its_own,
+        claims={"receivers": "share", "non_writers": "nothing"},
     ),
     Benign(
         id="routes-without-holes",

@@ -22,6 +22,7 @@ from moeref_conformance.judges import JUDGES
 from moeref_conformance.judges.dispatch import FIELDS
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.selftest.faults import FAULTS, MODULES, Fault, bugs_of
+from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.selftest.faulty import by_tag
 from moeref_conformance.selftest.known_bugs import KNOWN_BUGS, NOT_EXPRESSIBLE
 from moeref_conformance.steps import gradients
@@ -173,6 +174,14 @@ def test_a_record_that_says_otherwise_is_found(bench: Bench, said: str) -> None:
     rule, step, change, says = OTHERWISE[said]
     found = JUDGES[rule](otherwise(bench.case(MET[rule]), step, change)).findings
     assert any(says in finding.message for finding in found), [finding.message for finding in found]
+
+
+def test_logprobs_on_other_stages_are_judged_too(bench: Bench) -> None:
+    case = bench.case(cell("qwen3_moe", "pp2"))
+    for rule in ("LGP-001", "LGP-002"):
+        assert not JUDGES[rule](case).findings
+        found = JUDGES[rule](otherwise(case, "logprobs", lambda value: value.update(has=True))).findings
+        assert [finding.rank for finding in found] == [0]
 
 
 #: Rules that read values alone of steps that have tensors too, what one rank has for all, or padding.

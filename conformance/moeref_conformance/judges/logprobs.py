@@ -14,13 +14,13 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     once,
-    only_last_stage,
     outcome,
     records,
     tolerance,
     unmeasured,
     within,
     without,
+    without_logits,
 )
 from moeref_conformance.oracles import logprobs as oracle
 
@@ -36,12 +36,12 @@ def _wanted(case: Case) -> dict[str, torch.Tensor]:
 
 
 def _judge(case: Case, which: str) -> Outcome:
-    """Compare the `logprobs` or `entropies` of every rank of the last stage."""
+    """Compare the `logprobs` or `entropies` of every rank that has them, as those of the last stage have to."""
     if no := unmeasured(case):
         return no
     findings = without(case, "logprobs")
     held = {record.rank: record for record in records(case, "logprobs") if record.value("logprobs")["has"]}
-    findings += only_last_stage(case, "logprobs", held, which)
+    findings += without_logits(case, "logprobs", held, which)
     want_BS, worst = _wanted(case)[which], 0.0
     for rank, record in held.items():
         got_BS = record.tensors("logprobs").get(which)
@@ -101,7 +101,7 @@ def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
     """In bf16, where rounding turns routes and so changes logits."""
     yield from without(case, "logprobs")
     held = {one.rank: one.tensors("logprobs") for one in records(case, "logprobs") if one.value("logprobs")["has"]}
-    yield from only_last_stage(case, "logprobs", held, "logprobs")
+    yield from without_logits(case, "logprobs", held, "logprobs")
     for rank, found in held.items():
         for which, got_BS in {"logprobs": torch.empty(0), **found}.items():
             values = got_BS[got_BS.isfinite()].double()

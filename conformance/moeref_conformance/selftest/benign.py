@@ -286,6 +286,20 @@ def _each_stage_sends_its_own(session: Session, cell: Cell, world: World) -> Any
     return stream(everywhere(session, cell, world), rewrite)
 
 
+def _logprobs_on_every_stage(session: Session, cell: Cell, world: World) -> Any:
+    """The last stage broadcasts logprobs and entropies to the others."""
+    good: Any = session.logprobs
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs:
+        found = good.logprobs(tokens_BS, temperature)
+        given = [found]
+        dist.broadcast_object_list(given, src=world.size - 1)
+        whole: TokenLogprobs = found or given[0]
+        return whole
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
 class _XorOnce(Receiver):
     """Takes differences, of its own version alone, and looks at what came of them."""
 
@@ -790,6 +804,12 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_each_stage_sends_its_own,
         claims={"receivers": "share", "non_writers": "nothing"},
+    ),
+    Benign(
+        id="logprobs-on-every-stage",
+        why="verl and NeMo-RL broadcast them from the last stage to the others",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_logprobs_on_every_stage,
     ),
     Benign(
         id="routes-without-holes",

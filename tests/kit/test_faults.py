@@ -153,6 +153,18 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
         lambda value: value["given"].pop("tensor_model_parallel_size"),
         "says nothing of tensor_model_parallel_size",
     ),
+    "a refusal of what is claimed": (
+        "CFG-003",
+        "config",
+        lambda value: value["requests"].update({"grouped experts": {"refused": "moe_grouped_gemm"}}),
+        "refused: moe_grouped_gemm",
+    ),
+    "a refusal that does not say what cannot be had": (
+        "CFG-003",
+        "config",
+        lambda value: value["requests"].update({"deterministic": {"refused": "ValueError: no"}}),
+        "refused: ValueError: no",
+    ),
     "another dispatcher than was asked for": ("DSP-004", "dispatchers", _first_answer("none"), "is 'none'"),
     "a refusal that does not say which dispatcher": (
         "DSP-005",

@@ -51,6 +51,18 @@ def test_a_size_is_no_float_and_no_bool(want: object, have: object, same: bool) 
     assert settings.fits("num_moe_experts", want, have) is same
 
 
+@pytest.mark.parametrize("given", [{}, {"expert_tensor_parallel_size": None}, {"expert_tensor_parallel_size": 2}])
+def test_an_expert_tensor_size_that_is_unset_is_the_tensor_size(given: dict[str, int | None]) -> None:
+    made = settings.completed({"tensor_model_parallel_size": 2, **given})
+    assert made == {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+
+
+def test_an_expert_tensor_size_of_its_own_stays() -> None:
+    given = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    assert settings.completed(given) == given
+    assert settings.completed({"expert_tensor_parallel_size": None}) == {"expert_tensor_parallel_size": None}
+
+
 def test_what_may_be_left_out() -> None:
     assert settings.may_lack("moe_router_num_groups", None)
     assert settings.may_lack("virtual_pipeline_model_parallel_size", 1)

@@ -246,12 +246,17 @@ class Config(Protocol):
     left out. Of functions `activation_func` alone is judged, by what it computes."""
 
     def given(self) -> Mapping[str, Any]:
-        """The settings that this session's model is built with; in the static world, would be built with."""
+        """The settings that this session's model is built with; in the static world, would be built with.
+
+        The whole config, Megatron's defaults among it; only what is None may be left out, here and in `resolve`.
+        """
 
     def resolve(self, request: Request, role: str) -> Mapping[str, Any]:
         """The settings of a `policy` or `reference` model (`role`) if `request` holds for both. Nothing is built.
 
-        Raises for a name that Megatron does not have, and for a setting that would have no effect.
+        Raises for a name that Megatron does not have, and for a setting that would have no effect. May raise, with its
+        name, for one that the model, the machine or other settings forbid, and for replay or grouped experts that are
+        not claimed.
         """
 
 

@@ -14,14 +14,32 @@ from moeref_conformance.judges.common import expected, finding, unanswered, valu
 from moeref_conformance.oracles import settings
 
 STEP = "config"
-#: Settings that only a training step reads, by how their names begin; further the coefficients of losses.
+#: Settings that decide no logits of a forward on its own routes, by how their names begin: a training step alone reads
+#: them, or replay. Further the coefficients of losses.
 _TRAINING = (
     "calculate_per_token_loss",
+    "gradient_accumulation_fusion",
+    "moe_enable_routing_replay",
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
     "mtp_loss_scaling_factor",
+    "mtp_num_layers",
     "recompute_",
 )
+#: Requests that a target may refuse, by title: always, or given the settings of no request.
+_REFUSABLE: dict[str, Callable[[Case, Mapping[str, Any]], bool]] = {
+    # Dispatchers ask something of the other settings and of the machine, and DSP-004 lets them be refused too.
+    **dict.fromkeys(("all-gather", "two dispatchers", "flex"), lambda case, nothing: True),
+    # The Hugging Face config says something else.
+    "another epsilon": lambda case, nothing: True,
+    # It takes NCCL_ALGO and kernels of its own.
+    "deterministic": lambda case, nothing: True,
+    "grouped experts": lambda case, nothing: "grouped" not in case.claims.experts,
+    "replay": lambda case, nothing: case.claims.replay == {"off"},
+    # They would have no effect.
+    "overlap": lambda case, nothing: not nothing.get("moe_shared_expert_intermediate_size"),
+    "drop policy": lambda case, nothing: nothing.get("moe_expert_capacity_factor") is None,
+}
 #: Of the part of attention that has one group a rank, where TP ranks share them (megatron-core's Attention.__init__).
 _GROUPS = "num_query_groups"
 #: megatron-core's experts hold a copy of the config whose MLP width is their own.
@@ -45,9 +63,9 @@ def _given(case: Case, wanted: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings where the config of a rank differs from the wanted settings."""
     yield from unanswered(case, STEP)
     for rank, value in values(case, STEP):
-        unread = settings.unread(value["given"])
+        given, unread = settings.completed(value["given"]), settings.unread(value["given"])
         for name in [name for name in wanted if name not in unread]:
-            yield from _differ(case, rank, name, wanted[name], value["given"], "the config")
+            yield from _differ(case, rank, name, wanted[name], given, "the config")
 
 
 @judges("CFG-001")
@@ -180,7 +198,7 @@ def the_reference_is_given_the_same(case: Case) -> Iterator[Finding]:
 
 
 def _of_training(name: str) -> bool:
-    """Whether a setting decides losses and gradients alone, and no logits."""
+    """Whether a setting decides no logits: losses and gradients alone, or what replays routes."""
     return name.startswith(_TRAINING) or name.endswith("_loss_coeff")
 
 
@@ -212,12 +230,11 @@ def _effective(nothing: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[st
 def modules_hold_it(case: Case) -> Iterator[Finding]:
     """Every config object in the built modules, and what rotates queries and keys."""
     yield from unanswered(case, STEP)
-    own = {
-        "moe_token_dispatcher_type": case.cell.dispatcher,
-        "moe_enable_routing_replay": case.cell.replay != "off",
-    }
+    own: dict[str, Any] = {"moe_token_dispatcher_type": case.cell.dispatcher}
+    if case.cell.replay == "off":  # hooks of one's own replay without Megatron's flag
+        own["moe_enable_routing_replay"] = False
     for rank, value in values(case, STEP):
-        given = value["given"]
+        given = settings.completed(value["given"])
         widths = [given.get(name) for name in _WIDTHS]
         for held in value["held"] or []:
             have, where = held["values"], f"module {held['module']}"
@@ -249,13 +266,24 @@ def _arrived(case: Case, wanted: Mapping[str, Mapping[str, Any]]) -> Iterator[Fi
         for title, named in wanted.items():
             answer = value["requests"][title]
             if "refused" in answer:
-                yield finding(case, rank, STEP, f"asked for {title}: refused: {answer['refused']}")
+                if not (_may_refuse(case, title, value["nothing"]) and _told_of(answer["refused"], named)):
+                    yield finding(case, rank, STEP, f"asked for {title}: refused: {answer['refused']}")
                 continue
             effective = {**value["nothing"], **answer["changed"]}
             for name, want in named.items():
                 have = "nothing" if name in answer["gone"] else effective.get(name, "nothing")
                 if not same(have, want) and not (have == "nothing" and settings.may_lack(name, want)):
                     yield _said(case, rank, f"asked for {title}: {name} is {have!r}, not {want!r}", want, have)
+
+
+def _may_refuse(case: Case, title: str, nothing: Mapping[str, Any]) -> bool:
+    return title in _REFUSABLE and _REFUSABLE[title](case, nothing)
+
+
+def _told_of(refusal: str, named: Mapping[str, Any]) -> bool:
+    """Whether a refusal has the name of a setting of the request, or a value that is a name, as megatron-core's do."""
+    words = (*named, *(value for value in named.values() if isinstance(value, str)))
+    return any(word in refusal.lower() for word in words)
 
 
 def _not_refused(case: Case, requests: Mapping[str, Request]) -> Iterator[Finding]:

@@ -290,6 +290,14 @@ def of_the_layout(layout: Layout) -> dict[str, Any]:
     }
 
 
+def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the expert tensor size that megatron-core makes of None, or of nothing: the tensor size."""
+    experts, dense = "expert_tensor_parallel_size", "tensor_model_parallel_size"
+    if given.get(experts) is not None or dense not in given:
+        return dict(given)
+    return {**given, experts: given[dense]}
+
+
 def may_lack(name: str, want: Any) -> bool:
     """Whether a config that leaves a setting out has `want`: megatron-core's default, or what an older one does.
 

@@ -300,6 +300,63 @@ def _logprobs_on_every_stage(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "logprobs", logprobs=logprobs)
 
 
+def _replayed_by_own_hooks(session: Session, cell: Cell, world: World) -> Any:
+    """Routes are replayed, and Megatron's flag for that is off."""
+    for chunk in session.export.chunks() if session.export else ():
+        for module in chunk.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "moe_enable_routing_replay"):
+                config.moe_enable_routing_replay = False
+    good: Any = session.config
+    return facet(session, "config", given=lambda: {**good.given(), "moe_enable_routing_replay": False})
+
+
+def _forbidden(made: Mapping[str, Any], epsilon: float) -> Iterator[str]:
+    """What validators say of settings."""
+    if made["moe_token_dispatcher_type"] == "allgather":
+        yield "Token dispatcher type: allgather does not support variable sequence length"
+    if made["moe_token_dispatcher_type"] == "flex":
+        yield "HybridEP is supported for Ampere, Hopper, B200 and B300 GPUs"
+    if made["layernorm_epsilon"] != epsilon:
+        yield f"rms_norm_eps in hf config {epsilon} is not equal to layernorm_epsilon {made['layernorm_epsilon']}"
+    if made["deterministic_mode"]:
+        yield "NCCL_ALGO must be one of Tree, Ring under deterministic_mode"
+    if made["moe_shared_expert_overlap"]:
+        yield "moe_shared_expert_overlap without shared experts"
+    if made["moe_token_drop_policy"] != "probs":
+        yield "moe_token_drop_policy without moe_expert_capacity_factor"
+    if made["moe_enable_routing_replay"]:
+        yield "moe_enable_routing_replay: there is no replay here"
+    if made["moe_grouped_gemm"]:
+        yield "moe_grouped_gemm: grouped_gemm is not installed"
+
+
+def _validated(session: Any, cell: Cell, world: World) -> Any:
+    """Settings that the model, the machine or the other settings forbid are refused by name."""
+    good, own = session.config, {"variable_seq_lengths": True}
+    epsilon = good.given()["layernorm_epsilon"]
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        made = {**good.resolve(request, role), **own}
+        for said in _forbidden(made, epsilon):
+            raise ValueError(said)
+        return made
+
+    return facet(session, "config", given=lambda: {**good.given(), **own}, resolve=resolve)
+
+
+def _reference_for_logits_alone(session: Any, cell: Cell, world: World) -> Any:
+    """The reference model has no MTP layers, replays no routes and fuses no sums of gradients."""
+    good, fusion = session.config, "gradient_accumulation_fusion"
+    reference = {"mtp_num_layers": None, "moe_enable_routing_replay": False, fusion: False}
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        made = {**good.resolve(request, role), fusion: True}
+        return made if role == "policy" else {**made, **reference}
+
+    return facet(session, "config", given=lambda: {**good.given(), fusion: True}, resolve=resolve)
+
+
 class _XorOnce(Receiver):
     """Takes differences, of its own version alone, and looks at what came of them."""
 
@@ -812,6 +869,12 @@ _DESIGNS = (
         wrap=_logprobs_on_every_stage,
     ),
     Benign(
+        id="replayed-by-own-hooks",
+        why="slime and verl wrap the router's top-k, and leave Megatron's flag alone",
+        cell=cell("qwen3_moe", "ep2", replay="R3"),
+        wrap=_replayed_by_own_hooks,
+    ),
+    Benign(
         id="routes-without-holes",
         why="vLLM and SGLang return a route for every token that they run, so a negative expert is a mistake",
         cell=cell("qwen3_moe", "cp2", replay="R3"),
@@ -960,6 +1023,26 @@ _DESIGNS = (
         why="without flex Megatron reads no backend",
         cell=cell("qwen3_moe", "tp2-cp2-ep2", backend="static"),
         wrap=_type_alone,
+    ),
+    Benign(
+        id="settings-refused-by-name",
+        why="validators of megatron-core, Megatron-LM, Megatron-Bridge and slime refuse loudly what cannot work here",
+        cell=cell("qwen3_moe", "tp1", backend="static"),
+        wrap=_validated,
+        claims={"replay": frozenset({"off"}), "experts": frozenset({"sequential"})},
+    ),
+    Benign(
+        id="reference-for-logits-alone",
+        why="slime and verl replay in the policy alone, and a reference needs no MTP layers and takes no step",
+        cell=cell("glm4_moe", "tp1", mtp=1, backend="static"),
+        wrap=_reference_for_logits_alone,
+        should=("CFG-011",),
+    ),
+    Benign(
+        id="expert-tensor-size-unset",
+        why="expert_tensor_parallel_size=None is TP to megatron-core",
+        cell=cell("qwen3_moe", "tp2", backend="static"),
+        wrap=always(expert_tensor_parallel_size=None),
     ),
     Benign(
         id="none-left-out",

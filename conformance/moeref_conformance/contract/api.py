@@ -353,7 +353,8 @@ class DispatcherRequest:
 class RoutedRows:
     """Rows of this rank and their experts: T rows of width H, K experts for each row, `experts` in all.
 
-    Padding rows (`padding_T`) have arbitrary weights and experts, as a router gives them.
+    Rows and weights are float64, and travel and come back so, as do their gradients: Megatron's fp32 for the weights of
+    a router is too narrow here. Padding rows (`padding_T`) have arbitrary weights and experts, as a router gives them.
     """
 
     x_TH: torch.Tensor
@@ -381,7 +382,8 @@ class Dispatch(Protocol):
     def settings(self, request: DispatcherRequest) -> Mapping[str, Any]:
         """Megatron's settings for it: `moe_token_dispatcher_type` and `moe_flex_dispatcher_backend`. Pure.
 
-        Raises for a dispatcher that cannot work here.
+        A backend that is left out is Megatron's default, `deepep`; under flex None is none. Raises for a dispatcher
+        that cannot work here.
         """
 
     def round_trip(self, rows: RoutedRows, expert: Callable[[int, torch.Tensor], torch.Tensor]) -> RoundTrip:

@@ -23,6 +23,9 @@ from moeref_conformance.oracles.dispatch import Looped, looped, row_bytes
 #: Both sides work in float64; sums may be taken in another order.
 RTOL, ATOL = 1e-12, 1e-13
 FIELDS = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+#: What a config may have where this backend is asked for. "nothing": it is left to megatron-core, whose default is
+#: deepep. Without flex nothing reads it.
+_BACKENDS: dict[str, list[str | None]] = {"": ["nothing", None, "deepep"], "deepep": ["nothing", "deepep"]}
 
 
 def _title(request: PadRequest) -> str:
@@ -112,8 +115,7 @@ def kept_or_refused(case: Case) -> Iterator[Finding]:
                 continue
             dispatcher, _, backend = asked.partition("-")
             have = [answer["given"].get(name, "nothing") for name in FIELDS]
-            # Without flex nothing reads the backend, which may be left out; megatron-core's default for it is deepep.
-            if have[0] != dispatcher or have[1] not in ([backend] if backend else ["nothing", None, "deepep"]):
+            if have[0] != dispatcher or have[1] not in _BACKENDS.get(backend, [backend]):
                 message = f"{title}: {FIELDS[0]} is {have[0]!r} with {FIELDS[1]} {have[1]!r}"
                 yield finding(case, rank, "dispatchers", message, expected=asked)
 

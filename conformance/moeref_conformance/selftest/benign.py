@@ -311,6 +311,16 @@ def _replayed_by_own_hooks(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "config", given=lambda: {**good.given(), "moe_enable_routing_replay": False})
 
 
+def _deepep_not_named(session: Any, cell: Cell, world: World) -> Any:
+    """Flex for DeepEP is given no backend."""
+    good = session.dispatch
+
+    def settings(request: DispatcherRequest) -> dict[str, Any]:
+        return {name: value for name, value in good.settings(request).items() if value != "deepep"}
+
+    return facet(session, "dispatch", settings=settings)
+
+
 def _forbidden(made: Mapping[str, Any], epsilon: float) -> Iterator[str]:
     """What validators say of settings."""
     if made["moe_token_dispatcher_type"] == "allgather":
@@ -1023,6 +1033,12 @@ _DESIGNS = (
         why="without flex Megatron reads no backend",
         cell=cell("qwen3_moe", "tp2-cp2-ep2", backend="static"),
         wrap=_type_alone,
+    ),
+    Benign(
+        id="deepep-by-default",
+        why="megatron-core's default backend of flex is deepep",
+        cell=cell("qwen3_moe", "tp2-cp2-ep2", backend="static"),
+        wrap=_deepep_not_named,
     ),
     Benign(
         id="settings-refused-by-name",

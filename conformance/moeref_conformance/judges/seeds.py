@@ -13,6 +13,8 @@ from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, values, without
 
 _DEFAULT = ("python", "numpy", "torch", "cuda")
+#: Of these, what weights are drawn from; the others order data, which stages may do alike.
+_OF_WEIGHTS = ("torch", "cuda")
 #: What places a rank among those that share its dense weights, and its experts.
 _DENSE, _EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")
 _DRAWN = ("python", "numpy", "torch", "tp", "expert")
@@ -73,7 +75,8 @@ def _relations_of(per_dp: bool) -> Iterator[tuple[tuple[str, ...], tuple[str, ..
 
     Weights that ranks share begin alike, those that they do not share begin differently, and so do stages.
     """
-    yield _DEFAULT, _DENSE, {("pp",): True, ("tp",): False, ("cp",): False, ("dp",): per_dp}
+    yield _DEFAULT, _DENSE, {("tp",): False, ("cp",): False, ("dp",): per_dp}
+    yield _OF_WEIGHTS, _DENSE, {("pp",): True}
     yield ("tp",), _DENSE, {("pp", "tp"): True, ("cp",): False, ("dp",): per_dp}
     # Experts are looked at along one axis: 1024 + 100·ep + etp of a base with 100·pp meets itself on another stage.
     along_one: dict[tuple[str, ...], bool] = {("pp",): True, ("ep",): True, ("etp",): True}

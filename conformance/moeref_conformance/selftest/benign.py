@@ -7,6 +7,7 @@ too.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -365,6 +366,21 @@ def _reference_for_logits_alone(session: Any, cell: Cell, world: World) -> Any:
         return made if role == "policy" else {**made, **reference}
 
     return facet(session, "config", given=lambda: {**good.given(), fusion: True}, resolve=resolve)
+
+
+def _data_in_one_order(session: Any, cell: Cell, world: World) -> Any:
+    """Python's and numpy's generators have the seed of the run on all stages."""
+    good = session.seeds
+
+    def planned(rank: int, seed: int, per_dp: bool) -> dict[str, int]:
+        return {**good.planned(rank, seed, per_dp), "python": seed, "numpy": seed}
+
+    def install(seed: int, per_dp: bool) -> None:
+        good.install(seed, per_dp)
+        random.seed(seed)
+        np.random.seed(seed)
+
+    return facet(session, "seeds", planned=planned, install=install)
 
 
 class _XorOnce(Receiver):
@@ -1059,6 +1075,13 @@ _DESIGNS = (
         why="expert_tensor_parallel_size=None is TP to megatron-core",
         cell=cell("qwen3_moe", "tp2", backend="static"),
         wrap=always(expert_tensor_parallel_size=None),
+    ),
+    Benign(
+        id="data-in-one-order",
+        why="stages that read the same batch shuffle it alike: python's and numpy's seeds are those of the run",
+        cell=cell("qwen3_moe", "pp2"),
+        wrap=_data_in_one_order,
+        should=("SED-005", "SED-006"),
     ),
     Benign(
         id="none-left-out",

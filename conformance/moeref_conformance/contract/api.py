@@ -518,9 +518,10 @@ class Quantised(Protocol):
         Its `quantization_config` says `quant_method` fp8, `fmt` e4m3, a `weight_block_size` of [rows, columns], and
         perhaps `modules_to_not_convert`: names of modules that stay as they are, with all that is in them. Each linear
         of attention, MLPs and experts has a `weight` in float8_e4m3fn and a `weight_scale_inv` by which its blocks,
-        those at the ends smaller, are multiplied: [⌈rows⌉, ⌈columns⌉] in blocks. Everything else, routers, norms,
-        embedding and head among it, is what `Export.stream` gives. Tensors come in any order, on the ranks that
-        `Claims.receivers` says; other ranks get None, or nothing.
+        those at the ends smaller, are multiplied: [⌈rows⌉, ⌈columns⌉] in blocks, in float32 or bfloat16, or where
+        `scale_fmt` is ue8m0 in float8_e8m0fnu. Everything else, routers, norms, embedding and head among it, is what
+        `Export.stream` gives. Tensors come in any order, on the ranks that `Claims.receivers` says; other ranks get
+        None, or nothing.
         """
 
 

@@ -19,8 +19,10 @@ from moeref_conformance.oracles import quantised as oracle
 
 SCALES = request.SCALES
 FP8 = torch.float8_e4m3fn
-#: Dtypes of scales in published files: DeepSeek's and Qwen's.
-SCALE_DTYPES = (torch.float32, torch.bfloat16)
+#: Dtypes of scales in published files, DeepSeek's and Qwen's; and of nothing but powers of two, where these are asked
+#: for. By name: torch 2.6 has no such dtype.
+SCALE_DTYPES = ("float32", "bfloat16")
+POWERS = "float8_e8m0fnu"
 #: A scale in bf16 is up to this much larger than its block needs.
 ROUNDED = 1 + 2.0**-7
 
@@ -38,11 +40,15 @@ class _Sent:
     #: The config asks for scales that are powers of two.
     powers: bool
 
+    def may_be(self, scales: torch.Tensor) -> bool:
+        """Whether scales have a dtype that they may have."""
+        return dtype_name(scales.dtype) in (*SCALE_DTYPES, *([POWERS] if self.powers else []))
+
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Name, weight and scales of what is quantised and there, in their shapes and dtypes."""
         for name in sorted(self.quantised):
             weight, scales = self.tensors.get(name), self.tensors.get(name + SCALES)
-            if weight is None or scales is None or weight.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
+            if weight is None or scales is None or weight.dtype != FP8 or not self.may_be(scales):
                 continue
             want = self.want[name]
             if weight.shape == want.shape and list(scales.shape) == oracle.grid(want.shape, self.block):
@@ -139,7 +145,7 @@ def a_scale_for_each_block(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Shape and dtype of the scales that are there."""
     for name in sorted(sent.quantised):
         got, right = sent.tensors.get(name + SCALES), oracle.grid(sent.want[name].shape, sent.block)
-        if got is not None and (got.dtype not in SCALE_DTYPES or list(got.shape) != right):
+        if got is not None and (not sent.may_be(got) or list(got.shape) != right):
             what = f"the scales of {list(sent.want[name].shape)} are {dtype_name(got.dtype)} {list(got.shape)}"
             yield _found(case, sent, what, name, expected=f"float32 {right}", got=what)
 

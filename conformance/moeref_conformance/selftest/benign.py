@@ -383,6 +383,13 @@ def _data_in_one_order(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "seeds", planned=planned, install=install)
 
 
+class _E8M0(plain_fp8.Quantiser):
+    """Scales are powers of two, of which the exponents are sent."""
+
+    def packed(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.to(torch.float8_e8m0fnu)
+
+
 class _XorOnce(Receiver):
     """Takes differences, of its own version alone, and looks at what came of them."""
 
@@ -998,6 +1005,12 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "one", dtype="bfloat16"),
         wrap=plain_fp8.design(PowersOfTwo),
         should=("QNT-006",),
+    ),
+    Benign(
+        id="fp8-scales-in-e8m0",
+        why="a power of two is its exponent, which kernels for scale_fmt ue8m0 take as it is",
+        cell=cell("deepseek_v3", "one", layers=3, dtype="bfloat16"),
+        wrap=plain_fp8.design(_E8M0),
     ),
     Benign(
         id="optimizer-made-by-its-first-step",

@@ -28,6 +28,7 @@ EXPECTED = {
     "no-logits": ({"FWD-001", "FWD-002"}, "logits"),
     "stream-of-strings": ({"RUN-001"}, "raised in step export"),
     "stream-of-arrays": ({"RUN-001"}, "raised in step export"),
+    "stream-with-dtypes-of-torch": ({"RUN-001"}, "expected a dtype as text, such as 'float32'"),
     "empty-stream": ({"EXP-001", "EXP-004"}, "no rank was given a tensor"),
     "dies-in-export": ({"RUN-001"}, "died in step export: SIGKILL"),
     "hangs-in-export": ({"RUN-001"}, "hung in step export"),

@@ -66,7 +66,7 @@ class NameRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMeta:
-    """What an export promises to send: the full HF tensor."""
+    """What an export promises to send: the full HF tensor. `dtype` is text without "torch.", as `NameRow`'s is."""
 
     name: str
     shape: tuple[int, ...]

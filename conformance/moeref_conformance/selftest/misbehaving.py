@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,10 @@ def _print(session: Session, world: World) -> Session:
 
 def _arrays(pairs: Iterator[Pair]) -> Iterator[Any]:
     return ((meta, None if tensor is None else np.ones(3)) for meta, tensor in pairs)
+
+
+def _dtypes(pairs: Iterator[Pair]) -> Iterator[Any]:
+    return ((replace(meta, dtype=getattr(torch, meta.dtype)), tensor) for meta, tensor in pairs)
 
 
 def _before_loading(change: Callable[[Path], None]) -> Callable[[Any, World], Any]:
@@ -161,6 +166,7 @@ MISBEHAVE: Mapping[str, Callable[[Session, World], Any]] = {
     "no-logits": _logits(None),
     "stream-of-strings": _streaming(lambda pairs: iter(["garbage"])),
     "stream-of-arrays": _streaming(_arrays),
+    "stream-with-dtypes-of-torch": _streaming(_dtypes),
     "empty-stream": _streaming(lambda pairs: iter(())),
     "dies-in-export": _in_export(_die),
     "hangs-in-export": _in_export(_hang),

@@ -20,7 +20,7 @@ from moeref_conformance.contract.api import Export, TensorMeta, to_plain
 from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps.bystanders import changed, in_training, partly_frozen, state
-from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_rows, refusal
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_dtype, checked_rows, refusal
 from moeref_conformance.steps.tensors import copied, deepest, module_tensors, moved, same_bytes
 from moeref_conformance.steps.topology import process_groups
 from moeref_conformance.steps.warned import warned
@@ -265,6 +265,7 @@ def _items(export: Export) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
         if not isinstance(meta, TensorMeta) or not (tensor is None or isinstance(tensor, torch.Tensor)):
             what = f"{type(meta).__name__}, {type(tensor).__name__}"
             raise TypeError(f"stream() gave ({what}), expected (api.TensorMeta, torch.Tensor or None)")
+        checked_dtype(meta)
         del tensor
         yield item
         del item

@@ -113,7 +113,10 @@ def static_steps(claims: Claims, cell: Cell, which: Static) -> list[tuple[Facet,
 
 
 def checked_rows(rows: Any, kind: type) -> list[Any]:
-    """A target's answer as a list. Raises TypeError, naming what it got, for anything but rows of `kind`."""
+    """A target's answer as a list. Raises TypeError, naming what it got, for anything but rows of `kind`.
+
+    Dtypes of rows are text.
+    """
     if not isinstance(rows, Iterable):
         raise TypeError(f"expected rows of api.{kind.__name__}, the target gave {rows!r}")
     made = list(rows)
@@ -122,7 +125,15 @@ def checked_rows(rows: Any, kind: type) -> list[Any]:
             raise TypeError(
                 f"expected rows of api.{kind.__name__}, the target gave a {type(row).__name__}: {row!r:.80}"
             )
+        checked_dtype(row)
     return made
+
+
+def checked_dtype(row: Any) -> None:
+    """Raise TypeError if the dtype of a row is no text, of which no record can be made."""
+    dtype = getattr(row, "dtype", "")
+    if not isinstance(dtype, str):
+        raise TypeError(f"expected a dtype as text, such as 'float32', the target gave {dtype!r} in {row!r:.80}")
 
 
 def answer(call: Callable[..., Any], *arguments: Any) -> Any:

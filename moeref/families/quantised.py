@@ -57,8 +57,10 @@ def fp8_blocks(config: Mapping[str, Any]) -> FP8Blocks | None:
     plain = given.get("fmt", "e4m3") == "e4m3" and given.get("activation_scheme", "dynamic") == "dynamic"
     if given.get("quant_method") != "fp8" or not sizes or not plain:
         return None
-    kept = frozenset(map(str, given.get("modules_to_not_convert") or given.get("ignored_layers") or ()))
-    return FP8Blocks((block[0], block[1]), kept, given.get("scale_fmt") == "ue8m0")
+    listed = [str(name) for name in given.get("modules_to_not_convert") or given.get("ignored_layers") or ()]
+    # Names inside a model with a vision model, of which the text model alone has the rest (transformers#48349).
+    of_text = [name.replace("model.language_model.", "model.", 1) for name in listed]
+    return FP8Blocks((block[0], block[1]), frozenset(listed + of_text), given.get("scale_fmt") == "ue8m0")
 
 
 def fp8_block(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from moeref import families
 from moeref.bridge import BridgeError, ShardMap, bind, checkpoint, load
-from moeref.exporter import Plan, export
+from moeref.exporter import Plan, export, quantised
 from moeref.families import FamilyError
 from moeref.layout import Layout
 from tests.unit.test_loader import holder
@@ -54,6 +55,27 @@ VISION = {
     "num_position_embeddings": 16,
 }
 KEPT = (".linear_attn.A_log", ".linear_attn.norm.weight")
+#: As in published FP8 files, whose experts are a tensor each.
+FP8_KEPT = [
+    *("lm_head", "model.language_model.embed_tokens", "model.visual.blocks.0.attn.qkv"),
+    *(
+        f"model.language_model.layers.{layer}.{part}"
+        for layer in range(4)
+        for part in ("linear_attn.in_proj_a", "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "mlp.gate")
+    ),
+]
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [12, 12],
+    "modules_to_not_convert": FP8_KEPT,
+}
+IN_FP8 = {
+    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"linear_attn.{part}.weight" for part in ("in_proj_qkv", "in_proj_z", "out_proj")),
+    *(f"mlp.{part}.{of}_proj.weight" for part in ("shared_expert", "experts") for of in ("gate", "up", "down")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +176,41 @@ def test_the_published_sizes() -> None:
 def test_what_widens_is_what_families_keep() -> None:
     kept = {m.hf[0].name for family in families.FAMILIES.values() for m in family.mappings if m.dtype}
     assert all(name.endswith(checkpoint.KEPT) for name in kept)
+
+
+def exported(published: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a model with the weights of `published` exports, experts a tensor each."""
+    source = ShardMap(families.read(published), Layout())
+    chunks = holder(source, 0)
+    load(source, 0, chunks, published)
+    return {
+        tensor.name: full.clone() for tensor, full in export(Plan(ShardMap(families.read(config), Layout())), 0, chunks)
+    }
+
+
+def test_what_is_sent_in_fp8_loads_again(published: Path, tmp_path: Path) -> None:
+    config = {**json.loads((published / "config.json").read_text()), "quantization_config": FP8}
+    plain = exported(published, config)
+    sent = {name: tensor for name, tensor in quantised(plain.items(), config) if tensor is not None}
+    scaled = {name.removesuffix("_scale_inv") for name in sent if name.endswith("_scale_inv")}
+    assert {re.sub(r".*layers\.\d+\.|(?<=experts\.)\d+\.", "", name) for name in scaled} == IN_FP8
+    files = {n: t.bfloat16() if n.endswith("_scale_inv") else t for n, t in sent.items()}
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shard_map = ShardMap(families.read(config), Layout())
+    chunks = holder(shard_map, 0)
+    load(shard_map, 0, chunks, tmp_path)
+    again = {tensor.name: full for tensor, full in export(Plan(shard_map), 0, chunks)}
+    assert again.keys() == plain.keys()
+    for name, tensor in plain.items():
+        if name in scaled:
+            assert float((again[name] - tensor).float().abs().max()) < 0.05 * float(tensor.float().abs().max())
+        else:
+            assert torch.equal(again[name], tensor)
+
+
+def test_a_text_model_keeps_what_the_whole_model_lists(published: Path) -> None:
+    """Its names have no `language_model`: transformers quantised what the list keeps (transformers#48349)."""
+    whole = {**json.loads((published / "config.json").read_text()), "quantization_config": FP8}
+    names = [f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("a", "b", "qkv")]
+    sent = [name for name, _ in quantised(((name, torch.ones(24, 12)) for name in names), whole)]
+    assert sent == [*names, f"{names[2]}_scale_inv"]

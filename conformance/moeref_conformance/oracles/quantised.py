@@ -22,13 +22,15 @@ POWERS_OF_TWO = 2.0
 #: For quotients and scales that are rounded to bf16 before.
 SLACK = 1 + 2.0**-4
 #: The linears of layers. Routers, norms and what is outside of layers is not among them.
-_LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?")
+_LINEAR = re.compile(
+    r"model\.layers\.\d+\.((self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?|linear_attn\.(in_proj_[a-z]+|out_proj))"
+)
 
 
 #: Scales of a checkpoint are drawn between this number and twice as much.
 LEAST = 1e-3
 #: Families whose files have scales in bf16; those of DeepSeek-V3's are fp32.
-OF_BF16 = ("qwen3_moe",)
+OF_BF16 = ("qwen3_5_moe_text", "qwen3_moe")
 
 
 def stored(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

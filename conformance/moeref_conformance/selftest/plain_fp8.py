@@ -57,8 +57,9 @@ class Quantiser:
         return self.linear(name) and name.removesuffix(".weight") not in self.kept
 
     def linear(self, name: str) -> bool:
-        """Whether a tensor is that of a linear of attention, of an MLP or of an expert."""
-        return re.search(r"layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$", name) is not None
+        """Whether a tensor is that of a linear of attention, of a gated delta net, of an MLP or of an expert."""
+        at = r"layers\.\d+\.(self_attn|linear_attn|mlp)\."
+        return re.search(at + r".*_proj(_[a-z_]+)?\.weight$", name) is not None
 
     def as_it_is(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that is not quantised."""

@@ -50,12 +50,22 @@ def _from_the_shards_own_start(name: str, scales: torch.Tensor, tensors: Tensors
     return torch.cat([scales[: len(scales) // 2]] * 2) if second else scales
 
 
-def _fault(name: str, bug: str, change: Change, diagnosis: str = "their scales") -> Fault:
+def _counted_through(name: str, scales: torch.Tensor, tensors: Tensors, world: World) -> torch.Tensor:
+    """Scales of in_proj_z begin in the last block of in_proj_qkv, which does not end where the weight does."""
+    above = tensors.get(f"{name.replace('.in_proj_z', '.in_proj_qkv')}{SCALES}", scales)
+    return torch.cat([above[-1:], scales[:-1]]) if name.endswith(".in_proj_z") else scales
+
+
+_DEEPSEEK = cell("deepseek_v3", "one", layers=3, dtype="bfloat16", fp8_checkpoint=True)
+_DELTA = cell("qwen3_5_moe_text", "one", dtype="bfloat16", fp8_checkpoint=True)
+
+
+def _fault(name: str, bug: str, change: Change, diagnosis: str = "their scales", of: Cell = _DEEPSEEK) -> Fault:
     return Fault(
         id=name,
         bug=bug,
         rules=("LOD-001", "EXP-002"),
-        cell=cell("deepseek_v3", "one", layers=3, dtype="bfloat16", fp8_checkpoint=True),
+        cell=of,
         wrap=_with(change),
         one_rank=True,
         diagnosis=diagnosis,
@@ -100,6 +110,18 @@ FAULTS = (
         "reported nowhere: scales are rounded to bf16 before the product is",
         lambda name, scales, tensors, world: scales.bfloat16().float(),
         diagnosis="arithmetic, not movement",
+    ),
+    _fault(
+        "fp8-delta-nets-without-scales",
+        "Megatron-Bridge#5851 in kind: what joins the linears of gated delta nets casts their FP8 numbers to bf16",
+        lambda name, scales, tensors, world: torch.ones_like(scales) if ".linear_attn." in name else scales,
+        of=_DELTA,
+    ),
+    _fault(
+        "fp8-blocks-through-joined-linears",
+        "Megatron-Bridge#5851 in kind: in_proj_qkv and in_proj_z are joined, and blocks are counted from the first row",
+        _counted_through,
+        of=_DELTA,
     ),
     Fault(
         id="fp8-blocks-from-the-shards-start",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ _QWEN = cell("qwen3_moe", "tp2", dtype="bfloat16")
 #: With a dense layer, latent attention and experts with a bias.
 _DEEPSEEK = cell("deepseek_v3", "ep2", layers=3, dtype="bfloat16")
 _MTP = cell("deepseek_v3", "ep2", layers=3, mtp=1, dtype="bfloat16")
+#: With two gated delta nets, the linears of which Megatron joins, and gated attention.
+_DELTA = cell("qwen3_5_moe_text", "tp2", layers=3, dtype="bfloat16")
 
 
 class _Skipped(Quantiser):
@@ -53,6 +57,36 @@ class _MtpProjected(Quantiser):
 
     def linear(self, name: str) -> bool:
         return super().linear(name) or name.endswith(".eh_proj.weight")
+
+
+class _DeltaNetsForgotten(Quantiser):
+    """Has a list of linears, in which those of gated delta nets are missing."""
+
+    def linear(self, name: str) -> bool:
+        return super().linear(name) and ".linear_attn." not in name
+
+
+class _DecaysToo(Quantiser):
+    """Quantises what becomes decays and strengths of updates, whatever the list says."""
+
+    def quantised(self, name: str) -> bool:
+        return super().quantised(name) or name.endswith((".in_proj_a.weight", ".in_proj_b.weight"))
+
+
+class _PartByPart(Quantiser):
+    """Quantises the queries, keys and values of a gated delta net apart, as Megatron's heads have them."""
+
+    def stream(self, config: Path) -> Iterable[Named]:
+        model = json.loads((config / "config.json").read_text())
+        self.keys = model["linear_num_key_heads"] * model["linear_key_head_dim"]
+        return super().stream(config)
+
+    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not name.endswith(".in_proj_qkv.weight"):
+            return super().made(name, tensor)
+        parts = torch.tensor_split(tensor, (self.keys, 2 * self.keys))
+        weights, scales = zip(*(super(_PartByPart, self).made(name, part) for part in parts), strict=True)
+        return torch.cat([weight.view(torch.uint8) for weight in weights]).view(FP8), torch.cat(scales)
 
 
 class _ListIgnored(Quantiser):
@@ -284,6 +318,30 @@ FAULTS = (
         cell=_MTP,
         wrap=design(_MtpProjected),
         says="model.layers.3.eh_proj.weight",
+    ),
+    Fault(
+        id="linears-of-delta-nets-not-listed",
+        bug="slime#1683: the linears of Qwen3.5's gated delta nets are on no list, and are sent in bf16",
+        rules=("QNT-001", "QNT-002"),
+        cell=_DELTA,
+        wrap=design(_DeltaNetsForgotten),
+        says="linear_attn.in_proj_qkv.weight: is bfloat16",
+    ),
+    Fault(
+        id="decays-of-delta-nets-quantised",
+        bug="sglang#30598: in_proj_a and in_proj_b are quantised, which Qwen's files keep in bf16",
+        rules=("QNT-001", "QNT-005"),
+        cell=_DELTA,
+        wrap=design(_DecaysToo),
+        says="linear_attn.in_proj_a.weight_scale_inv: is not in the FP8 checkpoint",
+    ),
+    Fault(
+        id="delta-nets-quantised-part-by-part",
+        bug="mcore-bridge#30 in kind: scales of queries, keys and values are made apart, and blocks begin with each",
+        rules=("QNT-003",),
+        cell=_DELTA,
+        wrap=design(_PartByPart),
+        says="the scales of [512, 40]",
     ),
     Fault(
         id="modules-to-not-convert-ignored",

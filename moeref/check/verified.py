@@ -18,7 +18,10 @@ def verified(report: Report, core: str, verify: bool | None) -> Report:
     if report.settings is None:
         return report
     names = uncovered(report.settings.trails, core, mla=report.model.mla is not None)
-    wanted = verify or (verify is None and names and report.verdict != "refused")
+    if verify is None and report.verdict == "refused":
+        note = f"no rule covers {', '.join(names)}; megatron-core is not asked, as the run is refused already"
+        return replace(report, notes=(*report.notes, note)) if names else report
+    wanted = verify or (verify is None and names)
     answer = ask(report.model, report.settings, core) if wanted else Answer(unavailable="--verify asks megatron-core")
     if answer.refusal:
         return _with(report, Problem("megatron", f"megatron-core {answer.core} refuses it: {answer.refusal}"))

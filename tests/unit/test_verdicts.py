@@ -154,6 +154,16 @@ def test_megatron_is_asked_about_what_no_rule_covers(
     assert len(asked) == 1  # the rules cover it
 
 
+def test_a_run_that_is_refused_is_not_to_be_checked_elsewhere() -> None:
+    """The refusal is enough: that no rule covers another setting is a note, unless megatron-core is asked for."""
+    refused = {"fp8_param": True, "use_mup": True}
+    report = judged(refused, verify=None)
+    assert [problem.refused for problem in report.problems] == [True]
+    note = "no rule covers use_mup; megatron-core is not asked, as the run is refused already"
+    assert note in report.notes
+    assert [problem.refused for problem in judged(refused, verify=False).problems] == [True, False]
+
+
 def test_the_installed_megatron_is_asked_on_request() -> None:
     core = importlib.metadata.version("megatron-core")
     assert f"megatron-core {core}'s own TransformerConfig" in judged({}, core=core, verify=True).verified

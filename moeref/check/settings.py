@@ -98,7 +98,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
             "grouped_gemm, and moeref does not map its parameters (weight1, weight2)"
         )
         problems.append(Problem("config", text, "ask for kernels='te' or experts='grouped' instead", refused=False))
-    _of_the_checkpoint(trails, problems, notes)
+    _of_the_checkpoint(trails, problems, notes, dense=not all(report.model.moe_layers))
     notes += [*_weaker_loss(draft.layout.dp, settings.values), *_otherwise(settings.values)]
     return replace(report, record=record)
 
@@ -171,17 +171,22 @@ def _needs(setup: Setup, environment: Environment) -> tuple[str, ...]:
     return (*found, *(("a GPU",) if refusals(setup, replace(environment, gpu=False)) else ()))
 
 
-def _of_the_checkpoint(trails: Mapping[str, tuple[Setting, ...]], problems: list[Problem], notes: list[str]) -> None:
+def _of_the_checkpoint(
+    trails: Mapping[str, tuple[Setting, ...]], problems: list[Problem], notes: list[str], *, dense: bool
+) -> None:
     """Report the settings that replace values of the model's config, whose weights then may not fit.
 
-    Of what decides shapes, a model whose config is silent has Megatron's default; else that of `_NEUTRAL`.
+    Of what decides shapes, a model whose config is silent has Megatron's default; else that of `_NEUTRAL`. `dense`:
+    the model has layers without experts, and so weights of the width `ffn_hidden_size`.
     """
     for name, trail in trails.items():
         silent = trail[0].value if name in _SHAPES else _NEUTRAL.get(name, trail[-1].value)
         theirs = next((setting.value for setting in trail if setting.origin == "hf"), silent)
         if not same(theirs, trail[-1].value) and (theirs or trail[-1].value):
             text = f"{name}={trail[-1].value!r} replaces {theirs!r} of the model's own config"
-            if name in _SHAPES:
+            if name == "ffn_hidden_size" and not dense:
+                notes.append(f"{text}; no weight has that width, as all layers have experts")
+            elif name in _SHAPES:
                 problems.append(Problem("config", f"{text}, whose weights then do not fit", "give the model's config"))
             else:
                 notes.append(text)

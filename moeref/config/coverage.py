@@ -27,7 +27,7 @@ COVERED = frozenset(SETTINGS.values()) | {
     *("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "gradient_accumulation_fusion"),
     *("apply_rope_fusion", "rotary_interleaved", "cache_mla_latents", "fused_single_qkv_rope", "attention_backend"),
     *("cp_comm_type", "attention_dropout", "hidden_dropout", "bias_activation_fusion", "use_te_activation_func"),
-    *("activation_func_fp8_input_store",),
+    *("activation_func_fp8_input_store", "ffn_hidden_size"),
 }
 
 #: Settings that a config takes and layers may refuse.

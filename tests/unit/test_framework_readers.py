@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from moeref.check import CheckError
+from moeref.check import CheckError, Report, check
 from moeref.check.readers import FORMATS, check_reading, read
 from moeref.check.readers.literal import LiteralError, literal
 from moeref.check.readers.shell import Script
 from moeref.cli import main
+from moeref.config import MoEConfig
 
 #: Qwen3-30B-A3B for Megatron-LM.
 QWEN = """--disable-bias-linear --qk-layernorm --group-query-attention --num-attention-heads 32 --num-query-groups 4
@@ -178,6 +179,67 @@ def test_what_slime_or_the_reader_does_not_take(slime: Path, change: tuple[str, 
     assert report.verdict == verdict, said
     assert says in said
     assert report.record is None
+
+
+@pytest.mark.parametrize("framework", ["megatron-lm", "slime"])
+@pytest.mark.parametrize(
+    ("words", "verdict", "says"),
+    [
+        ("", "refused", "--position-embedding-type learned_absolute (default of Megatron-LM) adds embedding.position_"),
+        (
+            "--position-embedding-type learned_absolute",
+            "refused",
+            "learned_absolute (run.sh:1) adds embedding.position",
+        ),
+        ("--use-rotary-position-embeddings", "works", ""),
+        ("--position-embedding-type none", "works", "position_embedding_type='none' (run.sh:1) replaces 'rope'"),
+        ("--position-embedding-type rope --use-rope-scaling", "works", "use_rope_scaling=True (run.sh:1) replaces Fal"),
+    ],
+)
+def test_positions_are_those_of_the_model(tmp_path: Path, framework: str, words: str, verdict: str, says: str) -> None:
+    report = _flags(tmp_path, framework, f"{QWEN.replace('--position-embedding-type rope', '')} {words}")
+    said = "; ".join([*(problem.text for problem in report.problems), *report.notes])
+    assert report.verdict == verdict, said
+    assert says in said
+    if verdict == "refused":
+        assert report.problems[0].fix == "give --position-embedding-type rope"
+
+
+def test_interpolated_positions_are_told_where_they_are_passed_on(tmp_path: Path) -> None:
+    words = f"{QWEN} --rotary-seq-len-interpolation-factor 4"
+    notes = " ".join(_flags(tmp_path, "megatron-lm", words).notes)
+    assert "rotary_seq_len_interpolation_factor=4 (run.sh:1) replaces None of the model's own config" in notes
+    slime = _flags(tmp_path, "slime", words)
+    assert "interpolation" not in " ".join(slime.notes)
+    assert "--rotary-seq-len-interpolation-factor" in {value.name for value in slime.elsewhere}
+
+
+def test_latent_attention_makes_its_own_rotary_embedding(tmp_path: Path) -> None:
+    words = "--multi-latent-attention --use-rope-scaling --position-embedding-type"
+    none, learned = (
+        _flags(tmp_path, "megatron-lm", f"{words} {kind}", model="glm-4.7-flash")
+        for kind in ("none", "learned_absolute")
+    )
+    assert not [note for note in none.notes if "rope_scaling" in note or "position_embedding" in note]
+    assert "adds embedding.position_embeddings.weight" in "; ".join(problem.text for problem in learned.problems)
+
+
+def test_the_width_of_dense_layers_means_nothing_where_there_are_none(tmp_path: Path) -> None:
+    """Without the argument Megatron-LM derives 5440, and Qwen3-30B-A3B's config says 6144; no layer is dense."""
+    report = _flags(tmp_path, "slime", QWEN.replace("--ffn-hidden-size 6144", ""))
+    assert report.verdict == "works", report.problems
+    told = "ffn_hidden_size=5440 replaces 6144 of the model's own config; no weight has that width, as all layers have"
+    assert any(told in note for note in report.notes)
+    dense = check("glm-4.5", "ep=32", asked=MoEConfig(transformer_config_kwargs={"ffn_hidden_size": 64}), verify=False)
+    assert "whose weights then do not fit" in dense.problems[0].text
+
+
+def _flags(tmp_path: Path, framework: str, words: str, model: str = "qwen3-30b-a3b") -> Report:
+    """The report of a list of arguments of Megatron-LM on 8 ranks, in one line."""
+    own = "train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8"
+    program = own if framework == "slime" else "torchrun --nnodes 1 --nproc_per_node 8 pretrain_gpt.py"
+    (tmp_path / "run.sh").write_text(" ".join(f"{program} {words} --expert-model-parallel-size 4 --bf16".split()))
+    return check_reading(read(framework, [str(tmp_path / "run.sh")], "0.19.2"), model=model, verify=False)
 
 
 def test_what_is_computed_and_in_the_model_s_config_is_taken_from_there(slime: Path) -> None:

@@ -25,7 +25,14 @@ BESIDE: dict[str, tuple[Callable[[Model], Any], bool]] = {
     "rotary_percent": (lambda model: model.rotary_percent, False),
     "vocab_size": (lambda model: model.vocab, True),
     "untie_embeddings_and_output_weights": (lambda model: not model.tied, True),
+    "position_embedding_type": (lambda model: "yarn" if model.yarn else "rope", False),
+    "use_rope_scaling": (lambda model: False, False),
+    "rotary_seq_len_interpolation_factor": (lambda model: None, False),
 }
+#: Of these, what multi-latent attention does not read: it makes its rotary embedding from its own config.
+_OF_ROPE = frozenset({"position_embedding_type", "use_rope_scaling", "rotary_seq_len_interpolation_factor"})
+#: The positions that are a parameter, which no model of moeref's has: (argument, value, parameter).
+_LEARNED = ("position_embedding_type", "learned_absolute", "embedding.position_embeddings.weight")
 
 
 def check_reading(
@@ -170,7 +177,10 @@ def _beside(reading: Reading, model: Model) -> tuple[list[Problem], list[str]]:
     problems, notes = [], []
     for name, value in reading.beside.items():
         own, shapes = BESIDE[name]
-        if same(theirs := own(model), value.value):
+        if (name, value.value) == _LEARNED[:2]:
+            problems.append(_learned(value, own(model)))
+            continue
+        if same(theirs := own(model), value.value) or (model.mla and name in _OF_ROPE):
             continue
         text = f"{name}={value.value!r} ({value.source}) replaces {theirs!r} of the model's own config"
         if shapes:
@@ -178,3 +188,9 @@ def _beside(reading: Reading, model: Model) -> tuple[list[Problem], list[str]]:
         else:
             notes.append(text)
     return problems, notes
+
+
+def _learned(value: Value, theirs: str) -> Problem:
+    """Why positions that are a parameter are refused, and what to give instead."""
+    text = f"{value.name} {value.value} ({value.source}) adds {_LEARNED[2]}, which the model's files lack"
+    return Problem("config", text, f"give {value.name} {theirs}")

@@ -35,7 +35,10 @@ OPTIONS = {"seed": "seed", "make_vocab_size_divisible_by": "divisible_by"}
 #: Argument -> field of TransformerConfig, where the names differ.
 FIELDS = {"num_experts": "num_moe_experts", "fp8_param_gather": "fp8_param", "fp4_param_gather": "fp4_param"}
 #: Arguments of GPTModel that TransformerConfig lacks, to be compared with the model's own config. MLA has fields.
-BESIDE = ("rotary_base", "rotary_percent", "vocab_size", "untie_embeddings_and_output_weights")
+BESIDE = (
+    *("rotary_base", "rotary_percent", "vocab_size", "untie_embeddings_and_output_weights"),
+    *("position_embedding_type", "use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+)
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 #: What builds a model that moeref does not map.
 UNMAPPED = {

@@ -55,6 +55,8 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     reading.training.pop("global_batch_size", None)  # of samples, which slime deals out itself
     if "use_dynamic_batch_size" in {value.name.lstrip("-").replace("-", "_") for value in reading.elsewhere}:
         reading.training.pop("micro_batch_size", None)  # microbatches are packs of tokens
+    if factor := reading.beside.pop("rotary_seq_len_interpolation_factor", None):
+        reading.elsewhere.append(factor)  # slime does not pass it on
     dispatcher = reading.settings.get("moe_token_dispatcher_type")
     if dispatcher and dispatcher.value == "allgather":
         reading.settings["moe_token_dispatcher_type"] = Value(

@@ -17,6 +17,7 @@ from moeref.config.effective import same
 from moeref.dtypes import NAMES
 from moeref.families import FamilyError, Model, known
 from moeref.layout import Layout
+from moeref.layout import text as layout_text
 from moeref.record import Draft, Options
 
 #: Arguments of the model that TransformerConfig lacks -> (what the model's own config says, whether weights depend).
@@ -55,7 +56,7 @@ def check_reading(
     trained = {field: value.value for field, value in reading.training.items()} | dict(given.pop("training", {}))
     asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
     through = MoEConfig(transformer_config_kwargs=asked | dict(settings or {}))
-    report = _offloaded(reading, check(name, text, asked=through, training=trained, **given))
+    report = _stepped(reading, _offloaded(reading, check(name, text, asked=through, training=trained, **given)))
     problems, notes = _beside(reading, report.model)
     for field, value in reading.computed.items():
         _computed(field, value, draft, problems, notes)
@@ -76,7 +77,7 @@ def check_reading(
 def _with_its_place(reading: Reading, problem: Problem) -> Problem:
     """A problem of the batch with what the framework calls it."""
     size = reading.training.get("global_batch_size")
-    if problem.about != "batch" or size is None:
+    if problem.about != "batch" or size is None or (reading.step and problem.text.startswith(reading.step.name)):
         return problem
     return replace(problem, text=f"{problem.text} ({size.name}, {size.source})")
 
@@ -89,6 +90,34 @@ def _offloaded(reading: Reading, report: Report) -> Report:
     note = f"{asked[-1].name} ({asked[-1].source}) keeps optimizer states on the CPU; memory counts them on the GPU"
     problems = (replace(p, refused=False) if p.about == "memory" else p for p in report.problems)
     return replace(report, problems=tuple(problems), notes=(*report.notes, note))
+
+
+def _stepped(reading: Reading, report: Report) -> Report:
+    """The report where a step takes a part of the batch: its samples make the microbatches, and the batch steps."""
+    size, step = report.training.global_batch_size, reading.step
+    if report.world is None or size is None or step is None:
+        return report
+    layout = Layout(**layout_text.read(report.layout))
+    if size % (report.training.micro_batch_size * layout.dp):
+        return report  # refused already
+    problems = [problem for problem in report.problems if problem.about != "batch"]
+    if wrong := _wrong_step(step, size // layout.dp, report.training.micro_batch_size, layout):
+        problems.append(Problem("batch", *wrong))
+    return replace(report, problems=tuple(problems), record=None if problems else report.record)
+
+
+def _wrong_step(step: Value, samples: int, micro: int, layout: Layout) -> tuple[str, str] | None:
+    """(what is wrong with a step, fix) for these samples of a replica's batch; None if nothing is."""
+    said = f"{step.name} = {step.value} ({step.source})"
+    each = step.value // layout.dp
+    if each < 1 or samples % each:
+        text = f"{said}: a replica's {samples} samples of a batch are no multiple of its {each} of a step"
+        return f"{text} (dp={layout.dp})", "give a step that divides the batch"
+    made = -(-each // micro)
+    if layout.vpp > 1 and made % layout.pp:
+        text = f"{said}: {made} microbatches of a step are no multiple of pp={layout.pp}, which vpp={layout.vpp} needs"
+        return text, f"use a multiple of {micro * layout.dp * layout.pp}"
+    return None
 
 
 def _options(reading: Reading, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +167,8 @@ def _nothing(value: Any) -> bool:
 def _computed(field: str, value: Value, draft: Draft, problems: list[Problem], notes: list[str]) -> None:
     """Report an argument that is computed: what the model's own config says stands for a setting."""
     where = f"{value.name} {value.value} ({value.source}) is computed by the script, which is not run"
-    if field in transformer_settings(draft.model, Layout()):
+    own = transformer_settings(draft.model, Layout()).get(field)
+    if own and own.origin == "hf":
         notes.append(f"{where}; {field} is taken from the model's own config")
     else:
         problems.append(Problem("not read", where, "give its variables on the command line: NAME=VALUE", refused=False))

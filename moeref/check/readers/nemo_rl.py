@@ -13,7 +13,7 @@ from typing import Any
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, Reading, under
 from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all
-from moeref.check.report import CheckError
+from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
 NAME = "NeMo-RL"
@@ -48,8 +48,17 @@ FIELDS: dict[str, Any] = {
 #: Settings that NeMo-RL passes on if they are given.
 _OPTIONAL = (
     *("moe_router_num_groups", "moe_router_group_topk", "moe_flex_dispatcher_backend", "moe_grouped_gemm"),
-    *("layernorm_epsilon", "attention_backend", "transformer_impl"),
+    *("layernorm_epsilon", "attention_backend", "transformer_impl", "cuda_graph_impl", "cuda_graph_modules"),
+    *("cuda_graph_warmup_steps",),
 )
+#: Names of its own that NeMo-RL takes in `megatron_cfg`, and refuses in `model_overrides`.
+_FIRST_CLASS = frozenset(
+    {
+        *(*FIELDS, *_OPTIONAL, *SIZES, "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+        *("recompute_granularity", "recompute_modules", "pipeline_dtype", "moe_hybridep_num_sms"),
+        *("fine_grained_activation_offloading", "offload_modules", "moe_pad_experts_for_cuda_graph_inference"),
+    }
+) - {"layernorm_epsilon", "virtual_pipeline_model_parallel_size"}  # these only where megatron_cfg has them
 DEFAULTS: dict[str, Any] = {
     f"{_POLICY}precision": "bfloat16",
     f"{_MEGATRON}tensor_model_parallel_size": 1,
@@ -69,7 +78,7 @@ DEFAULTS: dict[str, Any] = {
     "policy.router_replay.enabled": False,
     f"{_MEGATRON}optimizer.use_precision_aware_optimizer": True,
     f"{_DDP}grad_reduce_in_fp32": False,
-    **dict.fromkeys(_DYNAMIC, False),
+    **dict(zip(_DYNAMIC, (False, True), strict=True)),
     "cluster.num_nodes": 1,
     "cluster.gpus_per_node": 1,
     **{f"{_MEGATRON}{name}": default for name, default in FIELDS.items()},
@@ -110,7 +119,7 @@ NAMES = Names(
         *(f"{_POLICY}{name}" for name in ("refit_", "hf_config_overrides", "offload_", "draft.", "router_replay.")),
         *(f"{_MEGATRON}{name}" for name in ("optimizer.", "scheduler.", "distributed_", "env_vars")),
         *(f"{_MEGATRON}{name}" for name in ("checkpoint.", "peft.", "empty_", "force_", "freeze_", "use_gloo")),
-        *(f"{_MEGATRON}{name}" for name in ("use_fused_linear_", "fused_linear_", "cuda_graph_", "offload_modules")),
+        *(f"{_MEGATRON}{name}" for name in ("use_fused_linear_", "fused_linear_", "offload_modules")),
         *(f"{_MEGATRON}{name}" for name in ("defer_fp32_logits", "train_iters", "model_overrides", "converter_type")),
         *(f"{_MEGATRON}{name}" for name in ("hybridep_", "moe_hybridep_num_sms", "inference_")),
     ),
@@ -144,6 +153,8 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     mtp = reading.settings.get("mtp_num_layers")
     if mtp and not mtp.value:
         reading.settings["mtp_num_layers"] = Value(mtp.name, None, mtp.source)
+    _graphs(reading)
+    _refusals(reading, at)
     return provider.build(reading, provider.MEGATRON_BRIDGE, {"calculate_per_token_loss": True}, NAME)
 
 
@@ -158,3 +169,30 @@ def _recompute(reading: Reading, at: Mapping[str, Value]) -> None:
             reading.settings[name] = Value(name, value, f"derived: {NAME} with full recomputation")
     elif (modules := at[f"{_MEGATRON}recompute_modules"]).value is not None:
         reading.settings["recompute_modules"] = modules
+
+
+def _graphs(reading: Reading) -> None:
+    """CUDA graphs draw from Transformer Engine's generators; without them, their other settings have no effect."""
+    impl = reading.settings.get("cuda_graph_impl")
+    if impl and impl.value != "none":
+        own = Value("use_te_rng_tracker", True, f"derived: {NAME} with cuda_graph_impl")
+        reading.settings.setdefault("use_te_rng_tracker", own)
+        return
+    for name in ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_warmup_steps"):
+        if value := reading.settings.pop(name, None):
+            reading.elsewhere.append(value)
+
+
+def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
+    """What NeMo-RL's `setup.py` refuses before it builds a model."""
+    cp, packing = reading.layout.get("cp"), at[_DYNAMIC[1]]
+    if cp and type(cp.value) is int and cp.value > 1 and packing.value is False:
+        text = f"{packing.name} ({packing.source}) is off at {cp.name} {cp.value} ({cp.source}): {NAME} asserts it"
+        reading.problems.append(Problem(NAME, text, f"set {packing.name}=true"))
+    prefix = NAMES.settings[0]
+    for path, value in at.items():
+        name = path.removeprefix(prefix).partition(".")[0]
+        own = f"{_MEGATRON}{name}"
+        if path.startswith(prefix) and (name in _FIRST_CLASS or (own in at and at[own].given)):
+            text = f"{path} ({value.source}): {NAME} refuses an override of a setting of its own"
+            reading.problems.append(Problem(NAME, text, f"set {own} instead"))

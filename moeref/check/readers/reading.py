@@ -43,16 +43,18 @@ class Reading:
     """What a configuration says, under the names that `moeref.check.check` takes.
 
     model: a published name or a path. layout: axes of the layout's text. options: arguments of `check`. settings:
-    fields of TransformerConfig. training: fields of `moeref.costs.Training`. beside: arguments of the model that are
-    none of either (see `checked.BESIDE`). computed: arguments whose value only the framework or a shell could
-    compute, by their name for `check`. elsewhere: what concerns other parts of the framework. unread: what the reader
-    does not know. problems: what the framework itself refuses, or builds in a way that moeref does not map.
+    fields of TransformerConfig. step: samples of a step of the optimizer, where a batch has several. training: fields
+    of `moeref.costs.Training`. beside: arguments of the model that are none of either (see `checked.BESIDE`).
+    computed: arguments whose value only the framework or a shell could compute, by their name for `check`. elsewhere:
+    what concerns other parts of the framework. unread: what the reader does not know. problems: what the framework
+    itself refuses, or builds in a way that moeref does not map.
     """
 
     framework: str
     model: Value | None = None
     layout: dict[str, Value] = field(default_factory=dict)
     options: dict[str, Value] = field(default_factory=dict)
+    step: Value | None = None
     settings: dict[str, Value] = field(default_factory=dict)
     training: dict[str, Value] = field(default_factory=dict)
     by_family: dict[str, dict[str, Value]] | None = None

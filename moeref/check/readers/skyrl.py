@@ -24,6 +24,7 @@ _RANKS = ("trainer.placement.policy_num_nodes", "trainer.placement.policy_num_gp
 #: `train/utils/utils.py validate_batch_sizes` and `dispatch.py` divide the samples of an update.
 _BATCH = ("trainer.micro_train_batch_size_per_gpu", "trainer.policy_mini_batch_size", "generator.n_samples_per_prompt")
 _TOKENS = "trainer.max_tokens_per_microbatch"  # above 0 it makes the microbatches
+_RECOMPUTE = "trainer.gradient_checkpointing"
 _MTP, _REPLAY = "trainer.mtp.enabled", f"{_MEGATRON}moe_enable_routing_replay"
 
 #: Settings of `megatron_config` under TransformerConfig's names -> default.
@@ -44,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     f"{_MEGATRON}mtp_num_layers": None,
     _REPLAY: False,
     _MTP: False,
+    _RECOMPUTE: True,
     f"{_KWARGS}recompute_granularity": "full",
     f"{_KWARGS}recompute_modules": ["core_attn"],
     f"{_KWARGS}recompute_method": "uniform",
@@ -73,7 +75,10 @@ NAMES = Names(
         f"{_POLICY}language_model_only": "a part of a multimodal model",
     },
     read=frozenset(
-        {_REPLAY, _MTP, _TOKENS, *_BATCH, *_RANKS, "trainer.bf16", "trainer.flash_attn", f"{_MEGATRON}mtp_num_layers"}
+        {
+            *(_REPLAY, _MTP, _RECOMPUTE, _TOKENS, *_BATCH, *_RANKS),
+            *("trainer.bf16", "trainer.flash_attn", f"{_MEGATRON}mtp_num_layers"),
+        }
     ),
     training={
         **{f"{_MEGATRON}optimizer_config_kwargs.{name}": name for name in OPTIMIZER},
@@ -114,6 +119,7 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     batch(reading, at, *_BATCH, by_tokens=type(at[_TOKENS].value) is not int or at[_TOKENS].value > 0)
     if "etp" not in reading.layout and (tp := reading.layout.get("tp")):
         reading.layout["etp"] = Value(tp.name, tp.value, "derived: as TP, where unset")
+    _recompute(reading, at[_RECOMPUTE])
     bf16, flash, replay = at["trainer.bf16"], at["trainer.flash_attn"], at[_REPLAY]
     reading.options["precision"] = Value(bf16.name, "bf16" if bf16.value else "fp32", bf16.source)
     if replay.value:
@@ -127,3 +133,12 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     reading.settings.setdefault("attention_backend", backend)
     own = {"variable_seq_lengths": True, "masked_softmax_fusion": True}
     return provider.build(reading, provider.MEGATRON_BRIDGE, own, NAME)
+
+
+def _recompute(reading: Reading, switch: Value) -> None:
+    """Without `gradient_checkpointing` SkyRL takes the settings of recomputation away, also those asked for."""
+    if not switch.known:
+        reading.computed["recompute_granularity"] = switch
+    elif not switch.value:
+        for name in ("granularity", "method", "num_layers"):
+            reading.settings[f"recompute_{name}"] = Value(switch.name, None, switch.source)

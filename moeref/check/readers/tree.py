@@ -217,11 +217,16 @@ def batch(reading: Reading, at: Mapping[str, Value], micro: str, *factors: str, 
     reading.training |= {"micro_batch_size": size, "global_batch_size": total}
 
 
-def sequence_parallel(reading: Reading) -> None:
-    """Put in that sequence parallelism is on where TP is above 1, whatever is asked for."""
+def sequence_parallel(reading: Reading, asked: Value | None = None) -> None:
+    """Put in that sequence parallelism is on where TP is above 1, or there what is asked for. An override stands."""
     tp = reading.layout.get("tp")
-    if tp and type(tp.value) is int:
-        reading.settings["sequence_parallel"] = Value("sequence_parallel", tp.value > 1, "derived: on where TP > 1")
+    if "sequence_parallel" in reading.settings or not tp or type(tp.value) is not int:
+        return
+    if asked and not asked.known:
+        reading.computed["sequence_parallel"] = asked
+        return
+    derived = Value("sequence_parallel", tp.value > 1, "derived: on where TP > 1")
+    reading.settings["sequence_parallel"] = asked if asked and tp.value > 1 else derived
 
 
 def scalar(text: str) -> Any:

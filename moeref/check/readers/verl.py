@@ -24,8 +24,12 @@ _OVERRIDE = f"{_MEGATRON}override_transformer_config."
 _REPLAY, _MTP = f"{_ACTOR}router_replay.mode", "actor_rollout_ref.model.mtp.enable"
 _BRIDGE = (f"{_MEGATRON}use_mbridge", f"{_MEGATRON}vanilla_mbridge")
 _DYNAMIC = f"{_ACTOR}use_dynamic_bsz"
+_WORKER = "trainer.use_legacy_worker_impl"
+_MODES = ("disabled", "R2", "R3")
 #: `utils/config.py validate_config` divides all samples of a step over replicas and microbatches.
 _BATCH = (f"{_ACTOR}ppo_micro_batch_size_per_gpu", "data.train_batch_size", "actor_rollout_ref.rollout.n")
+#: `megatron_workers.py` makes the microbatches of these samples, a step of the optimizer.
+_STEP = (f"{_ACTOR}ppo_mini_batch_size", "actor_rollout_ref.rollout.n")
 _RANKS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 DEFAULTS: dict[str, Any] = {
@@ -67,7 +71,7 @@ NAMES = Names(
     },
     read=frozenset(
         {
-            *(_REPLAY, _MTP, _DYNAMIC, *_BATCH, *_BRIDGE, *_RANKS),
+            *(_REPLAY, _MTP, _DYNAMIC, *_BATCH, *_STEP, *_BRIDGE, *_RANKS),
             *(f"{_MEGATRON}dtype", f"{_MEGATRON}sequence_parallel", f"{_ACTOR}strategy"),
         }
     ),
@@ -107,8 +111,11 @@ def _finished(reading: Reading, tree: Tree) -> Reading:
     """The reading after what verl derives."""
     at = tree.values
     ranks(reading, at, *_RANKS)
-    sequence_parallel(reading)
+    use, vanilla = (at[path] for path in _BRIDGE)
+    # mbridge derives it from TP; Megatron-Bridge's provider gets what is asked for.
+    sequence_parallel(reading, None if vanilla.value else at[f"{_MEGATRON}sequence_parallel"])
     batch(reading, at, *_BATCH, by_tokens=at[_DYNAMIC].value)
+    _step(reading, at)
     if "etp" not in reading.layout and "tp" in reading.layout:
         reading.layout["etp"] = Value(
             reading.layout["tp"].name, reading.layout["tp"].value, "derived: as TP, where unset"
@@ -116,14 +123,45 @@ def _finished(reading: Reading, tree: Tree) -> Reading:
     if (dtype := at[f"{_MEGATRON}dtype"]).value != "bfloat16":
         raise CheckError(f"{dtype.source}: {dtype.name}={dtype.value}: moeref knows bfloat16 only")
     reading.options["precision"] = Value(dtype.name, "bf16", dtype.source)
-    if (mode := at[_REPLAY]).value in ("R2", "R3"):
-        reading.options["replay"] = mode
+    _replay(reading, at[_REPLAY])
     if not at[_MTP].value:
         reading.settings["mtp_num_layers"] = Value(_MTP, None, at[_MTP].source)
-    use, vanilla = (at[path] for path in _BRIDGE)
     if not use.value:
         text = f"{use.name} ({use.source}): verl's own converter makes the config"
         reading.problems.append(Problem(NAME, text, refused=False))
     kind = provider.MBRIDGE if vanilla.value else provider.MEGATRON_BRIDGE
+    _refusals(reading, at)
     own = {} if vanilla.value else provider.VERL_ON_MEGATRON_BRIDGE
     return provider.build(reading, kind, own, NAME)
+
+
+def _step(reading: Reading, at: Mapping[str, Value]) -> None:
+    """Put in the samples of a step, where they are given and decide something."""
+    mini, times = (at.get(path) for path in _STEP)
+    if mini is None:
+        return
+    if "global_batch_size" in reading.training and times and type(mini.value) is int:
+        reading.step = Value(" · ".join(_STEP), mini.value * times.value, mini.source)
+    else:
+        reading.elsewhere.append(mini)
+
+
+def _replay(reading: Reading, mode: Value) -> None:
+    """Put the kind of replay in; verl refuses a kind that it does not know."""
+    if not mode.known:
+        reading.computed["replay"] = mode
+    elif mode.value not in _MODES:
+        text = f"{mode.name}={mode.value} ({mode.source}) is none of {', '.join(_MODES)}, and verl raises ValueError"
+        fix = f"write {str(mode.value).upper()}" if str(mode.value).upper() in _MODES else f"write one of {_MODES}"
+        reading.problems.append(Problem(NAME, text, fix))
+    elif mode.value != "disabled":
+        reading.options["replay"] = mode
+
+
+def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
+    """What verl's workers refuse. Its new ones, of `use_legacy_worker_impl=disable`, do not ask for a bridge."""
+    mtp, bridge = at[_MTP], next((at[path] for path in _BRIDGE if at[path].value is False), None)
+    new = at.get(_WORKER)
+    if mtp.value and bridge and not (new and new.value == "disable"):
+        text = f"{mtp.name} ({mtp.source}) needs {bridge.name}=true ({bridge.source}): verl asserts it"
+        reading.problems.append(Problem(NAME, text, f"set {bridge.name}=true, or leave MTP out"))

@@ -24,6 +24,7 @@ QWEN = """--disable-bias-linear --qk-layernorm --group-query-attention --num-att
 --position-embedding-type rope --norm-epsilon 1e-6 --swiglu --untie-embeddings-and-output-weights --vocab-size 151936
 --rotary-base 1000000 --moe-ffn-hidden-size 768 --moe-router-topk 8 --moe-layer-freq [1]*48 --num-experts 128
 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --attention-dropout 0 --hidden-dropout 0"""
+PP = "--pipeline-model-parallel-size 2 --expert-tensor-parallel-size 1"
 SLIME = """#!/bin/bash
 source "$(cd "$(dirname "$0")" && pwd)/model.sh"   # a comment
 NODES=2
@@ -232,6 +233,79 @@ def test_the_width_of_dense_layers_means_nothing_where_there_are_none(tmp_path: 
     assert any(told in note for note in report.notes)
     dense = check("glm-4.5", "ep=32", asked=MoEConfig(transformer_config_kwargs={"ffn_hidden_size": 64}), verify=False)
     assert "whose weights then do not fit" in dense.problems[0].text
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict", "says"),
+    [
+        (
+            "--overlap-param-gather",
+            "refused",
+            "--overlap-param-gather (run.sh:1) needs --overlap-grad-reduce and an opt",
+        ),
+        ("--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer", "works", ""),
+        ("--overlap-param-gather --use-distributed-optimizer", "refused", "needs --overlap-grad-reduce and"),
+        (
+            "--seq-length 4096 --max-position-embeddings 2048",
+            "refused",
+            "2048 (run.sh:1) is less than --seq-length 4096",
+        ),
+        ("--seq-length 4096 --max-position-embeddings 4096", "works", ""),
+        ("--num-distributed-optimizer-instances 3", "refused", "instances 3 (run.sh:1) does not divide dp·cp = 8·1"),
+        ("--num-distributed-optimizer-instances 4", "works", ""),
+        ("--use-tp-pp-dp-mapping", "works", ""),
+        (
+            f"--use-tp-pp-dp-mapping {PP}",
+            "refused",
+            "needs as many replicas of experts as of other weights at pp > 1, not 1 and 4",
+        ),
+        (
+            f"--use-tp-pp-dp-mapping {PP} --tensor-model-parallel-size 4 --sequence-parallel",
+            "unknown",
+            "--use-tp-pp-dp-mapping (run.sh:1): ranks are ordered otherwise than moeref orders them",
+        ),
+        (
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16",
+            "refused",
+            "--use-precision-aware-optimizer (run.sh:1): use_precision_aware_optimizer=true needs use_distributed_opti",
+        ),
+        ("--exp-avg-dtype bf16", "refused", "--exp-avg-dtype (run.sh:1): exp_avg_dtype=bf16 needs use_precision_aware"),
+        (
+            "--main-params-dtype bf16 --use-precision-aware-optimizer --use-distributed-optimizer",
+            "refused",
+            "--main-params-dtype (run.sh:1): main_params_dtype='bf16' is none of fp32, fp16",
+        ),
+        ("--optimizer sgd", "works", "--optimizer sgd (run.sh:1): memory counts the states of Adam"),
+    ],
+)
+def test_what_megatron_lm_asserts(tmp_path: Path, words: str, verdict: str, says: str) -> None:
+    report = _flags(tmp_path, "megatron-lm", f"{QWEN} {words}")
+    problems = [problem.text for problem in report.problems]
+    assert report.verdict == verdict, problems
+    assert says in "; ".join([*problems, *report.notes])
+    assert len(problems) == (verdict != "works")
+
+
+def test_slime_distributes_the_optimizer_itself(tmp_path: Path) -> None:
+    words = f"{QWEN} --overlap-param-gather --overlap-grad-reduce --use-precision-aware-optimizer"
+    assert _flags(tmp_path, "slime", words).verdict == "works"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            ("--rotary-base 1000000", ""),
+            "--rotary-base 10000 (default of Megatron-LM) is not 1000000 of the model's own",
+        ),
+        (("--norm-epsilon 1e-6", ""), "--norm-epsilon 1e-05 (default of Megatron-LM) is not 1e-06 of the model's own"),
+    ],
+)
+def test_slime_compares_with_the_model_s_files(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    refused = _flags(tmp_path, "slime", QWEN.replace(*change))
+    assert [problem.about for problem in refused.problems] == ["slime"]
+    assert says in refused.problems[0].text
+    assert _flags(tmp_path, "megatron-lm", QWEN.replace(*change)).verdict == "works"
 
 
 def _flags(tmp_path: Path, framework: str, words: str, model: str = "qwen3-30b-a3b") -> Report:

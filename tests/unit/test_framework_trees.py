@@ -216,7 +216,7 @@ def test_nemo_rl_inherits_and_interpolates(tmp_path: Path) -> None:
         (
             "policy: {megatron_cfg: {context_parallel_size: 2}, sequence_packing: {enabled: false}}",
             "refused",
-            "policy.sequence_packing.enabled (run.yaml:2) is off at policy.megatron_cfg.context_parallel_size 2 (run",
+            "policy.sequence_packing.enabled (run.yaml:2) is off, and context parallelism needs it",
         ),
         ("policy: {megatron_cfg: {context_parallel_size: 2}}", "works", ""),
         (
@@ -344,6 +344,25 @@ def test_cuda_graphs_draw_from_transformer_engine_s_generators(tmp_path: Path) -
             "global_batch_size=3 is not divisible",
         ),
         (("--padding_free", "--expert_tensor_parallel_size 4"), "refused", "etp·ep·pp = 4·8·1"),
+        (
+            ("none", "selective --recompute_method uniform"),
+            "refused",
+            "recompute_method uniform (run.sh:5) is for full",
+        ),
+        (("--padding_free", "--task_type seq_cls"), "unknown", "task_type seq_cls (run.sh:4): a head of its own"),
+        (("--rlhf_type grpo", "--rlhf_type rm"), "unknown", "rlhf_type rm (run.sh:3): a head of its own"),
+        (("--padding_free", "--rope_scaling yarn"), "unknown", "rope_scaling (run.sh:4): positions of its own"),
+        (("--padding_free", "--cp_partition_mode contiguous"), "works", ""),
+        (
+            ("--tensor_model_parallel_size 4", "--context_parallel_size 2 --cp_partition_mode contiguous"),
+            "unknown",
+            "cp_partition_mode contiguous (run.sh:4): sequences are cut otherwise",
+        ),
+        (
+            ("--padding_free", "--apply_query_key_layer_scaling true --attention_softmax_in_fp32 false"),
+            "refused",
+            "apply_query_key_layer_scaling",
+        ),
         (("NPROC_PER_NODE=8", "NPROC_PER_NODE=$GPUS"), "unknown", "NPROC_PER_NODE"),
         (("none", "full --recompute_method uniform"), "refused", "recompute_num_layers"),
     ],
@@ -500,6 +519,41 @@ def test_an_optimizer_on_the_cpu_does_not_refuse_a_run_for_memory(tmp_path: Path
         report = check_reading(read("verl", [str(path)], "0.19.2"), verify=False, hbm=20)
         assert report.verdict == verdict, report.problems
         assert any("keeps optimizer states on the CPU" in note for note in report.notes) == bool(words)
+
+
+@pytest.mark.parametrize("words", ["--torch_dtype float32", "--torch_dtype float16", "--fp16 true"])
+def test_ms_swift_in_fp16_is_bad_input(tmp_path: Path, words: str) -> None:
+    (tmp_path / "run.sh").write_text(SWIFT.replace("--padding_free", words))
+    with pytest.raises(CheckError, match=r"run.sh:4: \w+=\w+: moeref knows bfloat16 only, and ms-swift computes in fl"):
+        read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2")
+
+
+@pytest.mark.parametrize(
+    ("command", "by_tokens"),
+    [
+        ("megatron sft", True),
+        ("megatron sft --calculate_per_token_loss false", False),
+        ("megatron rlhf", False),
+        ("megatron rlhf --rlhf_type grpo", False),
+    ],
+)
+def test_ms_swift_counts_the_loss_by_tokens_without_rlhf(tmp_path: Path, command: str, by_tokens: bool) -> None:
+    text = SWIFT.replace("megatron rlhf --rlhf_type grpo", command).replace("--padding_free", "--torch_dtype bfloat16")
+    (tmp_path / "run.sh").write_text(text)
+    report = check_reading(read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2"), verify=False)
+    assert report.verdict == "works", report.problems
+    assert report.settings is not None
+    assert report.settings["calculate_per_token_loss"] is by_tokens
+
+
+def test_memory_of_another_optimizer_refuses_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    for kind, verdict in (("adam", "refused"), ("dist_muon", "unknown")):
+        path.write_text(SWIFT.replace("--padding_free", f"--optimizer {kind}"))
+        report = check_reading(read("ms-swift", [str(path)], "0.19.2"), verify=False, hbm=20)
+        assert report.verdict == verdict, report.problems
+        told = "optimizer dist_muon (run.sh:4): memory counts the states of Adam" in report.notes
+        assert told == (kind != "adam")
 
 
 def test_ms_swift_reads_yaml(tmp_path: Path) -> None:

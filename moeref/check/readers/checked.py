@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from moeref.check.readers.reading import Reading
+from moeref.check.readers.reading import OPTIMIZER, Reading
 from moeref.check.report import CheckError, Problem, Report
 from moeref.check.run import OPTIONS, check, model_of
 from moeref.check.value import Value
 from moeref.config import ConfigError, MoEConfig, transformer_settings
 from moeref.config.core import known_fields
 from moeref.config.effective import same
+from moeref.costs import CostError, Training
 from moeref.dtypes import NAMES
 from moeref.families import FamilyError, Model, known
 from moeref.layout import Layout
@@ -56,8 +57,10 @@ def check_reading(
     trained = {field: value.value for field, value in reading.training.items()} | dict(given.pop("training", {}))
     asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
     through = MoEConfig(transformer_config_kwargs=asked | dict(settings or {}))
+    optimizer = _fitting(reading, trained)
     report = _stepped(reading, _offloaded(reading, check(name, text, asked=through, training=trained, **given)))
     problems, notes = _beside(reading, report.model)
+    problems += [*optimizer, *_as_files(reading, report.model), *_by_layout(reading, report)]
     for field, value in reading.computed.items():
         _computed(field, value, draft, problems, notes)
     if "world" not in text and "world" not in reading.computed:
@@ -83,13 +86,64 @@ def _with_its_place(reading: Reading, problem: Problem) -> Problem:
 
 
 def _offloaded(reading: Reading, report: Report) -> Report:
-    """The report with what the optimizer on the CPU means for its memory, which counts it on the GPU."""
-    asked = [value for value in reading.elsewhere if value.name.replace("-", "_").endswith("optimizer_cpu_offload")]
-    if not asked or not asked[-1].value:
+    """The report with what an optimizer on the CPU or other than Adam means for its memory, which counts neither."""
+    last = {value.name.replace("-", "_").rpartition(".")[2].lstrip("_"): value for value in reading.elsewhere}
+    cpu, kind = last.get("optimizer_cpu_offload"), last.get("optimizer")
+    notes = []
+    if cpu and cpu.value:
+        notes.append(f"{cpu.name} ({cpu.source}) keeps optimizer states on the CPU; memory counts them on the GPU")
+    if kind and isinstance(kind.value, str) and "adam" not in kind.value.lower():
+        notes.append(f"{kind.name} {kind.value} ({kind.source}): memory counts the states of Adam")
+    if not notes:
         return report
-    note = f"{asked[-1].name} ({asked[-1].source}) keeps optimizer states on the CPU; memory counts them on the GPU"
     problems = (replace(p, refused=False) if p.about == "memory" else p for p in report.problems)
-    return replace(report, problems=tuple(problems), notes=(*report.notes, note))
+    return replace(report, problems=tuple(problems), notes=(*report.notes, *notes))
+
+
+def _fitting(reading: Reading, trained: dict[str, Any]) -> list[Problem]:
+    """Why settings of the optimizer that a file gives do not go together. They are taken out of `trained`."""
+    problems: list[Problem] = []
+    while wrong := _wrong_training(trained):
+        name = wrong.partition("=")[0]
+        value = reading.training.get(name)
+        if name not in OPTIMIZER or value is None or trained[name] is not value.value:
+            break  # `check` says so
+        fix = f"give it too, or drop {value.name}" if " needs " in wrong else "give one of these"
+        problems.append(Problem(reading.framework, f"{value.name} ({value.source}): {wrong}", fix))
+        for each in (name, *(OPTIMIZER if name == "use_precision_aware_optimizer" else ())):
+            if each != "use_distributed_optimizer":
+                trained.pop(each, None)
+    return problems
+
+
+def _wrong_training(trained: Mapping[str, Any]) -> str:
+    try:
+        Training.from_mapping(trained)
+    except CostError as error:
+        return str(error)
+    return ""
+
+
+def _as_files(reading: Reading, model: Model) -> list[Problem]:
+    """Refusals of a framework that compares its arguments with the model's files."""
+    theta = model.rope_theta
+    theirs = {"rotary_base": int(theta) if theta == int(theta) else theta, "layernorm_epsilon": model.norm_eps}
+    problems = []
+    for name in sorted(reading.as_files):
+        value = reading.beside.get(name) or reading.settings.get(name)
+        if value and not same(value.value, theirs[name]):
+            text = f"{value.name} {value.value} ({value.source}) is not {theirs[name]} of the model's own config"
+            fix = f"give {value.name} {theirs[name]}"
+            problems.append(Problem(reading.framework, f"{text}, and {reading.framework} asserts that it is", fix))
+    return problems
+
+
+def _by_layout(reading: Reading, report: Report) -> list[Problem]:
+    """Refusals of the framework that depend on the layout of the run."""
+    if report.world is None:
+        return []
+    layout = Layout(**layout_text.read(report.layout))
+    return [problem for refusal in reading.by_layout if (problem := refusal(layout))]
 
 
 def _stepped(reading: Reading, report: Report) -> Report:

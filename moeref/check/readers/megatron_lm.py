@@ -6,6 +6,7 @@ class's default, also where the model's own config says otherwise: Megatron-LM d
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from moeref.check.readers.shell import Word
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 from moeref.config.core import known_fields
+from moeref.layout import Layout
 
 NAME = "Megatron-LM"
 PROGRAM = r"(?:.*/)?[A-Za-z_]\w*\.py"
@@ -145,6 +147,7 @@ def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
             reading.beside.pop(name, None)
     reading.elsewhere += [value for name, value in {**arguments, **computed}.items() if name not in used]
     _unmapped(reading, arguments)
+    _refusals(reading, every)
     return reading
 
 
@@ -168,6 +171,46 @@ def _unmapped(reading: Reading, arguments: Arguments) -> None:
             reading.problems.append(Problem(NAME, text, refused=False))
             if name == "spec" and _VARIANT not in arguments:
                 reading.settings.pop(_VARIANT, None)
+
+
+def _refusals(reading: Reading, every: Arguments) -> None:
+    """What `validate_args` asserts, and what depends on the layout of the run."""
+    gather, length, most = (every[name] for name in ("overlap_param_gather", "seq_length", "max_position_embeddings"))
+    if gather.value and not _gathers(every):
+        text = f"{gather.name} ({gather.source}) needs --overlap-grad-reduce and an optimizer that is distributed"
+        reading.problems.append(Problem(NAME, text, "give --overlap-grad-reduce --use-distributed-optimizer too"))
+    if length.value is not None and most.value is not None and most.value < length.value:
+        text = f"{most.name} {most.value} ({most.source}) is less than {length.name} {length.value} ({length.source})"
+        reading.problems.append(Problem(NAME, text, f"give {most.name} {length.value} or more"))
+    if (parts := every["num_distributed_optimizer_instances"]).value > 1:
+        reading.by_layout.append(functools.partial(_instances, parts))
+    if (order := every["use_tp_pp_dp_mapping"]).value:
+        reading.by_layout.append(functools.partial(_order, order))
+
+
+def _gathers(every: Arguments) -> bool:
+    """Whether parameters can be gathered while the next step begins."""
+    sharded = every["use_distributed_optimizer"].value or every["use_megatron_fsdp"].value
+    return bool(every["overlap_grad_reduce"].value and (sharded or every["optimizer"].value == "dist_muon"))
+
+
+def _instances(parts: Value, layout: Layout) -> Problem | None:
+    """The instances of the optimizer's states share the replicas of the dense weights, those of CP ranks too."""
+    if (layout.dp * layout.cp) % parts.value == 0:
+        return None
+    text = f"{parts.name} {parts.value} ({parts.source}) does not divide dp·cp = {layout.dp}·{layout.cp}"
+    return Problem(NAME, f"{text}: megatron-core asserts it", "give a number that divides it")
+
+
+def _order(order: Value, layout: Layout) -> Problem | None:
+    """Ranks whose stages are not outermost have other groups than those of moeref, and only if the DPs are equal."""
+    if layout.pp == 1:
+        return None
+    if layout.edp != layout.dp:
+        text = f"{order.name} ({order.source}) needs as many replicas of experts as of other weights at pp > 1, not"
+        return Problem(NAME, f"{text} {layout.edp} and {layout.dp}: megatron-core asserts it", f"drop {order.name}")
+    text = f"{order.name} ({order.source}): ranks are ordered otherwise than moeref orders them"
+    return Problem(NAME, text, refused=False)
 
 
 def defaults() -> Arguments:

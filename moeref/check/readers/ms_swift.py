@@ -18,7 +18,7 @@ from moeref.check.readers.arguments import entry, flags, read_script
 from moeref.check.readers.reading import OPTIMIZER, Reading, under
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.readers.tree import Names, Tree
-from moeref.check.report import Problem
+from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
 NAME = "ms-swift"
@@ -60,7 +60,10 @@ FIELDS: dict[str, Any] = {
     "sequence_parallel": False,
 }
 #: Passed on if they are given.
-_OPTIONAL = ("cp_comm_type", "calculate_per_token_loss", "microbatch_group_size_per_vp_stage", "tp_comm_overlap")
+_OPTIONAL = (
+    *("cp_comm_type", "calculate_per_token_loss", "microbatch_group_size_per_vp_stage", "tp_comm_overlap"),
+    *("apply_query_key_layer_scaling",),
+)
 DEFAULTS: dict[str, Any] = {
     **FIELDS,
     "tensor_model_parallel_size": 1,
@@ -83,6 +86,11 @@ DEFAULTS: dict[str, Any] = {
     "global_batch_size": 16,
     "data_parallel_random_init": False,
     "main_grads_dtype": "fp32",
+    "torch_dtype": None,
+    "fp16": None,
+    "task_type": None,
+    "rlhf_type": None,
+    "cp_partition_mode": "zigzag",
     "NNODES": 1,
     "NPROC_PER_NODE": 1,
 }
@@ -109,6 +117,7 @@ def _names() -> Names:
             "adapters": "adapters",
             "mcore_adapter": "adapters",
             "custom_register_path": "code of its own",
+            "rope_scaling": "positions of its own",
             "megatron_extra_kwargs": "settings of its own",
         },
         read=frozenset((read | {"main_grads_dtype"}) - layout.keys() - {"data_parallel_random_init"}),
@@ -129,6 +138,8 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
         tree.overrides(_override(*found) for found in flags(words))
         leading = list(itertools.takewhile(lambda word: not word.text.startswith("-"), words))
         others = leading[1:] if leading and leading[0].text in _COMMANDS else leading
+        if leading and leading[0].text == "rlhf" and "rlhf_type" not in tree.values:
+            tree.overrides([Word("rlhf_type=dpo", f"default of {NAME}")])
         reading.unread += [Value(word.text, "", word.where) for word in others]
     tree.overrides(Word(f"{name}={given[name]}", GIVEN) for name in _RANKS if name in given)
     tree.given(given)
@@ -153,7 +164,7 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
         reading.layout["world"] = Value(", ".join(_RANKS), nodes.value * ranks.value, ranks.source)
     else:
         reading.computed["world"] = nodes if type(nodes.value) is not int else ranks
-    reading.options["precision"] = Value("bf16", "bf16", f"default of {NAME}")
+    reading.options["precision"] = _precision(at)
     for name, field in (("fp8_format", "fp8"), ("fp4_format", "fp4")):
         reading.settings[field] = at[name]
     for name, field in (("fp8_param_gather", "fp8_param"), ("fp4_param_gather", "fp4_param")):
@@ -171,11 +182,37 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     kind = str(backend.value).partition("_")[0]
     reading.settings["attention_backend"] = Value(backend.name, kind, backend.source)
     _derive_communication(reading, at)
+    _task(reading, at)
     _refusals(reading, at)
     bridge = provider.MCORE_BRIDGE
     if at["bridge_backend"].value != "mcore-bridge":
         bridge = provider.MEGATRON_BRIDGE
     return provider.build(reading, bridge, {}, NAME)
+
+
+def _precision(at: Mapping[str, Value]) -> Value:
+    """bf16. Raises CheckError for what ms-swift computes in fp16: also a `torch_dtype` of float32."""
+    half, dtype = at["fp16"], at["torch_dtype"]
+    other = dtype.value is not None and str(dtype.value).removeprefix("torch.") not in ("bfloat16", "bf16")
+    if half.value or other:
+        wrong = half if half.value else dtype
+        told = f"moeref knows bfloat16 only, and {NAME} computes in float16 then; give --torch_dtype bfloat16"
+        raise CheckError(f"{wrong.source}: {wrong.name}={wrong.value}: {told}")
+    return Value("bf16", "bf16", dtype.source)
+
+
+def _task(reading: Reading, at: Mapping[str, Value]) -> None:
+    """What follows from what is trained: a head of its own is not mapped, and `sft` counts the loss by tokens."""
+    task, kind = at["task_type"], at["rlhf_type"]
+    causal = task.value in (None, "causal_lm") and kind.value != "rm"
+    if not causal:
+        named = kind if kind.value == "rm" else task
+        text = f"{named.name} {named.value} ({named.source}): a head of its own"
+        reading.problems.append(Problem(NAME, text, refused=False))
+    given = reading.settings.get("calculate_per_token_loss")
+    if causal and kind.value is None and (given is None or given.value is None):
+        derived = Value("calculate_per_token_loss", True, "derived: without a type of RLHF")
+        reading.settings["calculate_per_token_loss"] = derived
 
 
 def _derive_communication(reading: Reading, at: Mapping[str, Value]) -> None:
@@ -193,6 +230,13 @@ def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
     if (tuner := at["tuner_type"]).value != "full":
         text = f"{tuner.name} {tuner.value} ({tuner.source}): adapters"
         reading.problems.append(Problem(NAME, text, refused=False))
+    if at["recompute_granularity"].value == "selective" and (method := at["recompute_method"]).value is not None:
+        text = f"{method.name} {method.value} ({method.source}) is for full recomputation, and {NAME} raises ValueError"
+        reading.problems.append(Problem(NAME, text, "leave it out, or give --recompute_granularity full"))
+    if (cut := at["cp_partition_mode"]).value != "zigzag":
+        text = f"{cut.name} {cut.value} ({cut.source}): sequences are cut otherwise than Megatron cuts them"
+        apart = Problem(NAME, text, refused=False)
+        reading.by_layout.append(lambda layout: apart if layout.cp > 1 else None)
     end = reading.layout.get("first") or reading.layout.get("last")
     if end and at["pipeline_model_parallel_size"].value == 1:
         reading.problems.append(Problem(NAME, f"{end.name} ({end.source}) at one pipeline stage", "leave it out"))

@@ -185,10 +185,11 @@ def _graphs(reading: Reading) -> None:
 
 def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
     """What NeMo-RL's `setup.py` refuses before it builds a model."""
-    cp, packing = reading.layout.get("cp"), at[_DYNAMIC[1]]
-    if cp and type(cp.value) is int and cp.value > 1 and packing.value is False:
-        text = f"{packing.name} ({packing.source}) is off at {cp.name} {cp.value} ({cp.source}): {NAME} asserts it"
-        reading.problems.append(Problem(NAME, text, f"set {packing.name}=true"))
+    packing = at[_DYNAMIC[1]]
+    if packing.value is False:
+        text = f"{packing.name} ({packing.source}) is off, and context parallelism needs it: {NAME} asserts it"
+        needed = Problem(NAME, text, f"set {packing.name}=true")
+        reading.by_layout.append(lambda layout: needed if layout.cp > 1 else None)
     prefix = NAMES.settings[0]
     for path, value in at.items():
         name = path.removeprefix(prefix).partition(".")[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from moeref.check.report import Problem
 from moeref.check.value import Value
+from moeref.layout import Layout
 
 #: Fields of megatron-core's configs -> axes of the layout: how many ranks an axis has, and how stages are cut.
 SIZES = {
@@ -47,7 +48,8 @@ class Reading:
     of `moeref.costs.Training`. beside: arguments of the model that are none of either (see `checked.BESIDE`).
     computed: arguments whose value only the framework or a shell could compute, by their name for `check`. elsewhere:
     what concerns other parts of the framework. unread: what the reader does not know. problems: what the framework
-    itself refuses, or builds in a way that moeref does not map.
+    itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run.
+    as_files: settings that the framework compares with the model's files, and refuses if they differ.
     """
 
     framework: str
@@ -63,6 +65,8 @@ class Reading:
     elsewhere: list[Value] = field(default_factory=list)
     unread: list[Value] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    by_layout: list[Callable[[Layout], Problem | None]] = field(default_factory=list)
+    as_files: frozenset[str] = frozenset()
 
     @property
     def values(self) -> Mapping[str, Value]:

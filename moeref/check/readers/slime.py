@@ -50,8 +50,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     replay = _own(reading, arguments)
     reading = megatron_lm.finished(reading, _defaults(arguments), core)
     reading.settings["variable_seq_lengths"] = Value("variable_seq_lengths", True, f"derived: {NAME} always sets it")
-    sharded = Value("use_distributed_optimizer", True, f"derived: {NAME} always sets it")
-    reading.training["use_distributed_optimizer"] = sharded
+    reading.as_files = frozenset({"rotary_base", "layernorm_epsilon"})
     reading.training.pop("global_batch_size", None)  # of samples, which slime deals out itself
     if "use_dynamic_batch_size" in {value.name.lstrip("-").replace("-", "_") for value in reading.elsewhere}:
         reading.training.pop("micro_batch_size", None)  # microbatches are packs of tokens
@@ -92,7 +91,9 @@ def _own(reading: Reading, arguments: megatron_lm.Arguments) -> Value | None:
 def _defaults(arguments: megatron_lm.Arguments) -> megatron_lm.Arguments:
     """The arguments with slime's defaults where they differ from Megatron-LM's."""
     source = f"default of {NAME}"
+    sharded = Value("use_distributed_optimizer", True, f"derived: {NAME} always sets it")
     found = {"bf16": Value("--bf16", "fp16" not in arguments, source), **arguments}
+    found["use_distributed_optimizer"] = sharded
     if found.get("multi_latent_attention") and "rope_type" not in found:
         found["rope_type"] = Value("--rope-type", "yarn", f"derived: {NAME} takes YaRN for MLA")
     return found

@@ -68,7 +68,8 @@ def spread(report: Report, layout: Layout, gpus_per_node: int | None, lengths: M
 
     Raises CheckError for numbers that mean nothing.
     """
-    if batch := batch_problem(report.training, layout):
+    group = report.settings.values.get("microbatch_group_size_per_vp_stage") if report.settings else None
+    if batch := batch_problem(report.training, layout, group if type(group) is int else None):
         report = replace(report, problems=(*report.problems, Problem("batch", *batch)), record=None)
     try:
         nodes = crossings(layout, gpus_per_node) if gpus_per_node is not None else {}

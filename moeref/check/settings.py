@@ -51,8 +51,19 @@ _NEUTRAL: Mapping[str, object] = {
     "qk_clip": False,
     "qk_l2_norm": False,
     "rotary_interleaved": False,
+    "rotary_percent": 1.0,
     "softmax_scale": None,
+    "use_mup": False,
     "window_size": None,
+}
+
+#: Settings that moeref does not map -> why, and in which kernels and experts they have an effect; "" is any.
+_UNMAPPED: Mapping[str, tuple[str, str, str]] = {
+    "hybrid_context_parallel": ("samples are dealt out over groups of several sizes", "", ""),
+    "mla_down_proj_fusion": ("both down projections are one parameter", "te", ""),
+    "moe_mlp_glu_interleave_size": ("the rows of gate and up projection alternate", "te", "grouped"),
+    "moe_single_grouped_weight": ("experts of a layer are one parameter", "te", "grouped"),
+    "use_grouped_gemm_for_shared_expert": ("shared experts are a class of their own", "", ""),
 }
 
 
@@ -88,19 +99,26 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
         held, them = one if report.model.most_mtp_layers else ("may hold these layers", "them")
         text = f"mtp_num_layers: {report.model.family}'s files {held} (mtp.*), and moeref does not map {them}"
         problems.append(Problem("config", text, "leave them out to have a verdict", refused=False))
-    if (
-        settings.values.get("moe_grouped_gemm")
-        and draft.kernels == "torch"
-        and draft.options.environment.minor == "0.16"
-    ):
+    problems += _unmapped(settings.values, draft)
+    _of_the_checkpoint(trails, problems, notes, dense=not all(report.model.moe_layers))
+    notes += [*_weaker_loss(draft.layout.dp, settings.values), *_otherwise(settings.values, draft.options.precision)]
+    return replace(report, record=record)
+
+
+def _unmapped(values: Mapping[str, object], draft: Draft) -> Iterator[Problem]:
+    """What is built or dealt out with a setting in a way that moeref does not map, whatever its config class says."""
+    shared = bool(draft.model.shared_ffn)
+    for name, (why, kernels, experts) in _UNMAPPED.items():
+        here = kernels in ("", draft.kernels) and experts in ("", draft.names.experts)
+        if values.get(name) and here and (shared or name != "use_grouped_gemm_for_shared_expert"):
+            text = f"{name}={values[name]!r}: {why} then, which moeref does not map"
+            yield Problem("config", text, "drop it to have a verdict", refused=False)
+    if values.get("moe_grouped_gemm") and draft.kernels == "torch" and draft.options.environment.minor == "0.16":
         text = (
             "moe_grouped_gemm: plain modules of megatron-core 0.16 are GroupedMLP then, which needs the package "
             "grouped_gemm, and moeref does not map its parameters (weight1, weight2)"
         )
-        problems.append(Problem("config", text, "ask for kernels='te' or experts='grouped' instead", refused=False))
-    _of_the_checkpoint(trails, problems, notes, dense=not all(report.model.moe_layers))
-    notes += [*_weaker_loss(draft.layout.dp, settings.values), *_otherwise(settings.values)]
-    return replace(report, record=record)
+        yield Problem("config", text, "ask for kernels='te' or experts='grouped' instead", refused=False)
 
 
 def _weaker_loss(dp: int, values: Mapping[str, object]) -> list[str]:
@@ -114,8 +132,10 @@ def _weaker_loss(dp: int, values: Mapping[str, object]) -> list[str]:
     return [f"{text} (Megatron-LM#3672); multiply the coefficient by {dp} to have what it says"]
 
 
-def _otherwise(values: Mapping[str, object]) -> Iterator[str]:
-    """What balancing does that is no loss, and what recomputation has of settings without a granularity."""
+def _otherwise(values: Mapping[str, object], precision: str | None) -> Iterator[str]:
+    """What balancing does that is no loss, what recomputation has without a granularity, and what bf16 does not do."""
+    if precision == "bf16" and values.get("bf16") is False:
+        yield "bf16=False leaves the parameters in bfloat16; precision fp32 reads them in float32"
     kind = values.get("moe_router_load_balancing_type")
     if kind in ("sinkhorn", "quantile_balancing"):
         yield f"moe_router_load_balancing_type={kind!r} chooses experts itself: not those of the model"

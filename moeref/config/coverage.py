@@ -31,7 +31,7 @@ COVERED = frozenset(SETTINGS.values()) | {
 }
 
 #: Settings that a config takes and layers may refuse.
-_OF_LAYERS = frozenset({"heterogeneous_block_specs", "use_grouped_gemm_for_shared_expert"})
+_OF_LAYERS = frozenset({"heterogeneous_block_specs"})
 
 
 def uncovered(trails: Mapping[str, tuple[Setting, ...]], core: str, *, mla: bool = False) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ megatron-core's unless another project is named.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ _DISPATCHER, _BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backen
 _SCORES, _BIAS = "moe_router_score_function", "moe_router_enable_expert_bias"
 _TOPK, _PRE, _COEFFICIENT = "moe_router_topk", "moe_router_pre_softmax", "moe_aux_loss_coeff"
 _GROUPED, _P2P, _CP_KIND = "moe_grouped_gemm", "overlap_p2p_comm", "cp_comm_type"
+_CP_SIZES, _CP_KINDS = "hierarchical_context_parallel_sizes", ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def _one_softmax(now: Effective) -> bool:
@@ -52,6 +54,15 @@ def _cp_kinds(now: Effective) -> set[str]:
         return set()
     kinds: Any = now[_CP_KIND] or "p2p"
     return set(kinds if isinstance(kinds, list) else [kinds])
+
+
+def _ill_sized(now: Effective) -> bool:
+    """Whether hierarchical groups have no sizes where Transformer Engine needs them, or sizes that are not of CP."""
+    sizes: Any = now[_CP_SIZES]
+    if not sizes:
+        return "a2a+p2p" in _cp_kinds(now)
+    numbers = isinstance(sizes, list) and all(type(size) is int for size in sizes)
+    return not (numbers and math.prod(sizes) == now.layout.cp)
 
 
 def _heads_left(now: Effective) -> bool:
@@ -162,6 +173,18 @@ RULES: tuple[Rule, ...] = (
         "all-to-all deals a TP rank's heads, and its KV groups, out over the CP ranks, and they do not divide",
         "give a tp·cp that divides both", "Transformer Engine's AttnFuncWithCPAndQKVOA2A",
         lambda now: "a2a" in _cp_kinds(now) and _heads_left(now),
+    ),
+    Rule(
+        "te-cp-kind-is-known", "run", (_CP_KIND,),
+        f"Transformer Engine exchanges by {', '.join(_CP_KINDS)} only",
+        "name one of these", "Transformer Engine's attn_forward_func_with_cp: ValueError",
+        lambda now: not {str(kind) for kind in _cp_kinds(now)} <= set(_CP_KINDS),
+    ),
+    Rule(
+        "hierarchical-cp-has-its-sizes", "run", (_CP_KIND, _CP_SIZES),
+        "the sizes of hierarchical groups multiply to cp, and a2a+p2p needs them",
+        f"give {_CP_SIZES} whose product is cp", "initialize_model_parallel: AssertionError; TEDotProductAttention",
+        _ill_sized,
     ),
     Rule(
         "quantising-needs-te", "run", ("fp8", "fp4", "kernels", "parameters"),

@@ -23,6 +23,7 @@ _OVERLAP, _BATCH, _DROPOUT, _LINEAR_BIAS = (
     "bias_dropout_fusion",
     "add_bias_linear",
 )
+_GROUP, _RING = "microbatch_group_size_per_vp_stage", "use_ring_exchange_p2p"
 _SINKHORN, _QUANTILE = "sinkhorn", "quantile_balancing"
 
 
@@ -118,6 +119,18 @@ RULES: tuple[Rule, ...] = (
         "point-to-point communication that overlaps is not batched",
         f"ask for {_BATCH}=False", "forward_backward_pipelining_with_interleaving: ValueError",
         lambda now: now[_OVERLAP] and now[_BATCH] and now.layout.vpp > 1,
+    ),
+    Rule(
+        "microbatch-groups-fill-the-pipeline", "run", (_GROUP,),
+        "a group of microbatches of a virtual stage is smaller than the pipeline",
+        "ask for pp or more, or drop it", "forward_backward_pipelining_with_interleaving: ValueError",
+        lambda now: now.layout.vpp > 1 and type(now[_GROUP]) is int and now[_GROUP] < now.layout.pp,
+    ),
+    Rule(
+        "ring-exchange-needs-its-torch", "run", (_RING,),
+        "stages would exchange by torch.distributed.ring_exchange, which no published torch has",
+        "drop it", "P2PCommunicator: AttributeError",
+        lambda now: now[_RING] and now.layout.pp > 1,
     ),
     Rule(
         "te-groups-biases-unfused", "run", (_DROPOUT, _LINEAR_BIAS, "kernels", "experts"),

@@ -16,8 +16,8 @@ from moeref.layout import Layout
 KINDS = ("tp", "cp", "etp", "ep", "pp", "dp-cp", "edp")
 
 
-def batch_problem(training: Training, layout: Layout) -> tuple[str, str] | None:
-    """(what is wrong with the batch, fix); None if it divides.
+def batch_problem(training: Training, layout: Layout, group: int | None = None) -> tuple[str, str] | None:
+    """(what is wrong with the batch, fix); None if it divides. `group`: `microbatch_group_size_per_vp_stage`, or pp.
 
     `num_microbatches_calculator.ConstantNumMicroBatches` refuses what does not divide over replicas, the interleaved
     schedule microbatches that are no multiple of pp (`forward_backward_pipelining_with_interleaving`).
@@ -29,8 +29,13 @@ def batch_problem(training: Training, layout: Layout) -> tuple[str, str] | None:
         product = f"micro_batch_size·dp = {training.micro_batch_size}·{layout.dp}"
         text = f"global_batch_size={size} is not divisible by {product}"
         return text, f"use a multiple of {step}"
-    if layout.vpp > 1 and (size // step) % layout.pp:
-        text = f"{size // step} microbatches are no multiple of pp={layout.pp}, which vpp={layout.vpp} needs"
+    made = size // step
+    if layout.vpp > 1 and group is not None and group > layout.pp:
+        if made < group or 0 < made % group < layout.pp:
+            text = f"{made} microbatches leave a group of less than pp={layout.pp} microbatches, or have no whole one"
+            return f"{text} (microbatch_group_size_per_vp_stage={group})", f"use a multiple of {step * group}"
+    elif layout.vpp > 1 and made % layout.pp:
+        text = f"{made} microbatches are no multiple of pp={layout.pp}, which vpp={layout.vpp} needs"
         return text, f"use a global_batch_size that is a multiple of {step * layout.pp}"
     return None
 

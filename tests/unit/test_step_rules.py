@@ -35,6 +35,8 @@ REFUSED: tuple[tuple[str, str, str, dict[str, Any], dict[str, Any]], ...] = (
     ("mtp-is-recomputed-alone", GLM, FLAT, {**_FULL, "recompute_num_layers": 2, "mtp_num_layers": 1}, {}),
     ("overlap-needs-virtual-stages", QWEN, STAGES, {"overlap_p2p_comm": True}, {}),
     ("overlap-is-unbatched", QWEN, CHUNKS, {"batch_p2p_comm": True}, {}),
+    ("microbatch-groups-fill-the-pipeline", QWEN, CHUNKS, {"microbatch_group_size_per_vp_stage": 1}, {}),
+    ("ring-exchange-needs-its-torch", QWEN, STAGES, {"use_ring_exchange_p2p": True}, {}),
     ("te-groups-biases-unfused", BIASES, FLAT, {"bias_dropout_fusion": True}, {"kernels": "te", "experts": "grouped"}),
     ("latent-attention-has-its-scale", LATENT, FLAT, {"softmax_scale": 0.5}, {}),
 )
@@ -52,6 +54,11 @@ TAKEN: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     (QWEN, FLAT, {"overlap_p2p_comm": True}, {}),
     (QWEN, CHUNKS, {"overlap_p2p_comm": True}, {}),
     (QWEN, STAGES, {"batch_p2p_comm": True}, {}),
+    (QWEN, CHUNKS, {"microbatch_group_size_per_vp_stage": 2}, {}),
+    (QWEN, STAGES, {"microbatch_group_size_per_vp_stage": 1}, {}),
+    (QWEN, FLAT, {"use_ring_exchange_p2p": True}, {}),
+    (QWEN, FLAT, {"moe_mlp_glu_interleave_size": 32}, {}),  # of grouped experts alone
+    (LATENT, FLAT, {"mla_down_proj_fusion": True}, {}),  # of Transformer Engine's layers alone
     (BIASES, FLAT, {"bias_dropout_fusion": True}, {"kernels": "te", "experts": "sequential"}),
     (QWEN, FLAT, {"bias_dropout_fusion": True}, {"kernels": "te", "experts": "grouped"}),
 )
@@ -89,6 +96,8 @@ def test_every_rule_has_a_case() -> None:
         ),
         ({"softmax_scale": 0.5}, "softmax_scale=0.5 replaces None of the model's own config"),
         ({"recompute_modules": ["moe"]}, "recompute_modules=['moe'] has no effect: recompute_granularity is None"),
+        ({"bf16": False}, "bf16=False leaves the parameters in bfloat16; precision fp32 reads them in float32"),
+        ({"use_mup": True}, "use_mup=True replaces False of the model's own config"),
         ({"recompute_num_layers": 1}, "recompute_num_layers=1 has no effect: recompute_granularity is None"),
     ],
 )
@@ -107,3 +116,47 @@ def test_what_does_something_else_is_told(settings: dict[str, Any], note: str) -
 )
 def test_a_recompute_that_takes_place_has_no_note(settings: dict[str, Any]) -> None:
     assert not any("has no effect" in note for note in report(QWEN, FLAT, settings, {}).notes)
+
+
+_TE = {"kernels": "te", "experts": "grouped"}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "options"),
+    [
+        (QWEN, {"moe_mlp_glu_interleave_size": 32}, _TE),
+        (QWEN, {"use_transformer_engine_op_fuser": True, "moe_single_grouped_weight": True}, _TE),
+        (LATENT, {"mla_down_proj_fusion": True}, _TE),
+        (GLM, {"use_grouped_gemm_for_shared_expert": True}, {}),
+        (QWEN, {"hybrid_context_parallel": True}, {}),
+    ],
+)
+def test_what_is_built_otherwise_has_no_verdict(model: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    """Whatever megatron-core's config class says to the setting, which `--verify` asks."""
+    found = report(model, FLAT, settings, options)
+    assert found.verdict == "unknown"
+    name = list(settings)[-1]
+    assert any(p.text.startswith(f"{name}=") and "does not map" in p.text for p in found.problems), found.problems
+
+
+def test_the_share_of_rotary_positions_of_latent_attention_is_the_model_s() -> None:
+    told = "rotary_percent=0.5 replaces 1.0 of the model's own config"
+    assert told in report(LATENT, FLAT, {"rotary_percent": 0.5}, {}).notes
+
+
+@pytest.mark.parametrize(
+    ("group", "batch", "says"),
+    [
+        (4, 32, ""),
+        (4, 24, ""),
+        (4, 20, "5 microbatches leave a group of less than pp=2 microbatches, or have no whole one"),
+        (64, 32, "8 microbatches leave a group of less than pp=2"),
+        (2, 20, "5 microbatches are no multiple of pp=2"),
+    ],
+)
+def test_microbatches_fill_the_groups_of_virtual_stages(group: int, batch: int, says: str) -> None:
+    """CHUNKS has 4 replicas."""
+    asked = {"microbatch_group_size_per_vp_stage": group}
+    found = report(QWEN, CHUNKS, asked, {"training": {"global_batch_size": batch}})
+    assert found.verdict == ("refused" if says else "works")
+    assert says in "".join(problem.text for problem in found.problems)

@@ -113,6 +113,26 @@ def test_sinks_and_windows_under_cp_work_as_transformer_engine_takes_them(
     assert check("gpt-oss-20b", layout, kernels="torch", verify=False).verdict == "works"
 
 
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"cp_comm_type": "foo"}, "te-cp-kind-is-known"),
+        ({"cp_comm_type": "a2a+p2p"}, "hierarchical-cp-has-its-sizes"),
+        ({"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}, "hierarchical-cp-has-its-sizes"),
+        ({"hierarchical_context_parallel_sizes": [4]}, "hierarchical-cp-has-its-sizes"),
+        ({"hierarchical_context_parallel_sizes": "2"}, "hierarchical-cp-has-its-sizes"),
+    ],
+)
+def test_kinds_of_exchange_under_cp_are_transformer_engine_s(asked: dict[str, Any], rule: str) -> None:
+    layout = "tp=2,cp=2,ep=4,etp=1"
+    report = judged(asked, layout, kernels="te")
+    assert report.verdict == "refused"
+    assert any(f"[{rule}]" in problem.text + problem.fix for problem in report.problems), report.problems
+    right = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [1, 2]}
+    assert judged(right, layout, kernels="te").verdict == "unknown"  # no rule covers the sizes
+    assert judged({"cp_comm_type": "foo"}, layout).verdict == "works"  # plain modules do not read it
+
+
 def test_settings_that_rules_cover_work_and_the_report_says_by_what_it_knows() -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     report = judged({**full, "moe_router_dtype": "fp32", "moe_z_loss_coeff": 1e-3})

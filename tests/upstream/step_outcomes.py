@@ -19,6 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -156,6 +157,13 @@ def _schedule(run: Callable[..., Any], chunks: int, **settings: Any) -> Any:
     return run(forward_step_func=None, data_iterator=data, model=many, **step)
 
 
+def _ring() -> Any:
+    """Stages exchange once."""
+    made = P2PCommunicator(groups().pp, config(use_ring_exchange_p2p=True, pipeline_dtype=torch.float32))
+    sent = {"tensor_send_next": torch.ones(1), "tensor_send_prev": None, "recv_prev": False, "recv_next": False}
+    return made._communicate(**sent, tensor_shape=(1,))
+
+
 def _scale() -> str:
     settings = {**_LATENT, "multi_latent_attention": True, "rope_type": "rope", "rotary_scaling_factor": 1.0}
     made = model(MLATransformerConfig, softmax_scale=0.5, **settings)
@@ -197,6 +205,16 @@ DONE: dict[str, list[Callable[[], Any]]] = {
             schedules.forward_backward_pipelining_with_interleaving, 2, overlap_p2p_comm=True, batch_p2p_comm=True
         )
     ],
+    "microbatch-groups-fill-the-pipeline": [
+        lambda: _schedule(
+            schedules.forward_backward_pipelining_with_interleaving,
+            2,
+            overlap_p2p_comm=True,
+            batch_p2p_comm=False,
+            microbatch_group_size_per_vp_stage=0,  # the pipeline has one stage
+        )
+    ],
+    "ring-exchange-needs-its-torch": [lambda: _ring()],
     "te-groups-biases-unfused": [
         lambda: TEGroupedMLP(1, config(add_bias_linear=True, bias_dropout_fusion=True), None, groups())
     ],

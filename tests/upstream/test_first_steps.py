@@ -24,6 +24,8 @@ OUTCOMES = {
     "mtp-is-recomputed-alone": ["AssertionError: recompute_num_layers must be 1"],
     "overlap-needs-virtual-stages": ["ValueError: Non-interleaved pipeline parallelism does not support"],
     "overlap-is-unbatched": ["ValueError: Can not use both"],
+    "microbatch-groups-fill-the-pipeline": ["ValueError: The number of contiguous micro-batches in a virtual pipeline"],
+    "ring-exchange-needs-its-torch": ["AttributeError: module 'torch.distributed' has no attribute 'ring_exchange'"],
     "te-groups-biases-unfused": ["AssertionError: bias_dropout_fusion is not supported"],
     "latent-attention-has-its-scale": ["ignored"],
 }

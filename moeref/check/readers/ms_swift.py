@@ -196,7 +196,8 @@ def _precision(at: Mapping[str, Value]) -> Value:
     other = dtype.value is not None and str(dtype.value).removeprefix("torch.") not in ("bfloat16", "bf16")
     if half.value or other:
         wrong = half if half.value else dtype
-        told = f"moeref knows bfloat16 only, and {NAME} computes in float16 then; give --torch_dtype bfloat16"
+        fix = f"drop {half.name}" if half.value else "give --torch_dtype bfloat16"
+        told = f"moeref knows bfloat16 only, and {NAME} computes in float16 then; {fix}"
         raise CheckError(f"{wrong.source}: {wrong.name}={wrong.value}: {told}")
     return Value("bf16", "bf16", dtype.source)
 

@@ -136,7 +136,8 @@ class Engine:
 
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            save_file(dict(tensors), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            named = {name: tensor.contiguous() for name, tensor in tensors}
+            save_file(named, Path(folder) / "model.safetensors", metadata={"format": "pt"})
             self._ask("reload", folder, version)
 
     def version(self) -> int:

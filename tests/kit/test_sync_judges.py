@@ -106,6 +106,30 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
         ),
         "tokens are labelled",
     ),
+    "tokens behind a failed update are labelled with its version": (
+        "SYN-009",
+        "sync_failed",
+        _first_state(lambda state: state["sampled"][0].update(versions=[1] * len(state["sampled"][0]["versions"]))),
+        "the engine says version 0, and labels tokens 1",
+    ),
+    "tokens of two updates at once are labelled with numbers that are no versions": (
+        "SYN-007",
+        "sync_two",
+        lambda value: value["sampled"][0].update(versions=[float(one) for one in value["sampled"][0]["versions"]]),
+        "and labels tokens 1.0",
+    ),
+    "samples behind an update amid them have no routes": (
+        "SYN-011",
+        "sync_under_way",
+        _first_mode(lambda found: found["then"][0].update(routes=None)),
+        "after the update no routes came",
+    ),
+    "the second prompt of a call is sampled as the first one was": (
+        "SYN-012",
+        "sync",
+        lambda value: value["sampled"]["cached"][1].update(value["sampled"]["cached"][0]),
+        "5 samples of one prompt are only 4 different ones",
+    ),
     "a killed engine took long": ("SYN-008", "sync_killed", lambda value: value.update(seconds=121.0), "took 121 s"),
 }
 
@@ -117,7 +141,7 @@ def test_a_record_that_says_otherwise_is_found(bench: Bench, said: str) -> None:
     assert any(says in finding.message for finding in found), [finding.message for finding in found]
 
 
-@pytest.mark.parametrize("rule", [f"SYN-{number:03}" for number in range(1, 12)])
+@pytest.mark.parametrize("rule", [f"SYN-{number:03}" for number in range(1, 13)])
 def test_a_record_without_a_step_is_no_pass(bench: Bench, rule: str) -> None:
     for step in RULES[rule].steps:
         outcome = JUDGES[rule](without(bench.case(QWEN, one_rank=True), 0, step))
@@ -126,7 +150,8 @@ def test_a_record_without_a_step_is_no_pass(bench: Bench, rule: str) -> None:
 
 @pytest.mark.parametrize("fault", ENGINES.values(), ids=ENGINES)
 def test_a_fault_turns_its_rules_red(bench: Bench, fault: Fault) -> None:
-    outcomes = bench.judge(replace(fault.cell, tags=(f"fault:{fault.id}",)), one_rank=True)
+    # One draws each sample many times.
+    outcomes = bench.judge(replace(fault.cell, tags=(f"fault:{fault.id}",)), one_rank=True, deadline=120)
     found = {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings}
     assert found.keys() == {*fault.rules, *fault.also}
     assert any(fault.says in finding.message for findings in found.values() for finding in findings)

@@ -91,7 +91,7 @@ class Engine:
         for name, tensor in tensors:
             if name in came or name not in held or tensor.shape != held[name].shape:
                 raise ValueError(f"{name} {list(tensor.shape)} comes twice, or is none of the model's")
-            came[name] = tensor.clone()
+            came[name] = tensor.clone(memory_format=torch.contiguous_format)
         if lost := sorted(held.keys() - came.keys()):
             raise ValueError(f"{len(lost)} tensors did not come, first {lost[0]}")
         return came

@@ -422,8 +422,8 @@ class Engine(Protocol):
     ) -> Sequence[Sampled]:
         """Sample so many tokens after each prompt, without an end of sequence, from a cache of prefixes if it has one.
 
-        At temperature 1 and of the whole vocabulary, whatever a `generation_config.json` says; each prompt of a batch
-        for itself, also where one comes twice.
+        At temperature 1 and of the whole vocabulary, whatever a `generation_config.json` says; each prompt for itself,
+        also where one comes twice, in one call or in two.
 
         `during` is called in this thread once each prompt has a token and none has all. It may update the weights; then
         a pause mode that aborts leaves fewer tokens.
@@ -432,9 +432,10 @@ class Engine(Protocol):
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Serve these weights, under their Hugging Face names, as `version`. Returns when they are served.
 
-        `tensors` is iterated once, in this thread; they come in any order, may be views of one buffer, and may change
-        in place once this returns. Raises if anything fails, `tensors` itself included; then the engine serves the
-        weights and the version that it had, and takes an update of this version again, or is dead.
+        `tensors` is iterated once, in this thread; they come in any order, may be views of one buffer with any strides
+        (not contiguous, as of a matrix that is held transposed), and may change in place once this returns. Raises if
+        anything fails, `tensors` itself included; then the engine serves the weights and the version that it had, by
+        which it labels tokens, and takes an update of this version again, or is dead.
         """
 
     def version(self) -> int:

@@ -144,15 +144,17 @@ def _folder(case: Case, version: int) -> Path:
 
 
 def _torn(case: Case, state: dict[str, Any], *allowed: tuple[int, str]) -> str:
-    """Why what an engine serves is nothing allowed; empty if it is, or it is dead and says why."""
+    """Why what an engine serves, or labels it with, is nothing allowed; empty if it is, or it is dead and says why."""
     version, sampled = state["version"], state["sampled"]
     if isinstance(version, dict) and isinstance(sampled, dict):
         return "" if version["refused"].partition(": ")[2].strip() else "the engine is dead and says no reason"
     if isinstance(version, dict) or isinstance(sampled, dict):
         return f"the engine is half dead: version {version}, sampled {sampled}"
-    folders = [expected(case).dir / weights for number, weights in allowed if version == number]
-    if any(all(off(folder, sample) <= CLOSE for sample in sampled) for folder in folders):
-        return ""
+    served = [(number, expected(case).dir / weights) for number, weights in allowed if version == number]
+    for number, _ in (one for one in served if all(off(one[1], sample) <= CLOSE for sample in sampled)):
+        labels = {repr(label) for sample in sampled for label in sample["versions"]}
+        right = labels == {repr(number)}
+        return "" if right else f"the engine says version {version}, and labels tokens {', '.join(sorted(labels))}"
     whose = sorted({_whose(case, sample) for sample in sampled})
     return f"the engine says version {version}, and of its logprobs {' and '.join(whose)}"
 
@@ -225,14 +227,18 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
 
 @judges("SYN-011")
 def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
-    """Of every row and MoE layer, whatever the order of the experts."""
-    yield from unanswered(case, "sync")
+    """Of every row and MoE layer, whatever the order of the experts; also behind an update amid samples."""
+    for step in ("sync", "sync_under_way"):
+        yield from unanswered(case, step)
     for rank, value in values(case, "sync"):
         for phase, samples in value["sampled"].items():
             folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]
-            for sample in samples:
-                if told := _misrouted(folder, sample):
-                    yield finding(case, rank, "sync", f"{phase}: {told}")
+            for told in filter(None, (_misrouted(folder, sample) for sample in samples)):
+                yield finding(case, rank, "sync", f"{phase}: {told}")
+    for rank, value in values(case, "sync_under_way"):
+        for mode, found in value.items():
+            for told in filter(None, (_misrouted(_folder(case, 1), sample) for sample in found["then"])):
+                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: after the update {told}")
 
 
 def _misrouted(folder: Path, sample: dict[str, Any]) -> str:
@@ -258,13 +264,14 @@ def _misrouted(folder: Path, sample: dict[str, Any]) -> str:
 
 @judges("SYN-012")
 def samples_are_drawn_as_asked(case: Case) -> Iterable[Finding]:
-    """Those of one prompt are not all alike, and all together are as likely as what the model draws."""
+    """Those of one prompt all differ, in one call or in two, and all together are as likely as what the model draws."""
     yield from unanswered(case, "sync")
     for rank, value in values(case, "sync"):
-        alike = {tuple(sample["tokens"]) for sample in value["sampled"]["cached"]}
-        if len(alike) == 1:
-            number = len(value["sampled"]["cached"])
-            yield finding(case, rank, "sync", f"{number} samples of one prompt are the same tokens {[*alike.pop()]}")
+        # Of the first weights. Two of 6 tokens are the same by chance in one of 3e12, by the models' own probabilities.
+        of_one = [tuple(one["tokens"]) for one in (value["sampled"]["first"][0], *value["sampled"]["cached"])]
+        if (different := len({*of_one})) < len(of_one):
+            told = f"{len(of_one)} samples of one prompt are only {different} different ones"
+            yield finding(case, rank, "sync", told, expected=len(of_one), got=different)
         off, variance = 0.0, 0.0
         for phase, samples in value["sampled"].items():
             folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]

@@ -46,13 +46,23 @@ def backwards(folder: Path) -> Iterator[Named]:
 
 
 def update(engine: Engine, sent: Iterable[Named], version: int) -> None:
-    """Send views of one buffer, as of a bucket, and overwrite it afterwards, as a trainer's next step does."""
+    """Send views of one buffer, as of a bucket, and overwrite it afterwards, as a trainer's next step does.
+
+    Every second matrix lies there column by column, as where a trainer holds it transposed.
+    """
     named = list(sent)
     room = [-(-tensor.nbytes // ALIGNED) * ALIGNED for _, tensor in named]
     buffer = torch.empty(sum(room), dtype=torch.uint8)
-    parts = zip(named, torch.split(buffer, room), strict=True)
-    engine.update([(name, part[: t.nbytes].view(t.dtype).view(t.shape).copy_(t)) for (name, t), part in parts], version)
+    parts = enumerate(zip(named, torch.split(buffer, room), strict=True))
+    engine.update([(name, _placed(part, t, number % 2 == 1)) for number, ((name, t), part) in parts], version)
     buffer.zero_()
+
+
+def _placed(part: torch.Tensor, tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """A view of these bytes that has a tensor's values; a matrix column by column, if it is to be transposed."""
+    memory = part[: tensor.nbytes].view(tensor.dtype)
+    turned = transposed and tensor.dim() == 2
+    return (memory.view(tensor.shape[::-1]).T if turned else memory.view(tensor.shape)).copy_(tensor)
 
 
 def apart(prompt: list[int]) -> list[list[int]]:
@@ -103,16 +113,18 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
 def under_way(sync: Sync, context: Context) -> dict[str, Any]:
     """An update while samples are under way, in every pause mode, and what is sampled after it.
 
-    Of a prompt that is new, and of one whose sample was under way: what that left in a cache is half of old weights.
+    Of a prompt that is new, of one whose sample was finished before the update, and of one whose sample was under way:
+    what that left in a cache is half of old weights.
     """
-    *given, fresh = prompts(context)[-3:]
+    finished, *given, fresh = prompts(context)[-4:]
     found = {}
     for mode in sync.modes():
         with sync.open(context.input("checkpoint"), mode) as engine:
+            ask(engine, [finished])
             meanwhile = engine.sample(given, LONG, lambda: update(engine, tensors(context.input("second")), 1))
             cut = said(given, meanwhile, range(1, LONG + 1))
             again = said(given[:1], engine.sample(given[:1], LONG), range(1, LONG + 1))
-            found[mode] = {"meanwhile": cut, "then": [*ask(engine, [fresh]), *again]}
+            found[mode] = {"meanwhile": cut, "then": [*ask(engine, [fresh, finished]), *again]}
     return found
 
 
@@ -226,24 +238,43 @@ def _wrong(what: str, sent: Iterable[Named]) -> Iterator[Named]:
 def failed(sync: Sync, context: Context) -> dict[str, Any]:
     """Updates with something wrong; what is served after each, and after a whole update where the engine lives on."""
     found: dict[str, Any] = {}
-    first, *_, last = prompts(context)
+    default, *others = sync.modes()
     for what in ("broken off", "broken off at the end", "none", "lost", "cut", "folded", "twice", "unknown", "draft"):
-        with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-            refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
-            found[what] = {"refused": refused, **_state(engine, first)}
-            if not isinstance(found[what]["version"], dict):
-                number = 1 if refused else 2  # one that failed comes again as the same version
-                found[what]["again"] = _again(engine, context, number, last, first)  # the first was asked before
+        found[what] = _failed(sync, context, default, what)
     for what in ("broken off", "lost"):  # what an engine was opened with is not what it had
-        with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-            if whole := refusal(engine.update, tensors(context.input("second")), 1):
-                found[f"{what}{SECOND}"] = {"again": {"asked": 1, "refused": whole}}
-                continue
-            refused = refusal(engine.update, _wrong(what, tensors(context.input("checkpoint"))), 2)
-            found[f"{what}{SECOND}"] = {"refused": refused, **_state(engine, first)}
-    with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-        found["a new engine"] = {"again": _again(engine, context, 1, last)}
+        found[f"{what}{SECOND}"] = _failed_second(sync, context, what)
+    found["a new engine"] = _new(sync, context, default)
+    for mode in others:  # what pauses and resumes an engine is other code in each
+        found[f"broken off in pause mode {mode}"] = _failed(sync, context, mode, "broken off")
+        found[f"a new engine in pause mode {mode}"] = _new(sync, context, mode)
     return found
+
+
+def _failed(sync: Sync, context: Context, mode: str, what: str) -> dict[str, Any]:
+    """An update with that wrong; `again`, a whole one behind it, where the engine lives on."""
+    first, *_, last = prompts(context)
+    with sync.open(context.input("checkpoint"), mode) as engine:
+        refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
+        state = {"refused": refused, **_state(engine, first)}
+        if isinstance(state["version"], dict):
+            return state
+        number = 1 if refused else 2  # one that failed comes again as the same version
+        return {**state, "again": _again(engine, context, number, last, first)}  # the first was asked before
+
+
+def _failed_second(sync: Sync, context: Context, what: str) -> dict[str, Any]:
+    """An update with that wrong behind a whole one."""
+    with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
+        if whole := refusal(engine.update, tensors(context.input("second")), 1):
+            return {"again": {"asked": 1, "refused": whole}}
+        refused = refusal(engine.update, _wrong(what, tensors(context.input("checkpoint"))), 2)
+        return {"refused": refused, **_state(engine, prompts(context)[0])}
+
+
+def _new(sync: Sync, context: Context, mode: str) -> dict[str, Any]:
+    """A whole update of an engine that is opened after others have failed."""
+    with sync.open(context.input("checkpoint"), mode) as engine:
+        return {"again": _again(engine, context, 1, prompts(context)[-1])}
 
 
 def _again(engine: Engine, context: Context, version: int, *given: list[int]) -> dict[str, Any]:

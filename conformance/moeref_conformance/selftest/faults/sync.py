@@ -113,6 +113,12 @@ def _from_the_start(first: dict[str, torch.Tensor], name: str, tensor: torch.Ten
     return tensor.as_strided(tensor.shape, tensor.stride(), 0)
 
 
+def _without_strides(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """As many elements from where the tensor begins, one behind the other, whatever its strides."""
+    rows = torch.empty(tensor.shape, device="meta").stride()
+    return tensor.as_strided(tensor.shape, rows, tensor.storage_offset())
+
+
 class _Fleet(_Wrong):
     """Two engines behind a router that deals each batch out, from the first on. Only the first is updated."""
 
@@ -187,6 +193,26 @@ class _CachedRoutes(_Wrong):
             then = self.seen.setdefault(tuple(prompt), one.routes)
             rows = one.routes and then and (*then[: len(prompt)], *one.routes[len(prompt) :])
             found.append(replace(one, routes=rows))
+        return found
+
+
+class _RoutesOfBefore(_Wrong):
+    """After an update amid samples the prompts of these keep the routes that they had before it."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.kept: dict[tuple[int, ...], Any] = {}
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+        if during:
+            before = zip(prompts, self.good.sample(prompts, tokens), strict=True)
+            self.kept = {tuple(prompt): one.routes for prompt, one in before}
+            return list(self.good.sample(prompts, tokens, during))
+        found = []
+        for prompt, one in zip(prompts, self.good.sample(prompts, tokens), strict=True):
+            then = self.kept.get(tuple(prompt))
+            rows = one.routes and then and (*then[: len(prompt)], *one.routes[len(prompt) :])
+            found.append(replace(one, routes=rows or one.routes))
         return found
 
 
@@ -305,10 +331,37 @@ class _FloatVersion(_Wrong):
 
 
 class _FirstLabels(_Labels):
-    """Every token has the version that the engine was opened with."""
+    """Every token has the version that the engine was opened with, or that it had when an update failed."""
+
+    read = 0
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        try:
+            self.good.update(tensors, version)
+        except Exception:
+            with suppress(Exception):  # of an engine that is dead there is nothing to read
+                self.read = self.good.version()
+            raise
 
     def label(self) -> int:
-        return 0
+        return self.read
+
+
+class _LabelsOfAFailure(_Wrong):
+    """The version of an update that failed is noted for labels before it is loaded."""
+
+    noted: int | None = None
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.noted = version
+        self.good.update(tensors, version)
+        self.noted = None
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(*asked))
+        if self.noted is None:
+            return found
+        return [replace(one, versions=(self.noted,) * len(one.tokens)) for one in found]
 
 
 class _Mixes(_Wrong):
@@ -446,6 +499,22 @@ class _KeepsRunning(_Wrong):
         return [replace(one, logprobs=kept.logprobs[:tokens]) for one, kept in old]
 
 
+class _KeepsFinished(_KeepsRunning):
+    """A cache is not emptied amid samples, and answers of a prompt that was finished are from before the update."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.seen: dict[tuple[int, ...], Sampled] = {}
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+        if during:
+            self.kept = self.seen
+            return list(self.good.sample(prompts, tokens, during))
+        found = super().sample(prompts, tokens)
+        self.seen = {**self.seen, **{tuple(prompt): one for prompt, one in zip(prompts, found, strict=True)}}
+        return found
+
+
 class _KeepsAfterAFailure(_Wrong):
     """The way back from a failure leaves the cache marked as empty, and the next update does not empty it."""
 
@@ -487,6 +556,13 @@ class _Likelier(_Wrong):
 
     times = 16
 
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        try:
+            self.good.update(tensors, version)
+        except Exception:
+            self.times = 1  # the rule reads none of the samples that come then, and drawing takes long
+            raise
+
     def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
         if during:
             return list(self.good.sample(prompts, tokens, during))
@@ -501,6 +577,36 @@ class _Alike(_Wrong):
         first: dict[tuple[int, ...], Sampled] = {}
         found = zip(prompts, self.good.sample(prompts, *asked), strict=True)
         return [first.setdefault(tuple(prompt), one) for prompt, one in found]
+
+
+class _SeedOfPlace(_Wrong):
+    """The seed of a prompt is its place in the call; of the same seed, prompt and weights come the same tokens."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.drawn: dict[Any, Sampled] = {}
+
+    def seeds(self, number: int) -> list[Any]:
+        """Those of a call with so many prompts."""
+        return list(range(number))
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+        found = list(self.good.sample(prompts, tokens, during))
+        if during:
+            return found
+        drawn = zip(self.seeds(len(prompts)), prompts, found, strict=True)
+        version = self.good.version()
+        return [self.drawn.setdefault((seed, version, tokens, *prompt), one) for seed, prompt, one in drawn]
+
+
+class _SeedOfPlaceInPart(_SeedOfPlace):
+    """Each call has a seed of its own and is dealt out to two workers, where a prompt adds its place in their part."""
+
+    calls = 0
+
+    def seeds(self, number: int) -> list[Any]:
+        self.calls += 1
+        return [(self.calls, place % -(-number // 2)) for place in range(number)]
 
 
 class _LoadsDraft(_Wrong):
@@ -529,6 +635,32 @@ def _stays_paused(session: Any, cell: Cell, world: World) -> Any:
                 raise
 
     return engine(_Paused)(session, cell, world)
+
+
+def _stays_paused_in_one_mode(session: Any, cell: Cell, world: World) -> Any:
+    """Once an update has failed in another pause mode than the default, no later one of any engine in it is taken."""
+    lost: set[str] = set()
+
+    class _Paused(_Wrong):
+        mode = ""
+
+        def update(self, tensors: Iterable[Named], version: int) -> None:
+            if self.mode in lost:
+                raise TimeoutError(f"the engine is still paused in mode {self.mode}")
+            try:
+                self.good.update(tensors, version)
+            except Exception:
+                lost.add(self.mode)
+                raise
+
+    @contextmanager
+    def opened(folder: Path, mode: str) -> Iterator[Any]:
+        with session.sync.open(folder, mode) as good:
+            paused = _Paused(good, folder)
+            paused.mode = mode
+            yield good if mode == session.sync.modes()[0] else paused
+
+    return facet(session, "sync", open=opened)
 
 
 def refusal_of(call: Callable[[], Any]) -> bool:
@@ -622,6 +754,14 @@ FAULTS = (
         says="neither the first nor the second weights",
     ),
     Fault(
+        id="strides-ignored",
+        bug="prime-rl#3113 in kind: a view with strides is read as if its elements lay one behind the other",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(sent(_without_strides)),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
         id="first-engine-updated",
         bug="sglang#2050: of several engines behind one name only the first gets an update",
         rules=("SYN-002",),
@@ -710,10 +850,18 @@ FAULTS = (
         says="second known: ",
     ),
     Fault(
+        id="routes-of-before-an-update-amid-samples",
+        bug="sglang#26975 in kind: routes of a prompt that an update has met are those of before",
+        rules=("SYN-011",),
+        cell=QWEN,
+        wrap=engine(_RoutesOfBefore),
+        says="after the update ",
+    ),
+    Fault(
         id="labels-of-the-first-version",
         bug="AReaL#1569: the version is read once, when the request is made",
         rules=("SYN-005",),
-        also=("SYN-006",),
+        also=("SYN-006", "SYN-007", "SYN-010"),
         cell=QWEN,
         wrap=engine(_FirstLabels),
         says="are labelled [0]",
@@ -768,6 +916,14 @@ FAULTS = (
         says="after an update that was broken off at the end the engine says version 1",
     ),
     Fault(
+        id="labels-of-a-failed-update",
+        bug="tokenspeed#672: the version of an update that failed is what tokens are labelled with",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_LabelsOfAFailure),
+        says="the engine says version 0, and labels tokens 1",
+    ),
+    Fault(
         id="update-of-nothing",
         bug="TRL#5932: the version is raised although nothing was sent",
         rules=("SYN-009",),
@@ -798,6 +954,14 @@ FAULTS = (
         rules=("SYN-006",),
         cell=QWEN,
         wrap=engine(_KeepsRunning),
+        says="after the update the engine does not serve version 1",
+    ),
+    Fault(
+        id="finished-prompts-kept-in-the-cache",
+        bug="SkyRL#1824: while samples are under way a reset does nothing, for prompts that were finished either",
+        rules=("SYN-006",),
+        cell=QWEN,
+        wrap=engine(_KeepsFinished),
         says="after the update the engine does not serve version 1",
     ),
     Fault(
@@ -846,7 +1010,23 @@ FAULTS = (
         rules=("SYN-012",),
         cell=QWEN,
         wrap=engine(_Alike),
-        says="4 samples of one prompt are the same tokens",
+        says="5 samples of one prompt are only 2 different ones",
+    ),
+    Fault(
+        id="seed-of-a-place-in-a-call",
+        bug="verl#6857 in kind: the seed of a prompt is its place in its call, and later calls have the same",
+        rules=("SYN-012",),
+        cell=QWEN,
+        wrap=engine(_SeedOfPlace),
+        says="5 samples of one prompt are only 4 different ones",
+    ),
+    Fault(
+        id="seed-of-a-place-in-a-worker",
+        bug="verl#6857: the seed of a prompt is its place in what its worker is dealt out",
+        rules=("SYN-012",),
+        cell=QWEN,
+        wrap=engine(_SeedOfPlaceInPart),
+        says="5 samples of one prompt are only 3 different ones",
     ),
     Fault(
         id="version-of-a-failure-refused",
@@ -863,5 +1043,13 @@ FAULTS = (
         cell=QWEN,
         wrap=_stays_paused,
         says="the engine is still paused",
+    ),
+    Fault(
+        id="paused-in-one-mode-after-a-failure",
+        bug="W1 in kind: in one of the pause modes engines stay paused when an update failed",
+        rules=("SYN-010",),
+        cell=QWEN,
+        wrap=_stays_paused_in_one_mode,
+        says="the engine is still paused in mode",
     ),
 )

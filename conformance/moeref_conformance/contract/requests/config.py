@@ -40,6 +40,7 @@ HONOURED: dict[str, Request] = {
             "moe_input_jitter_eps": 0.0625,
             "moe_per_layer_logging": True,
             "moe_router_bias_update_rate": 0.5,
+            "moe_token_dispatcher_type": "alltoall",  # which the variable lengths need
             "mtp_loss_scaling_factor": 0.5,
             "variable_seq_lengths": True,
         }

@@ -160,4 +160,5 @@ def test_a_row_that_is_not_plain_is_refused_by_name(tmp_path: Path) -> None:
 
     cell = Cell(family="qwen3_moe", layout_name="one", layout=Layout(), layers=2, backend="static")
     found = StaticWorld(Odd()).run(cell, tmp_path / "odd", expected(cell, tmp_path).inputs, Odd.claims)
-    assert "dtype is torch.float32, not a str" in found.events[0][0]["error"]["message"]
+    told = "expected a dtype as text, such as 'float32', the target gave torch.float32 in NameRow("
+    assert told in found.events[0][0]["error"]["message"]

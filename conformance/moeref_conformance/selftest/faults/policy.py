@@ -80,7 +80,7 @@ FAULTS = (
     ),
     Fault(
         id="entropy-without-a-gradient",
-        bug="trl#6625: entropies are given, and a bonus for them trains nothing",
+        bug="TRL#6625: entropies are given, and a bonus for them trains nothing",
         rules=("GRD-004",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_asked(lambda asked: replace(asked, entropy=0.0)),

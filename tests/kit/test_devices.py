@@ -42,6 +42,7 @@ CELLS = (
         dtype="bfloat16",
     ),
     Cell(family="qwen3_moe", layout_name="one", layout=ONE, layers=2, dtype="bfloat16", optimizer_step=True),
+    Cell(family="qwen3_moe", layout_name="tp2", layout=Layout(tp=2), layers=2, loss_mask=True),
     Cell(family="qwen3_moe", layout_name="cp2", layout=Layout(cp=2), layers=2, batch="packed", loss_mask=True),
     Cell(family="glm4_moe", layout_name="tp2", layout=Layout(tp=2), layers=2, batch="packed", bias_update=True),
     Cell(family="deepseek_v3", layout_name="one", layout=ONE, layers=3, mtp=1, loss_mask=True),

@@ -55,6 +55,8 @@ def test_known_failures_explain_only_what_they_cover() -> None:
     assert shards.explained(died, cell, [entry("RUN-001", "died")]).accepted
     assert not shards.explained(died, cell, [entry("RUN-001", "hung")]).accepted
     assert shards.explained(unlike, cell, [entry("LOD-001", "y", "^x$")]).text.endswith("(known: drops it)")
+    assert shards.explained(unlike, cell, [entry("LOD-001", "z"), entry("EXP-002", "y", "^x$")]).accepted
+    assert not shards.explained(unlike, cell, [entry("EXP-001", "y", "^x$")]).accepted
     assert shards.explained(equal, cell, [entry("LOD-001", "x")]).known_failure == ""
     assert not shards.explained(died, replace(cell, family="mixtral"), [entry("RUN-001", "died")]).accepted
 

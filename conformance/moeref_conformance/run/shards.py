@@ -109,11 +109,13 @@ def _said(end: RankExit) -> str:
 
 
 def explained(comparison: ShardComparison, cell: Cell, known_failures: Sequence[KnownFailure]) -> ShardComparison:
-    """`comparison` with the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001.
+    """`comparison` with the known failure that covers it: of RUN-001 where a target did not load, else of LOD-001, or
+    of EXP-002 where what is held otherwise is right, and is sent otherwise.
 
     Its pattern has to match the error, or each of the shards.
     """
-    rule = load_rules()["RUN-001" if comparison.error else "LOD-001"]
+    rules = ("RUN-001",) if comparison.error else ("LOD-001", "EXP-002")
     texts = [comparison.error] if comparison.error else [*comparison.unlike, *comparison.single]
-    entry = None if comparison.same else lookup(known_failures, cell, rule)
-    return replace(comparison, known_failure=entry.reason) if entry and all(map(entry.knows, texts)) else comparison
+    entries = [] if comparison.same else [lookup(known_failures, cell, load_rules()[rule]) for rule in rules]
+    reasons = [entry.reason for entry in entries if entry and all(map(entry.knows, texts))]
+    return replace(comparison, known_failure=reasons[0]) if reasons else comparison

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from moeref_conformance import selftest
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.diagnosis.diagnose import UNKNOWN
 from moeref_conformance.judges import JUDGES
 from moeref_conformance.judges.dispatch import FIELDS
+from moeref_conformance.oracles import recipes
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.selftest.faults import FAULTS, MODULES, Fault, bugs_of
 from moeref_conformance.selftest.faults.base import cell
@@ -100,10 +102,10 @@ def test_the_good_target_stays_green(bench: Bench, cell: Cell) -> None:
         # One rank is the one-rank run that its logits are compared with.
         untested |= (NATIVE - ({"FWD-002"} if cell.layout.world == 1 else set())) & outcomes.keys()
         untested |= {"RPL-008"} if cell.replay == "R2" else set()
-        # A replica of several has one microbatch, which adds nothing up.
-        untested |= {"RPL-010"} if cell.layout.world > 1 else set()
-    untested |= {"GRD-004"} if cell.mtp else set()
-    untested &= outcomes.keys()
+        # One microbatch adds nothing up.
+        alone = len(topology.replica_rows(cell, 0, recipes.rows(cell)[0])) == cell.rows
+        untested |= {"RPL-010"} if cell.replay == "R3" and alone else set()
+    untested |= {"GRD-004"} & outcomes.keys() if cell.mtp else set()
     assert {rule for rule, o in outcomes.items() if o.untested} == untested
 
 

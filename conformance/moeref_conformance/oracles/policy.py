@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from moeref_conformance.contract.requests.policy import ENTROPY, TEMPERATURE, advantages
+from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.requests.policy import ENTROPY, advantages
 from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.expected import Expected
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Policy
-from moeref_conformance.contract.requests.policy import ENTROPY, TEMPERATURE, advantages
+from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.requests.policy import ENTROPY, advantages
 from moeref_conformance.steps import gradients
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 

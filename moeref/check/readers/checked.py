@@ -58,7 +58,7 @@ def check_reading(
     asked = {field: value.value for field, value in reading.settings.items() if _matters(field, value, draft)}
     through = MoEConfig(transformer_config_kwargs=asked | dict(settings or {}))
     optimizer = _fitting(reading, trained)
-    report = _stepped(reading, _offloaded(reading, check(name, text, asked=through, training=trained, **given)))
+    report = _stepped(reading, _of_its_optimizer(reading, check(name, text, asked=through, training=trained, **given)))
     problems, notes = _beside(reading, report.model)
     problems += [*optimizer, *_as_files(reading, report.model), *_by_layout(reading, report)]
     for field, value in reading.computed.items():
@@ -85,7 +85,7 @@ def _with_its_place(reading: Reading, problem: Problem) -> Problem:
     return replace(problem, text=f"{problem.text} ({size.name}, {size.source})")
 
 
-def _offloaded(reading: Reading, report: Report) -> Report:
+def _of_its_optimizer(reading: Reading, report: Report) -> Report:
     """The report with what an optimizer on the CPU or other than Adam means for its memory, which counts neither."""
     last = {value.name.replace("-", "_").rpartition(".")[2].lstrip("_"): value for value in reading.elsewhere}
     cpu, kind = last.get("optimizer_cpu_offload"), last.get("optimizer")

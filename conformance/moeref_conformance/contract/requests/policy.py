@@ -1,11 +1,9 @@
-"""What the facet `policy` is asked for."""
+"""What the facet `policy` is asked for, at the temperature of `requests.logprobs`."""
 
 from __future__ import annotations
 
 import torch
 
-#: Logits are divided by it, as where samples were drawn with it.
-TEMPERATURE = 0.7
 #: How much an entropy counts beside an advantage of 1.
 ENTROPY = 0.5
 

@@ -229,6 +229,46 @@ class Optimizer(Protocol):
         """
 
 
+@runtime_checkable
+class Adapters(Protocol):
+    """Facet `adapters`: LoRA, by the names and the formula of Hugging Face's PEFT. Asked where `Policy` is.
+
+    A linear with a weight W [out, in] has `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank], and computes with
+    W + alpha / rank · lora_B · lora_A. There is no dropout. All calls are made by all ranks in the same order.
+    """
+
+    def attach(self, checkpoint: Path, rank: int, alpha: float, modules: Sequence[str]) -> None:
+        """Load a Hugging Face folder, and give an adapter to every linear of the decoder's layers whose Hugging Face
+        name ends in one of `modules`, such as `q_proj` or `down_proj`: to those of experts and of shared experts too,
+        never to a router or a head. Each lora_A is drawn, each lora_B is 0. From here on adapters alone are trained.
+
+        `modules` are those of `Claims.adapter_modules` in the order of `ADAPTER_MODULES`, and the model need not have
+        all of them. Linears of a layer may share a lora_A or a lora_B, as parts of a fused linear do, or experts; each
+        of them is sent the same one. This facet is the last that is asked, and its first call is this one: another
+        model may be built here.
+        """
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """All adapters, full and in fp32, by PEFT's names, such as
+        `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`: the tensor on the writer, None on every other
+        rank. In any order. `Claims` has other designs, as of `Export.stream`.
+        """
+
+    def merged(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        """As `Export.stream`, each weight with its adapter in it. The model computes and trains afterwards as before."""
+
+    def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:
+        """As `Forward.logits`, with the adapters; with `base` without them, as a reference policy is asked."""
+
+    def step(self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
+        """Take a training step with the loss of `Gradients.gradients`, whose rows and mask these are. Each lora_A and
+        lora_B becomes less by `rate` times its gradient: without momentum, clipping or decay.
+        """
+
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        """The model chunks of this rank, which hold the weights that were loaded, under any names, and the adapters."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Settings to ask a target for, by the names of megatron-core's TransformerConfig.
@@ -558,6 +598,8 @@ class Session(Protocol):
     def policy(self) -> Policy | None: ...
     @property
     def optimizer(self) -> Optimizer | None: ...
+    @property
+    def adapters(self) -> Adapters | None: ...
     @property
     def quantised(self) -> Quantised | None: ...
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -266,6 +267,20 @@ def of_loss(expected: Expected, loss: Callable[[torch.Tensor], torch.Tensor]) ->
     with _ONE_AT_A_TIME, torch.enable_grad():
         model = _model(str(expected.inputs["checkpoint"]), torch.float32)
         return _of_loss(model, loss(model(expected.tokens_BS.clamp_min(0)).logits.float()), expected)
+
+
+def of_weights(
+    expected: Expected, tensors: Mapping[str, torch.Tensor], folder: Path
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    """Logits and gradients, as in `Routed`, of a model with other weights, whose checkpoint is written to `folder`."""
+    for file in ("config.json", "generation_config.json"):
+        if (source := Path(expected.inputs["checkpoint"]) / file).exists():
+            shutil.copyfile(source, folder / file)
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    with _ONE_AT_A_TIME, torch.enable_grad():
+        model = _model.__wrapped__(str(folder), torch.float32)
+        logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
+        return logits_BSV.detach().contiguous(), _gradients(model, logits_BSV, expected, 0.0, None)
 
 
 def _of_loss(model: Any, loss: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:

@@ -1,0 +1,21 @@
+"""What the facet `adapters` is asked for."""
+
+from __future__ import annotations
+
+from moeref_conformance.contract.cells import ADAPTER_MODULES, Claims
+
+RANK = 4
+#: Not the rank, nor twice it: a scale of 1.5.
+ALPHA = 6.0
+SCALE = ALPHA / RANK
+#: Two steps at this rate change the logits by some hundredths of their length.
+RATE = 10.0
+#: When adapters are sent: before a step, after one and after two, and behind a stream of merged weights.
+PHASES = ("fresh", "step1", "step2", "again")
+#: When logits are asked for: before a step, after two, of the base, and behind a stream of merged weights.
+LOGITS = ("fresh", "trained", "base", "after")
+
+
+def modules(claims: Claims) -> tuple[str, ...]:
+    """The ends of the names of linears that get adapters."""
+    return tuple(name for name in ADAPTER_MODULES if name in claims.adapter_modules)

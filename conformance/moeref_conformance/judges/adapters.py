@@ -1,0 +1,384 @@
+"""LRA: adapters as they are sent, trained, merged and left out, against transformers on merged checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moeref_conformance.contract.findings import Finding, Outcome
+from moeref_conformance.contract.records import RankRecord, digest
+from moeref_conformance.contract.requests import adapters as request
+from moeref_conformance.diagnosis.compare import compare, dtype_name, same
+from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges.common import (
+    LAYOUT,
+    distance,
+    expected,
+    finding,
+    in_any_order,
+    once,
+    once_each,
+    only_last_stage,
+    outcome,
+    records,
+    shape_and_dtype,
+    tokens_of,
+    tolerance,
+    unmeasured,
+    within,
+    without,
+)
+from moeref_conformance.oracles import adapters as oracle
+from moeref_conformance.oracles import routed
+
+#: How far a step may be off what transformers' gradients say, relative to the largest move of the same factor.
+#: Measured: 1.3e-5.
+LIMIT = 1e-4
+#: Of logits, relative to the largest of transformers'. Measured: 1e-6.
+LOGITS = 2e-5
+#: What fp32 rounds where a factor is moved, relative to the largest in it.
+ROUNDED = 2.0**-22
+#: Phases whose tensors LRA-001 and LRA-002 read; `again` is for LRA-004.
+TRAINED = ("fresh", "step1", "step2")
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """What one rank was given, or the ranks together that were given a share."""
+
+    rank: int
+    names: Mapping[str, list[str]]
+    phases: Mapping[str, dict[str, torch.Tensor]]
+    metas: list[dict[str, Any]]
+    merged: dict[str, torch.Tensor]
+
+
+@once
+def _streams(case: Case) -> list[_Sent]:
+    """What each receiver was given, or all together where each is given a share. Empty if none was given a tensor."""
+    whole = list(records(case, "adapters"))
+    if case.claims.receivers != "all":
+        whole = [record for record in whole if any(record.value("adapters")["sent"].values())]
+    given = [whole] if case.claims.receivers == "share" else [[record] for record in whole]
+    return [_together(of) for of in given if of]
+
+
+def _together(of: list[RankRecord]) -> _Sent:
+    told = [record.value("adapters") for record in of]
+    tensors = {name: tensor for record in of for name, tensor in record.tensors("adapters").items()}
+
+    def named(phase: str) -> dict[str, torch.Tensor]:
+        prefix = f"{phase}."
+        return {name.removeprefix(prefix): of for name, of in tensors.items() if name.startswith(prefix)}
+
+    names = {phase: [name for value in told for name in value["sent"][phase]] for phase in request.PHASES}
+    phases = {phase: named(phase) for phase in request.PHASES}
+    metas = [row for value in told for row in value["merged"]]
+    return _Sent(of[0].rank, names, phases, metas, named("merged"))
+
+
+@once
+def _adapted(case: Case) -> list[str]:
+    """The weights that have an adapter."""
+    return oracle.adapted(expected(case).tensors, request.modules(case.claims))
+
+
+@once
+def _whole(case: Case, sent: _Sent) -> list[str]:
+    """The weights whose adapters are there, in their shape and dtype, in all streams before a merge."""
+    want = oracle.shapes(expected(case).tensors, _adapted(case))
+
+    def there(name: str) -> bool:
+        return all(
+            name in sent.phases[phase] and _right(sent.phases[phase][name], want[name]) == "" for phase in TRAINED
+        )
+
+    return [name for name in _adapted(case) if all(there(oracle.peft(name, factor)) for factor in oracle.FACTORS)]
+
+
+def _right(tensor: torch.Tensor, shape: list[int]) -> str:
+    """What is wrong with a factor's shape and dtype; nothing if empty."""
+    right = tensor.dtype == torch.float32 and list(tensor.shape) == shape
+    return "" if right else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def _of_sent(judge: Callable[[Case, list[_Sent]], Outcome | Iterable[Finding]]) -> Callable[[Case], Any]:
+    """Call a judge with what was sent. If that is nothing, or a rank has no record of it, that is the finding."""
+
+    @functools.wraps(judge)
+    def judged(case: Case) -> Any:
+        if case.cell.mtp:
+            return Outcome(untested="asked of models without multi-token prediction layers")
+        if no := unmeasured(case):
+            return no
+        if missing := without(case, "adapters"):
+            return missing
+        if not (sent := _streams(case)):
+            return [finding(case, None, "adapters", "no rank was given an adapter")]
+        return judge(case, sent)
+
+    return judged
+
+
+def _found(case: Case, rank: int | None, name: str, message: str, **more: Any) -> Finding:
+    """A finding of a factor or a weight. `name` is PEFT's or the checkpoint's."""
+    return finding(case, rank, "adapters", message, hf_name=name.removeprefix(oracle.PREFIX), **more)
+
+
+@judges("LRA-001")
+@_of_sent
+def every_linear_has_its_adapter(case: Case, sent: list[_Sent]) -> Outcome:
+    """Names, shapes and dtypes of every stream, what fresh adapters hold, and logits of these."""
+    findings = [found for one in sent for found in _named(case, one)]
+    findings += _fresh(case, sent[0])
+    findings += [found for one in sent[1:] for found in _unlike(case, sent[0], one)]
+    more, worst = _logits(case, "fresh", expected(case).logits_BSV, "transformers'")
+    return outcome([*findings, *more], met=within(case, worst, LOGITS))
+
+
+def _named(case: Case, sent: _Sent) -> Iterator[Finding]:
+    want = oracle.shapes(expected(case).tensors, _adapted(case))
+    for phase in request.PHASES:
+        times = Counter(sent.names[phase])
+        for name in sorted(want.keys() - times.keys()):
+            yield _found(case, sent.rank, name, f"{phase}: {name} was never sent")
+        for name in sorted(times):
+            if name not in want:
+                yield _found(case, sent.rank, name, f"{phase}: {name} is no adapter that was asked for")
+            elif times[name] > 1:
+                yield _found(case, sent.rank, name, f"{phase}: {name} was sent {times[name]} times")
+            elif name not in sent.phases[phase]:
+                yield _found(case, sent.rank, name, f"{phase}: no record of the values of {name}")
+            elif wrong := _right(sent.phases[phase][name], want[name]):
+                told = {"expected": f"float32 {want[name]}", "got": wrong}
+                yield _found(case, sent.rank, name, f"{phase}: {name} is {wrong}", **told)
+
+
+def _fresh(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Each lora_B is 0; each lora_A is drawn, and is not that of another layer."""
+    fresh, first = sent.phases["fresh"], dict[bytes, str]()
+    for name in sorted(fresh):
+        if not bool(fresh[name].isfinite().all()):
+            yield _found(case, sent.rank, name, f"fresh: {name} is not finite")
+        elif name.endswith("lora_B.weight"):
+            if bool(fresh[name].any()):
+                yield _found(case, sent.rank, name, f"fresh: {name} is not 0")
+        elif not bool(fresh[name].any(1).all()):
+            yield _found(case, sent.rank, name, f"fresh: {name} has a row of 0, which no step would move")
+        else:
+            other = first.setdefault(fresh[name].numpy().tobytes(), name)
+            if oracle.layer(other) != oracle.layer(name):
+                yield _found(case, sent.rank, name, f"fresh: {name} is the same as {other} of another layer")
+
+
+def _unlike(case: Case, first: _Sent, other: _Sent) -> Iterator[Finding]:
+    """Two receivers are given the same."""
+    for phase in request.PHASES:
+        for name in sorted(first.phases[phase].keys() & other.phases[phase].keys()):
+            if not same(first.phases[phase][name], other.phases[phase][name]):
+                message = f"{phase}: {name} is not what rank {first.rank} is given"
+                yield _found(case, other.rank, name, message, diagnosis="replicas part")
+
+
+def _logits(case: Case, phase: str, want: torch.Tensor, whose: str, limit: float = LOGITS) -> tuple[list[Finding], float]:
+    """Findings for logits of a phase that are not there or not `want`, and how far others are off; bitwise at 0."""
+    have = {
+        record.rank: tensors[key]
+        for record in records(case, "adapters")
+        if (key := f"logits.{phase}") in (tensors := record.tensors("adapters"))
+    }
+    findings, worst = only_last_stage(case, "adapters", have, f"{phase} logits"), 0.0
+    for rank, got in have.items():
+        if got.shape != want.shape or got.dtype != want.dtype:
+            message = f"{phase}: logits are {got.dtype} {list(got.shape)}, {whose} {want.dtype} {list(want.shape)}"
+            findings.append(finding(case, rank, "adapters", message))
+            continue
+        here = tokens_of(case)[..., None].expand_as(want)
+        far = float(distance(want[here], got[here]).max() / want[here].abs().max())
+        if far > limit:
+            message = f"{phase}: logits differ from {whose} by {far:.2g} of the largest > {tolerance(case, limit)}"
+            findings.append(finding(case, rank, "adapters", message, diagnosis=_as_base(case, phase, got)))
+        else:
+            worst = max(worst, far)
+    return findings, worst
+
+
+def _as_base(case: Case, phase: str, got: torch.Tensor) -> str:
+    """Whether logits are those without adapters, where they should not be."""
+    base, here = expected(case).logits_BSV, tokens_of(case)
+    near = torch.allclose(base[here], got[here], rtol=0, atol=1e-4)
+    return "as without adapters" if near and phase not in ("fresh", "base") else ""
+
+
+@once
+def _after(case: Case, sent: _Sent, phase: str) -> oracle.Trained:
+    """transformers with the adapters of a phase merged."""
+    tensors = expected(case).tensors
+    return oracle.trained(expected(case), oracle.merged(tensors, sent.phases[phase], _whole(case, sent)))
+
+
+@judges("LRA-002")
+@_of_sent
+def steps_follow_the_gradients(case: Case, sent: list[_Sent]) -> Outcome:
+    """Both factors of every adapter, relative to the largest move of the factor that is expected."""
+    first, findings, worst = sent[0], list[Finding](), 0.0
+    shared = _shared(case, first)
+    for before, after, of_weights in (
+        ("fresh", "step1", routed.under(expected(case), "native").gradients),
+        ("step1", "step2", _after(case, first, "step1").gradients),
+    ):
+        alone = oracle.gradients(of_weights, first.phases[before], _whole(case, first))
+        for names in shared:
+            want = -request.RATE * torch.stack([alone[name] for name in names]).sum(0)
+            held, got = (first.phases[phase][names[0]].double() for phase in (before, after))
+            far = _off(want, got - held, float(got.abs().max()))
+            if far <= LIMIT:
+                worst = max(worst, far)
+                continue
+            by = f"{far:.2g} of its largest > {tolerance(case, LIMIT)}"
+            message = f"{after}: {names[0]} moved otherwise than by transformers' gradient: {by}"
+            said = _diagnosis(want, got - held)
+            findings.append(_found(case, first.rank, names[0], message, diagnosis=said))
+    return outcome(findings, met=within(case, worst, LIMIT))
+
+
+def _shared(case: Case, sent: _Sent) -> list[list[str]]:
+    """The factors of whole adapters, those together that are one."""
+    names = [oracle.peft(name, factor) for name in _whole(case, sent) for factor in oracle.FACTORS]
+    return oracle.sharing([{name: sent.phases[phase][name] for name in names} for phase in TRAINED])
+
+
+def _off(want: torch.Tensor, moved: torch.Tensor, largest: float) -> float:
+    """The largest distance beyond what fp32 rounds, relative to the largest that is wanted."""
+    far = max(float(distance(want, moved).max()) - ROUNDED * largest, 0.0)
+    scale = float(want.abs().max())
+    return far / scale if scale else 0.0 if far == 0.0 else torch.inf
+
+
+def _diagnosis(want: torch.Tensor, moved: torch.Tensor) -> str:
+    if not bool(moved.isfinite().all()):
+        return "not finite"
+    if not bool(moved.any()):
+        return "not moved"
+    if not bool(want.any()):
+        return "moved without a gradient"
+    factor = float((moved * want).sum() / (want * want).sum())
+    near = torch.allclose(moved, factor * want, rtol=1e-3, atol=1e-3 * float(moved.abs().max()))
+    return f"moved {factor:.3g} times as far" if near else ""
+
+
+@judges("LRA-003")
+@_of_sent
+def logits_are_of_what_is_sent(case: Case, sent: list[_Sent]) -> Outcome:
+    """Of the adapters after two steps, as an engine computes with them."""
+    want = _after(case, sent[0], "step2").logits_BSV
+    findings, worst = _logits(case, "trained", want, "transformers' with what was sent")
+    return outcome(findings, met=within(case, worst, LOGITS))
+
+
+@judges("LRA-004")
+@_of_sent
+def the_base_stays(case: Case, sent: list[_Sent]) -> Outcome:
+    """Weights bit for bit, logits of the base, and adapters and logits behind a stream of merged weights."""
+    findings = [found for record in records(case, "adapters", "shards") for found in _held(case, record)]
+    more, worst = _logits(case, "base", expected(case).logits_BSV, "transformers'")
+    findings += [*more, *(found for one in sent for found in _not_again(case, one))]
+    for record in records(case, "adapters"):
+        tensors = record.tensors("adapters")
+        before, after = (tensors.get(f"logits.{phase}") for phase in ("trained", "after"))
+        findings += _not_as_before(case, record.rank, before, after)
+    return outcome(findings, met=within(case, worst, LOGITS))
+
+
+def _held(case: Case, record: RankRecord) -> Iterator[Finding]:
+    """The tensors that held a weight as it was loaded when adapters were attached hold it still."""
+    value, loaded = record.value("adapters"), {_digest(tensor) for tensor in record.tensors("shards").values()}
+    last = {key: (tuple(shape), digest) for key, shape, digest in value["left"]}
+    base = {key: (tuple(shape), digest) for key, shape, digest in value["attached"]}
+    base = {key: held for key, held in base.items() if held in loaded}
+    if not base:
+        yield finding(case, record.rank, "adapters", "no chunk holds a weight as it was loaded")
+    for key, held in base.items():
+        if last.get(key) != held:
+            local = key.partition(":")[2]
+            yield finding(case, record.rank, "adapters", f"{local} of the base has changed", local_name=local)
+
+
+def _not_again(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Adapters are sent again as they were before the merge."""
+    for name in sorted(sent.phases["step2"].keys() & sent.phases["again"].keys()):
+        if not same(sent.phases["step2"][name], sent.phases["again"][name]):
+            yield _found(case, sent.rank, name, f"again: {name} has changed behind the merged stream")
+
+
+def _not_as_before(
+    case: Case, rank: int, before: torch.Tensor | None, after: torch.Tensor | None
+) -> Iterator[Finding]:
+    """Logits behind the merged stream are those before it; bit for bit, unless sums come in any order."""
+    if before is None and after is None:
+        return
+    if before is None or after is None or before.shape != after.shape:
+        yield finding(case, rank, "adapters", "after: no logits as before the merged stream")
+        return
+    far = float(distance(before, after).max())
+    if far > (LAYOUT if in_any_order(case) else 0.0):
+        message = f"after: logits differ by {far:.2g} from those before the merged stream"
+        yield finding(case, rank, "adapters", message, diagnosis="not as before the merge")
+
+
+@judges("LRA-005")
+@_of_sent
+def merged_weights_are_sums(case: Case, sent: list[_Sent]) -> Outcome:
+    """Each weight with an adapter within the rounding of fp32, each other one bit for bit."""
+    findings, worst = list[Finding](), 0.0
+    for one in sent:
+        names = [row["name"] for row in one.metas]
+        findings += once_each(case, one.rank, "adapters", names, "is not among the merged weights", "is merged")
+        more, far = _sums(case, sent[0], one)
+        findings, worst = [*findings, *more], max(worst, far)
+    return outcome(findings, met=f"at most {worst:.2f} of the rounding")
+
+
+def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
+    """Findings of one receiver's merged weights, and how far others are off their limit."""
+    tensors, adapters, whole = expected(case).tensors, first.phases["step2"], set(_whole(case, first))
+    want, findings, worst = oracle.merged(tensors, adapters, sorted(whole)), list[Finding](), 0.0
+    for row in sent.metas:
+        name = row["name"]
+        got = sent.merged.get(name)
+        if name not in want:
+            continue
+        if got is None or got.shape != want[name].shape or got.dtype != want[name].dtype:
+            told = "not recorded" if got is None else f"{dtype_name(got.dtype)} {list(got.shape)}"
+            findings.append(_found(case, sent.rank, name, f"{name} is {told} among the merged weights"))
+        elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
+            findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))
+        elif name not in whole:
+            if (difference := compare(want[name], got)) is not None:
+                message = f"{name}, which has no adapter: {difference.text}"
+                findings.append(_found(case, sent.rank, name, message, **difference.told))
+        else:
+            far = float((distance(want[name], got) / oracle.rounding(tensors, adapters, name)).nan_to_num().max())
+            worst = worst if far > 1 else max(worst, far)
+            if far > 1:
+                findings.append(_not_the_sum(case, sent.rank, name, want[name] - tensors[name], got - tensors[name]))
+    return findings, worst
+
+
+def _not_the_sum(case: Case, rank: int, name: str, want: torch.Tensor, added: torch.Tensor) -> Finding:
+    if not bool(added.any()):
+        said = "without its adapter"
+    else:
+        factor = float((added * want).sum() / (want * want).sum().clamp_min(1e-30))
+        near = torch.allclose(added, factor * want, rtol=1e-2, atol=1e-2 * float(added.abs().max()))
+        said = f"its adapter counts {factor:.3g} times" if near else ""
+    return _found(case, rank, name, f"{name} is not the sum with its adapter", diagnosis=said)
+
+
+def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), digest(tensor.contiguous())

@@ -1,0 +1,96 @@
+"""Facet `adapters`: adapters are attached, take two steps, are sent and merged, and logits are asked for in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from moeref_conformance.contract.api import Adapters, TensorMeta, to_plain
+from moeref_conformance.contract.records import digest, free_key
+from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATE, modules
+from moeref_conformance.steps import gradients, policy
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_dtype
+from moeref_conformance.steps.tensors import copied, module_tensors
+
+
+def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
+    """What was sent by phase, metadata of what was merged, and digests of all tensors of the chunks, first and last.
+
+    Saves tensors as `phase.name`, those of the merged stream as `merged.name`, and logits as `logits.phase`.
+    """
+    cell, held, saved = context.cell, load_file(context.input("tokens")), dict[str, torch.Tensor]()
+    of_all, asked = held["tokens"], modules(context.claims)
+    rows_BS, mask_BS = (
+        gradients.batch(gradients.of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask")
+    )
+    adapters.attach(context.input("checkpoint"), RANK, ALPHA, asked)
+    attached = _digests(adapters)
+    sent = {"fresh": _sent(adapters, "fresh", saved)}
+    _logits(adapters.logits(of_all), "fresh", saved)
+    for phase in ("step1", "step2"):
+        adapters.step(rows_BS, mask_BS, RATE)
+        sent[phase] = _sent(adapters, phase, saved)
+    _logits(adapters.logits(of_all), "trained", saved)
+    _logits(adapters.logits(of_all, base=True), "base", saved)
+    merged = _merged(adapters, saved)
+    sent["again"] = _sent(adapters, "again", saved)
+    _logits(adapters.logits(of_all), "after", saved)
+    context.save("adapters", saved)
+    return {"sent": sent, "merged": merged, "attached": attached, "left": _digests(adapters)}
+
+
+def _sent(adapters: Adapters, phase: str, saved: dict[str, torch.Tensor]) -> list[str]:
+    """The names of what this rank is given, whose tensors are saved."""
+    names = list[str]()
+    for name, tensor in adapters.stream():
+        if not isinstance(name, str) or not (tensor is None or isinstance(tensor, torch.Tensor)):
+            what = f"{type(name).__name__}, {type(tensor).__name__}"
+            raise TypeError(f"adapters.stream() gave ({what}), expected (str, torch.Tensor or None)")
+        if tensor is not None:
+            names.append(name)
+            saved[free_key(saved, f"{phase}.{name}")] = copied(tensor)
+    return names
+
+
+def _merged(adapters: Adapters, saved: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    """The metadata of what this rank is given, whose tensors are saved."""
+    rows = []
+    for meta, tensor in _metas(adapters):
+        if tensor is not None:
+            rows.append(to_plain(meta))
+            saved[free_key(saved, f"merged.{meta.name}")] = copied(tensor)
+        del tensor
+    return rows
+
+
+def _metas(adapters: Adapters) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+    """The merged stream. Raises TypeError for items of another type."""
+    for meta, tensor in adapters.merged():
+        if not isinstance(meta, TensorMeta) or not (tensor is None or isinstance(tensor, torch.Tensor)):
+            what = f"{type(meta).__name__}, {type(tensor).__name__}"
+            raise TypeError(f"adapters.merged() gave ({what}), expected (api.TensorMeta, torch.Tensor or None)")
+        checked_dtype(meta)
+        yield meta, tensor
+
+
+def _logits(logits_BSV: torch.Tensor | None, phase: str, saved: dict[str, torch.Tensor]) -> None:
+    if logits_BSV is not None:
+        saved[f"logits.{phase}"] = copied(logits_BSV)
+
+
+def _digests(adapters: Adapters) -> list[list[Any]]:
+    """`chunk:local`, shape and digest of every parameter and persistent buffer."""
+    tensors = module_tensors(adapters.chunks())
+    return [[f"{chunk}:{local}", list(of.shape), digest(copied(of))] for chunk, local, _, of in tensors]
+
+
+FACET = Facet(
+    name="adapters",
+    protocol=Adapters,
+    needs=frozenset({"export"}),
+    asked_in=policy.asked,
+    steps=(Step(name="adapters", ask=trained, stage=Stage.CHANGED),),
+)

@@ -193,9 +193,12 @@ class ShardMap:
         model, mtp = self.model, layer in self._mtp_layers
         tensors = (mapping.fused,) if self.expert_format == "fused" and mapping.fused else mapping.hf
         dtype = mapping.dtype or model.param_dtype
-        hf = (HFTensor(self._hf_name(t, layer), tuple(model.dims[d] for d in t.dims), dtype) for t in tensors)
+        hf = (HFTensor(self._hf_name(t, layer), self._shape(t), dtype) for t in tensors)
         number = layer - model.num_layers if layer is not None and mtp else layer
         return _Rows(mapping, layer, _in_layer(self.names.of(mapping, mtp=mtp), number), tuple(hf))
+
+    def _shape(self, tensor: HFPattern) -> tuple[int, ...]:
+        return tuple(self.model.dims[dim] for dim in tensor.dims)
 
     def _hf_name(self, tensor: HFPattern, layer: int | None) -> str:
         """The name in `layer`. MTP layers follow the decoder's, or are counted apart."""

@@ -3,6 +3,7 @@
 from moeref.megatron.build import Built, build, transformer_config
 from moeref.megatron.forward import logits, packed_logits
 from moeref.megatron.groups import initialise, shut_down
+from moeref.megatron.lora import Lora
 from moeref.megatron.spec import mtp_name
 from moeref.megatron.token_logprobs import Logprobs, logprobs, packed_logprobs
 from moeref.megatron.training import gradients, packed_gradients, packed_total, policy_gradients
@@ -10,6 +11,7 @@ from moeref.megatron.training import gradients, packed_gradients, packed_total, 
 __all__ = [
     "Built",
     "Logprobs",
+    "Lora",
     "build",
     "gradients",
     "initialise",

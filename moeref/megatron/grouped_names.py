@@ -28,9 +28,14 @@ class GroupedNames(torch.nn.Module):
                     holder.register_parameter(f"{name}{i}", parameter)
             setattr(self, linear, holder)
 
+    @property
+    def sequential(self) -> SequentialMLP:
+        """The module that computes."""
+        return self.__dict__["_sequential"]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the SequentialMLP."""
-        forward: Callable[..., Any] = self.__dict__["_sequential"]
+        forward: Callable[..., Any] = self.sequential
         return forward(*args, **kwargs)
 
 

@@ -37,6 +37,8 @@ def gradients(
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The fp32 gradients of this rank's parameters by (chunk, local name), reduced over the ranks that share them.
 
+    Parameters that are frozen (`requires_grad` False) have none.
+
     The loss is the mean over the tokens of all replicas of the cross entropy of the next token over the unpadded
     vocabulary; the label of the last token is the first token. With `mask_BS` (bool) only predictions of tokens where
     it is True count, whatever row, microbatch or replica they are in. Multi-token prediction layers add their loss on
@@ -154,6 +156,7 @@ def _step(
         (number, name): parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
 
 

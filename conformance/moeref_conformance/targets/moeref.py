@@ -7,13 +7,13 @@ import importlib
 import importlib.metadata
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeref import bridge, config, delta, dispatcher, families, record, replay, seeds, sync
 from moeref import vllm as engines
-from moeref.bridge import loader
+from moeref.bridge import adapters, loader
 from moeref.config import core
 from moeref.dispatcher import padding, reference, routing
 from moeref.exporter import plan, quantise, stream
@@ -27,7 +27,7 @@ from moeref_conformance.contract.results import version_of
 if TYPE_CHECKING:
     import torch
 
-    from moeref.megatron import Built
+    from moeref.megatron import Built, Lora
     from moeref.megatron.optimizer import Trainer
 
 Row = TypeVar("Row")
@@ -73,7 +73,7 @@ class _Model:
     """
 
     def __init__(self, built: Built, shards: bridge.ShardMap, rank: int, cell: Cell) -> None:
-        self._built, self._plan, self._rank = built, plan.Plan(shards), rank
+        self._built, self._plan, self.rank = built, plan.Plan(shards), rank
         self._batch, self._size, self._moves_bias = cell.batch, cell.rows, cell.bias_update
         self._recorded: list[replay.Routes] = []
         #: Called after each load.
@@ -83,15 +83,15 @@ class _Model:
         return self._built.chunks
 
     def load(self, checkpoint: Path) -> None:
-        loader.load(self._built.shard_map, self._rank, self._built.chunks, checkpoint)
+        loader.load(self._built.shard_map, self.rank, self._built.chunks, checkpoint)
         self.loaded()
 
     def plan(self) -> Sequence[TensorMeta]:
-        loader.bind(self._plan.shard_map, self._rank, self._built.chunks)
+        loader.bind(self._plan.shard_map, self.rank, self._built.chunks)
         return [_meta(t) for t in self._plan.tensors]
 
     def stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        for tensor, full in stream.export(self._plan, self._rank, self._built.chunks):
+        for tensor, full in stream.export(self._plan, self.rank, self._built.chunks):
             yield _meta(tensor), full
             del full
 
@@ -177,9 +177,9 @@ class _Model:
             joined = [replay.packed(pair, padded, total=total) for pair in _groups(rows, 2)]
         else:
             joined = [replay.batched(group) for group in _groups(rows, self._size)]
-        pp, vps = layout.coords(self._rank).pp, range(layout.vpp)
+        pp, vps = layout.coords(self.rank).pp, range(layout.vpp)
         layers = sorted(i for vp in vps for i in align.stage_layers(layout, model.moe_layers, pp, vp))
-        found = [replay.select_layers(replay.shard_to_rank(of, layout, self._rank), layers) for of in joined]
+        found = [replay.select_layers(replay.shard_to_rank(of, layout, self.rank), layers) for of in joined]
         return found + found[-1:] * (-len(found) % (layout.pp if layout.vpp > 1 else 1))
 
     def record(self, tokens_BS: torch.Tensor) -> torch.Tensor | None:
@@ -266,6 +266,44 @@ class _Optimizer:
         self._trainer.step(tokens_BS, loss)
         # With `clip_grad` 0 gradients are not scaled: this is their norm as the step took them.
         return float(self._trainer.optimizer.get_grad_norm())
+
+
+class _Adapters:
+    """moeref's LoRA on the session's own model."""
+
+    _lora: Lora
+
+    def __init__(self, model: _Model, built: Built) -> None:
+        self._model, self._built = model, built
+
+    def attach(self, checkpoint: Path, rank: int, alpha: float, modules: Sequence[str]) -> None:
+        from moeref import megatron
+
+        self._model.load(checkpoint)
+        known = adapters.modules(self._built.shard_map.model)
+        asked = [name for name in modules if name in known]
+        self._lora = megatron.Lora(self._built, self._model.rank, r=rank, alpha=alpha, modules=asked)
+
+    def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for tensor, full in self._lora.stream():
+            yield tensor.name, full
+            del full
+
+    def merged(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+        with self._lora.merged():
+            yield from self._model.stream()
+
+    def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:
+        with self._lora.off() if base else nullcontext():
+            return self._model.logits(tokens_BS)
+
+    def step(self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
+        gradients = self._model.gradients(tokens_BS, mask_BS)
+        for key, parameter in self._lora.parameters().items():
+            parameter.data -= rate * gradients[key]
+
+    def chunks(self) -> Sequence[torch.nn.Module]:
+        return self._built.chunks
 
 
 class _Quantised:
@@ -507,7 +545,7 @@ class _Serving:
     """The session of a cell with an engine."""
 
     names = config = seeds = dispatch = plan = delta = export = None
-    forward = logprobs = replay = gradients = policy = optimizer = quantised = None
+    forward = logprobs = replay = gradients = policy = optimizer = adapters = quantised = None
 
     def __init__(self, engine: _Sync) -> None:
         self.sync = engine
@@ -526,7 +564,9 @@ class _Session:
         self.config = _Config(shards.model, layout, cell, built, device)
         self.export = self.forward = self.logprobs = self.gradients = self.policy = self.replay = model
         self.quantised = None if model is None else _Quantised(model)
-        self.optimizer = None if model is None or built is None else _Optimizer(model, built)
+        trained = None if model is None or built is None else (model, built)
+        self.optimizer = _Optimizer(*trained) if trained else None
+        self.adapters = _Adapters(*trained) if trained else None
 
 
 def _limits() -> dict[str, int]:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from moeref_conformance.contract.api import API_VERSION, FACETS, Claims, Info, Target
 from moeref_conformance.contract.cells import ADAPTER_MODULES, DESIGNS
-from moeref_conformance.contract.checks import BadInput, check_name, nearest
+from moeref_conformance.contract.checks import BadInput, check_known, check_name, nearest
 from moeref_conformance.contract.rules import judged_facets
 from moeref_conformance.targets.peers import PEERS
 
@@ -126,9 +126,8 @@ def _checked(spec: str, candidate: Any) -> Target:
     for name, choices in DESIGNS.items():
         if (value := getattr(candidate.claims, name)) not in choices:
             raise BadInput(f"target {spec!r} claims {name}={value!r}, not one of {', '.join(map(repr, choices))}")
-    for module in sorted(candidate.claims.adapter_modules - set(ADAPTER_MODULES)):
-        known = ", ".join(map(repr, ADAPTER_MODULES))
-        raise BadInput(f"target {spec!r} claims adapter_modules with {module!r}, not one of {known}")
+    modules = sorted(candidate.claims.adapter_modules)
+    check_known(f"target {spec!r}: claims", "linear in adapter_modules", modules, ADAPTER_MODULES)
     for facet in sorted(candidate.claims.facets - judged_facets()):
         raise BadInput(f"target {spec!r} claims the facet {facet!r}, which no rule judges")
     return cast(Target, candidate)

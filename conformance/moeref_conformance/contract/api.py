@@ -255,7 +255,7 @@ class Adapters(Protocol):
         """
 
     def merged(self) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-        """As `Export.stream`, each weight with its adapter in it. The model computes and trains afterwards as before."""
+        """As `Export.stream`, each weight with its adapter in it. The model then computes and trains as before."""
 
     def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> torch.Tensor | None:
         """As `Forward.logits`, with the adapters; with `base` without them, as a reference policy is asked."""

@@ -37,12 +37,13 @@ from moeref_conformance.oracles import adapters as oracle
 from moeref_conformance.oracles import routed
 
 #: How far a step may be off what transformers' gradients say, relative to the largest move of the same factor.
-#: Measured: 1.3e-5.
+#: Measured: 5.8e-6, of DeepSeek-V3 under
+#: TP and EP.
 LIMIT = 1e-4
-#: Of logits, relative to the largest of transformers'. Measured: 1e-6.
+#: Of logits, relative to the largest of transformers'. Measured: 1.3e-6.
 LOGITS = 2e-5
 #: What fp32 rounds where a factor is moved, relative to the largest in it.
-ROUNDED = 2.0**-22
+ROUNDED = 2.0**-23
 #: Phases whose tensors LRA-001 and LRA-002 read; `again` is for LRA-004.
 TRAINED = ("fresh", "step1", "step2")
 
@@ -185,7 +186,9 @@ def _unlike(case: Case, first: _Sent, other: _Sent) -> Iterator[Finding]:
                 yield _found(case, other.rank, name, message, diagnosis="replicas part")
 
 
-def _logits(case: Case, phase: str, want: torch.Tensor, whose: str, limit: float = LOGITS) -> tuple[list[Finding], float]:
+def _logits(
+    case: Case, phase: str, want: torch.Tensor, whose: str, limit: float = LOGITS
+) -> tuple[list[Finding], float]:
     """Findings for logits of a phase that are not there or not `want`, and how far others are off; bitwise at 0."""
     have = {
         record.rank: tensors[key]
@@ -234,7 +237,7 @@ def steps_follow_the_gradients(case: Case, sent: list[_Sent]) -> Outcome:
     ):
         alone = oracle.gradients(of_weights, first.phases[before], _whole(case, first))
         for names in shared:
-            want = -request.RATE * torch.stack([alone[name] for name in names]).sum(0)
+            want = -request.RATES[after] * torch.stack([alone[name] for name in names]).sum(0)
             held, got = (first.phases[phase][names[0]].double() for phase in (before, after))
             far = _off(want, got - held, float(got.abs().max()))
             if far <= LIMIT:
@@ -316,9 +319,7 @@ def _not_again(case: Case, sent: _Sent) -> Iterator[Finding]:
             yield _found(case, sent.rank, name, f"again: {name} has changed behind the merged stream")
 
 
-def _not_as_before(
-    case: Case, rank: int, before: torch.Tensor | None, after: torch.Tensor | None
-) -> Iterator[Finding]:
+def _not_as_before(case: Case, rank: int, before: torch.Tensor | None, after: torch.Tensor | None) -> Iterator[Finding]:
     """Logits behind the merged stream are those before it; bit for bit, unless sums come in any order."""
     if before is None and after is None:
         return

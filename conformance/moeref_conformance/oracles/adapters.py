@@ -56,7 +56,7 @@ def merged(tensors: Tensors, adapters: Tensors, weights: Sequence[str]) -> dict[
 def rounding(tensors: Tensors, adapters: Tensors, name: str) -> torch.Tensor:
     """How far a merged weight may be off by sums in fp32, in any order and with the scale on any factor."""
     a_RI, b_OR = (adapters[peft(name, factor)].double().abs() for factor in FACTORS)
-    return 2.0**-23 * (tensors[name].double().abs() + (RANK + 2) * SCALE * b_OR @ a_RI)
+    return 2.0**-22 * (tensors[name].double().abs() + (RANK + 2) * SCALE * b_OR @ a_RI)
 
 
 def gradients(of_weights: Tensors, adapters: Tensors, weights: Sequence[str]) -> dict[str, torch.Tensor]:

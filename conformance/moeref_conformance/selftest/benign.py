@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ from moeref_conformance.selftest.border import (
     names,
     stream,
 )
+from moeref_conformance.selftest.faults import adapters
 from moeref_conformance.selftest.faults.base import Variant, cell
 from moeref_conformance.selftest.faults.config import always
 from moeref_conformance.selftest.faults.delta import Differences
@@ -771,7 +773,78 @@ def _inferred(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
         return meta, tensor.clone()
 
 
+def _shared(part: str, factor: str) -> Callable[[Session, Cell, World], Any]:
+    """A factor of linears of a layer is one: of those whose names are alike but for what `part` finds. On one rank."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good, groups = session.adapters, list[list[Any]]()
+
+        def attach(*asked: Any) -> None:
+            good.attach(*asked)
+            groups.extend(_grouped(session, part, factor))
+            for first, *others in groups:
+                for other in others:
+                    other.data.copy_(first.data)
+
+        def step(*asked: Any) -> None:
+            before = [[of.data.clone() for of in group] for group in groups]
+            good.step(*asked)
+            for group, was in zip(groups, before, strict=True):
+                moved = torch.stack([of.data - old for of, old in zip(group, was, strict=True)]).sum(0)
+                for of, old in zip(group, was, strict=True):
+                    of.data.copy_(old + moved)
+
+        return facet(session, "adapters", attach=attach, step=step)
+
+    return wrap
+
+
+def _grouped(session: Any, part: str, factor: str) -> Iterator[list[Any]]:
+    """The parameters of fresh adapters that are to be one, found by marking each with a number."""
+    parameters, found = [*adapters.trained(session).values()], dict[str, list[Any]]()
+    held = [of.data.clone() for of in parameters]
+    for number, of in enumerate(parameters):
+        of.data.fill_(number + 1)
+    for name, tensor in session.adapters.stream():
+        if f"{factor}." in name and re.search(part, name):
+            found.setdefault(re.sub(part, "", name), []).append(parameters[int(tensor.max()) - 1])
+    for of, values in zip(parameters, held, strict=True):
+        of.data.copy_(values)
+    yield from found.values()
+
+
 _DESIGNS = (
+    Benign(
+        id="one-lora-a-for-q-k-v",
+        why="a fused linear has one lora_A for its parts, which is sent for each: Megatron-Bridge, mcore-bridge",
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_shared(r"\.[qkv]_proj\.", "lora_A"),
+    ),
+    Benign(
+        id="one-lora-a-for-experts",
+        why="experts share the factor that meets the hidden state: Megatron-Bridge's SharedOuterGroupedExpertAdapter",
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_shared(r"\.experts\.\d+\.(gate|up)_proj\.", "lora_A"),
+    ),
+    Benign(
+        id="one-lora-b-for-experts",
+        why="the other half of the same design: one lora_B for all down projections of a layer",
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_shared(r"\.experts\.\d+\.down_proj\.", "lora_B"),
+    ),
+    Benign(
+        id="adapters-on-all-ranks",
+        why="engines that share the trainer's ranks load adapters on each of them: verl, SkyRL",
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=adapters.everywhere,
+        claims={"receivers": "all"},
+    ),
+    Benign(
+        id="adapters-of-attention-alone",
+        why="most engines load adapters of attention alone for a model with experts",
+        cell=cell("qwen3_moe", "ep2", loss_mask=True),
+        claims={"adapter_modules": frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})},
+    ),
     Benign(
         id="chunks-wrapped-twice",
         why="DistributedDataParallel around Float16Module around GPTModel: local names begin with module.module.",

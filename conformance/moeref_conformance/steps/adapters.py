@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Adapters, TensorMeta, to_plain
 from moeref_conformance.contract.records import digest, free_key
-from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATE, modules
+from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, modules
 from moeref_conformance.steps import gradients, policy
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_dtype
 from moeref_conformance.steps.tensors import copied, module_tensors
@@ -30,8 +30,8 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
     attached = _digests(adapters)
     sent = {"fresh": _sent(adapters, "fresh", saved)}
     _logits(adapters.logits(of_all), "fresh", saved)
-    for phase in ("step1", "step2"):
-        adapters.step(rows_BS, mask_BS, RATE)
+    for phase, rate in RATES.items():
+        adapters.step(rows_BS, mask_BS, rate)
         sent[phase] = _sent(adapters, phase, saved)
     _logits(adapters.logits(of_all), "trained", saved)
     _logits(adapters.logits(of_all, base=True), "base", saved)

@@ -3,6 +3,7 @@
 import re
 
 from moeref_conformance.selftest.faults import (
+    adapters,
     batches,
     bystanders,
     capture,
@@ -41,7 +42,7 @@ MODULES = (
     *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
     *(masks, logprobs, policy, fp8_checkpoint),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
-    *(optimizer, sync),
+    *(optimizer, adapters, sync),
 )
 FAULTS: dict[str, Fault] = {fault.id: fault for module in MODULES for fault in module.FAULTS}
 

@@ -1,0 +1,604 @@
+"""Bugs of adapters (LRA): what is sent of them, what trains them, what they merge to, and what becomes of the base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
+from moeref_conformance.contract.requests.adapters import RANK, SCALE
+from moeref_conformance.contract.topology import coords
+from moeref_conformance.selftest.border import Change, Swapped, Tensors, checkpoint, facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+
+Sent = Iterator[tuple[str, "torch.Tensor | None"]]
+Merged = Iterator[tuple[TensorMeta, "torch.Tensor | None"]]
+EXPERTS = ".experts."
+
+
+def trained(session: Any) -> dict[str, torch.nn.Parameter]:
+    """The parameters of this rank that are trained, by the target's own names."""
+    named = ((f"{i}:{n}", p) for i, chunk in enumerate(session.adapters.chunks()) for n, p in chunk.named_parameters())
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+
+def _second(session: Any) -> dict[str, torch.nn.Parameter]:
+    """Of adapters that are fresh, each lora_B of this rank: what is 0."""
+    return {name: parameter for name, parameter in trained(session).items() if not bool(parameter.any())}
+
+
+def attached(change: Callable[[Any, Cell, World], None]) -> Change:
+    """A fault's `wrap` that changes adapters once they are attached."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+
+        def attach(*asked: Any) -> None:
+            good.attach(*asked)
+            with torch.no_grad():
+                change(session, cell, world)
+
+        return facet(session, "adapters", attach=attach)
+
+    return wrap
+
+
+def sent(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]) -> Change:
+    """A fault's `wrap` that changes each factor that is sent; None drops it."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+
+        def stream() -> Sent:
+            for name, tensor in good.stream():
+                told = (name, tensor) if tensor is None else change(name, tensor)
+                if told is not None:
+                    yield told
+
+        return facet(session, "adapters", stream=stream)
+
+    return wrap
+
+
+def _exchanged(first: str, second: str, factor: str) -> Change:
+    """A fault's `wrap` that sends the factor of one linear under the name of another, and of that under this one's."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+
+        def stream() -> Sent:
+            held = dict(good.stream())
+            for name in held:
+                other = name.replace(first, "-").replace(second, first).replace("-", second)
+                yield name, held[other if name.endswith(f"{factor}.weight") else name]
+
+        return facet(session, "adapters", stream=stream)
+
+    return wrap
+
+
+def _merged(change: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
+    """A fault's `wrap` that changes merged weights by `change(name, merged, base)`."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+        base: Tensors = {}
+
+        def attach(folder: Path, *asked: Any) -> None:
+            base.update(checkpoint(folder))
+            good.attach(folder, *asked)
+
+        def merged() -> Merged:
+            for meta, tensor in good.merged():
+                yield meta, None if tensor is None else change(meta.name, tensor, base[meta.name])
+
+        return facet(session, "adapters", attach=attach, merged=merged)
+
+    return wrap
+
+
+def stepped(change: Callable[[Any, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]) -> Change:
+    """A fault's `wrap` that changes a rank's adapters after each step, by `change(session, before, moved)`."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+
+        def step(*asked: Any) -> None:
+            before = {name: of.detach().clone() for name, of in trained(session).items()}
+            good.step(*asked)
+            moved = {name: of.detach() - before[name] for name, of in trained(session).items()}
+            with torch.no_grad():
+                change(session, before, moved)
+
+        return facet(session, "adapters", step=step)
+
+    return wrap
+
+
+def _experts_stay(session: Any, before: Mapping[str, torch.Tensor], moved: Mapping[str, torch.Tensor]) -> None:
+    for name, parameter in trained(session).items():
+        if EXPERTS in name:
+            parameter.copy_(before[name])
+
+
+def _with_those_before(session: Session, cell: Cell, world: World) -> Any:
+    """Gradients of a step are added to those of the one before."""
+    last: Tensors = {}
+
+    def change(session: Any, before: Mapping[str, torch.Tensor], moved: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in trained(session).items():
+            if name in last:
+                parameter.add_(last[name])
+        last.update(moved)
+
+    return stepped(change)(session, cell, world)
+
+
+def _routers_too(session: Any, before: Mapping[str, torch.Tensor], moved: Mapping[str, torch.Tensor]) -> None:
+    for chunk in session.adapters.chunks():
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".router.weight"):
+                parameter.mul_(1.01)
+
+
+def _rows_of_the_first(session: Session, cell: Cell, world: World) -> Any:
+    """All replicas train on the rows of the first, so that its adapters move as where they are never reduced."""
+    good: Any = session.adapters
+
+    def step(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
+        for of_BS in (first := [tokens_BS.clone(), mask_BS.clone()]):
+            dist.broadcast(of_BS, src=0)
+        good.step(*first, rate)
+
+    return facet(session, "adapters", step=step)
+
+
+def _by_expert_rank(session: Any, cell: Cell, world: World) -> None:
+    """Adapters of shared experts are drawn otherwise on other EP ranks."""
+    for name, parameter in trained(session).items():
+        if "shared_experts" in name and coords(cell.layout, world.rank)["ep"]:
+            parameter.neg_()
+
+
+def _marked(attribute: str, value: bool, part: str = "") -> Change:
+    """A fault's `wrap` that sets an attribute of Megatron's on adapters that have it."""
+
+    def change(session: Any, cell: Cell, world: World) -> None:
+        for name, parameter in trained(session).items():
+            if part in name and hasattr(parameter, attribute):
+                setattr(parameter, attribute, value)
+
+    return attached(change)
+
+
+def _drawn_seconds(session: Any, cell: Cell, world: World) -> None:
+    for parameter in _second(session).values():
+        parameter.fill_(0.01)
+
+
+def _zero(session: Any, cell: Cell, world: World) -> None:
+    for parameter in trained(session).values():
+        parameter.zero_()
+
+
+def _seeded_anew(session: Any, cell: Cell, world: World) -> None:
+    """Each lora_A is drawn from the same seed."""
+    seconds = _second(session)
+    for name, parameter in trained(session).items():
+        if name not in seconds:
+            parameter.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
+
+
+def _scaled_to_one(session: Session, cell: Cell, world: World) -> Any:
+    """Alpha is not read: the scale is 1."""
+    good: Any = session.adapters
+
+    def attach(folder: Path, rank: int, alpha: float, modules: Any) -> None:
+        good.attach(folder, rank, float(rank), modules)
+
+    return facet(session, "adapters", attach=attach)
+
+
+class _Counted:
+    """An `Adapters` whose lora_B of experts, or all of them, count several times in what is computed."""
+
+    def __init__(self, session: Any, times: float, part: str = "") -> None:
+        self._session, self._times, self._part = session, times, part
+        self._seconds: list[torch.nn.Parameter] = []
+
+    def attach(self, *asked: Any) -> None:
+        self._session.adapters.attach(*asked)
+        self._seconds = [of for name, of in _second(self._session).items() if self._part in name]
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """What a step adds in the block is the gradient of a lora_B that counts so often."""
+        before = [of.detach().clone() for of in self._seconds]
+        for of in self._seconds:
+            of.data *= self._times
+        try:
+            yield
+        finally:
+            for of, was in zip(self._seconds, before, strict=True):
+                moved = of.data - self._times * was
+                of.data.copy_(was + self._times * moved)
+
+    def logits(self, tokens_BS: torch.Tensor, base: bool = False) -> Any:
+        with self.counted():
+            return self._session.adapters.logits(tokens_BS, base)
+
+    def step(self, *asked: Any) -> None:
+        with self.counted():
+            self._session.adapters.step(*asked)
+
+
+def _counted_by_each_rank(session: Session, cell: Cell, world: World) -> Any:
+    each = _Counted(session, cell.layout.expert_tp, EXPERTS)
+    return facet(session, "adapters", attach=each.attach, logits=each.logits, step=each.step)
+
+
+def _merged_stays(session: Session, cell: Cell, world: World) -> Any:
+    """Once weights were merged, adapters count in the weights and beside them."""
+    good: Any = session.adapters
+    twice, merges = _Counted(session, 2.0), list[bool]()
+
+    def merged() -> Merged:
+        yield from good.merged()
+        merges.append(True)
+
+    def logits(tokens_BS: torch.Tensor, base: bool = False) -> Any:
+        return (twice if merges else good).logits(tokens_BS, base)
+
+    return facet(session, "adapters", attach=twice.attach, merged=merged, logits=logits)
+
+
+def _subtracted(session: Session, cell: Cell, world: World) -> Any:
+    """What a merge adds to a weight is subtracted from it, and leaves what rounding did."""
+    good: Any = session.adapters
+
+    def merged() -> Merged:
+        yield from good.merged()
+        for chunk in good.chunks():
+            for parameter in chunk.parameters():
+                if not parameter.requires_grad and parameter.dim() == 2:
+                    parameter.data.add_(0.1).sub_(0.1)
+
+    return facet(session, "adapters", merged=merged)
+
+
+def _folded_in_place(session: Session, cell: Cell, world: World) -> Any:
+    """What is sent shares the memory of the adapters, and alpha is folded into it there."""
+    good: Any = session.adapters
+    seconds = list[torch.nn.Parameter]()
+
+    def attach(*asked: Any) -> None:
+        good.attach(*asked)
+        seconds.extend(_second(session).values())
+
+    def stream() -> Sent:
+        for parameter in seconds:
+            parameter.data *= SCALE
+        yield from good.stream()
+
+    return facet(session, "adapters", attach=attach, stream=stream)
+
+
+def _reference_with_adapters(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.adapters
+    return facet(session, "adapters", logits=lambda tokens_BS, base=False: good.logits(tokens_BS))
+
+
+def _each_its_own(session: Session, cell: Cell, world: World) -> Any:
+    """All ranks are given adapters, which the others have not waited for."""
+    good: Any = everywhere(session, cell, world)
+
+    def stream() -> Sent:
+        for name, tensor in good.adapters.stream():
+            yield name, tensor if world.rank == 0 or name.endswith("lora_A.weight") else torch.zeros_like(tensor)
+
+    return facet(good, "adapters", stream=stream)
+
+
+def everywhere(session: Any, cell: Cell, world: World) -> Any:
+    """All ranks are given all tensors: weights, adapters and merged weights."""
+
+    def to_all(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        for key, tensor in pairs:
+            given = [tensor]
+            dist.broadcast_object_list(given, src=0)
+            yield key, given[0]
+
+    facets = {
+        "export": Swapped(session.export, stream=lambda: to_all(session.export.stream())),
+        "adapters": Swapped(
+            session.adapters,
+            stream=lambda: to_all(session.adapters.stream()),
+            merged=lambda: to_all(session.adapters.merged()),
+        ),
+    }
+    return Swapped(session, **facets)
+
+
+def _by_local_number(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Of 16 experts each of two ranks has 8."""
+    return re.sub(r"\.experts\.(\d+)\.", lambda found: f".experts.{int(found[1]) % 8}.", name), tensor
+
+
+def _of_half_the_rank(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    if EXPERTS not in name:
+        return name, tensor
+    return name, tensor[: RANK // 2] if "lora_A" in name else tensor[:, : RANK // 2]
+
+
+def _folded(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return name, SCALE * tensor if "lora_B" in name else tensor
+
+
+def _base_layer(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    return re.sub(r"(q_proj|k_proj|v_proj)\.", r"\1.base_layer.", name), tensor
+
+
+def _without_k_and_v(name: str, merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    return base if re.search(r"\.(k_proj|v_proj)\.", name) else merged
+
+
+FAULTS = (
+    Fault(
+        id="adapters-of-routed-experts-left-out",
+        bug="vllm#50252, unsloth-zoo#1250: adapters of routed experts have names that nothing finds, and are left out",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=sent(lambda name, tensor: None if EXPERTS in name else (name, tensor)),
+        one_rank=True,
+        says="was never sent",
+    ),
+    Fault(
+        id="adapters-by-local-number",
+        bug="SkyRL#1816 in kind: experts are named by their number on the rank that holds them",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "ep2", loss_mask=True),
+        wrap=sent(_by_local_number),
+        says="was sent 2 times",
+    ),
+    Fault(
+        id="adapters-of-base-layers",
+        bug="verl#7327: base_layer is put into names by a list of modules, which an engine has wrapped otherwise",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=sent(_base_layer),
+        one_rank=True,
+        says="is no adapter that was asked for",
+    ),
+    Fault(
+        id="rank-shared-by-experts",
+        bug="SkyRL#2026: the rank of adapters of experts is divided among those that are chosen",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=sent(_of_half_the_rank),
+        one_rank=True,
+        says="is float32 [2, ",
+    ),
+    Fault(
+        id="fresh-adapters-not-zero",
+        bug="reported nowhere: both factors are drawn, and the policy begins as another model than its reference",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=attached(_drawn_seconds),
+        one_rank=True,
+        says="is not 0",
+    ),
+    Fault(
+        id="fresh-adapters-all-zero",
+        bug="SkyRL#852: both factors are 0 in a slot that was used before, and have no gradient",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=attached(_zero),
+        one_rank=True,
+        says="has a row of 0",
+    ),
+    Fault(
+        id="adapters-seeded-anew",
+        bug="reported nowhere: the generator is seeded for each adapter, and those of all layers are drawn alike",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=attached(_seeded_anew),
+        one_rank=True,
+        says="of another layer",
+    ),
+    Fault(
+        id="adapters-not-sent-to-all",
+        bug="mcore-bridge#173 in kind: each rank gives its engine its own copy of a factor that parted from the others",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_each_its_own,
+        claims={"receivers": "all"},
+        diagnosis="replicas part",
+    ),
+    Fault(
+        id="adapters-of-shared-experts-by-rank",
+        bug="Megatron-Bridge#5396: adapters of shared experts are drawn by EP rank, and never reduced",
+        rules=("LRA-002",),
+        also=("LRA-003",),
+        cell=cell("glm4_moe", "ep2", loss_mask=True),
+        wrap=attached(_by_expert_rank),
+        says="shared_experts",
+    ),
+    Fault(
+        id="adapters-of-replicas-unreduced",
+        bug="miles#2723 in kind: a hook reduces adapters, and what the optimizer reads is of one replica",
+        rules=("LRA-002",),
+        cell=cell("qwen3_moe", "tp1", world_size=2, loss_mask=True),
+        wrap=_rows_of_the_first,
+        says="moved otherwise",
+    ),
+    Fault(
+        id="adapters-of-whole-linears-unsummed",
+        bug="mcore-bridge#173: a factor that TP ranks hold alike lacks the mark by which its gradients are summed",
+        rules=("LRA-002",),
+        also=("LRA-003",),
+        cell=cell("deepseek_v3", "tp2", layers=3, loss_mask=True),
+        wrap=_marked("sequence_parallel", False),
+        says="moved otherwise",
+    ),
+    Fault(
+        id="adapters-of-grouped-experts-as-dense",
+        bug="Megatron-Bridge#5231: adapters of grouped experts are reduced as dense ones where ETP is not TP",
+        rules=("LRA-002",),
+        also=("LRA-003",),
+        cell=cell("qwen3_moe", "tp2-etp1", world_size=4, experts="grouped", loss_mask=True),
+        wrap=_marked("allreduce", True, EXPERTS),
+        says="experts",
+    ),
+    Fault(
+        id="adapters-of-experts-detached",
+        bug="Megatron-Bridge#5634: what the adapters of experts add is detached from autograd, and trains nothing",
+        rules=("LRA-002",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=stepped(_experts_stay),
+        one_rank=True,
+        diagnosis="not moved",
+    ),
+    Fault(
+        id="adapters-with-the-step-before",
+        bug="reported nowhere: gradients of adapters are those of the step before, too",
+        rules=("LRA-002",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_with_those_before,
+        one_rank=True,
+        says="step2: ",
+    ),
+    Fault(
+        id="adapters-without-alpha",
+        bug="cloneofsimo-lora#187, mflux#449: alpha is not read, and the scale is 1",
+        rules=("LRA-002", "LRA-003", "LRA-005"),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_scaled_to_one,
+        one_rank=True,
+        diagnosis="its adapter counts 0.667 times",
+    ),
+    Fault(
+        id="alpha-folded-into-what-is-sent",
+        bug="SkyRL#2250 in kind: alpha is in the lora_B that is sent, and the engine multiplies by it once more",
+        rules=("LRA-003",),
+        also=("LRA-002", "LRA-005"),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=sent(_folded),
+        one_rank=True,
+        diagnosis="moved 1.5 times as far",
+    ),
+    Fault(
+        id="alpha-folded-in-place",
+        bug="SkyRL#2250: what is staged shares its memory with the adapter, into which alpha is folded each time",
+        rules=("LRA-002", "LRA-004"),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_folded_in_place,
+        one_rank=True,
+        says="has changed behind the merged stream",
+    ),
+    Fault(
+        id="adapters-of-k-and-v-exchanged",
+        bug="verl#7453: adapters of a stacked linear take the slice of another",
+        rules=("LRA-003",),
+        also=("LRA-002", "LRA-005"),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_exchanged("k_proj", "v_proj", "lora_B"),
+        one_rank=True,
+        says="trained: logits differ",
+    ),
+    Fault(
+        id="lora-a-of-k-for-q",
+        bug="verl#7453 in kind: a lora_A of a stacked linear is that of another part of it",
+        rules=("LRA-003",),
+        also=("LRA-002", "LRA-005"),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_exchanged("k_proj", "q_proj", "lora_A"),
+        one_rank=True,
+        says="trained: logits differ",
+    ),
+    Fault(
+        id="adapters-counted-by-each-rank",
+        bug="Megatron-Bridge#5634: what adapters of experts add is whole on each ETP rank, and is summed over them",
+        rules=("LRA-002", "LRA-003"),
+        cell=cell("qwen3_moe", "etp2", loss_mask=True),
+        wrap=_counted_by_each_rank,
+        diagnosis="moved 2 times as far",
+    ),
+    Fault(
+        id="merge-not-undone",
+        bug="candle-lora#26: once merged, adapters are added to the weights and computed beside them",
+        rules=("LRA-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_merged_stays,
+        one_rank=True,
+        diagnosis="not as before the merge",
+    ),
+    Fault(
+        id="merge-subtracted",
+        bug="PEFT's unmerge in kind: what was added is subtracted, and the base is rounded with each export",
+        rules=("LRA-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_subtracted,
+        one_rank=True,
+        says="of the base has changed",
+    ),
+    Fault(
+        id="reference-with-adapters",
+        bug="ms-swift#9934 in kind: the reference is asked with the adapters that are trained",
+        rules=("LRA-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_reference_with_adapters,
+        one_rank=True,
+        says="base: logits differ",
+    ),
+    Fault(
+        id="routers-trained-beside-adapters",
+        bug="reported nowhere: routers are left trainable, and no engine is sent them",
+        rules=("LRA-004", "LRA-005"),
+        also=("LRA-002", "LRA-003"),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=stepped(_routers_too),
+        one_rank=True,
+        says="of the base has changed",
+    ),
+    Fault(
+        id="merged-is-the-base",
+        bug="verl#7285: what is called merged is the base, byte for byte",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_merged(lambda name, merged, base: base),
+        one_rank=True,
+        diagnosis="without its adapter",
+    ),
+    Fault(
+        id="merged-again",
+        bug="miles#1087 in kind: weights that are merged already are merged once more",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_merged(lambda name, merged, base: merged + (merged - base)),
+        one_rank=True,
+        diagnosis="its adapter counts 2 times",
+    ),
+    Fault(
+        id="merged-without-k-and-v",
+        bug="Megatron-Bridge#1603 in kind: of a fused linear one part is merged",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=_merged(_without_k_and_v),
+        says="k_proj.weight is not the sum",
+    ),
+    Fault(
+        id="merged-in-bf16",
+        bug="PEFT's merge in kind: a sum in the dtype of the adapters rounds the weight",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_merged(lambda name, merged, base: merged if merged.equal(base) else merged.bfloat16().float()),
+        one_rank=True,
+        says="is not the sum",
+    ),
+)

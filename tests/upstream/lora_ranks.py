@@ -1,0 +1,170 @@
+"""Adapters on a real model in a rank: what two steps and a merge give, to compare with transformers in the parent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moeref_conformance.contract.api import Cell, Claims, Info, Session, Target, World
+from moeref_conformance.steps.gradients import batch, of_replica
+from safetensors.torch import load_file, save_file
+
+from moeref import bridge, families, megatron
+from moeref.bridge.adapters import modules
+from moeref.config import MoEConfig
+from moeref.exporter import Plan, export
+from moeref.layout import Layout
+from moeref.megatron.optimizer import Trainer
+from moeref.record import Options, Record
+
+R, ALPHA, RATE = 3, 4.5, 0.5
+
+
+class Nothing:
+    """A target that is never opened; `check` below is what the rank runs."""
+
+    info = Info(name="lora", version="0")
+    claims = Claims(
+        facets=frozenset(),
+        families=frozenset(families.FAMILIES),
+        backends=frozenset({"gloo"}),
+        experts=frozenset({"sequential", "grouped"}),
+        norms=frozenset({"separate", "fused"}),
+        loss_masks=True,
+        mtp=1,
+    )
+
+    def open(self, cell: Cell, world: World) -> AbstractContextManager[Session]:
+        raise NotImplementedError
+
+
+target = Nothing()
+
+
+def built(cell: Cell, inputs: dict[str, str], rank: int, **settings: Any) -> megatron.Built:
+    model = families.read(inputs["hf_config"], cell.dtype)
+    asked = MoEConfig(transformer_config_kwargs=settings)
+    options = Options(experts=cell.experts, norms=cell.norms)  # type: ignore[arg-type]
+    one = megatron.build(Record.of(model, Layout.parse(cell.layout.text), asked, options), rank)
+    bridge.load(one.shard_map, rank, one.chunks, inputs["checkpoint"])
+    return one
+
+
+def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
+    """Save what is streamed and computed; raise for what a rank sees itself."""
+    layout = Layout.parse(cell.layout.text)
+    rank = megatron.initialise(layout, tied=cell.tied)
+    if "errors" in cell.tags:
+        what_cannot_have_adapters_is_refused(cell, inputs)
+        activations_may_be_recomputed(cell, inputs)
+        an_optimizer_trains_adapters_alone(cell, inputs)
+        return
+    held = load_file(inputs["tokens"])
+    mine = [batch(of_replica(held[name], cell, rank), cell) for name in ("tokens", "mask")]
+    Steps(built(cell, inputs, rank), rank, held["tokens"], mine, folder).run()
+
+
+class Steps:
+    """Two steps of plain SGD, and everything that is asked before and after."""
+
+    def __init__(
+        self, one: megatron.Built, rank: int, tokens_BS: torch.Tensor, mine: list[torch.Tensor], folder: Path
+    ) -> None:
+        self.one, self.rank, self.tokens_BS, self.mine, self.folder = one, rank, tokens_BS, mine, folder
+        self.before = {key: tensor.clone() for key, tensor in bridge.inventory(one.chunks).items()}
+        self.lora = megatron.Lora(one, rank, r=R, alpha=ALPHA, modules=modules(one.shard_map.model))
+
+    def run(self) -> None:
+        self.save("fresh", self.lora.stream())
+        self.ask("fresh")
+        for number in (1, 2):
+            self.step()
+            self.save(f"step{number}", self.lora.stream())
+        self.ask("trained")
+        with self.lora.off():
+            self.ask("base")
+            self.unchanged()
+        with self.lora.merged():
+            self.save("merged", export(Plan(self.one.shard_map), self.rank, self.one.chunks))
+        self.save("again", self.lora.stream())
+        self.ask("after")
+        with self.lora.off():
+            self.unchanged()
+
+    def save(self, name: str, stream: Iterable[tuple[Any, torch.Tensor | None]]) -> None:
+        found = {tensor.name: full.clone() for tensor, full in stream if full is not None}
+        if found:
+            save_file(found, self.folder / f"{name}.safetensors")
+
+    def ask(self, name: str) -> None:
+        logits_BSV = megatron.logits(self.one.chunks, self.one.shard_map, self.tokens_BS)
+        if logits_BSV is not None:
+            save_file({"logits": logits_BSV.contiguous()}, self.folder / f"logits-{name}.safetensors")
+
+    def step(self) -> None:
+        tokens_BS, mask_BS = self.mine
+        gradients = megatron.gradients(self.one.chunks, self.one.shard_map, tokens_BS, mask_BS=mask_BS)
+        parameters = self.lora.parameters()
+        assert gradients.keys() == parameters.keys()
+        for key, parameter in parameters.items():
+            parameter.data -= RATE * gradients[key]
+
+    def unchanged(self) -> None:
+        now = bridge.inventory(self.one.chunks)
+        assert now.keys() == self.before.keys()
+        assert all(torch.equal(tensor, self.before[key]) for key, tensor in now.items())
+
+
+def what_cannot_have_adapters_is_refused(cell: Cell, inputs: dict[str, str]) -> None:
+    one = built(cell, inputs, 0)
+    given: dict[str, Any] = {"r": 2, "alpha": 2.0, "modules": ["q_proj"]}
+    with pytest.raises(bridge.BridgeError, match=r"glm4_moe: no linear is named gate: adapters go to down_proj, gate_"):
+        megatron.Lora(one, 0, **{**given, "modules": ["q_proj", "gate"]})
+    with pytest.raises(bridge.BridgeError, match="glm4_moe: no module is named"):
+        megatron.Lora(one, 0, **{**given, "modules": []})
+    with pytest.raises(bridge.BridgeError, match="glm4_moe: adapters of rank 0: "):
+        megatron.Lora(one, 0, **{**given, "r": 0})
+    assert all(parameter.requires_grad for parameter in one.chunks[0].parameters())
+    lora = megatron.Lora(one, 0, **given)
+    with pytest.raises(bridge.BridgeError, match="glm4_moe, rank 0: the model has adapters"):
+        megatron.Lora(one, 0, **given)
+    with lora.merged(), pytest.raises(RuntimeError, match="merged already"), lora.merged():
+        pass
+    assert {name.split(".")[-2] for _, name in lora.parameters()} == {"q_proj", "linear_qkv"}
+    assert [t.name.split(".")[-2] for t, _ in lora.stream()] == ["lora_A", "lora_B"] * cell.layers
+    assert lora.config()["target_modules"] == ["q_proj"]
+
+
+def activations_may_be_recomputed(cell: Cell, inputs: dict[str, str]) -> None:
+    """Bit for bit the gradients of a step that keeps them, also in the first layer, behind the frozen embedding."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    tokens_BS = load_file(inputs["tokens"])["tokens"]
+    found = []
+    for settings in ({}, full):
+        one = built(cell, inputs, 0, **settings)
+        lora = megatron.Lora(one, 0, r=R, alpha=ALPHA, modules=["q_proj", "v_proj", "down_proj"])
+        for (_, name), parameter in lora.parameters().items():
+            parameter.data += 0.1 if name.endswith("lora_B") else 0.0
+        found.append(megatron.gradients(one.chunks, one.shard_map, tokens_BS))
+    kept, recomputed = found
+    assert kept.keys() == recomputed.keys()
+    assert all(torch.equal(tensor, recomputed[key]) and tensor.any() for key, tensor in kept.items())
+
+
+def an_optimizer_trains_adapters_alone(cell: Cell, inputs: dict[str, str]) -> None:
+    one = built(cell, inputs, 0)
+    before = {key: tensor.clone() for key, tensor in bridge.inventory(one.chunks).items()}
+    lora = megatron.Lora(one, 0, r=R, alpha=ALPHA, modules=["q_proj", "down_proj"])
+    trainer, tokens_BS = Trainer(one, lr=0.1), load_file(inputs["tokens"])["tokens"]
+
+    def loss(logits_BSV: torch.Tensor, rows: Any, at_S: torch.Tensor) -> torch.Tensor:
+        return logits_BSV.logsumexp(-1).mean()
+
+    assert trainer.step(tokens_BS, loss)
+    assert all(p.any() for p in lora.parameters().values())
+    with lora.off():
+        assert all(torch.equal(tensor, before[key]) for key, tensor in bridge.inventory(one.chunks).items())

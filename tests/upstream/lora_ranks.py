@@ -152,7 +152,9 @@ def activations_may_be_recomputed(cell: Cell, inputs: dict[str, str]) -> None:
         found.append(megatron.gradients(one.chunks, one.shard_map, tokens_BS))
     kept, recomputed = found
     assert kept.keys() == recomputed.keys()
-    assert all(torch.equal(tensor, recomputed[key]) and tensor.any() for key, tensor in kept.items())
+    assert all(torch.equal(tensor, recomputed[key]) for key, tensor in kept.items())
+    # Some experts have no token.
+    assert all(tensor.any() for (_, name), tensor in kept.items() if ".local_experts." not in name)
 
 
 def an_optimizer_trains_adapters_alone(cell: Cell, inputs: dict[str, str]) -> None:
@@ -165,6 +167,6 @@ def an_optimizer_trains_adapters_alone(cell: Cell, inputs: dict[str, str]) -> No
         return logits_BSV.logsumexp(-1).mean()
 
     assert trainer.step(tokens_BS, loss)
-    assert all(p.any() for p in lora.parameters().values())
+    assert all(p.any() for (_, name), p in lora.parameters().items() if ".local_experts." not in name)
     with lora.off():
         assert all(torch.equal(tensor, before[key]) for key, tensor in bridge.inventory(one.chunks).items())

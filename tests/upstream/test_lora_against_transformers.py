@@ -26,10 +26,11 @@ Tensors = Mapping[str, torch.Tensor]
 CELLS = [
     cell("glm4_moe", "one", layers=2, loss_mask=True),
     cell("qwen3_moe", "tp2-cp2", layers=2, loss_mask=True),
-    cell("deepseek_v3", "tp2-ep2-etp1", layers=2, loss_mask=True, norms="fused"),
+    cell("deepseek_v3", "tp2-ep2-etp1", layers=4, loss_mask=True, norms="fused"),
     cell("glm4_moe", "tp2-ep2-etp1", layers=2, loss_mask=True, experts="grouped"),
     cell("glm4_moe", "pp2-vpp2-ep2", layers=4, loss_mask=True),
     cell("qwen3_moe", "ep2-etp2", layers=2, loss_mask=True),
+    cell("qwen3_moe", "tp2-etp1", world_size=4, layers=2, loss_mask=True),
 ]
 
 

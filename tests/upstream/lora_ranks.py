@@ -48,7 +48,8 @@ target = Nothing()
 def built(cell: Cell, inputs: dict[str, str], rank: int, **settings: Any) -> megatron.Built:
     model = families.read(inputs["hf_config"], cell.dtype)
     asked = MoEConfig(transformer_config_kwargs=settings)
-    options = Options(experts=cell.experts, norms=cell.norms)  # type: ignore[arg-type]
+    named: dict[str, Any] = {name: getattr(cell, name) for name in ("experts", "norms", "dispatcher")}
+    options = Options(**named)
     one = megatron.build(Record.of(model, Layout.parse(cell.layout.text), asked, options), rank)
     bridge.load(one.shard_map, rank, one.chunks, inputs["checkpoint"])
     return one

@@ -6,7 +6,13 @@ from moeref.megatron.groups import initialise, shut_down
 from moeref.megatron.lora import Lora
 from moeref.megatron.spec import mtp_name
 from moeref.megatron.token_logprobs import Logprobs, logprobs, packed_logprobs
-from moeref.megatron.training import gradients, packed_gradients, packed_total, policy_gradients
+from moeref.megatron.training import (
+    gradients,
+    packed_gradients,
+    packed_policy_gradients,
+    packed_total,
+    policy_gradients,
+)
 
 __all__ = [
     "Built",
@@ -22,6 +28,7 @@ __all__ = [
     "packed_logits",
     "packed_logprobs",
     "packed_total",
+    "packed_policy_gradients",
     "policy_gradients",
     "shut_down",
     "transformer_config",

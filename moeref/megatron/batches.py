@@ -77,6 +77,11 @@ class Microbatch:
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
         )
 
+    def spread(self, samples: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What tokens of packed samples have, at their positions [S]; 0 in padding."""
+        padded = [torch.nn.functional.pad(of, (0, size - len(of))) for of, size in zip(samples, self._sizes, strict=True)]
+        return torch.cat(padded)
+
     def unpacked(self, logits_1SV: torch.Tensor) -> list[torch.Tensor]:
         """The logits [S, V] of each packed sample, without padding."""
         pairs = zip(self.cu_seqlens, self.lengths, strict=False)  # the last of cu_seqlens begins no sample

@@ -78,10 +78,48 @@ def policy_gradients(
     """
     if advantages_BS.shape != tokens_BS.shape:
         raise ValueError(f"advantages are {list(advantages_BS.shape)}, tokens {list(tokens_BS.shape)}")
-    if shard_map.model.mtp_layers:
-        raise ValueError("multi-token prediction layers have no part in a policy's loss: build the model without them")
     microbatches = rows(chunks, shard_map.layout, tokens_BS, micro_batch, mask_BS)
     of_labels = torch.split(advantages_BS.to(device.of(chunks)).roll(-1, 1), micro_batch)
+    return _policy_step(chunks, shard_map, microbatches, of_labels, temperature, entropy)
+
+
+def packed_policy_gradients(
+    chunks: Sequence[GPTModel],
+    shard_map: ShardMap,
+    packs: Sequence[Sequence[torch.Tensor]],
+    masks: Sequence[Sequence[torch.Tensor]],
+    advantages: Sequence[Sequence[torch.Tensor]],
+    *,
+    temperature: float = 1.0,
+    entropy: float = 0.0,
+) -> dict[tuple[int, str], torch.Tensor]:
+    """As `policy_gradients`, of samples that are packed as for `packed_gradients`.
+
+    `masks` and `advantages` have those of each sample. Raises ValueError also for other numbers of packs, samples or
+    tokens, and for `seq_aux_loss`.
+    """
+    padding_mask.check_losses(chunks[0].config)
+    sizes, given = ([[len(sample) for sample in pack] for pack in of] for of in (packs, advantages))
+    if sizes != given:
+        raise ValueError(f"advantages are of samples of {given} tokens, packs of {sizes}")
+    plan, longest = packing_plan(chunks, shard_map.layout), packed_total(chunks, shard_map, packs)
+    microbatches = batches.of_samples(on_device(packs, chunks), plan, longest, masks)
+    pairs = zip(microbatches, on_device(advantages, chunks), strict=True)
+    of_labels = [one.spread([sample.roll(-1) for sample in of])[None] for one, of in pairs]
+    return _policy_step(chunks, shard_map, microbatches, of_labels, temperature, entropy)
+
+
+def _policy_step(
+    chunks: Sequence[GPTModel],
+    shard_map: ShardMap,
+    microbatches: Sequence[batches.Microbatch],
+    of_labels: Sequence[torch.Tensor],
+    temperature: float,
+    entropy: float,
+) -> dict[tuple[int, str], torch.Tensor]:
+    """The gradients of a policy's loss; `of_labels` has the advantages `[B, S]` of each microbatch's labels."""
+    if shard_map.model.mtp_layers:
+        raise ValueError("multi-token prediction layers have no part in a policy's loss: build the model without them")
 
     def loss(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
         labels_BS = microbatches[number].labels_BS[:, at_S]

@@ -1,13 +1,18 @@
-"""LGP: log-probabilities and entropies of tokens against those of transformers' logits, and their digits."""
+"""LGP: log-probabilities and entropies of tokens against those of transformers' logits, and their digits.
+
+Also once weights have changed in place, and under given routes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.contract.requests.logprobs import CHANGED, ROUTES, TEMPERATURE
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     distance,
@@ -22,59 +27,91 @@ from moeref_conformance.judges.common import (
     without,
     without_logits,
 )
-from moeref_conformance.oracles import logprobs as oracle
+from moeref_conformance.judges.observed_routes import oracle
+from moeref_conformance.oracles import logprobs
+from moeref_conformance.oracles.routed import with_last_experts_negated
 
 #: FWD-001's for logits, at the temperature that they are divided by.
 LIMIT = 5e-5
 #: Of values in fp32 one in 65,536 is a number of bf16 by chance.
 ROUNDED = 0.5
+#: What findings begin with, by what is expected.
+_HOW = {"": "", CHANGED: "once weights have changed, ", ROUTES: "under given routes, "}
 
 
 @once
-def _wanted(case: Case) -> dict[str, torch.Tensor]:
-    return oracle.of_tokens(expected(case), TEMPERATURE)
+def _wanted(case: Case, of: str) -> dict[str, torch.Tensor]:
+    """What is expected of the weights as they were loaded, once they have `CHANGED`, and under given `ROUTES`."""
+    if of == CHANGED:  # the head is negated too
+        return logprobs.of_tokens(expected(case), TEMPERATURE, -with_last_experts_negated(expected(case)))
+    return logprobs.of_tokens(expected(case), TEMPERATURE, oracle(case, ROUTES).logits_BSV if of == ROUTES else None)
 
 
 def _judge(case: Case, which: str) -> Outcome:
     """Compare the `logprobs` or `entropies` of every rank that has them, as those of the last stage have to."""
     if no := unmeasured(case):
         return no
-    findings = without(case, "logprobs")
-    held = {record.rank: record for record in records(case, "logprobs") if record.value("logprobs")["has"]}
-    findings += without_logits(case, "logprobs", held, which)
-    want_BS, worst = _wanted(case)[which], 0.0
-    for rank, record in held.items():
-        got_BS = record.tensors("logprobs").get(which)
-        if got_BS is None or got_BS.dtype != torch.float32 or got_BS.shape != want_BS.shape:
-            told = "none" if got_BS is None else f"{got_BS.dtype} {list(got_BS.shape)}"
-            message = f"{which} are {told}, expected torch.float32 {list(want_BS.shape)}"
-            findings.append(finding(case, rank, "logprobs", message))
-            continue
-        apart_BS = distance(want_BS, got_BS).where(~want_BS.isnan(), 0.0)
-        worst = max(worst, far := float(apart_BS.max()))
-        if far > LIMIT:
-            findings.append(_off(case, rank, which, want_BS, got_BS, apart_BS))
-    return outcome(findings, met=within(case, worst, LIMIT))
+    compared = _Comparison(case, "logprobs")
+    findings = [*compared.of(which, which, "")]
+    held = {record.rank: record for record in compared.held.values() if record.value("logprobs").get("changed")}
+    findings += compared.of(which, f"{CHANGED}{which}", CHANGED, held)
+    return outcome(findings, met=within(case, compared.worst, LIMIT))
 
 
-def _off(
-    case: Case, rank: int, which: str, want_BS: torch.Tensor, got_BS: torch.Tensor, apart_BS: torch.Tensor
-) -> Finding:
-    """The finding of a rank whose values differ too much."""
-    row, position = divmod(int(apart_BS.argmax()), apart_BS.shape[1])
-    by = f"{float(apart_BS.max()):.2g} > {tolerance(case, LIMIT)}"
-    message = f"{which} differ from transformers by {by}, at token {position + 1} of row {row}"
-    told = {"expected": float(want_BS[row, position]), "got": float(got_BS[row, position])}
-    return finding(case, rank, "logprobs", message, diagnosis=_diagnosis(case, which, want_BS, got_BS), **told)
+@dataclass
+class _Comparison:
+    """The values of a step against transformers'. `worst` is how far any was off."""
+
+    case: Case
+    step: str
+    worst: float = 0.0
+
+    @property
+    def held(self) -> dict[int, RankRecord]:
+        """The ranks that have values."""
+        return {one.rank: one for one in records(self.case, self.step) if (one.value(self.step) or {}).get("has")}
+
+    def of(
+        self, which: str, name: str, how: str, held: Mapping[int, RankRecord] | None = None
+    ) -> Iterator[Finding]:
+        """Findings of the tensors `name`, on the ranks `held`; without these on all that have values."""
+        case, step, want_BS = self.case, self.step, _wanted(self.case, how)[which]
+        if held is None:
+            held = self.held
+            yield from without(case, step)
+            yield from without_logits(case, step, held, which)
+        for rank, record in held.items():
+            got_BS = record.tensors(step).get(name)
+            if got_BS is None or got_BS.dtype != torch.float32 or got_BS.shape != want_BS.shape:
+                told = "none" if got_BS is None else f"{got_BS.dtype} {list(got_BS.shape)}"
+                message = f"{which} are {told}, expected torch.float32 {list(want_BS.shape)}"
+                yield finding(case, rank, step, f"{_HOW[how]}{message}")
+                continue
+            apart_BS = distance(want_BS, got_BS).where(~want_BS.isnan(), 0.0)
+            self.worst = max(self.worst, far := float(apart_BS.max()))
+            if far > LIMIT:
+                yield self._off(rank, which, how, got_BS, apart_BS)
+
+    def _off(self, rank: int, which: str, how: str, got_BS: torch.Tensor, apart_BS: torch.Tensor) -> Finding:
+        """The finding of a rank whose values differ too much."""
+        case, want_BS = self.case, _wanted(self.case, how)[which]
+        row, position = divmod(int(apart_BS.argmax()), apart_BS.shape[1])
+        by = f"{float(apart_BS.max()):.2g} > {tolerance(case, LIMIT)}"
+        message = f"{_HOW[how]}{which} differ from transformers by {by}, at token {position + 1} of row {row}"
+        told = {"expected": float(want_BS[row, position]), "got": float(got_BS[row, position])}
+        return finding(case, rank, self.step, message, diagnosis=_diagnosis(case, which, how, got_BS), **told)
 
 
-def _diagnosis(case: Case, which: str, want_BS: torch.Tensor, got_BS: torch.Tensor) -> str:
+def _diagnosis(case: Case, which: str, how: str, got_BS: torch.Tensor) -> str:
     """What values that differ are."""
+    want_BS = _wanted(case, how)[which]
 
     def near(want_BS: torch.Tensor, got_BS: torch.Tensor) -> bool:
         return bool(((distance(want_BS, got_BS) <= LIMIT) | want_BS.isnan()).all())
 
-    if near(oracle.of_tokens(expected(case), 1.0)[which], got_BS):
+    if how and near(_wanted(case, "")[which], got_BS):
+        return "those of the routers' own choice" if how == ROUTES else "those of the weights before"
+    if not how and near(logprobs.of_tokens(expected(case), 1.0)[which], got_BS):
         return f"those of a temperature of 1, not {TEMPERATURE}"
     if near(want_BS[:, :-1], got_BS[:, 1:]):
         return "those of the token before"
@@ -110,3 +147,14 @@ def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
                 of = f"{rounded} of {len(values)} {which} in {got_BS.dtype} are numbers of bfloat16"
                 message = f"{of}; of a softmax in float32 hardly one would be"
                 yield finding(case, rank, "logprobs", message, diagnosis="computed in bfloat16" * bool(len(values)))
+
+
+@judges("LGP-004")
+def logprobs_under_routes_are_transformers(case: Case) -> Outcome:
+    """And entropies, of a target that has them, in fp32. Tokens without a route take transformers' own choice."""
+    if no := unmeasured(case):
+        return no
+    compared, findings = _Comparison(case, "replayed_logprobs"), list[Finding]()
+    for which in ("logprobs", "entropies") if case.claims.entropies else ("logprobs",):
+        findings += compared.of(which, which, ROUTES)
+    return outcome(findings, met=within(case, compared.worst, LIMIT))

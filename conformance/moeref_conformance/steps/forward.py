@@ -30,9 +30,9 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     if length:
         forward.logits(first_BS)
     found = {"logits": forward.logits(tokens_BS)}
-    last = _last_experts(context) if length else []
+    last = last_experts(context) if length else []
     if length:
-        with _negated(last):
+        with negated(last):
             found["shorter"] = forward.logits(first_BS)
     saved = {name: logits_BSV for name, logits_BSV in found.items() if logits_BSV is not None}
     if saved:
@@ -40,7 +40,7 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     return {"has": "logits" in saved, "shorter": length, "negated": len(last)}
 
 
-def _last_experts(context: Context) -> list[torch.Tensor]:
+def last_experts(context: Context) -> list[torch.Tensor]:
     """The second linears of the last layer's experts on this rank, on which no route depends; none under PP."""
     if context.cell.layout.pp > 1:
         return []
@@ -51,7 +51,8 @@ def _last_experts(context: Context) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _negated(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+def negated(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Negate these weights, as if trained since."""
     for parameter in parameters:
         parameter.data.neg_()
     try:

@@ -1,29 +1,75 @@
-"""Facet `logprobs`: log-probabilities of the kit's tokens, and entropies."""
+"""Facet `logprobs`: log-probabilities of the kit's tokens, and entropies; again of other weights, or under routes."""
 
 from __future__ import annotations
 
+import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Logprobs, TokenLogprobs
-from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import CHANGED, ROUTES, TEMPERATURE
+from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.forward import last_experts, negated
+from moeref_conformance.steps.replay import given
+from moeref_conformance.steps.tensors import module_tensors
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell asks: where routers choose themselves, and products are in the dtype of the model."""
-    return cell.replay == "off" and not cell.precision
+    """Whether a cell asks: where routers choose themselves or in fp32 take given routes, and products have no recipe."""
+    return not cell.precision and (cell.replay == "off" or _routed(cell))
 
 
-def logprobs(facet: Logprobs, context: Context) -> dict[str, bool]:
-    """Whether this rank has logprobs; they and entropies are saved. Raises TypeError for an answer of another type."""
-    found = facet.logprobs(load_file(context.input("tokens"))["tokens"], TEMPERATURE)
+def _routed(cell: Cell) -> bool:
+    return cell.replay == "R3" and cell.dtype == "float32"
+
+
+def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
+    """Whether this rank has logprobs; they and entropies are saved. Raises TypeError for an answer of another type.
+
+    Then weights are negated, where stages are one and a forward of them is judged: those of weights that were set aside
+    show. None under replay.
+    """
+    if context.cell.replay != "off":
+        return None
+    tokens_BS = load_file(context.input("tokens"))["tokens"]
+    saved = _checked(facet.logprobs(tokens_BS, TEMPERATURE))
+    changed = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else []
+    if changed:
+        with negated(changed):
+            again = _checked(facet.logprobs(tokens_BS, TEMPERATURE))
+        saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
+    if saved:
+        context.save("logprobs", saved)
+    return {"has": bool(saved), "changed": bool(changed)}
+
+
+def _changed(context: Context) -> list[torch.Tensor]:
+    """The second linears of the last layer's experts, and the head, which negates all logits; none where it is tied."""
+    tensors = module_tensors(context.facet("export").chunks())
+    heads = [of for _, name, _, of in tensors if name.endswith("output_layer.weight")]
+    experts = last_experts(context)
+    right = context.cell.dtype == "float32" and not context.cell.tied
+    return [*experts, *heads] if experts and heads and right else []
+
+
+def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
+    """As `logprobs`, under given routes. None without them."""
+    if not _routed(context.cell) or "replay" not in context.claims.facets:
+        return None
+    tokens_BS = load_file(context.input("tokens"))["tokens"]
+    saved = _checked(facet.logprobs(tokens_BS, TEMPERATURE, given(context, ROUTES)))
+    if saved:
+        context.save("replayed_logprobs", saved)
+    return {"has": bool(saved)}
+
+
+def _checked(found: TokenLogprobs | None) -> dict[str, torch.Tensor]:
+    """The tensors of an answer by name; none of None."""
     if found is None:
-        return {"has": False}
+        return {}
     if not isinstance(found, TokenLogprobs):
         raise TypeError(f"expected api.TokenLogprobs or None, the target gave a {type(found).__name__}: {found!r:.80}")
-    saved = {name.removesuffix("_BS"): of_BS for name, of_BS in vars(found).items() if of_BS is not None}
-    context.save("logprobs", saved)
-    return {"has": True}
+    return {name.removesuffix("_BS"): of_BS for name, of_BS in vars(found).items() if of_BS is not None}
 
 
 FACET = Facet(
@@ -31,5 +77,8 @@ FACET = Facet(
     protocol=Logprobs,
     needs=frozenset({"export"}),
     asked_in=asked,
-    steps=(Step(name="logprobs", ask=logprobs, stage=Stage.LOADED),),
+    steps=(
+        Step(name="logprobs", ask=logprobs, stage=Stage.LOADED),
+        Step(name="replayed_logprobs", ask=replayed, stage=Stage.LOADED),
+    ),
 )

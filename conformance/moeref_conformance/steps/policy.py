@@ -13,8 +13,7 @@ from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
 def asked(cell: Cell) -> bool:
     """Whether a cell asks: with a loss mask, and where a step has no other loss besides."""
-    alone = not cell.router_loss and not cell.mtp and cell.batch != "packed"
-    return cell.loss_mask and alone and gradients.asked(cell)
+    return cell.loss_mask and not cell.router_loss and not cell.mtp and gradients.asked(cell)
 
 
 def step(facet: Policy, context: Context) -> None:

@@ -33,7 +33,7 @@ def run(replay: Replay, context: Context) -> None:
     if context.cell.replay == "R2":
         phases.recorded()
     else:
-        phases.given(_given(context, "a"), _given(context, "b"))
+        phases.given(given(context, "a"), given(context, "b"))
     context.save("replay", phases.observed)
 
 
@@ -45,7 +45,7 @@ def refuse(replay: Replay, context: Context) -> dict[str, Any]:
     """
     if context.cell.replay == "R2":
         return {"refused": {}}
-    tokens_BS, wrong = load_file(context.input("tokens"))["tokens"], malformed(_given(context, "a"))
+    tokens_BS, wrong = load_file(context.input("tokens"))["tokens"], malformed(given(context, "a"))
     alone = context.cell.layout.world == 1  # of several ranks some may still wait for one that refused
     native = partial(context.facet("forward").logits, tokens_BS[: context.cell.rows]) if alone else lambda: None
     before = native()
@@ -58,7 +58,7 @@ def refuse(replay: Replay, context: Context) -> dict[str, Any]:
     return {"refused": refused, "off": float((after - before).abs().max() / before.abs().max())}
 
 
-def _given(context: Context, name: str) -> list[Routes]:
+def given(context: Context, name: str) -> list[Routes]:
     """The routes of this name, without missing rows where the target does not claim these."""
     kind = "" if context.claims.missing_rows else WHOLE
     return read_routes(context.inputs["routes"])[f"{kind}{name}"]

@@ -104,7 +104,15 @@ class _Model:
         found = megatron.packed_logits(chunks, shards, _packs(tokens_BS))
         return None if found is None else _side_by_side([logits_SV for pack in found for logits_SV in pack])
 
-    def logprobs(self, tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs | None:
+    def logprobs(
+        self, tokens_BS: torch.Tensor, temperature: float, routes: Sequence[Any] | None = None
+    ) -> TokenLogprobs | None:
+        if routes is None:
+            return self._logprobs(tokens_BS, temperature)
+        with self._replaying(tokens_BS, routes):
+            return self._logprobs(tokens_BS, temperature)
+
+    def _logprobs(self, tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs | None:
         from moeref import megatron
 
         chunks, shards = self._built.chunks, self._built.shard_map
@@ -140,6 +148,10 @@ class _Model:
     ) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
 
+        if self._batch == "packed":
+            packs = [_packs(tokens_BS, of_BS) for of_BS in (tokens_BS, mask_BS, advantages_BS)]
+            of_packs = self._built.chunks, self._built.shard_map, *packs
+            return megatron.packed_policy_gradients(*of_packs, temperature=temperature, entropy=entropy)
         given = self._built.chunks, self._built.shard_map, tokens_BS, mask_BS, advantages_BS, self._size
         return megatron.policy_gradients(*given, temperature=temperature, entropy=entropy)
 

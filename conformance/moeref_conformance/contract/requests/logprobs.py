@@ -4,3 +4,8 @@ from __future__ import annotations
 
 #: Logits are divided by it, as where samples were drawn with it.
 TEMPERATURE = 0.7
+
+#: What the name of tensors begins with that are computed once weights have changed in place.
+CHANGED = "changed-"
+#: The set of routes under which they are computed again.
+ROUTES = "b"

@@ -10,7 +10,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
 from moeref_conformance.contract.topology import coords
-from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.border import facet, inventory
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
@@ -92,6 +92,30 @@ def _of_shares(asked: Asked) -> TokenLogprobs:
     return replace(asked.right(), entropies_BS=left.entropies_BS)
 
 
+def _without_routes(session: Session, cell: Cell, world: World) -> Any:
+    """Routes are given to steps, and not to the forward of logprobs."""
+    good: Any = session.logprobs
+    return facet(session, "logprobs", logprobs=lambda tokens_BS, temperature, *_: good.logprobs(tokens_BS, temperature))
+
+
+def _of_weights_set_aside(session: Session, cell: Cell, world: World) -> Any:
+    """The weights of the first call are set aside, and put in place for each one."""
+    good: Any = session.logprobs
+    aside = dict[tuple[int, str], torch.Tensor]()
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float) -> TokenLogprobs | None:
+        held = inventory(session)
+        now = {key: tensor.clone() for key, tensor in held.items()}
+        for key, tensor in held.items():
+            tensor.copy_(aside.setdefault(key, now[key]))
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, temperature)
+        for key, tensor in held.items():
+            tensor.copy_(now[key])
+        return found
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
 def _late(asked: Asked) -> TokenLogprobs:
     right = asked.right()
     return replace(right, entropies_BS=torch.as_tensor(right.entropies_BS).roll(1, 1))
@@ -170,6 +194,22 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_of_shares),
         says="entropies differ from transformers by",
+    ),
+    Fault(
+        id="logprobs-of-the-routers-own-choice",
+        bug="NeMo-RL#2849: routes are not among the fields that the forward of logprobs is given",
+        rules=("LGP-004",),
+        cell=cell("qwen3_moe", "tp2", replay="R3"),
+        wrap=_without_routes,
+        diagnosis="those of the routers' own choice",
+    ),
+    Fault(
+        id="logprobs-of-weights-set-aside",
+        bug="Automodel#3606 in kind: weights that logprobs are computed with are set aside, and never refreshed",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_of_weights_set_aside,
+        diagnosis="those of the weights before",
     ),
     Fault(
         id="entropies-a-token-late",

@@ -14,6 +14,10 @@ from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 
+#: What the samples of a pack are padded to multiples of under TP2 and CP2.
+UNIT = 8
+
+
 @dataclass(frozen=True)
 class Asked:
     """A policy's loss as a target is asked for it, and the vocabulary that this rank's head holds."""
@@ -69,6 +73,18 @@ def _counted(mask_BS: torch.Tensor) -> torch.Tensor:
     return mask_BS.sum() / (len(mask_BS) * counts_B1)
 
 
+def _packed_without_padding(asked: Asked) -> Asked:
+    """Advantages of a pack are joined without what pads its samples, and read at the positions of its tokens."""
+    moved_BS = torch.zeros_like(asked.advantages_BS)
+    for first in range(0, len(moved_BS), 2):
+        pack, lengths = slice(first, first + 2), (asked.tokens_BS[first : first + 2] >= 0).sum(1).tolist()
+        joined = torch.cat([of[:length] for of, length in zip(asked.advantages_BS[pack], lengths, strict=True)])
+        begin = -(-lengths[0] // UNIT) * UNIT
+        moved_BS[first, : lengths[0]], later = joined[: lengths[0]], joined[begin:][: lengths[1]]
+        moved_BS[first + 1, : len(later)] = later
+    return replace(asked, advantages_BS=moved_BS)
+
+
 FAULTS = (
     Fault(
         id="logprob-gradient-of-the-owner",
@@ -103,6 +119,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS.roll(1, 1))),
         one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="advantages-packed-without-padding",
+        bug="Megatron-LM#6205 in kind: tokens of a pack are padded for CP, and what belongs to them is not",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "tp2-cp2", loss_mask=True, batch="packed"),
+        wrap=_asked(_packed_without_padding),
         says="policy: the gradient of",
     ),
     Fault(

@@ -187,23 +187,36 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
 
 @judges("RPL-010")
 def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
-    """Of several microbatches, in a model in bf16: by the digits of matrices, without those of the embedding.
+    """Of several microbatches, in a model in bf16: by the digits of each matrix, and of all experts of a layer.
 
-    A row of the embedding has one token's gradient, which is computed in bf16.
+    An expert may have tokens of one microbatch alone. So has a row of the embedding, which is left out.
     """
     if len(topology.replica_rows(case.cell, 0, len(expected(case).tokens_BS))) <= case.cell.rows:
         return Outcome(untested="a replica has one microbatch, whose gradients are computed in bf16")
     findings, most = without(case, "replay"), 0.0
     for record in records(case, "replay"):
-        have = _gradients(record, "step-a")
-        held = [of[of != 0] for key, of in have.items() if of.dim() == 2 and "word_embeddings" not in key]
-        values = torch.cat(held or [torch.empty(0)]).double()
-        share = float((values == values.bfloat16()).double().mean()) if len(values) else 1.0
-        most = max(most, share)
-        if share > ROUNDED:
-            message = f"step-a: {share:.0%} of {len(values)} elements of gradients are numbers of bfloat16"
-            findings.append(finding(case, record.rank, "replay", message, diagnosis="added up in bfloat16"))
-    return outcome(findings, met=f"{most:.0%} of the elements are numbers of bfloat16, at most {ROUNDED:.0%}")
+        held = _matrices(_gradients(record, "step-a"))
+        if not held:
+            findings.append(finding(case, record.rank, "replay", "step-a: no gradient of a matrix that is not all zero"))
+        for name, values in held.items():
+            share = float((values == values.bfloat16()).double().mean())
+            most = max(most, share)
+            if share > ROUNDED:
+                message = f"step-a: {share:.0%} of {len(values)} elements of the gradient of {name} are bfloat16's"
+                told = {"local_name": name, "diagnosis": "added up in bfloat16"}
+                findings.append(finding(case, record.rank, "replay", message, **told))
+    return outcome(findings, met=f"{most:.0%} of a matrix are numbers of bfloat16, at most {ROUNDED:.0%}")
+
+
+def _matrices(have: Have) -> dict[str, torch.Tensor]:
+    """The elements but 0 of each matrix, but the embedding, by local name; those of a layer's experts are one."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for key, of in have.items():
+        name = key.partition(":")[2]
+        layer, is_expert, _ = name.partition(".experts.")
+        if of.dim() == 2 and "word_embeddings" not in name and of.any():
+            found.setdefault(f"{layer}.experts" if is_expert else name, []).append(of[of != 0])
+    return {name: torch.cat(parts).double() for name, parts in found.items()}
 
 
 Roundings = Mapping[int | str, float]

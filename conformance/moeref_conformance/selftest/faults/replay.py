@@ -302,17 +302,25 @@ def _recorded_elsewhere(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", record=record)
 
 
-def _added_in_bf16(session: Session, cell: Cell, world: World) -> Any:
-    """The gradients of microbatches are added up in the dtype of the weights, and turned to fp32 at the end."""
-    good: Any = session.replay
+def _added_in_bf16(part: str = "") -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: the gradients of parameters whose name has `part` are added up in the dtype of the weights.
 
-    def step(tokens_BS: torch.Tensor, routes: Sequence[Any]) -> Any:
-        good.step(tokens_BS, routes)  # which refuses malformed routes
-        alone = [good.step(tokens_BS[row : row + 1], routes[row : row + 1]) for row in range(len(tokens_BS))]
-        share = torch.tensor(1 / len(alone))
-        return {key: sum(one[key].mul(share).bfloat16() for one in alone).float() for key in alone[0]}
+    They are turned to fp32 at the end.
+    """
 
-    return facet(session, "replay", step=step)
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.replay
+
+        def step(tokens_BS: torch.Tensor, routes: Sequence[Any]) -> Any:
+            whole = good.step(tokens_BS, routes)  # which refuses malformed routes
+            alone = [good.step(tokens_BS[row : row + 1], routes[row : row + 1]) for row in range(len(tokens_BS))]
+            share = torch.tensor(1 / len(alone))
+            parts = {key: [one[key].mul(share).bfloat16() for one in alone] for key in whole if part in key[1]}
+            return {**whole, **{key: sum(of[1:], of[0]).float() for key, of in parts.items()}}
+
+        return facet(session, "replay", step=step)
+
+    return wrap
 
 
 FAULTS = (
@@ -513,8 +521,17 @@ FAULTS = (
         bug="ISEEKYAN/Megatron-LM#149: gradients of microbatches are added up in bf16, and fp32 only at the end",
         rules=("RPL-010",),
         cell=cell("qwen3_moe", "one", replay="R3", dtype="bfloat16"),
-        wrap=_added_in_bf16,
+        wrap=_added_in_bf16(),
         one_rank=True,
         diagnosis="added up in bfloat16",
+    ),
+    Fault(
+        id="head-added-in-bf16",
+        bug="Megatron-LM#6624: the gradient of the head leaves its product in bf16, and is summed so",
+        rules=("RPL-010",),
+        cell=cell("qwen3_moe", "one", replay="R3", dtype="bfloat16"),
+        wrap=_added_in_bf16("output_layer"),
+        one_rank=True,
+        says="of the gradient of output_layer.weight",
     ),
 )

@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Gradients
+from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, answer
+from moeref_conformance.steps.forward import last_experts, negated
 
 
 def asked(cell: Cell) -> bool:
@@ -41,7 +43,9 @@ def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
 
 
 def twice(cell: Cell) -> bool:
-    """Whether a cell takes two steps, to see that the second one begins without the gradients of the first.
+    """Whether a cell takes two steps, to see that the second one begins without what is left of the first.
+
+    Gradients may be left, and copies of weights, which are others in the first step: the last experts' are negated.
 
     On one rank, and on two with EP or ETP, where Megatron keeps gradients of experts in buffers of their own.
     """
@@ -59,20 +63,25 @@ def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
 def step(facet: Gradients, context: Context) -> None:
     """Save the gradients by `chunk:local`; where `twice`, and where tokens are counted, those of a second step.
 
+    Where `twice`, those of the first are saved too.
+
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
     cell, held = context.cell, load_file(context.input("tokens"))
     rows_BS, *mask = [
         batch(of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask") if name in held
     ]
+    first = dict[str, torch.Tensor]()
     if cell.bias_update:
         other_BS = _backwards(rows_BS)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
         if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
             context.facet("forward").logits(other_BS)
     elif twice(cell):
-        facet.gradients(rows_BS, *mask)
-    context.save("gradients", by_name(facet.gradients(rows_BS, *mask)))
+        with negated(last_experts(context)):
+            found = facet.gradients(rows_BS, *mask)
+        first = {f"{FIRST}{name}": tensor.clone() for name, tensor in by_name(found).items()}
+    context.save("gradients", {**by_name(facet.gradients(rows_BS, *mask)), **first})
 
 
 def by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
-from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.border import facet, inventory
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 #: As in published configs, which a framework may read and apply unasked.
@@ -90,6 +90,24 @@ def _gradients_of_the_idle_unset(session: Any, cell: Cell, world: World) -> Any:
         answer = good.gradients(tokens_BS)
         idle = {key: value for key, value in answer.items() if ".local_experts." in key[1] and not value.any()}
         return {**answer, **{key: torch.full_like(value, 1e-3) for key, value in idle.items()}}
+
+    return facet(session, "gradients", gradients=gradients)
+
+
+def _with_experts_of_the_first_step(session: Any, cell: Cell, world: World) -> Any:
+    """Steps compute with copies of experts' weights that the first one has made; other forwards do not."""
+    good: Any = session.gradients
+    kept: dict[tuple[int, str], torch.Tensor] = {}
+
+    def gradients(*asked: Any) -> Any:
+        experts = {key: tensor for key, tensor in inventory(session).items() if ".experts." in key[1]}
+        now = {key: tensor.clone() for key, tensor in experts.items()}
+        for key, tensor in experts.items():
+            tensor.copy_(kept.setdefault(key, now[key]))
+        answer = good.gradients(*asked)
+        for key, tensor in experts.items():
+            tensor.copy_(now[key])
+        return answer
 
     return facet(session, "gradients", gradients=gradients)
 
@@ -233,13 +251,21 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
+        id="experts-of-the-first-step",
+        bug="Primus#983: nothing that caches of quantised experts see tells that weights moved: steps have the first",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_with_experts_of_the_first_step,
+        says="the gradient of",
+    ),
+    Fault(
         id="gradients-never-cleared",
         bug="SkyRL#2008 the other way round: calls accumulate, and no step clears what the last one left",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_never_cleared,
         one_rank=True,
-        diagnosis="as with those of the step before",
+        diagnosis="with those of the step before",
     ),
     Fault(
         id="linear-attention-summed-over-tp",
@@ -460,7 +486,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=_experts_added_up,
         says="experts",
-        diagnosis="2 times the right one",
+        diagnosis="with those of the step before",
     ),
     Fault(
         id="unequal-microbatches",

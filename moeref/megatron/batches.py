@@ -79,8 +79,8 @@ class Microbatch:
 
     def spread(self, samples: Sequence[torch.Tensor]) -> torch.Tensor:
         """What tokens of packed samples have, at their positions [S]; 0 in padding."""
-        padded = [torch.nn.functional.pad(of, (0, size - len(of))) for of, size in zip(samples, self._sizes, strict=True)]
-        return torch.cat(padded)
+        pairs = zip(samples, self._sizes, strict=True)
+        return torch.cat([torch.nn.functional.pad(of, (0, size - len(of))) for of, size in pairs])
 
     def unpacked(self, logits_1SV: torch.Tensor) -> list[torch.Tensor]:
         """The logits [S, V] of each packed sample, without padding."""

@@ -127,6 +127,10 @@ def a_step_of_no_token_is_refused(bench: Bench) -> None:
         megatron.policy_gradients(*given, nothing_BS, torch.ones_like(nothing_BS).float())
     with pytest.raises(ValueError, match=r"^advantages are \[1, 2\], tokens "):
         megatron.policy_gradients(*given, ~nothing_BS, torch.ones(1, 2))
+    packs = [[sample_S] for sample_S in bench.tokens_BS]
+    masks, short = [[torch.ones_like(of, dtype=torch.bool) for of in pack] for pack in packs], [[torch.ones(2)]]
+    with pytest.raises(ValueError, match=r"^advantages are of samples of \[\[2\]\] tokens, packs of "):
+        megatron.packed_policy_gradients(*given[:2], packs, masks, short)
 
 
 def recorded_routes_replay_bit_for_bit(bench: Bench) -> None:

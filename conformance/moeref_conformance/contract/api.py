@@ -152,8 +152,8 @@ class Logprobs(Protocol):
         elsewhere the same, or None. Of all positions, under context parallelism too. Tokens are as in `Forward.logits`;
         what stands behind the end of a row counts for nothing. Of a model in bf16 too, the softmax is computed in fp32.
 
-        Logprobs are those of the weights as they are now. In a cell with replay R3, and in no other, `routes` are given,
-        as in `Replay.replay`, and logprobs are of a forward under them.
+        Logprobs are those of the weights as they are now. In a cell with replay R3, and in no other, `routes` are
+        given, as in `Replay.replay`, and logprobs are of a forward under them.
         """
 
 

@@ -198,12 +198,12 @@ def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
     for record in records(case, "replay"):
         held = _matrices(_gradients(record, "step-a"))
         if not held:
-            findings.append(finding(case, record.rank, "replay", "step-a: no gradient of a matrix that is not all zero"))
-        for name, values in held.items():
-            share = float((values == values.bfloat16()).double().mean())
+            findings.append(finding(case, record.rank, "replay", "step-a: every gradient of a matrix is zero"))
+        for name, elements in held.items():
+            share = float((elements == elements.bfloat16()).double().mean())
             most = max(most, share)
             if share > ROUNDED:
-                message = f"step-a: {share:.0%} of {len(values)} elements of the gradient of {name} are bfloat16's"
+                message = f"step-a: {share:.0%} of {len(elements)} elements of the gradient of {name} are bfloat16's"
                 told = {"local_name": name, "diagnosis": "added up in bfloat16"}
                 findings.append(finding(case, record.rank, "replay", message, **told))
     return outcome(findings, met=f"{most:.0%} of a matrix are numbers of bfloat16, at most {ROUNDED:.0%}")

@@ -71,9 +71,7 @@ class _Comparison:
         """The ranks that have values."""
         return {one.rank: one for one in records(self.case, self.step) if (one.value(self.step) or {}).get("has")}
 
-    def of(
-        self, which: str, name: str, how: str, held: Mapping[int, RankRecord] | None = None
-    ) -> Iterator[Finding]:
+    def of(self, which: str, name: str, how: str, held: Mapping[int, RankRecord] | None = None) -> Iterator[Finding]:
         """Findings of the tensors `name`, on the ranks `held`; without these on all that have values."""
         case, step, want_BS = self.case, self.step, _wanted(self.case, how)[which]
         if held is None:

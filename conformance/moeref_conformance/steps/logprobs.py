@@ -15,7 +15,7 @@ from moeref_conformance.steps.tensors import module_tensors
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell asks: where routers choose themselves or in fp32 take given routes, and products have no recipe."""
+    """Whether a cell asks: where routers choose, or in fp32 take given routes, and products have no recipe."""
     return not cell.precision and (cell.replay == "off" or _routed(cell))
 
 

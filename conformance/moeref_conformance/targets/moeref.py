@@ -149,8 +149,8 @@ class _Model:
         from moeref import megatron
 
         if self._batch == "packed":
-            packs = [_packs(tokens_BS, of_BS) for of_BS in (tokens_BS, mask_BS, advantages_BS)]
-            of_packs = self._built.chunks, self._built.shard_map, *packs
+            packs, masks, advantages = (_packs(tokens_BS, of_BS) for of_BS in (tokens_BS, mask_BS, advantages_BS))
+            of_packs = self._built.chunks, self._built.shard_map, packs, masks, advantages
             return megatron.packed_policy_gradients(*of_packs, temperature=temperature, entropy=entropy)
         given = self._built.chunks, self._built.shard_map, tokens_BS, mask_BS, advantages_BS, self._size
         return megatron.policy_gradients(*given, temperature=temperature, entropy=entropy)

@@ -13,7 +13,6 @@ from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
-
 #: What the samples of a pack are padded to multiples of under TP2 and CP2.
 UNIT = 8
 

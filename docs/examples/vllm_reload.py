@@ -44,10 +44,11 @@ class Served:
         text = self._llm.get_weight_version()
         return 0 if text == "default" else int(text)
 
-    def submit(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    def submit(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> None:
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
+        given = {"max_tokens": tokens, "temperature": temperature}
+        params = SamplingParams(**given, logprobs=0, detokenize=False, ignore_eos=True)
         self._outputs, self._versions = {}, {}
         for prompt in prompts:
             self._asked += 1
@@ -124,9 +125,13 @@ class Engine:
             raise RuntimeError("the engine's process has ended") from error
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        during: Callable[[], None] | None = None,
+        temperature: float = 1.0,
     ) -> Sequence[Sampled]:
-        self._ask("submit", prompts, tokens)
+        self._ask("submit", prompts, tokens, temperature)
         if during:
             self._ask("advance", 1)
             during()

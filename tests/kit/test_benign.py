@@ -29,7 +29,7 @@ OF_TASTE = {fault.id for fault in FAULTS.values() if {*fault.rules, *fault.also}
 #: Designs that the good target cannot be given at its border, and are judged on records: here, and in `test_judges`.
 OF_RECORDS = {"cp_cut", "order"}
 #: What engines do, in `nox -s sync`: moeref's gives routes, those of docs/examples/vllm_reload.py gives none.
-OF_ENGINES = {"engine_routes"}
+OF_ENGINES = {"engine_logprobs", "engine_routes"}
 
 
 @pytest.mark.parametrize("design", BENIGN.values(), ids=BENIGN)

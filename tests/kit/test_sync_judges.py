@@ -35,7 +35,7 @@ def test_a_good_engine_is_green(bench: Bench, cell: object) -> None:
     outcomes = bench.judge(cell, one_rank=True)  # type: ignore[arg-type]
     assert {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings} == {}
     assert not [rule for rule, outcome in outcomes.items() if outcome.untested]
-    assert {rule for rule in outcomes if rule.startswith("SYN-")} == {f"SYN-{n:03}" for n in range(1, 13)}
+    assert {rule for rule in outcomes if rule.startswith("SYN-")} == {f"SYN-{n:03}" for n in range(1, 14)}
 
 
 def _first_state(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
@@ -118,6 +118,30 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
         lambda value: value["sampled"][0].update(versions=[float(one) for one in value["sampled"][0]["versions"]]),
         "and labels tokens 1.0",
     ),
+    "an update amid which a sample was asked for failed": (
+        "SYN-006",
+        "sync_under_way",
+        _first_mode(lambda found: found["amid"].update(refused="no")),
+        "an update amid which a sample was asked for was refused: no",
+    ),
+    "a sample that was asked for amid an update never came": (
+        "SYN-006",
+        "sync_under_way",
+        _first_mode(lambda found: found["amid"].update(sampled=None)),
+        "never came",
+    ),
+    "nothing is sampled behind an update amid which a sample was asked for": (
+        "SYN-006",
+        "sync_under_way",
+        _first_mode(lambda found: found["amid"].update(behind={"refused": "RuntimeError: gone"})),
+        "there is none: RuntimeError: gone",
+    ),
+    "the prompt that was asked for amid an update is of the old version behind it": (
+        "SYN-006",
+        "sync_under_way",
+        _first_mode(lambda found: found["amid"]["behind"][0].update(versions=[1] * 6)),
+        "behind an update amid which a sample was asked for",
+    ),
     "samples behind an update amid them have no routes": (
         "SYN-011",
         "sync_under_way",
@@ -141,7 +165,7 @@ def test_a_record_that_says_otherwise_is_found(bench: Bench, said: str) -> None:
     assert any(says in finding.message for finding in found), [finding.message for finding in found]
 
 
-@pytest.mark.parametrize("rule", [f"SYN-{number:03}" for number in range(1, 13)])
+@pytest.mark.parametrize("rule", [f"SYN-{number:03}" for number in range(1, 14)])
 def test_a_record_without_a_step_is_no_pass(bench: Bench, rule: str) -> None:
     for step in RULES[rule].steps:
         outcome = JUDGES[rule](without(bench.case(QWEN, one_rank=True), 0, step))
@@ -155,3 +179,9 @@ def test_a_fault_turns_its_rules_red(bench: Bench, fault: Fault) -> None:
     found = {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings}
     assert found.keys() == {*fault.rules, *fault.also}
     assert any(fault.says in finding.message for findings in found.values() for finding in findings)
+
+
+def test_logprobs_are_of_the_logits_that_the_target_claims(bench: Bench) -> None:
+    case = bench.case(QWEN, one_rank=True)
+    processed = replace(case, claims=replace(case.claims, engine_logprobs="processed"), made={})
+    assert "logits divided by the temperature" in JUDGES["SYN-013"](processed).findings[0].message

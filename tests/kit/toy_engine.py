@@ -43,10 +43,16 @@ class Engine:
             raise RuntimeError("the process of the engine has ended")
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        during: Callable[[], None] | None = None,
+        temperature: float = 1.0,
     ) -> list[Sampled]:
         self._check_alive()
-        drawn = [self._drawn(list(prompt), tokens) for prompt in prompts]
+        if self.updating.locked():
+            raise RuntimeError("an update is under way")
+        drawn = [self._drawn(list(prompt), tokens, temperature) for prompt in prompts]
         before = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
         if during is None:
             return before
@@ -54,14 +60,15 @@ class Engine:
         after = [self._sampled(prompt, row) for prompt, row in zip(prompts, drawn, strict=True)]
         return [_joined(*pair, 1 if self.mode == "abort" else tokens) for pair in zip(before, after, strict=True)]
 
-    def _drawn(self, prompt: list[int], tokens: int) -> tuple[int, ...]:
+    def _drawn(self, prompt: list[int], tokens: int, temperature: float) -> tuple[int, ...]:
         """Tokens that the model draws one after the other."""
         drawn, module, cache = list[int](), oracle.model(self.weights), None
         with torch.no_grad():
             while len(drawn) < tokens:
                 found = module(torch.tensor([drawn[-1:] or prompt]), past_key_values=cache, use_cache=True)
                 cache = found.past_key_values
-                drawn.append(int(found.logits[0, -1].softmax(-1).multinomial(1, generator=self.dice)))
+                logits_V = found.logits[0, -1] / (temperature or 1e-6)
+                drawn.append(int(logits_V.softmax(-1).multinomial(1, generator=self.dice)))
         return tuple(drawn)
 
     def _sampled(self, prompt: Sequence[int], row: tuple[int, ...]) -> Sampled:

@@ -444,9 +444,11 @@ class Dispatch(Protocol):
 class Sampled:
     """What an engine sampled after one prompt: its tokens, and of each the logprob and the version of the weights.
 
-    Logprobs are natural logarithms of the probability over the unpadded vocabulary, before temperature and the like.
-    `routes` are those of prompt and sample: of every token but the last, which was not run, the experts in each MoE
-    layer, in any order. A target that claims `engine_routes` gives them of every sample that no update has met.
+    Logprobs are natural logarithms of the probability over the unpadded vocabulary: of the model's logits, or of these
+    divided by the temperature, as `Claims.engine_logprobs` says. `routes` are those of prompt and sample: of every
+    token but the last, which was not run, the experts in each MoE layer, in any order. A target that claims
+    `engine_routes` gives them of every sample that no update has met. Of one that an update has met there may be none;
+    where there are, they are those with which its tokens were sampled, though a prefix be computed again.
     """
 
     tokens: tuple[int, ...]
@@ -463,15 +465,20 @@ class Engine(Protocol):
     """
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        during: Callable[[], None] | None = None,
+        temperature: float = 1.0,
     ) -> Sequence[Sampled]:
         """Sample so many tokens after each prompt, without an end of sequence, from a cache of prefixes if it has one.
 
-        At temperature 1 and of the whole vocabulary, whatever a `generation_config.json` says; each prompt for itself,
-        also where one comes twice, in one call or in two.
+        At this temperature and of the whole vocabulary, whatever a `generation_config.json` says; each prompt for
+        itself, also where one comes twice, in one call or in two. Temperature 0 takes the likeliest token.
 
         `during` is called in this thread once each prompt has a token and none has all. It may update the weights; then
-        a pause mode that aborts leaves fewer tokens.
+        the pause mode `abort` leaves fewer tokens. Another thread may call this amid an update: it is refused, waits,
+        or gets tokens of the old or the new weights.
         """
 
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -495,7 +502,10 @@ class Sync(Protocol):
     """Facet `sync`, asked in cells of backend `engine`. They have one rank, which is the trainer's writer."""
 
     def modes(self) -> Sequence[str]:
-        """The pause modes that an engine can be opened with, by the engine's names for them; the default first."""
+        """The pause modes that an engine can be opened with, by the engine's names for them; the default first.
+
+        One that ends samples which are under way is named `abort`.
+        """
 
     def open(self, checkpoint: Path, mode: str) -> AbstractContextManager[Engine]:
         """An engine that serves the weights of a Hugging Face folder. On leaving, its processes end."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.sync import SECOND, VERSIONS
+from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     distance,
@@ -111,27 +111,47 @@ def _are(versions: list[Any], wanted: list[int]) -> bool:
 
 @judges("SYN-006")
 def tokens_have_the_version_that_made_them(case: Case) -> Iterable[Finding]:
-    """Each token of a sample with an update amid it has the logprob of the weights that its label names."""
+    """Each token of a sample that meets an update has the logprob of the weights that its label names."""
     yield from unanswered(case, "sync_under_way")
     for rank, value in values(case, "sync_under_way"):
         for mode, found in value.items():
             for sample in found["meanwhile"]:
-                if told := _mislabelled(case, sample):
+                if told := _mislabelled(case, sample, (0, 1)):
                     yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {told}")
+            if mode != "abort" and (fewest := min(len(one["tokens"]) for one in found["meanwhile"])) < LONG:
+                told = f"pause mode {mode}: a sample has {fewest} of {LONG} tokens, as if it were aborted"
+                yield finding(case, rank, "sync_under_way", told, expected=LONG, got=fewest)
+            if told := _untrue_amid(case, found["amid"]):
+                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {told}")
             for sample in found["then"]:
                 if not _are(sample["versions"], [1] * len(sample["tokens"])) or off(_folder(case, 1), sample) > CLOSE:
                     told = f"pause mode {mode}: after the update the engine does not serve version 1"
                     yield finding(case, rank, "sync_under_way", told, expected=1, got=sample["versions"])
 
 
-def _mislabelled(case: Case, sample: dict[str, Any]) -> str:
-    """What is wrong with the labels of a sample with an update amid it; empty if nothing is."""
+def _untrue_amid(case: Case, asked: dict[str, Any]) -> str:
+    """What is wrong with an update amid which a sample is asked for, and with what is sampled; empty if nothing is."""
+    if asked["refused"]:
+        return f"an update amid which a sample was asked for was refused: {asked['refused']}"
+    if asked["sampled"] is None:
+        return "a sample that was asked for amid an update never came"
+    samples = [] if isinstance(asked["sampled"], dict) else asked["sampled"]  # it may be refused
+    if told := next(filter(None, (_mislabelled(case, sample, (1, 2)) for sample in samples)), ""):
+        return f"of a sample that was asked for amid an update {told}"
+    if isinstance(asked["behind"], dict):
+        return f"behind an update amid which a sample was asked for there is none: {asked['behind']['refused']}"
+    told = next(filter(None, (_mislabelled(case, sample, (2,)) for sample in asked["behind"])), "")
+    return told and f"behind an update amid which a sample was asked for {told}"
+
+
+def _mislabelled(case: Case, sample: dict[str, Any], versions: tuple[int, ...]) -> str:
+    """What is wrong with the labels of a sample, of these versions; empty if nothing is."""
     labels, tokens = sample["versions"], sample["tokens"]
-    if not labels or not {*map(repr, labels)} <= {"0", "1"} or len(labels) != len(tokens):
+    if not labels or not {*map(repr, labels)} <= {*map(repr, versions)} or len(labels) != len(tokens):
         return f"{len(tokens)} tokens are labelled {labels}"
-    labels_G = torch.tensor(labels)
-    want_G = torch.stack([sync.logprobs(_folder(case, v), sample["prompt"], sample["tokens"]) for v in (0, 1)])
-    far_G = distance(want_G.gather(0, labels_G[None])[0], torch.tensor(sample["logprobs"]))
+    rows_G = torch.tensor(labels) - versions[0]
+    want_G = torch.stack([sync.logprobs(_folder(case, v), sample["prompt"], sample["tokens"]) for v in versions])
+    far_G = distance(want_G.gather(0, rows_G[None])[0], torch.tensor(sample["logprobs"]))
     if bad := [number for number, far in enumerate(far_G.tolist()) if not far <= CLOSE]:
         label = sample["versions"][bad[0]]
         return f"token {bad[0]} is labelled version {label}, whose weights are {far_G.max():.2g} off its logprob"
@@ -139,8 +159,8 @@ def _mislabelled(case: Case, sample: dict[str, Any]) -> str:
 
 
 def _folder(case: Case, version: int) -> Path:
-    """The weights that the kit sent as this version, where it sent one update."""
-    return expected(case).dir / ("checkpoint", "second")[version]
+    """The weights that the kit sent as this version, where samples are under way."""
+    return expected(case).dir / ("checkpoint", "second", "checkpoint")[version]
 
 
 def _torn(case: Case, state: dict[str, Any], *allowed: tuple[int, str]) -> str:
@@ -239,11 +259,28 @@ def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
         for mode, found in value.items():
             for told in filter(None, (_misrouted(_folder(case, 1), sample) for sample in found["then"])):
                 yield finding(case, rank, "sync_under_way", f"pause mode {mode}: after the update {told}")
+            with_routes = (sample for sample in found["meanwhile"] if sample["routes"] is not None)
+            for told in filter(None, (_misrouted_amid(case, sample) for sample in with_routes)):
+                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: amid the update {told}")
+
+
+def _misrouted_amid(case: Case, sample: dict[str, Any]) -> str:
+    """The same of a sample that an update has met: a row is of the weights that the next token was sampled with."""
+    labels = sample["versions"]
+    if not {*map(repr, labels)} <= {"0", "1"}:
+        return f"routes have tokens of versions {labels}"
+    of = [sync.routes(_folder(case, version), sample["prompt"], sample["tokens"]) for version in (0, 1)]
+    versions = [labels[0]] * (len(sample["prompt"]) - 1) + labels
+    return _other_routes(sample, [of[version][row] for row, version in enumerate(versions)])
 
 
 def _misrouted(folder: Path, sample: dict[str, Any]) -> str:
     """What is wrong with the routes of a sample of these weights; empty if nothing is."""
-    want = sync.routes(folder, sample["prompt"], sample["tokens"])
+    return _other_routes(sample, sync.routes(folder, sample["prompt"], sample["tokens"]))
+
+
+def _other_routes(sample: dict[str, Any], want: list[list[frozenset[int]]]) -> str:
+    """What is wrong with the routes of a sample that has to have these; empty if nothing is."""
     if (found := sample["routes"]) is None:
         return "no routes came, which the target claims"
     if [len(row) for row in found] != [len(row) for row in want]:
@@ -282,3 +319,43 @@ def samples_are_drawn_as_asked(case: Case) -> Iterable[Finding]:
         if not abs(sigmas := off / variance**0.5) <= DEVIATIONS:
             told = f"samples are {'more' if off > 0 else 'less'} likely than at temperature 1, of all tokens"
             yield finding(case, rank, "sync", f"{told}: by {abs(sigmas):.2g} standard deviations", got=sigmas)
+
+
+@judges("SYN-013")
+def temperatures_are_those_asked_for(case: Case) -> Iterable[Finding]:
+    """Of tokens and of logprobs. At temperature 0 tokens are the likeliest, and logprobs are not compared."""
+    yield from unanswered(case, "sync")
+    for rank, value in values(case, "sync"):
+        for name, samples in value["tempered"].items():
+            told = _not_the_likeliest(case, samples) if name == "zero" else _tempered(case, samples, TEMPERATURES[name])
+            if told:
+                yield finding(case, rank, "sync", f"temperature {TEMPERATURES[name]:g}: {told}")
+
+
+def _not_the_likeliest(case: Case, samples: list[dict[str, Any]]) -> str:
+    """What is wrong with the tokens of temperature 0; empty if nothing is."""
+    short = 0
+    for asked in ((_folder(case, 0), sample["prompt"], sample["tokens"]) for sample in samples):
+        short += int((sync.greatest(*asked) - sync.logprobs(*asked) > CLOSE).sum())
+    return (
+        f"{short} of {sum(len(sample['tokens']) for sample in samples)} tokens are not the likeliest" if short else ""
+    )
+
+
+def _tempered(case: Case, samples: list[dict[str, Any]], temperature: float) -> str:
+    """What is wrong with logprobs, or with how likely tokens are, at a temperature; empty if nothing is."""
+    processed = case.claims.engine_logprobs == "processed"
+    far, off, variance = 0.0, 0.0, 0.0
+    for sample in samples:
+        asked = (_folder(case, 0), sample["prompt"], sample["tokens"])
+        want_G = sync.logprobs(*asked, temperature if processed else 1.0)
+        far = max(far, float(distance(want_G, torch.tensor(sample["logprobs"])).max()))
+        mean_G, variance_G = sync.spread(*asked, temperature)
+        off += float(sync.logprobs(*asked, temperature).sum() - mean_G.sum())
+        variance += float(variance_G.sum())
+    if not far <= (CLOSE / temperature if processed else CLOSE):
+        of = "logits divided by the temperature" if processed else "the model's logits"
+        return f"logprobs are {far:.2g} off those of {of}, which the target claims"
+    sigmas = off / variance**0.5
+    side = "more" if off > 0 else "less"
+    return f"samples are {side} likely by {abs(sigmas):.2g} standard deviations" if abs(sigmas) > DEVIATIONS else ""

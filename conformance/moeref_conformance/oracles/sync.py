@@ -22,14 +22,21 @@ def model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
-    """`logprobs_G` of the tokens that were sampled after a prompt."""
-    return _logprobs(folder, prompt, sampled).gather(1, torch.tensor([*sampled])[:, None])[:, 0]
+def logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """`logprobs_G` of the tokens that were sampled after a prompt, of logits that are divided by a temperature."""
+    return _logprobs(folder, prompt, sampled, temperature).gather(1, torch.tensor([*sampled])[:, None])[:, 0]
 
 
-def spread(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance `[G]` of the logprob of a token that is drawn where each of these was."""
-    logprobs_GV = _logprobs(folder, prompt, sampled).double()
+def greatest(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
+    """`logprobs_G` of the likeliest token where each of these was sampled."""
+    return _logprobs(folder, prompt, sampled).amax(-1)
+
+
+def spread(
+    folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance `[G]` of the logprob, at a temperature, of a token that is drawn where each of these was."""
+    logprobs_GV = _logprobs(folder, prompt, sampled, temperature).double()
     shares_GV = logprobs_GV.exp()
     mean_G = (shares_GV * logprobs_GV).sum(-1)
     return mean_G, (shares_GV * logprobs_GV.square()).sum(-1) - mean_G.square()
@@ -40,10 +47,10 @@ def routes(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> list[
     return _forward(folder, (*prompt, *sampled))[1][:-1]
 
 
-def _logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
+def _logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """`logprobs_GV` where the tokens were sampled."""
     logits_SV = _forward(folder, (*prompt, *sampled))[0]
-    return logits_SV[len(prompt) - 1 : -1].log_softmax(-1)
+    return (logits_SV[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
 
 
 #: Cells are judged in several threads.

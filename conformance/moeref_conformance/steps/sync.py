@@ -17,14 +17,16 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
 from moeref_conformance.contract.hf_files import weight_files
-from moeref_conformance.contract.requests.sync import SECOND, VERSIONS
+from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 
 Named = tuple[str, torch.Tensor]
-#: Tokens that are sampled after a prompt, and where an update comes on the way.
-NEW, LONG = 6, 12
+#: Tokens that are sampled after a prompt, where no update comes on the way.
+NEW = 6
 #: How many tensors are sent before something happens.
 SENT = 60
+#: Seconds within which a sample is there that was asked for amid an update, once that has ended.
+WAITING = 60.0
 #: Seconds in which the processes of an engine that was killed have to be gone.
 LEAVING = 10.0
 #: Bytes at a multiple of which each tensor of a bucket begins.
@@ -81,6 +83,12 @@ def ask(engine: Engine, given: Sequence[list[int]]) -> list[dict[str, Any]]:
     return said(given, engine.sample(given, NEW), range(NEW, NEW + 1))
 
 
+def tempered(engine: Engine, given: Sequence[list[int]]) -> dict[str, list[dict[str, Any]]]:
+    """What is sampled after these prompts at other temperatures; samples at temperature 1 come behind them."""
+    wanted = range(LONG, LONG + 1)
+    return {name: said(given, engine.sample(given, LONG, None, of), wanted) for name, of in TEMPERATURES.items()}
+
+
 def said(given: Sequence[list[int]], sampled: Any, numbers: range) -> list[dict[str, Any]]:
     """Samples of so many tokens as plain values. Raises TypeError or ValueError for an answer of another form."""
     pairs = list(zip(given, checked_rows(sampled, Sampled), strict=True))
@@ -101,17 +109,18 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         # Of unequal lengths, and in one batch: what an engine keeps of all tokens has to be cut where each begins.
         sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3]])}
         sampled["cached"] = ask(engine, [known] * 4)
+        others = tempered(engine, apart(fresh[0]))
         updates = (("second", tensors, "second"), ("back", backwards, "checkpoint"))
         for number, (name, sent, folder) in enumerate(updates, 1):
             update(engine, sent(context.input(folder)), VERSIONS[name])
             versions.append(engine.version())
             sampled[name] = ask(engine, apart(fresh[number]))
             sampled[f"{name} known"] = ask(engine, [known])
-    return {"versions": versions, "sampled": sampled}
+    return {"versions": versions, "sampled": sampled, "tempered": others}
 
 
 def under_way(sync: Sync, context: Context) -> dict[str, Any]:
-    """An update while samples are under way, in every pause mode, and what is sampled after it.
+    """An update while samples are under way, in every pause mode, what is sampled after it, and amid another.
 
     Of a prompt that is new, of one whose sample was finished before the update, and of one whose sample was under way:
     what that left in a cache is half of old weights.
@@ -124,8 +133,32 @@ def under_way(sync: Sync, context: Context) -> dict[str, Any]:
             meanwhile = engine.sample(given, LONG, lambda: update(engine, tensors(context.input("second")), 1))
             cut = said(given, meanwhile, range(1, LONG + 1))
             again = said(given[:1], engine.sample(given[:1], LONG), range(1, LONG + 1))
-            found[mode] = {"meanwhile": cut, "then": [*ask(engine, [fresh, finished]), *again]}
+            then = [*ask(engine, [fresh, finished]), *again]
+            found[mode] = {"meanwhile": cut, "then": then, "amid": _amid(engine, context, apart(fresh)[1])}
     return found
+
+
+def _amid(engine: Engine, context: Context, prompt: list[int]) -> dict[str, Any]:
+    """What another thread is told that asks for a sample amid an update back to the first weights, as version 2.
+
+    Behind it the same prompt again: what was kept of it is of weights that were on their way. `sampled` is None for a
+    thread that got no answer.
+    """
+    asked: dict[str, Any] = {"sampled": None}
+    wanted = range(1, NEW + 1)
+
+    def sample() -> None:
+        asked["sampled"] = answer(lambda: said([prompt], engine.sample([prompt], NEW), wanted))
+
+    thread = threading.Thread(target=sample, daemon=True)
+
+    def meet() -> None:
+        thread.start()
+        thread.join(2)  # one that waits for the update goes on after it
+
+    refused = refusal(engine.update, at(tensors(context.input("checkpoint")), meet), 2)
+    thread.join(WAITING)
+    return {"refused": refused, **asked, "behind": answer(ask, engine, [prompt])}
 
 
 def at(sent: Iterable[Named], act: Callable[[], None]) -> Iterator[Named]:

@@ -494,12 +494,17 @@ class _Engine:
             raise sync.EngineDead(self._sync.reason)
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], tokens: int, during: Callable[[], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        during: Callable[[], None] | None = None,
+        temperature: float = 1.0,
     ) -> list[facets.Sampled]:
         self._alive()
         # vLLM has no routes of requests that end early, and those of an update's samples are of two versions.
         routes = during is None
-        self._process.call("submit", prompts=prompts, sampling=engines.sampling(tokens, ignore_eos=True))
+        sampling = engines.sampling(tokens, ignore_eos=True, temperature=temperature)
+        self._process.call("submit", prompts=prompts, sampling=sampling)
         if during:
             self._process.call("advance", tokens=1)
             during()

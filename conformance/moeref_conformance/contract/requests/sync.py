@@ -4,5 +4,10 @@ from __future__ import annotations
 
 #: Versions by the phase that they begin with; one is left out, as where a trainer took steps without an update.
 VERSIONS = {"first": 0, "second": 1, "back": 3}
+#: Tokens that are sampled where an update comes on the way.
+LONG = 12
+#: Temperatures besides 1 that samples are asked at, by the names of their records. The kit's models tell all tokens
+#: nearly alike: what is drawn at one that is little below 1 could not be told from what is drawn at 1.
+TEMPERATURES = {"low": 0.125, "zero": 0.0}
 #: What the name of an update that fails behind a whole one ends with.
 SECOND = " as a second update"

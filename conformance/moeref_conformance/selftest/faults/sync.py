@@ -19,6 +19,8 @@ from moeref_conformance.selftest.border import Swapped, checkpoint, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 Named = tuple[str, torch.Tensor]
+#: What a sample has of each token.
+CUT = ("tokens", "logprobs", "versions")
 QWEN = cell("qwen3_moe", "one", layers=4, backend=ENGINE)
 GLM = cell("glm4_moe", "one", layers=4, backend=ENGINE)
 
@@ -203,13 +205,13 @@ class _RoutesOfBefore(_Wrong):
         super().__init__(good, folder)
         self.kept: dict[tuple[int, ...], Any] = {}
 
-    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None, *more: Any) -> Sequence[Sampled]:
         if during:
             before = zip(prompts, self.good.sample(prompts, tokens), strict=True)
             self.kept = {tuple(prompt): one.routes for prompt, one in before}
             return list(self.good.sample(prompts, tokens, during))
         found = []
-        for prompt, one in zip(prompts, self.good.sample(prompts, tokens), strict=True):
+        for prompt, one in zip(prompts, self.good.sample(prompts, tokens, None, *more), strict=True):
             then = self.kept.get(tuple(prompt))
             rows = one.routes and then and (*then[: len(prompt)], *one.routes[len(prompt) :])
             found.append(replace(one, routes=rows or one.routes))
@@ -490,11 +492,11 @@ class _KeepsRunning(_Wrong):
         super().__init__(good, folder)
         self.kept: dict[tuple[int, ...], Sampled] = {}
 
-    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None, *more: Any) -> Sequence[Sampled]:
         if during:
             self.kept = {tuple(p): one for p, one in zip(prompts, self.good.sample(prompts, tokens), strict=True)}
             return list(self.good.sample(prompts, tokens, during))
-        found = zip(prompts, self.good.sample(prompts, tokens), strict=True)
+        found = zip(prompts, self.good.sample(prompts, tokens, None, *more), strict=True)
         old = ((one, self.kept.get(tuple(prompt), one)) for prompt, one in found)
         return [replace(one, logprobs=kept.logprobs[:tokens]) for one, kept in old]
 
@@ -506,11 +508,11 @@ class _KeepsFinished(_KeepsRunning):
         super().__init__(good, folder)
         self.seen: dict[tuple[int, ...], Sampled] = {}
 
-    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None, *more: Any) -> Sequence[Sampled]:
         if during:
             self.kept = self.seen
             return list(self.good.sample(prompts, tokens, during))
-        found = super().sample(prompts, tokens)
+        found = super().sample(prompts, tokens, None, *more)
         self.seen = {**self.seen, **{tuple(prompt): one for prompt, one in zip(prompts, found, strict=True)}}
         return found
 
@@ -563,9 +565,9 @@ class _Likelier(_Wrong):
             self.times = 1  # the rule reads none of the samples that come then, and drawing takes long
             raise
 
-    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
-        if during:
-            return list(self.good.sample(prompts, tokens, during))
+    def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
+        if more:
+            return list(self.good.sample(prompts, tokens, *more))
         drawn = [list(self.good.sample(prompts, tokens)) for _ in range(self.times)]
         return [max(of_prompt, key=lambda one: sum(one.logprobs)) for of_prompt in zip(*drawn, strict=True)]
 
@@ -590,9 +592,9 @@ class _SeedOfPlace(_Wrong):
         """Those of a call with so many prompts."""
         return list(range(number))
 
-    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None) -> Sequence[Sampled]:
-        found = list(self.good.sample(prompts, tokens, during))
-        if during:
+    def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(prompts, tokens, *more))
+        if more:
             return found
         drawn = zip(self.seeds(len(prompts)), prompts, found, strict=True)
         version = self.good.version()
@@ -617,6 +619,94 @@ class _LoadsDraft(_Wrong):
         draft, layer = f"model.layers.{last + 1}.", f"model.layers.{last}."
         sent = {name.replace(draft, layer): tensor for name, tensor in tensors}
         self.good.update(sent.items(), version)
+
+
+class _EndsWhatItKeeps(_Wrong):
+    """What ends an update ends the samples that were under way, in any pause mode."""
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None, *more: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(prompts, tokens, during, *more))
+        if not during:
+            return found
+        begun = [one.versions.count(one.versions[0]) for one in found]
+        cut = [{name: getattr(one, name)[:n] for name in CUT} for one, n in zip(found, begun, strict=True)]
+        return [replace(one, **parts, routes=None) for one, parts in zip(found, cut, strict=True)]
+
+
+class _ServesAmid(_Wrong):
+    """An engine that is not paused: a sample that is asked for amid an update has what came of it, and old weights."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.held, self.came = self.first, dict[str, torch.Tensor]()
+        self.said = [0]  # versions of the updates that the good engine had
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        if self.came:
+            raise RuntimeError("an update is under way")
+        try:
+            sent = []
+            for name, tensor in tensors:
+                self.came[name] = tensor.clone()
+                sent.append((name, tensor))
+            self._load(sent, version)
+            self.held = {**self.held, **self.came}
+        finally:
+            self.came = {}
+
+    def _load(self, sent: Iterable[Named], version: int) -> None:
+        self.good.update(sent, len(self.said))
+        self.said.append(version)
+
+    def version(self) -> int:
+        return int(self.said[self.good.version()])
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        if self.came:
+            self._load({**self.held, **self.came}.items(), self.said[-1])
+        found = self.good.sample(*asked)
+        return [replace(one, versions=tuple(self.said[version] for version in one.versions)) for one in found]
+
+
+class _RoutesComputedAgain(_Wrong):
+    """A sample that an update has met has the routes of its tokens with the new weights, by which it was run again."""
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None, *more: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(prompts, tokens, during, *more))
+        if not during:
+            return found
+        whole = [[*prompt, *one.tokens] for prompt, one in zip(prompts, found, strict=True)]
+        again = zip(whole, self.good.sample(whole, 1), strict=True)
+        rows = [one.routes and one.routes[: len(row) - 1] for row, one in again]
+        return [replace(one, routes=routes) for one, routes in zip(found, rows, strict=True)]
+
+
+def _at(change: Callable[[float], float]) -> type[_Wrong]:
+    """An engine that samples at another temperature than the one that is asked for."""
+
+    class _At(_Wrong):
+        def sample(self, prompts: Any, tokens: int, during: Any = None, temperature: float = 1.0) -> Sequence[Sampled]:
+            return list(self.good.sample(prompts, tokens, during, change(temperature)))
+
+    return _At
+
+
+class _TemperatureOfBefore(_Wrong):
+    """A temperature that was asked for is kept for all calls that name none."""
+
+    kept = 1.0
+
+    def sample(self, prompts: Any, tokens: int, during: Any = None, *more: float) -> Sequence[Sampled]:
+        self.kept = more[0] if more else self.kept
+        return list(self.good.sample(prompts, tokens, during, self.kept))
+
+
+class _DividesLogprobs(_Wrong):
+    """Divides the logprobs of tokens by the temperature."""
+
+    def sample(self, prompts: Any, tokens: int, during: Any = None, temperature: float = 1.0) -> Sequence[Sampled]:
+        found = self.good.sample(prompts, tokens, during, temperature)
+        return [replace(one, logprobs=tuple(p / (temperature or 1.0) for p in one.logprobs)) for one in found]
 
 
 def _stays_paused(session: Any, cell: Cell, world: World) -> Any:
@@ -1027,6 +1117,62 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_SeedOfPlaceInPart),
         says="5 samples of one prompt are only 3 different ones",
+    ),
+    Fault(
+        id="kept-samples-ended",
+        bug="miles#2589: the call that tells the new version ends all samples, which the pause mode has kept",
+        rules=("SYN-006",),
+        cell=QWEN,
+        wrap=engine(_EndsWhatItKeeps),
+        says="tokens, as if it were aborted",
+    ),
+    Fault(
+        id="half-loaded-weights-served",
+        bug="sglang#10071 in kind: a request that arrives amid an update is run with the weights as they are by then",
+        rules=("SYN-006",),
+        cell=QWEN,
+        wrap=engine(_ServesAmid),
+        says="of a sample that was asked for amid an update token 0 is labelled version 1",
+    ),
+    Fault(
+        id="routes-of-tokens-computed-again",
+        bug="miles#3277, sglang#39633: what is computed again after an update has old logprobs and new routes",
+        rules=("SYN-011",),
+        cell=QWEN,
+        wrap=engine(_RoutesComputedAgain),
+        says="amid the update ",
+    ),
+    Fault(
+        id="temperature-not-sent",
+        bug="NeMo-RL#3497 in kind: sampling parameters are the engine's own, and those of a request are lost",
+        rules=("SYN-013",),
+        cell=QWEN,
+        wrap=engine(_at(lambda asked: 1.0)),
+        says="temperature 0.125: samples are less likely",
+    ),
+    Fault(
+        id="temperature-zero-taken-for-none",
+        bug="Megatron-LM#6417: a temperature of 0 is false, and the default of 1 is taken",
+        rules=("SYN-013",),
+        cell=QWEN,
+        wrap=engine(_at(lambda asked: asked or 1.0)),
+        says="tokens are not the likeliest",
+    ),
+    Fault(
+        id="temperature-of-the-call-before",
+        bug="Trinity-RFT#400: the temperature of an evaluation is kept for the rollouts behind it",
+        rules=("SYN-012",),
+        cell=QWEN,
+        wrap=engine(_TemperatureOfBefore),
+        says="samples are more likely than at temperature 1",
+    ),
+    Fault(
+        id="logprobs-divided-by-temperature",
+        bug="prime-rl#697: the logprobs of tokens are divided by the temperature, where logits have to be",
+        rules=("SYN-013",),
+        cell=QWEN,
+        wrap=engine(_DividesLogprobs),
+        says="off those of the model's logits",
     ),
     Fault(
         id="version-of-a-failure-refused",

@@ -275,11 +275,14 @@ def profiles() -> str:
 _LEAST = {
     "megatron-lm": "torchrun --nnodes 1 --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2",
     "slime": "train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2",
+    "miles": "train.py --tensor-model-parallel-size 2",
     "verl": "-m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
     "nemo-rl": "run_grpo.py policy.megatron_cfg.tensor_model_parallel_size=2",
     "skyrl": "-m skyrl.train.main_base trainer.policy.megatron_config.tensor_model_parallel_size=2",
     "ms-swift": "megatron sft --tensor_model_parallel_size 2",
 }
+#: Whose arguments are Megatron-LM's.
+_LISTS = ("megatron-lm", "slime", "miles")
 #: The model of an argument list, which names no other.
 _MODEL = " --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --num-experts 128 --swiglu"
 _COMPARED = (
@@ -299,12 +302,12 @@ def framework_defaults() -> str:
     for framework in _LEAST:
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "run.sh"
-            path.write_text(_LEAST[framework] + (_MODEL if framework in ("megatron-lm", "slime") else ""))
+            path.write_text(_LEAST[framework] + (_MODEL if framework in _LISTS else ""))
             report = check_reading(read(framework, [str(path)], "0.19.2"), model="qwen3-30b-a3b", verify=False)
         own = {name: value.value for name, value in report.read.items()}
         fields = {name: entry.get("default") for name, entry in known_fields("0.19.2").items()}
         fields |= {"attention_backend": "auto", "seed": "not read"}
-        if framework not in ("megatron-lm", "slime"):
+        if framework not in _LISTS:
             fields |= {"layernorm_epsilon": "the model's", "attention_dropout": "the model's"}
         columns.append([str(own.get(name, fields.get(name))) for name in _COMPARED])
     return table(["", *_LEAST], ([f"`{name}`", *values] for name, *values in zip(_COMPARED, *columns, strict=True)))

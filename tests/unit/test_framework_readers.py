@@ -291,6 +291,15 @@ def test_slime_distributes_the_optimizer_itself(tmp_path: Path) -> None:
     assert _flags(tmp_path, "slime", words).verdict == "works"
 
 
+def test_slime_has_defaults_of_its_own(tmp_path: Path) -> None:
+    """The number of ranks, the scale of the loss of MTP layers, and the longest sequence, which is the length."""
+    words = f"{QWEN} --seq-length 9999 --max-position-embeddings 8 --mtp-num-layers 1"
+    (tmp_path / "run.sh").write_text(f"train.py {' '.join(words.split())}")
+    found = read("slime", [str(tmp_path / "run.sh")], "0.19.2")
+    assert (found.layout["world"].value, found.settings["mtp_loss_scaling_factor"].value) == (8, 0.2)
+    assert not [problem for problem in found.problems if "max-position" in problem.text]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -404,4 +413,4 @@ def test_the_command_line(slime: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_every_format_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["check", "--help"])
-    assert ", ".join(FORMATS) in " ".join(capsys.readouterr().out.split())
+    assert ",".join(FORMATS) in "".join(capsys.readouterr().out.split())

@@ -20,12 +20,13 @@ from typing import Any
 FACTS = Path(__file__).parent / "published"
 PROGRAMS = {
     "slime": "python3 train.py",
+    "miles": "python3 train.py",
     "verl": "python3 -m verl.trainer.main_ppo",
     "nemo-rl": "uv run examples/run_grpo.py",
     "skyrl": "uv run -m skyrl.train.entrypoints.main_base",
 }
 #: Frameworks whose arguments Megatron-LM's parser reads.
-PARSED = ("slime", "megatron-lm")
+PARSED = ("slime", "miles", "megatron-lm")
 #: Fields that a run on a CPU has otherwise, or that concern no training.
 APART = frozenset(
     {
@@ -74,9 +75,13 @@ def real(framework: str, run: dict[str, Any]) -> Any:
 
     words = run["arguments"].split()
     changes: dict[str, Any] = {}
-    if framework == "slime":
-        # What slime sets before Megatron-LM validates its arguments, and after it.
+    if framework in ("slime", "miles"):
+        # What slime and miles set before Megatron-LM validates its arguments, and after it.
         changes = {"bf16": True, "use_distributed_optimizer": True, "variable_seq_lengths": True}
+        if "--mtp-num-layers" in words:
+            changes["mtp_loss_scaling_factor"] = 0.2
+        if "--moe-token-dispatcher-type" not in words:
+            changes["moe_token_dispatcher_type"] = "alltoall"
         if "--multi-latent-attention" in words:
             changes["rope_type"] = "yarn"
     own = ("--actor-num-nodes", "--actor-num-gpus-per-node", "--nnodes", "--nproc_per_node")

@@ -9,7 +9,7 @@ import os.path
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moeref.check.readers import megatron_bridge, megatron_lm, ms_swift, nemo_rl, skyrl, slime, verl
+from moeref.check.readers import megatron_bridge, megatron_lm, miles, ms_swift, nemo_rl, skyrl, slime, verl
 from moeref.check.readers.checked import check_reading
 from moeref.check.readers.reading import Reading
 from moeref.check.report import CheckError
@@ -19,6 +19,7 @@ from moeref.config.errors import nearest
 FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] = {
     "megatron-lm": megatron_lm.read,
     "slime": slime.read,
+    "miles": miles.read,
     "verl": verl.read,
     "nemo-rl": nemo_rl.read,
     "skyrl": skyrl.read,

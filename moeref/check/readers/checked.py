@@ -60,6 +60,7 @@ def check_reading(
     optimizer = _fitting(reading, trained)
     report = _stepped(reading, _of_its_optimizer(reading, check(name, text, asked=through, training=trained, **given)))
     problems, notes = _beside(reading, report.model)
+    notes += _lost(reading, report)
     problems += [*optimizer, *_as_files(reading, report.model), *_by_layout(reading, report)]
     for field, value in reading.computed.items():
         _computed(field, value, draft, problems, notes)
@@ -92,6 +93,8 @@ def _of_its_optimizer(reading: Reading, report: Report) -> Report:
     notes = []
     if cpu and cpu.value:
         notes.append(f"{cpu.name} ({cpu.source}) keeps optimizer states on the CPU; memory counts them on the GPU")
+    if disk := last.get("stream_optimizer_state_to_disk"):
+        notes.append(f"{disk.name} ({disk.source}) keeps optimizer states on a disk; memory counts them on the GPU")
     if kind and isinstance(kind.value, str) and "adam" not in kind.value.lower():
         notes.append(f"{kind.name} {kind.value} ({kind.source}): memory counts the states of Adam")
     if not notes:
@@ -127,15 +130,30 @@ def _wrong_training(trained: Mapping[str, Any]) -> str:
 def _as_files(reading: Reading, model: Model) -> list[Problem]:
     """Refusals of a framework that compares its arguments with the model's files."""
     theta = model.rope_theta
-    theirs = {"rotary_base": int(theta) if theta == int(theta) else theta, "layernorm_epsilon": model.norm_eps}
+    theirs: dict[str, Any] = {"rotary_base": int(theta) if theta == int(theta) else theta}
+    theirs |= {"layernorm_epsilon": model.norm_eps, "ffn_hidden_size": model.ffn}
     problems = []
-    for name in sorted(reading.as_files):
-        value = reading.beside.get(name) or reading.settings.get(name)
-        if value and not same(value.value, theirs[name]):
+    for name, value in sorted(reading.as_files.items()):
+        if theirs[name] is not None and not same(value.value, theirs[name]):
             text = f"{value.name} {value.value} ({value.source}) is not {theirs[name]} of the model's own config"
             fix = f"give {value.name} {theirs[name]}"
             problems.append(Problem(reading.framework, f"{text}, and {reading.framework} asserts that it is", fix))
     return problems
+
+
+def _lost(reading: Reading, report: Report) -> list[str]:
+    """Notes on settings that are given and not passed on, where the model gets another value."""
+    if report.settings is None:
+        return []
+    notes, every = [], report.settings.by_name
+    for name, value in sorted(reading.lost.items()):
+        effective = every[name].value if name in every else None
+        if not same(value.value, effective) and not (_nothing(value.value) and _nothing(effective)):
+            text = (
+                f"{value.name} {value.value} ({value.source}) does not reach the model, which has {name}={effective!r}"
+            )
+            notes.append(text)
+    return notes
 
 
 def _by_layout(reading: Reading, report: Report) -> list[Problem]:

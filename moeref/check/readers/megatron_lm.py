@@ -145,7 +145,9 @@ def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
             reading.computed[AXES.get(name, field)] = value
             reading.settings.pop(field, None)
             reading.beside.pop(name, None)
-    reading.elsewhere += [value for name, value in {**arguments, **computed}.items() if name not in used]
+    reading.elsewhere += [
+        value for name, value in {**arguments, **computed}.items() if name not in used and value.given
+    ]
     _unmapped(reading, arguments)
     _refusals(reading, every)
     return reading

@@ -49,7 +49,8 @@ class Reading:
     computed: arguments whose value only the framework or a shell could compute, by their name for `check`. elsewhere:
     what concerns other parts of the framework. unread: what the reader does not know. problems: what the framework
     itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run.
-    as_files: settings that the framework compares with the model's files, and refuses if they differ.
+    as_files: settings that the framework compares with the model's files, and refuses if they differ. lost: settings
+    that are given, and that the framework does not pass on.
     """
 
     framework: str
@@ -66,7 +67,8 @@ class Reading:
     unread: list[Value] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     by_layout: list[Callable[[Layout], Problem | None]] = field(default_factory=list)
-    as_files: frozenset[str] = frozenset()
+    as_files: dict[str, Value] = field(default_factory=dict)
+    lost: dict[str, Value] = field(default_factory=dict)
 
     @property
     def values(self) -> Mapping[str, Value]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from moeref.check.readers import megatron_lm
-from moeref.check.readers.arguments import entry, megatron_arguments, read_script
+from moeref.check.readers.arguments import destination, entry, megatron_arguments, read_script
 from moeref.check.readers.reading import Reading
 from moeref.check.report import Problem
 from moeref.check.value import Value
 
 NAME = "slime"
 PROGRAM = r"(?:.*/)?train(?:_async)?\.py"
+#: What the number of ranks is the product of -> default.
+RANKS = {"--actor-num-nodes": 1, "--actor-num-gpus-per-node": 8}
+#: What is compared with the model's files.
+AS_FILES = ("rotary_base", "layernorm_epsilon")
 #: slime's arguments of which a check makes use; all its others concern the rollout, rewards and the like.
 OWN = {
     "--hf-checkpoint": "str",
@@ -47,62 +51,91 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     _, words = entry(read_script(paths, given), PROGRAM, reading)
     engine = {word.text: "elsewhere" for word in words if word.text.startswith("--sglang-")}
     arguments = megatron_lm.parsed(words, reading, {**names(), **engine})
-    replay = _own(reading, arguments)
+    own = take(reading, arguments, OWN, UNMAPPED)
+    if (mode := own.get("megatron_to_hf_mode")) and mode.value == "bridge":
+        reading.elsewhere.append(mode)
     reading = megatron_lm.finished(reading, _defaults(arguments), core)
-    reading.settings["variable_seq_lengths"] = Value("variable_seq_lengths", True, f"derived: {NAME} always sets it")
-    reading.as_files = frozenset({"rotary_base", "layernorm_epsilon"})
-    reading.training.pop("global_batch_size", None)  # of samples, which slime deals out itself
-    if "use_dynamic_batch_size" in {value.name.lstrip("-").replace("-", "_") for value in reading.elsewhere}:
+    reading.as_files = {name: value for name in AS_FILES if (value := _of(reading, name))}
+    return dealt(reading, replay(own))
+
+
+def take(
+    reading: Reading, arguments: megatron_lm.Arguments, flags: Iterable[str], unmapped: Mapping[str, str]
+) -> megatron_lm.Arguments:
+    """Take these flags out; the number of ranks, the model and what is not mapped go into `reading`."""
+    own = {name: arguments.pop(name) for flag in flags if (name := destination(flag)) in arguments}
+    reading.model = own.get("hf_checkpoint")
+    nodes, each = (
+        own.get(destination(flag), Value(flag, value, f"default of {reading.framework}"))
+        for flag, value in RANKS.items()
+    )
+    if nodes.known and each.known:
+        source = each.source if each.given else nodes.source
+        arguments["world_size"] = Value(f"{nodes.name}, {each.name}", nodes.value * each.value, source)
+    else:
+        reading.computed["world"] = each if nodes.known else nodes
+    for name, why in unmapped.items():
+        if name in own and own[name].value:
+            text = f"{own[name].name} ({own[name].source}): {why}"
+            reading.problems.append(Problem(reading.framework, text, refused=False))
+    return own
+
+
+def replay(own: megatron_lm.Arguments) -> Value | None:
+    """The kind of replay that is asked for."""
+    if engine := own.get("use_rollout_routing_replay"):
+        return Value(engine.name, "R3", engine.source)
+    trainer = own.get("use_routing_replay")
+    return Value(trainer.name, "R2", trainer.source) if trainer else None
+
+
+def dealt(reading: Reading, kind: Value | None) -> Reading:
+    """The reading with what slime and its fork miles set after Megatron-LM's own checks, and refuse."""
+    name = reading.framework
+    reading.settings["variable_seq_lengths"] = Value("variable_seq_lengths", True, f"derived: {name} always sets it")
+    reading.training.pop("global_batch_size", None)  # of samples, which the framework deals out itself
+    if "use_dynamic_batch_size" in {destination(value.name) for value in reading.elsewhere}:
         reading.training.pop("micro_batch_size", None)  # microbatches are packs of tokens
     if factor := reading.beside.pop("rotary_seq_len_interpolation_factor", None):
-        reading.elsewhere.append(factor)  # slime does not pass it on
+        reading.elsewhere.append(factor)  # it is not passed on
     dispatcher = reading.settings.get("moe_token_dispatcher_type")
     if dispatcher and dispatcher.value == "allgather":
         reading.settings["moe_token_dispatcher_type"] = Value(
-            "--moe-token-dispatcher-type", "alltoall", f"derived: {NAME} replaces allgather"
+            "--moe-token-dispatcher-type", "alltoall", f"derived: {name} replaces allgather"
         )
-    if replay:
-        reading.options["replay"] = replay
+    if kind:
+        reading.options["replay"] = kind
         reading.settings.pop("moe_enable_routing_replay", None)
     return _refusals(reading)
 
 
-def _own(reading: Reading, arguments: megatron_lm.Arguments) -> Value | None:
-    """Take slime's arguments out; the number of ranks, the model and what is not mapped go into `reading`."""
-    found = {name: arguments.pop(name) for flag in OWN if (name := flag.lstrip("-").replace("-", "_")) in arguments}
-    reading.model = found.get("hf_checkpoint")
-    nodes, each = (found.get(f"actor_num_{what}") for what in ("nodes", "gpus_per_node"))
-    if nodes and each and nodes.known and each.known:
-        arguments["world_size"] = Value(f"{nodes.name}, {each.name}", nodes.value * each.value, each.source)
-    elif unknown := next((value for value in (nodes, each) if value and not value.known), None):
-        reading.computed["world"] = unknown
-    for name, why in UNMAPPED.items():
-        if name in found:
-            text = f"{found[name].name} ({found[name].source}): {why}"
-            reading.problems.append(Problem(NAME, text, refused=False))
-    if (mode := found.get("megatron_to_hf_mode")) and mode.value == "bridge":
-        reading.elsewhere.append(mode)
-    if engine := found.get("use_rollout_routing_replay"):
-        return Value(engine.name, "R3", engine.source)
-    own = found.get("use_routing_replay")
-    return Value(own.name, "R2", own.source) if own else None
+def of_parser(arguments: megatron_lm.Arguments, framework: str) -> megatron_lm.Arguments:
+    """The arguments with what slime and miles set before Megatron-LM checks them."""
+    source = f"default of {framework}"
+    found = {"bf16": Value("--bf16", "fp16" not in arguments, source), **arguments}
+    length = found.get("seq_length", Value("--seq-length", 4096, source))
+    found["max_position_embeddings"] = Value("--seq-length", length.value, f"derived: {framework} takes the length")
+    if found.get("multi_latent_attention") and "rope_type" not in found:
+        found["rope_type"] = Value("--rope-type", "yarn", f"derived: {framework} takes YaRN for MLA")
+    if found.get("mtp_num_layers"):
+        found.setdefault("mtp_loss_scaling_factor", Value("--mtp-loss-scaling-factor", 0.2, source))
+    return found
 
 
 def _defaults(arguments: megatron_lm.Arguments) -> megatron_lm.Arguments:
     """The arguments with slime's defaults where they differ from Megatron-LM's."""
-    source = f"default of {NAME}"
     sharded = Value("use_distributed_optimizer", True, f"derived: {NAME} always sets it")
-    found = {"bf16": Value("--bf16", "fp16" not in arguments, source), **arguments}
-    found["use_distributed_optimizer"] = sharded
-    if found.get("multi_latent_attention") and "rope_type" not in found:
-        found["rope_type"] = Value("--rope-type", "yarn", f"derived: {NAME} takes YaRN for MLA")
-    return found
+    return {**of_parser(arguments, NAME), "use_distributed_optimizer": sharded}
+
+
+def _of(reading: Reading, name: str) -> Value | None:
+    return reading.beside.get(name) or reading.settings.get(name)
 
 
 def _refusals(reading: Reading) -> Reading:
-    """What slime refuses itself before it builds a model."""
+    """What is refused before a model is built."""
     ends = [reading.layout[end] for end in ("first", "last") if end in reading.layout]
     if ends and reading.layout["pp"].value == 1:
         text = f"{ends[0].name} ({ends[0].source}) at one pipeline stage"
-        reading.problems.append(Problem(NAME, text, "leave it out"))
+        reading.problems.append(Problem(reading.framework, text, "leave it out"))
     return reading

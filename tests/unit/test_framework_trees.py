@@ -534,6 +534,9 @@ def test_ms_swift_in_fp16_is_bad_input(tmp_path: Path, words: str) -> None:
         ("megatron sft", True),
         ("megatron sft --calculate_per_token_loss false", False),
         ("megatron rlhf", False),
+        ("python -u /opt/swift/cli/_megatron/rlhf.py", False),
+        ("torchrun -m swift.cli._megatron.rlhf", False),
+        ("python swift/cli/_megatron/sft.py", True),
         ("megatron rlhf --rlhf_type grpo", False),
     ],
 )
@@ -544,6 +547,18 @@ def test_ms_swift_counts_the_loss_by_tokens_without_rlhf(tmp_path: Path, command
     assert report.verdict == "works", report.problems
     assert report.settings is not None
     assert report.settings["calculate_per_token_loss"] is by_tokens
+
+
+def test_ms_swift_s_yaml_does_not_say_its_command(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: Qwen/Qwen3-30B-A3B\nNPROC_PER_NODE: 8\nexpert_model_parallel_size: 8\nbeta: 0.1\n")
+    report = check_reading(read("ms-swift", [str(path)], "0.19.2"), verify=False)
+    assert report.verdict == "unknown"
+    assert "beta (run.yaml:4) is of megatron rlhf, and no file calls it" in _said(report)
+    told = check_reading(read("ms-swift", [str(path), "rlhf_type=dpo"], "0.19.2"), verify=False)
+    assert told.verdict == "works", _said(told)
+    assert told.settings is not None
+    assert told.settings["calculate_per_token_loss"] is False
 
 
 def test_memory_of_another_optimizer_refuses_no_run(tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def entry(script: Script, program: str, reading: Reading) -> tuple[list[Word], l
     return [], bare or [word for name in script.arrays for word in script.variables[name]]
 
 
+def program_of(script: Script, program: str) -> str:
+    """The word that names the program in the last command that calls one; "" if none does."""
+    words = (word.text for command in reversed(script.commands) for word in command)
+    return next((text for text in words if re.fullmatch(program, text)), "")
+
+
 def _begins(command: list[Word]) -> bool:
     """Whether a command begins with an argument, as the rest of one does whose line has no backslash."""
     return bool(command) and command[0].text.startswith("--")

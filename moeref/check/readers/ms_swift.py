@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import megatron_lm, provider
-from moeref.check.readers.arguments import entry, flags, read_script
+from moeref.check.readers.arguments import entry, flags, program_of, read_script
 from moeref.check.readers.reading import OPTIMIZER, Reading, under
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.readers.tree import Names, Tree
@@ -22,9 +23,14 @@ from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
 NAME = "ms-swift"
-PROGRAM = r"(?:.*/)?megatron|(?:.*/)?swift/cli/_megatron/\w+\.py"
+PROGRAM = r"(?:.*/)?megatron|(?:.*/)?swift/cli/_megatron/\w+\.py|swift\.cli\._megatron\.\w+"
 _COMMANDS = ("sft", "rlhf", "pt")
 _RANKS = ("NNODES", "NPROC_PER_NODE")
+#: Arguments that only `megatron rlhf` reads.
+_OF_RLHF = (
+    *("beta", "loss_type", "ref_model", "ref_load", "ref_adapters", "desirable_weight", "undesirable_weight"),
+    *("reward_funcs", "reward_model", "num_generations", "rpo_alpha", "center_rewards_coefficient", "teacher_model"),
+)
 
 #: Arguments under TransformerConfig's names -> default.
 FIELDS: dict[str, Any] = {
@@ -129,24 +135,45 @@ def _names() -> Names:
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of command lines, scripts and YAML files, in order."""
     reading, tree = Reading(NAME), Tree()
+    kinds: set[str] = set()
     for path in paths:
         if path.suffix in (".yaml", ".yml"):
             tree.read(path)
             continue
-        before, words = entry(read_script([path], given), PROGRAM, reading)
+        script = read_script([path], given)
+        before, words = entry(script, PROGRAM, reading)
         tree.overrides(word for word in before if word.text.startswith(tuple(f"{name}=" for name in _RANKS)))
         tree.overrides(_override(*found) for found in flags(words))
         leading = list(itertools.takewhile(lambda word: not word.text.startswith("-"), words))
         others = leading[1:] if leading and leading[0].text in _COMMANDS else leading
-        if leading and leading[0].text == "rlhf" and "rlhf_type" not in tree.values:
-            tree.overrides([Word("rlhf_type=dpo", f"default of {NAME}")])
+        kinds.add(leading[0].text if others != leading else _command(program_of(script, PROGRAM)))
         reading.unread += [Value(word.text, "", word.where) for word in others]
-    tree.overrides(Word(f"{name}={given[name]}", GIVEN) for name in _RANKS if name in given)
+    own = {*_RANKS, *names()}
+    tree.overrides(Word(f"{name}={value}", GIVEN) for name, value in given.items() if name in own)
     tree.given(given)
+    _kind(reading, tree, kinds)
     tree.defaults(NAME, DEFAULTS)
     tree.resolve()
     _names().sort(tree, reading)
     return _finished(reading, tree.values)
+
+
+def _command(program: str) -> str:
+    """The command that a program of ms-swift's runs: `rlhf` for `swift/cli/_megatron/rlhf.py`."""
+    found = re.search(r"_megatron[./](\w+?)(?:\.py)?$", program)
+    return found[1] if found else ""
+
+
+def _kind(reading: Reading, tree: Tree, kinds: Set[str]) -> None:
+    """The type of RLHF where none is given: dpo for `rlhf`. Where no command is there, arguments of RLHF need one."""
+    if "rlhf_type" in tree.values:
+        return
+    if "rlhf" in kinds:
+        tree.overrides([Word("rlhf_type=dpo", f"default of {NAME}")])
+    elif not kinds & {"sft", "pt"} and (of := next((name for name in _OF_RLHF if name in tree.values), "")):
+        text = f"{of} ({tree.values[of].source}) is of megatron rlhf, and no file calls it"
+        fix = "give rlhf_type=dpo, which it takes by itself, or the script that calls it"
+        reading.problems.append(Problem(NAME, text, fix, refused=False))
 
 
 def _override(flag: str, values: Sequence[Word], word: Word) -> Word:

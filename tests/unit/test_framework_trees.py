@@ -192,6 +192,17 @@ def test_mtp_needs_the_bridge_that_verl_asserts(tmp_path: Path) -> None:
     assert verl(tmp_path, text, *asked, "trainer.use_legacy_worker_impl=disable").verdict == "works"
 
 
+def test_mtp_of_a_model_without_such_layers(tmp_path: Path) -> None:
+    asked = "actor_rollout_ref.model.mtp.enable=True"
+    report = verl(tmp_path, VERL, asked)
+    assert report.verdict == "refused"
+    said = f"{asked.removesuffix('=True')} (command line): the config of qwen3_moe says no MTP layers, and verl asserts"
+    assert said in _said(report)
+    new = verl(tmp_path, VERL, asked, "trainer.use_legacy_worker_impl=disable")
+    assert new.verdict == "unknown"
+    assert "so there are none to train" in _said(new)
+
+
 def test_nemo_rl_inherits_and_interpolates(tmp_path: Path) -> None:
     report = nemo(tmp_path, "defaults: base.yaml\npolicy:\n  megatron_cfg:\n    expert_model_parallel_size: 4\n")
     assert report.verdict == "works", report.problems

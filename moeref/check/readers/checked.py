@@ -61,7 +61,12 @@ def check_reading(
     report = _stepped(reading, _of_its_optimizer(reading, check(name, text, asked=through, training=trained, **given)))
     problems, notes = _beside(reading, report.model)
     notes += _lost(reading, report)
-    problems += [*optimizer, *_as_files(reading, report.model), *_by_layout(reading, report)]
+    problems += [
+        *optimizer,
+        *_as_files(reading, report.model),
+        *_by_layout(reading, report),
+        *_by_model(reading, report),
+    ]
     for field, value in reading.computed.items():
         _computed(field, value, draft, problems, notes)
     if "world" not in text and "world" not in reading.computed:
@@ -162,6 +167,11 @@ def _by_layout(reading: Reading, report: Report) -> list[Problem]:
         return []
     layout = Layout(**layout_text.read(report.layout))
     return [problem for refusal in reading.by_layout if (problem := refusal(layout))]
+
+
+def _by_model(reading: Reading, report: Report) -> list[Problem]:
+    """Refusals of the framework that depend on the model."""
+    return [problem for refusal in reading.by_model if (problem := refusal(report.model))]
 
 
 def _stepped(reading: Reading, report: Report) -> Report:

@@ -28,7 +28,7 @@ _COMMANDS = ("sft", "rlhf", "pt")
 _RANKS = ("NNODES", "NPROC_PER_NODE")
 #: Arguments that only `megatron rlhf` reads.
 _OF_RLHF = (
-    *("beta", "loss_type", "ref_model", "ref_load", "ref_adapters", "desirable_weight", "undesirable_weight"),
+    *("beta", "loss_type", "ref_model", "ref_adapters", "desirable_weight", "undesirable_weight"),
     *("reward_funcs", "reward_model", "num_generations", "rpo_alpha", "center_rewards_coefficient", "teacher_model"),
 )
 

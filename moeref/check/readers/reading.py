@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moeref.check.report import Problem
 from moeref.check.value import Value
+from moeref.families import Model
 from moeref.layout import Layout
 
 #: Fields of megatron-core's configs -> axes of the layout: how many ranks an axis has, and how stages are cut.
@@ -48,7 +49,8 @@ class Reading:
     of `moeref.costs.Training`. beside: arguments of the model that are none of either (see `checked.BESIDE`).
     computed: arguments whose value only the framework or a shell could compute, by their name for `check`. elsewhere:
     what concerns other parts of the framework. unread: what the reader does not know. problems: what the framework
-    itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run.
+    itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run. by_model: more,
+    by the model.
     as_files: settings that the framework compares with the model's files, and refuses if they differ. lost: settings
     that are given, and that the framework does not pass on.
     """
@@ -67,6 +69,7 @@ class Reading:
     unread: list[Value] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     by_layout: list[Callable[[Layout], Problem | None]] = field(default_factory=list)
+    by_model: list[Callable[[Model], Problem | None]] = field(default_factory=list)
     as_files: dict[str, Value] = field(default_factory=dict)
     lost: dict[str, Value] = field(default_factory=dict)
 

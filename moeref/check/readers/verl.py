@@ -6,6 +6,7 @@ are left out unless `model.mtp.enable` is set. Names and defaults: verl at b178a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, unde
 from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
+from moeref.families import Model
 
 NAME = "verl"
 PROGRAM = r"verl\.(?:trainer|experimental|recipe)\S*|recipe\.\S+|(?:.*/)?main_ppo\w*\.py"
@@ -162,6 +164,18 @@ def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
     """What verl's workers refuse. Its new ones, of `use_legacy_worker_impl=disable`, do not ask for a bridge."""
     mtp, bridge = at[_MTP], next((at[path] for path in _BRIDGE if at[path].value is False), None)
     new = at.get(_WORKER)
-    if mtp.value and bridge and not (new and new.value == "disable"):
+    legacy = not (new and new.value == "disable")
+    if mtp.value and bridge and legacy:
         text = f"{mtp.name} ({mtp.source}) needs {bridge.name}=true ({bridge.source}): verl asserts it"
         reading.problems.append(Problem(NAME, text, f"set {bridge.name}=true, or leave MTP out"))
+    if mtp.value:
+        reading.by_model.append(functools.partial(_without_mtp, mtp, legacy))
+
+
+def _without_mtp(mtp: Value, legacy: bool, model: Model) -> Problem | None:
+    """What is wrong with MTP of a model whose config has no such layers: the older workers assert that it has."""
+    if model.mtp_layers:
+        return None
+    text = f"{mtp.name} ({mtp.source}): the config of {model.family} says no MTP layers, "
+    text += "and verl asserts num_nextn_predict_layers above 0" if legacy else "so there are none to train"
+    return Problem(NAME, text, "leave it out", refused=legacy)

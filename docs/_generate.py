@@ -280,6 +280,7 @@ _LEAST = {
     "nemo-rl": "run_grpo.py policy.megatron_cfg.tensor_model_parallel_size=2",
     "skyrl": "-m skyrl.train.main_base trainer.policy.megatron_config.tensor_model_parallel_size=2",
     "ms-swift": "megatron sft --tensor_model_parallel_size 2",
+    "areal": "train.py actor.backend=megatron:d4t2",
 }
 #: Whose arguments are Megatron-LM's.
 _LISTS = ("megatron-lm", "slime", "miles")

@@ -23,6 +23,7 @@ PROGRAMS = {
     "miles": "python3 train.py",
     "verl": "python3 -m verl.trainer.main_ppo",
     "nemo-rl": "uv run examples/run_grpo.py",
+    "areal": "python3 examples/tau2/train.py",
     "skyrl": "uv run -m skyrl.train.entrypoints.main_base",
 }
 #: Frameworks whose arguments Megatron-LM's parser reads.

@@ -9,7 +9,7 @@ import os.path
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moeref.check.readers import megatron_bridge, megatron_lm, miles, ms_swift, nemo_rl, skyrl, slime, verl
+from moeref.check.readers import areal, megatron_bridge, megatron_lm, miles, ms_swift, nemo_rl, skyrl, slime, verl
 from moeref.check.readers.checked import check_reading
 from moeref.check.readers.reading import Reading
 from moeref.check.report import CheckError
@@ -24,6 +24,7 @@ FORMATS: dict[str, Callable[[Sequence[Path], Mapping[str, str], str], Reading]] 
     "nemo-rl": nemo_rl.read,
     "skyrl": skyrl.read,
     "ms-swift": ms_swift.read,
+    "areal": areal.read,
     "megatron-bridge": megatron_bridge.read,
 }
 

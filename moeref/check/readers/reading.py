@@ -49,10 +49,9 @@ class Reading:
     of `moeref.costs.Training`. beside: arguments of the model that are none of either (see `checked.BESIDE`).
     computed: arguments whose value only the framework or a shell could compute, by their name for `check`. elsewhere:
     what concerns other parts of the framework. unread: what the reader does not know. problems: what the framework
-    itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run. by_model: more,
-    by the model.
-    as_files: settings that the framework compares with the model's files, and refuses if they differ. lost: settings
-    that are given, and that the framework does not pass on.
+    itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run.
+    by_model: more, by the model. as_files: settings that the framework compares with the model's files, and refuses if
+    they differ. lost: settings that are given, and that the framework does not pass on.
     """
 
     framework: str

@@ -1,0 +1,251 @@
+"""Reads AReaL's YAML, and overrides in a script that calls a program with it: what `actor` trains with Megatron.
+
+AReaL builds the model with mbridge, or Megatron-Bridge, and passes few settings on: dispatcher, router dtype and
+fusions of `actor.megatron` reach no model. It seeds Megatron's trackers with 0, before it has its own seed; a
+check does not know that seed. Names and defaults: AReaL at 4aef98d8d818.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moeref.check.readers import allocation, provider
+from moeref.check.readers.reading import Reading
+from moeref.check.readers.tree import Names, Tree, read_all, sequence_parallel
+from moeref.check.report import CheckError, Problem
+from moeref.check.value import Value
+from moeref.families import Model
+from moeref.layout import Layout
+
+NAME = "AReaL"
+PROGRAM = r"(?:.*/)?\w+\.py|areal\.\S+"
+_ACTOR, _MEGATRON = "actor.", "actor.megatron."
+_FP8, _DDP = f"{_MEGATRON}fp8_config.", f"{_MEGATRON}ddp."
+_BACKEND, _LEGACY, _VPP = "actor.backend", "allocation_mode", f"{_MEGATRON}virtual_pipeline_parallel_size"
+_BRIDGE, _KIND, _TREES = f"{_MEGATRON}bridge_type", "actor.optimizer.type", "actor.enable_tree_training"
+_CHECKPOINTING, _SAME = "actor.gradient_checkpointing", f"{_MEGATRON}use_deterministic_algorithms"
+_LORA, _DTYPE = "actor.use_lora", "actor.dtype"
+
+#: Settings of recomputation -> default. mbridge gets them with `gradient_checkpointing`, Megatron-Bridge always.
+RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "recompute_modules": None,
+    "distribute_saved_activations": None,
+}
+#: Settings of `actor.megatron` that nothing reads.
+LOST = (
+    *("moe_router_dtype", "moe_shared_expert_overlap", "moe_enable_deepep", "moe_token_dispatcher_type"),
+    "moe_permute_fusion",
+)
+#: Settings of `fp8_config` -> (field of TransformerConfig, default).
+FP8: dict[str, tuple[str, Any]] = {
+    "mode": ("fp8", "e4m3"),
+    "recipe": ("fp8_recipe", "delayed"),
+    "param": ("fp8_param", False),
+    "margin": ("fp8_margin", 0),
+    "amax_history_len": ("fp8_amax_history_len", 1),
+    "amax_compute_algo": ("fp8_amax_compute_algo", "most_recent"),
+    "wgrad": ("fp8_wgrad", True),
+    "dot_product_attention": ("fp8_dot_product_attention", False),
+    "multi_head_attention": ("fp8_multi_head_attention", False),
+    "tp_only_amax_red": ("tp_only_amax_red", False),
+    "first_last_layers_bf16": ("first_last_layers_bf16", False),
+    "num_layers_at_start_in_bf16": ("num_layers_at_start_in_bf16", 1),
+    "num_layers_at_end_in_bf16": ("num_layers_at_end_in_bf16", 1),
+}
+#: Dtypes of the optimizer -> default.
+_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DEFAULTS: dict[str, Any] = {
+    **{f"{_MEGATRON}{name}": default for name, default in RECOMPUTE.items()},
+    **{f"{_MEGATRON}{name}": "float32" for name in _STATES},
+    f"{_MEGATRON}use_precision_aware_optimizer": False,
+    f"{_DDP}use_distributed_optimizer": True,
+    f"{_DDP}grad_reduce_in_fp32": True,
+    _VPP: 1,
+    _BRIDGE: "mbridge",
+    _SAME: False,
+    _CHECKPOINTING: False,
+    _LORA: False,
+    _TREES: False,
+    _DTYPE: "bfloat16",
+    _KIND: "adam",
+}
+NAMES = Names(
+    layout={},
+    options={},
+    settings=(),
+    fields={},
+    model="actor.path",
+    unmapped={
+        "actor.is_critic": "a head of its own",
+        f"{_MEGATRON}use_torch_fsdp2": "FSDP2",
+        f"{_MEGATRON}use_custom_fsdp": "Megatron-FSDP",
+    },
+    read=frozenset(
+        {
+            *(_BACKEND, _LEGACY, *DEFAULTS, *(f"{_MEGATRON}{name}" for name in LOST)),
+            *(f"{_FP8}{name}" for name in FP8),
+        }
+    ),
+    elsewhere=(
+        *("experiment_name", "trial_name", "cluster.", "seed", "enable_offload", "total_train_", "tokenizer_path"),
+        *("train_dataset", "valid_dataset", "saver.", "evaluator.", "stats_logger.", "perf_tracer", "memory_profiler"),
+        *("recover.", "sglang.", "vllm.", "scheduler.", "gconfig.", "eval_gconfig", "rollout.", "ref", "critic"),
+        *("teacher", "dynamic_bs", "launcher.", "server_only", "async_training", "weight_update_mode", "defaults"),
+        # Of the actor, what it trains on and by which loss.
+        *(f"{_ACTOR}{name}" for name in ("experiment_name", "trial_name", "attn_impl", "use_kernels", "init_from")),
+        *(
+            f"{_ACTOR}{name}"
+            for name in ("temperature", "mb_spec.", "pad_to_maximum", "disable_dropout", "grad_reduce")
+        ),
+        *(f"{_ACTOR}{name}" for name in ("optimizer", "weight_update_mode", "fsdp.", "archon.", "offload", "lora_")),
+        *(f"{_ACTOR}{name}" for name in ("target_modules", "peft_type", "scheduling_", "_version", "admin_api_key")),
+        *(f"{_ACTOR}{name}" for name in ("log_", "request_timeout", "setup_timeout", "ppo_n_minibatches", "eps_clip")),
+        *(f"{_ACTOR}{name}" for name in ("c_clip", "m2_threshold", "reward_", "overlong_", "mask_no_eos", "discount")),
+        *(
+            f"{_ACTOR}{name}"
+            for name in ("gae_lambda", "adv_norm", "kl_", "use_sapo_loss", "sapo_tau_", "recompute_log")
+        ),
+        *(f"{_ACTOR}{name}" for name in ("use_decoupled_loss", "rejection_sampling", "importance_sampling_level")),
+        *(f"{_ACTOR}{name}" for name in ("prox_logp_method", "max_new_tokens")),
+        *(f"{_MEGATRON}{name}" for name in ("wrap_with_ddp", "overlap_param_gather_with", "main_grads_dtype")),
+        *(f"{_MEGATRON}{name}" for name in ("async_save", "use_checkpoint_opt", "use_mbridge_save")),
+        *(f"{_DDP}{name}" for name in ("overlap_", "align_param_gather", "check_for_nan", "bucket_size", "average_in")),
+        *(f"{_DDP}fp8_param_gather", f"{_FP8}direct_convert"),
+    ),
+)
+
+
+def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
+    """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
+    reading, tree = Reading(NAME), Tree()
+    read_all(tree, reading, paths, given, PROGRAM)
+    tree.defaults(NAME, DEFAULTS)
+    tree.resolve()
+    NAMES.sort(tree, reading)
+    return _finished(reading, tree.values)
+
+
+def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
+    """The reading after what AReaL derives."""
+    _layout(reading, at)
+    kind = _bridge(reading, at)
+    if (dtype := at[_DTYPE]).value != "bfloat16" and at[_KIND].value != "adam_bf16":
+        raise CheckError(f"{dtype.source}: {dtype.name}={dtype.value}: moeref knows bfloat16 only")
+    reading.options["precision"] = Value(dtype.name, "bf16", dtype.source)
+    sequence_parallel(reading)
+    _recompute(reading, at, kind)
+    _optimizer(reading, at)
+    _quantised(reading, at)
+    reading.lost = {name: at[path] for name in LOST if (path := f"{_MEGATRON}{name}") in at}
+    if (same := at[_SAME]).value:
+        reading.settings["deterministic_mode"] = same
+        for name in ("cross_entropy_loss_fusion", "bias_dropout_fusion"):
+            reading.settings[name] = Value(same.name, False, same.source)
+    own: dict[str, Any] = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+    if kind is provider.MEGATRON_BRIDGE:
+        vpp = reading.layout.get("vpp")
+        own |= {"batch_p2p_comm": False, "overlap_p2p_comm": bool(vpp)}
+    return provider.build(reading, kind, own, NAME)
+
+
+def _layout(reading: Reading, at: Mapping[str, Value]) -> None:
+    """The axes and ranks that the backend's text says. How stages are cut is not: AReaL weighs the layers itself."""
+    text = at.get(_BACKEND) or at.get(_LEGACY)
+    if text is None or not text.value:
+        raise CheckError(f"{_BACKEND} is not given: {NAME} needs one such as megatron:d4t2p2")
+    if not text.known:
+        reading.computed |= dict.fromkeys(("tp", "world"), text)
+        return
+    backend, axes = allocation.component(str(text.value))
+    if backend != "megatron":
+        raise CheckError(f"{text.source}: {text.name} {text.value}: moeref knows Megatron only")
+    reading.layout |= {axis: Value(text.name, size, text.source) for axis, size in axes.items()}
+    if text.name == _LEGACY:
+        told = f"{text.name} ({text.source}) is read by {NAME}'s older launchers only; others need {_BACKEND}"
+        reading.problems.append(Problem(NAME, told, f"give {_BACKEND}", refused=False))
+    vpp = at[_VPP]
+    if type(vpp.value) is int and vpp.value > 1:
+        reading.layout["vpp"] = vpp
+        if axes["pp"] == 1:
+            told = f"{vpp.name} {vpp.value} ({vpp.source}) at one pipeline stage: {NAME} raises an error"
+            reading.problems.append(Problem(NAME, told, "leave it out"))
+    reading.by_layout.append(_cut)
+
+
+def _cut(layout: Layout) -> Problem | None:
+    if layout.pp == 1:
+        return None
+    text = f"{NAME} cuts the layers into stages of like size by its own estimate; the stages here are even ones"
+    return Problem(NAME, text, refused=False)
+
+
+def _bridge(reading: Reading, at: Mapping[str, Value]) -> provider.Provider:
+    """The bridge that makes the config, and what it does not take."""
+    kind, lora, trees = at[_BRIDGE], at[_LORA], at[_TREES]
+    if kind.value not in ("mbridge", "megatron-bridge"):
+        raise CheckError(f"{kind.source}: {kind.name}={kind.value} is none of mbridge, megatron-bridge")
+    other = kind.value == "megatron-bridge"
+    for value, refused, why in ((lora, not other, "adapters"), (trees, other, "attention over trees of its own")):
+        if value.value:
+            text = f"{value.name} ({value.source}): {why}"
+            said = f"{text}, which {NAME} refuses with {kind.name}={kind.value}" if refused else text
+            reading.problems.append(Problem(NAME, said, "use the other bridge" if refused else "", refused=refused))
+    return provider.MEGATRON_BRIDGE if other else provider.MBRIDGE
+
+
+def _recompute(reading: Reading, at: Mapping[str, Value], kind: provider.Provider) -> None:
+    """mbridge gets the settings of recomputation only with gradient checkpointing."""
+    switch = at[_CHECKPOINTING]
+    if not switch.known:
+        reading.computed["recompute_granularity"] = switch
+    elif switch.value or kind is provider.MEGATRON_BRIDGE:
+        for name in RECOMPUTE:
+            value = at[f"{_MEGATRON}{name}"]
+            if value.value is not None or name == "recompute_granularity":
+                reading.settings[name] = value
+    else:
+        reading.settings["recompute_granularity"] = Value(switch.name, None, switch.source)
+
+
+def _optimizer(reading: Reading, at: Mapping[str, Value]) -> None:
+    """What decides memory; `adam_bf16` is Adam with both moments in bf16."""
+    kind, aware = at[_KIND], at[f"{_MEGATRON}use_precision_aware_optimizer"]
+    if kind.value not in ("adam", "sgd", "adam_bf16"):
+        text = f"{kind.name} {kind.value} ({kind.source}): {NAME} asserts adam, sgd or adam_bf16"
+        reading.problems.append(Problem(NAME, text, "give one of these"))
+    for name in ("use_distributed_optimizer", "grad_reduce_in_fp32"):
+        reading.training[name] = at[f"{_DDP}{name}"]
+    half = kind.value == "adam_bf16"
+    reading.training["use_precision_aware_optimizer"] = Value(kind.name, True, kind.source) if half else aware
+    for name in _STATES:
+        value = at[f"{_MEGATRON}{name}"]
+        if half and name != "main_params_dtype":
+            value = Value(kind.name, "bfloat16", kind.source)
+        if value.given or (half or aware.value):
+            short = _SHORT.get(str(value.value).removeprefix("torch."), value.value)
+            reading.training[name] = Value(value.name, short, value.source)
+    reading.elsewhere.append(Value("optimizer", kind.value, kind.source))
+
+
+def _quantised(reading: Reading, at: Mapping[str, Value]) -> None:
+    """FP8, where any of its settings is given: AReaL refuses it for files that are not in FP8."""
+    given = [at[path] for name in FP8 if (path := f"{_FP8}{name}") in at]
+    if not given:
+        return
+    for name, (field, default) in FP8.items():
+        path = f"{_FP8}{name}"
+        reading.settings[field] = at.get(path, Value(path, default, f"default of {NAME}"))
+    reading.by_model.append(lambda model: _unquantised(given[0], model))
+
+
+def _unquantised(given: Value, model: Model) -> Problem | None:
+    if model.fp8_block is not None:
+        return None
+    text = f"{given.name} ({given.source}): {NAME} raises RuntimeError, since the files of the model are not in FP8"
+    return Problem(NAME, text, "leave fp8_config out, or take a model in FP8")

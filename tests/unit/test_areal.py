@@ -1,0 +1,191 @@
+"""AReaL's YAML: the grammar of allocations, what reaches the model, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moeref.check import CheckError, Report
+from moeref.check.readers import check_reading, read
+from moeref.check.readers.allocation import component
+from moeref.check.readers.areal import DEFAULTS, FP8, LOST, RECOMPUTE
+from moeref.config.core import known_fields
+
+YAML = """experiment_name: grpo
+seed: 1
+rollout: {backend: "sglang:d8t4"}
+actor:
+  backend: "megatron:(attn:d4t2|ffn:e4)"
+  path: Qwen/Qwen3-30B-A3B
+  scheduling_spec:
+    - {gpu: 1}
+  gradient_checkpointing: true
+  megatron:
+    ddp: {overlap_grad_reduce: false}
+    moe_token_dispatcher_type: alltoall
+sglang: {model_path: "${actor.path}"}
+"""
+
+
+def areal(tmp_path: Path, *given: str, text: str = YAML) -> Report:
+    (tmp_path / "run.yaml").write_text(text)
+    return check_reading(read("areal", [str(tmp_path / "run.yaml"), *given], "0.19.2"), verify=False)
+
+
+def told(report: Report) -> str:
+    return "; ".join([*(problem.text for problem in report.problems), *report.notes])
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "sizes"),
+    [
+        ("megatron:d4t2p2", "megatron", "tp2 pp2 cp1 ep1 etp1 world16"),
+        ("megatron:d4t2p2c2e4", "megatron", "tp2 pp2 cp2 ep4 etp1 world32"),
+        ("fsdp:d8", "fsdp", "tp1 pp1 cp1 ep1 etp1 world8"),
+        ("megatron:(attn:d1p1t4c2|ffn:d1p1t2e4)", "megatron", "tp4 pp1 cp2 ep4 etp2 world8"),
+        ("megatron: (attn: d4p4t2 | ffn: d2p4e4)", "megatron", "tp2 pp4 cp1 ep4 etp1 world32"),
+        ("megatron:attn:d4t2|ffn:e8", "megatron", "tp2 pp1 cp1 ep8 etp1 world8"),
+        ("sglang:d4t2+megatron:d2t4", "megatron", "tp4 pp1 cp1 ep1 etp1 world8"),
+        ("sglang[r]:d2+megatron[actor]:d4|fsdp[critic]:d4", "megatron", "tp1 pp1 cp1 ep1 etp1 world4"),
+        ("sglang:d4+megatron:(attn:d4t2|ffn:e8)", "megatron", "tp2 pp1 cp1 ep8 etp1 world8"),
+    ],
+)
+def test_an_allocation(text: str, backend: str, sizes: str) -> None:
+    found = component(text)
+    assert found[0] == backend
+    assert " ".join(f"{axis}{size}" for axis, size in sorted(found[1].items(), key=_order)) == sizes
+
+
+def _order(pair: tuple[str, int]) -> int:
+    return ("tp", "pp", "cp", "ep", "etp", "world").index(pair[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("d4t2", "'d4t2' is no backend:sizes"),
+        ("megatron:d0", "is no backend:sizes"),
+        ("megatron:x4", "is no backend:sizes"),
+        ("megatron.d4", "is no backend:sizes"),
+        ("megatron:d4+", "'a missing component' is no backend:sizes"),
+        ("deepspeed:d4", "deepspeed is none of fsdp, megatron, archon"),
+        ("sglang:d4", "has 0 trainers"),
+        ("megatron:d4+fsdp:d4", "has 2 trainers and not one of them is named actor"),
+        ("megatron:(attn:d2p2|ffn:p4)", "2 stages of attn and 4 of ffn"),
+        ("megatron:(attn:d2t2|ffn:e8)", "4 ranks of attn do not divide by e·t·p = 8 of ffn"),
+        ("megatron:(attn:d8|ffn:d4e4)", "8 ranks of attn and 16 of ffn"),
+    ],
+)
+def test_no_allocation(text: str, says: str) -> None:
+    with pytest.raises(CheckError, match=r".") as error:
+        component(text)
+    assert says in str(error.value)
+
+
+def test_end_to_end(tmp_path: Path) -> None:
+    report = areal(tmp_path)
+    assert report.verdict == "works", told(report)
+    assert report.layout == "tp=2,pp=1,vpp=1,ep=4,etp=1,cp=1,world=8"
+    sources = {name: value.source for name, value in report.read.items()}
+    assert (sources["tp"], sources["recompute_granularity"]) == ("run.yaml:5", "default of AReaL")
+    assert "seed" not in report.read
+    assert report.settings is not None
+    assert report.settings["sequence_parallel"] is True
+    assert report.training.use_distributed_optimizer
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict", "says"),
+    [
+        (["actor.megatron.moe_token_dispatcher_type=flex"], "works", "flex (command line) does not reach the model"),
+        (
+            ["actor.megatron.moe_router_dtype=fp32"],
+            "works",
+            "does not reach the model, which has moe_router_dtype=None",
+        ),
+        (["actor.megatron.moe_enable_deepep=true"], "works", "moe_enable_deepep True (command line) does not reach"),
+        (["actor.megatron.moe_router_dtyp=fp32"], "unknown", "moe_router_dtyp fp32 (command line) is not known"),
+        (["actors.path=x"], "unknown", "actors.path x (command line) is not known"),
+        (["actor.backend=megatron:d2t4p2"], "unknown", "AReaL cuts the layers into stages of like size"),
+        (
+            ["actor.backend=megatron:d8", "actor.megatron.virtual_pipeline_parallel_size=2"],
+            "refused",
+            "at one pipeline",
+        ),
+        (["actor.backend=megatron:d4e8"], "refused", "is not divisible by"),
+        (["actor.use_lora=true"], "refused", "adapters, which AReaL refuses with actor.megatron.bridge_type=mbridge"),
+        (["actor.use_lora=true", "actor.megatron.bridge_type=megatron-bridge"], "unknown", "adapters"),
+        (["actor.enable_tree_training=true"], "unknown", "attention over trees of its own"),
+        (["actor.megatron.bridge_type=megatron-bridge", "actor.enable_tree_training=true"], "refused", "AReaL refuses"),
+        (["actor.optimizer.type=muon"], "refused", "AReaL asserts adam, sgd or adam_bf16"),
+        (["actor.optimizer.type=sgd"], "works", "memory counts the states of Adam"),
+        (["actor.megatron.fp8_config.recipe=blockwise"], "refused", "since the files of the model are not in FP8"),
+        (["actor.is_critic=true"], "unknown", "a head of its own"),
+        (["actor.megatron.use_deterministic_algorithms=true"], "works", ""),
+    ],
+)
+def test_what_reaches_the_model(tmp_path: Path, given: list[str], verdict: str, says: str) -> None:
+    report = areal(tmp_path, *given)
+    assert report.verdict == verdict, told(report)
+    assert says in told(report)
+
+
+def test_an_older_file_has_one_text_for_all(tmp_path: Path) -> None:
+    text = (
+        YAML.replace('  backend: "megatron:(attn:d4t2|ffn:e4)"\n', "") + "allocation_mode: sglang:d2+megatron:d4t2e8\n"
+    )
+    report = areal(tmp_path, text=text)
+    assert report.verdict == "unknown"
+    assert report.layout == "tp=2,pp=1,vpp=1,ep=8,etp=1,cp=1,world=8"
+    assert "allocation_mode (run.yaml:13) is read by AReaL's older launchers only" in told(report)
+
+
+def test_recomputation_depends_on_the_bridge(tmp_path: Path) -> None:
+    for bridge, checkpointing, granularity in (
+        ("mbridge", "true", "full"),
+        ("mbridge", "false", None),
+        ("megatron-bridge", "false", "full"),
+    ):
+        report = areal(
+            tmp_path, f"actor.megatron.bridge_type={bridge}", f"actor.gradient_checkpointing={checkpointing}"
+        )
+        assert report.verdict == "works", told(report)
+        assert report.read["recompute_granularity"].value == granularity
+
+
+def test_adam_in_bf16(tmp_path: Path) -> None:
+    found = areal(tmp_path, "actor.optimizer.type=adam_bf16").training
+    assert (found.use_precision_aware_optimizer, found.exp_avg_dtype, found.main_params_dtype) == (True, "bf16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["actor.backend=fsdp:d8"], "actor.backend fsdp:d8: moeref knows Megatron only"),
+        (["~actor.backend"], "actor.backend is not given"),
+        (["actor.dtype=float16"], "moeref knows bfloat16 only"),
+        (["actor.megatron.bridge_type=none"], "is none of mbridge, megatron-bridge"),
+    ],
+)
+def test_bad_input(tmp_path: Path, given: list[str], says: str) -> None:
+    with pytest.raises(CheckError) as error:
+        areal(tmp_path, *given)
+    assert says in str(error.value)
+
+
+def test_a_script_with_its_yaml(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(YAML)
+    (tmp_path / "run.sh").write_text(
+        "python3 examples/math/gsm8k_rl.py --config run.yaml actor.backend=megatron:d4t4e8\n"
+    )
+    files = [str(tmp_path / name) for name in ("run.yaml", "run.sh")]
+    report = check_reading(read("areal", files, "0.19.2"), verify=False)
+    assert report.layout == "tp=4,pp=1,vpp=1,ep=8,etp=1,cp=1,world=16"
+
+
+def test_the_tables_name_fields_of_megatron() -> None:
+    fields = known_fields("0.19.2").keys()
+    assert not {*RECOMPUTE, *(field for field, _ in FP8.values())} - fields
+    assert not {*LOST} - fields - {"moe_enable_deepep"}
+    assert all(path.startswith("actor.") for path in DEFAULTS)

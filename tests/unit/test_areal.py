@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from moeref.check import CheckError, Report
 from moeref.check.readers import check_reading, read
 from moeref.check.readers.allocation import component
 from moeref.check.readers.areal import DEFAULTS, FP8, LOST, RECOMPUTE
+from moeref.check.readers.areal_stages import cut
 from moeref.config.core import known_fields
 
 YAML = """experiment_name: grpo
@@ -107,7 +110,17 @@ def test_end_to_end(tmp_path: Path) -> None:
         (["actor.megatron.moe_enable_deepep=true"], "works", "moe_enable_deepep True (command line) does not reach"),
         (["actor.megatron.moe_router_dtyp=fp32"], "unknown", "moe_router_dtyp fp32 (command line) is not known"),
         (["actors.path=x"], "unknown", "actors.path x (command line) is not known"),
-        (["actor.backend=megatron:d2t4p2"], "unknown", "AReaL cuts the layers into stages of like size"),
+        (["actor.backend=megatron:d2t4p2"], "works", ""),
+        (
+            ["actor.backend=megatron:d2t4p4", "actor.path=deepseek-ai/DeepSeek-V3"],
+            "unknown",
+            "without a place for the MTP layers of deepseek_v3",
+        ),
+        (
+            ["actor.backend=megatron:p5", "actor.megatron.bridge_type=megatron-bridge"],
+            "refused",
+            "num_layers=48",
+        ),
         (
             ["actor.backend=megatron:d8", "actor.megatron.virtual_pipeline_parallel_size=2"],
             "refused",
@@ -129,6 +142,37 @@ def test_what_reaches_the_model(tmp_path: Path, given: list[str], verdict: str, 
     report = areal(tmp_path, *given)
     assert report.verdict == verdict, told(report)
     assert says in told(report)
+
+
+def test_stages_even_out_an_estimate(tmp_path: Path) -> None:
+    """Qwen3-235B has 94 layers, which no even cut has in 12 stages."""
+    report = areal(tmp_path, "actor.backend=megatron:(attn:t4p12|ffn:e4)", "actor.path=Qwen/Qwen3-235B-A22B")
+    assert report.verdict == "works", told(report)
+    lengths = [len(stage.layers) for stage in report.stages]
+    assert (sum(lengths), len(lengths)) == (94, 12)
+    assert max(lengths) == 8
+
+
+def test_the_largest_stage_is_least() -> None:
+    """Against all cuts, also with end stages that have no layers, and weights that differ."""
+    rng = random.Random(0)
+    for _ in range(60):
+        weights = [rng.randint(1, 4) for _ in range(rng.randint(3, 7))]
+        end, stages = rng.randint(1, 6), rng.randint(2, 4)
+
+        def largest(lengths: list[int], weights: list[int] = weights, end: int = end, stages: int = stages) -> int:
+            ends = [sum(lengths[: stage + 1]) for stage in range(stages)]
+            parts = [sum(weights[at - n : at]) for at, n in zip(ends, lengths, strict=True)]
+            return max(part + end * (stage in (0, stages - 1)) for stage, part in enumerate(parts))
+
+        every = [
+            list(lengths)
+            for lengths in itertools.product(range(len(weights) + 1), repeat=stages)
+            if sum(lengths) == len(weights) and all(lengths[1:-1])
+        ]
+        found = cut(weights, end, stages)
+        assert found in every
+        assert largest(found) == min(map(largest, every))
 
 
 def test_an_older_file_has_one_text_for_all(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeref.check.readers import allocation, provider
+from moeref.check.readers import allocation, areal_stages, provider
 from moeref.check.readers.reading import Reading
 from moeref.check.readers.tree import Names, Tree, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 from moeref.families import Model
-from moeref.layout import Layout
 
 NAME = "AReaL"
 PROGRAM = r"(?:.*/)?\w+\.py|areal\.\S+"
@@ -155,7 +154,7 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
 
 
 def _layout(reading: Reading, at: Mapping[str, Value]) -> None:
-    """The axes and ranks that the backend's text says. How stages are cut is not: AReaL weighs the layers itself."""
+    """The axes and ranks that the backend's text says, and how mbridge's stages are cut."""
     text = at.get(_BACKEND) or at.get(_LEGACY)
     if text is None or not text.value:
         raise CheckError(f"{_BACKEND} is not given: {NAME} needs one such as megatron:d4t2p2")
@@ -175,13 +174,26 @@ def _layout(reading: Reading, at: Mapping[str, Value]) -> None:
         if axes["pp"] == 1:
             told = f"{vpp.name} {vpp.value} ({vpp.source}) at one pipeline stage: {NAME} raises an error"
             reading.problems.append(Problem(NAME, told, "leave it out"))
-    reading.by_layout.append(_cut)
+    if axes["pp"] > 1 and at[_BRIDGE].value == "mbridge":
+        reading.stages = _stages
+        reading.by_model.append(_uncut)
 
 
-def _cut(layout: Layout) -> Problem | None:
-    if layout.pp == 1:
+def _stages(model: Model, layout: Mapping[str, Value]) -> Value:
+    """The stages that AReaL gives mbridge; Megatron-Bridge cuts evenly."""
+    number = layout["pp"].value * (layout["vpp"].value if "vpp" in layout else 1)
+    made = areal_stages.pattern(model, number, layout["ep"].value)
+    return Value("pipeline_model_parallel_layout", made or None, f"derived: {NAME} evens out what it estimates")
+
+
+def _uncut(model: Model) -> Problem | None:
+    """What AReaL's cut of the layers leaves open: the width of latent attention's heads, and MTP layers."""
+    if model.mtp_layers:
+        text = f"{NAME} cuts the layers into stages without a place for the MTP layers of {model.family}"
+    elif model.mla is not None or model.gated_delta_net is not None:
+        text = f"{NAME} cuts the layers into stages by its own estimate, unknown for attention of {model.family}"
+    else:
         return None
-    text = f"{NAME} cuts the layers into stages of like size by its own estimate; the stages here are even ones"
     return Problem(NAME, text, refused=False)
 
 

@@ -50,8 +50,10 @@ def check_reading(
     Raises CheckError where the reading names no model, or one that is neither a path nor known.
     """
     name = model or _model(reading)
-    text = layout or _layout(reading)
     draft = _draft(name, _options(reading, options))
+    if reading.stages and not layout:
+        reading.layout["pipeline_layout"] = reading.stages(draft.model, reading.layout)
+    text = layout or _layout(reading)
     _of_family(reading, draft.model)
     given = _options(reading, options)
     trained = {field: value.value for field, value in reading.training.items()} | dict(given.pop("training", {}))

@@ -51,7 +51,8 @@ class Reading:
     what concerns other parts of the framework. unread: what the reader does not know. problems: what the framework
     itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run.
     by_model: more, by the model. as_files: settings that the framework compares with the model's files, and refuses if
-    they differ. lost: settings that are given, and that the framework does not pass on.
+    they differ. lost: settings that are given, and that the framework does not pass on. stages: the pattern
+    of pipeline stages that it makes for a model on a layout's axes.
     """
 
     framework: str
@@ -71,6 +72,7 @@ class Reading:
     by_model: list[Callable[[Model], Problem | None]] = field(default_factory=list)
     as_files: dict[str, Value] = field(default_factory=dict)
     lost: dict[str, Value] = field(default_factory=dict)
+    stages: Callable[[Model, Mapping[str, Value]], Value] | None = None
 
     @property
     def values(self) -> Mapping[str, Value]:

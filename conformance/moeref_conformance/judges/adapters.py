@@ -288,7 +288,8 @@ def logits_are_of_what_is_sent(case: Case, sent: list[_Sent]) -> Outcome:
 @_of_sent
 def the_base_stays(case: Case, sent: list[_Sent]) -> Outcome:
     """Weights bit for bit, logits of the base, and adapters and logits behind a stream of merged weights."""
-    findings = [found for record in records(case, "adapters", "shards") for found in _held(case, record)]
+    findings = without(case, "shards")
+    findings += [found for record in records(case, "adapters", "shards") for found in _held(case, record)]
     more, worst = _logits(case, "base", expected(case).logits_BSV, "transformers'")
     findings += [*more, *(found for one in sent for found in _not_again(case, one))]
     for record in records(case, "adapters"):

@@ -64,15 +64,17 @@ class _Linear:
         """The weight [out, in] of this rank with its adapters, added in fp32."""
         sharding = self._shard.param.mapping.sharding
         cut_rows, cut_columns = sharding not in ("row", "replicate"), sharding == "row"
-        lora_a = {number: self._over_parts(one, cut_rows) for number, one in self.lora_a.items()}
+        stacked = self._over_parts(torch.cat([*self.lora_a.values()]), cut_rows)
+        lora_a = dict(zip(self.lora_a, stacked.split(self.lora_b.shape[1]), strict=True))
         lora_b = self._over_parts(self.lora_b, cut_columns)
-        added = [
-            lora_b[of.shard_index[0]] @ lora_a[of.tensor]
-            if of.tensor in lora_a
-            else self.weight.new_zeros(lora_b[of.shard_index[0]].shape[0], self.weight.shape[1], dtype=torch.float32)
-            for of in self._shard.regions
-        ]
+        added = [self._rows(lora_b[of.shard_index[0]], lora_a.get(of.tensor)) for of in self._shard.regions]
+        # No rows, and a part in the sum of gradients for a rank that holds no row of these tensors.
+        added += [lora_b[:0] @ one for one in lora_a.values()]
         return (self.weight + self._lora.scale * torch.cat(added)).to(self.weight.dtype)
+
+    def _rows(self, rows: torch.Tensor, lora_a: torch.Tensor | None) -> torch.Tensor:
+        """What is added to rows of the weight: nothing to those of a tensor without adapter."""
+        return rows.new_zeros(len(rows), self.weight.shape[1]) if lora_a is None else rows @ lora_a
 
     def _over_parts(self, matrix: torch.Tensor, other_cut: bool) -> torch.Tensor:
         """`matrix`, its gradient summed over the ranks that share it where the other matrix is cut over them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -66,18 +66,25 @@ def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], fold
         return
     held = load_file(inputs["tokens"])
     mine = [batch(of_replica(held[name], cell, rank), cell) for name in ("tokens", "mask")]
-    Steps(built(cell, inputs, rank), rank, held["tokens"], mine, folder).run()
+    one = built(cell, inputs, rank)
+    Steps(one, rank, held["tokens"], mine, folder, cell.tags or modules(one.shard_map.model)).run()
 
 
 class Steps:
     """Two steps of plain SGD, and everything that is asked before and after."""
 
     def __init__(
-        self, one: megatron.Built, rank: int, tokens_BS: torch.Tensor, mine: list[torch.Tensor], folder: Path
+        self,
+        one: megatron.Built,
+        rank: int,
+        tokens_BS: torch.Tensor,
+        mine: list[torch.Tensor],
+        folder: Path,
+        asked: Sequence[str],
     ) -> None:
         self.one, self.rank, self.tokens_BS, self.mine, self.folder = one, rank, tokens_BS, mine, folder
         self.before = {key: tensor.clone() for key, tensor in bridge.inventory(one.chunks).items()}
-        self.lora = megatron.Lora(one, rank, r=R, alpha=ALPHA, modules=modules(one.shard_map.model))
+        self.lora = megatron.Lora(one, rank, r=R, alpha=ALPHA, modules=asked)
 
     def run(self) -> None:
         self.save("fresh", self.lora.stream())

@@ -31,6 +31,8 @@ CELLS = [
     cell("glm4_moe", "pp2-vpp2-ep2", layers=4, loss_mask=True),
     cell("qwen3_moe", "ep2-etp2", layers=2, loss_mask=True),
     cell("qwen3_moe", "tp2-etp1", world_size=4, layers=2, loss_mask=True),
+    # Some ranks hold no row of k_proj.
+    cell("qwen3_moe", "tp4", layers=2, loss_mask=True, shared_groups=True, tags=("k_proj", "down_proj")),
 ]
 
 

@@ -69,8 +69,9 @@ class AdapterMap(ShardMap):
         family, known = self.model.family, modules(self.model)
         if type(self.r) is not int or self.r < 1:
             raise BridgeError(f"{family}: adapters of rank {self.r!r}: the rank is a whole number from 1")
-        if wrong := [name for name in self.targets if name not in known] or not self.targets:
-            named = f"no linear is named {', '.join(wrong)}" if isinstance(wrong, list) else "no module is named"
+        wrong = [name for name in self.targets if name not in known]
+        if wrong or not self.targets:
+            named = f"no linear is named {', '.join(wrong)}" if wrong else "no module is named"
             raise BridgeError(f"{family}: {named}: adapters go to {', '.join(known)}")
 
     def origin(self, mapping: ParamMapping) -> tuple[ParamMapping, tuple[int, ...]]:

@@ -65,7 +65,7 @@ class _Linear:
         sharding = self._shard.param.mapping.sharding
         cut_rows, cut_columns = sharding not in ("row", "replicate"), sharding == "row"
         stacked = self._over_parts(torch.cat([*self.lora_a.values()]), cut_rows)
-        lora_a = dict(zip(self.lora_a, stacked.split(self.lora_b.shape[1]), strict=True))
+        lora_a = dict(zip(self.lora_a, torch.split(stacked, self.lora_b.shape[1]), strict=True))
         lora_b = self._over_parts(self.lora_b, cut_columns)
         added = [self._rows(lora_b[of.shard_index[0]], lora_a.get(of.tensor)) for of in self._shard.regions]
         # No rows, and a part in the sum of gradients for a rank that holds no row of these tensors.

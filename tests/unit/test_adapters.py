@@ -39,7 +39,9 @@ def test_modules_are_linears_of_the_decoders_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "vpp": 2}, {"tp": 16}], ids=lambda layout: Layout(**layout).text
+    "layout",
+    [{"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "vpp": 2}, {"tp": 16, "etp": 1}],
+    ids=lambda layout: Layout(**layout).text,
 )
 def test_the_owners_shards_have_each_element_once(layout: dict[str, int]) -> None:
     held = adapters("qwen3_moe", ["k_proj", "o_proj", "up_proj", "down_proj"], **layout)

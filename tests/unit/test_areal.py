@@ -112,7 +112,7 @@ def test_end_to_end(tmp_path: Path) -> None:
         (["actors.path=x"], "unknown", "actors.path x (command line) is not known"),
         (["actor.backend=megatron:d2t4p2"], "works", ""),
         (
-            ["actor.backend=megatron:d2t4p4", "actor.path=deepseek-ai/DeepSeek-V3"],
+            ["actor.backend=megatron:(attn:d8t8p4|ffn:e64)", "actor.path=deepseek-ai/DeepSeek-V3"],
             "unknown",
             "without a place for the MTP layers of deepseek_v3",
         ),

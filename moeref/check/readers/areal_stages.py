@@ -1,7 +1,8 @@
 """How AReaL cuts layers into pipeline stages for mbridge: so that the largest estimate of a stage is least.
 
 The estimate is AReaL's: the output projection of attention counts hidden · hidden, and a rank has the experts that EP
-leaves it. Multi-token prediction layers are with the loss, though AReaL has no place for them. Of cuts that are as good, a stage begins as early as it can, the last stage first.
+leaves it. Of cuts that are as good, a stage begins as early as it can, the last stage first. Multi-token prediction
+layers are with the loss, though AReaL has no place for them.
 """
 
 from __future__ import annotations

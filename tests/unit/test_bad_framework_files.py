@@ -93,7 +93,7 @@ def test_no_script_ends_in_a_traceback(data: st.DataObject) -> None:
 @settings(**FUZZ)
 @given(data=st.data())
 def test_no_yaml_ends_in_a_traceback(data: st.DataObject) -> None:
-    framework = data.draw(st.sampled_from(["nemo-rl", "verl", "skyrl", "ms-swift"]))
+    framework = data.draw(st.sampled_from(["nemo-rl", "verl", "skyrl", "ms-swift", "areal"]))
     text = data.draw(damaged(BASE))
     with tempfile.TemporaryDirectory() as folder:
         assert fine(*asked(["--from", framework, written(folder, "run.yaml", text)]))

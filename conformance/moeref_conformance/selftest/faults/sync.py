@@ -567,6 +567,9 @@ class _Likelier(_Wrong):
 
     def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
         if more:
+            self.times = (
+                1 if more[0] else self.times
+            )  # no sample that comes behind an update amid others is read either
             return list(self.good.sample(prompts, tokens, *more))
         drawn = [list(self.good.sample(prompts, tokens)) for _ in range(self.times)]
         return [max(of_prompt, key=lambda one: sum(one.logprobs)) for of_prompt in zip(*drawn, strict=True)]

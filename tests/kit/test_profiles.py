@@ -18,6 +18,7 @@ FROZEN = {
     "logprobs 1.0": "8677920d",
     "gradients 1.0": "6ebe71c0",
     "optimizer 1.0": "07b50b5b",
+    "adapters 1.0": "3c7212af",
     "settings 1.0": "ca8e8126",
     "dispatch 1.0": "8d2cf4a7",
     "delta 1.0": "b210db92",

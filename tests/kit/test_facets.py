@@ -52,6 +52,8 @@ def test_ranks_take_all_steps_in_order() -> None:
             "export",
             "left",
             "forward",
+            "logprobs",
+            "replayed_logprobs",
             "replay",
             "gradients",
             "on_no_token",

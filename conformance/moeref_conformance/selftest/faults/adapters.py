@@ -187,14 +187,6 @@ def _zero(session: Any, cell: Cell, world: World) -> None:
         parameter.zero_()
 
 
-def _seeded_anew(session: Any, cell: Cell, world: World) -> None:
-    """Each lora_A is drawn from the same seed."""
-    seconds = _second(session)
-    for name, parameter in trained(session).items():
-        if name not in seconds:
-            parameter.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
-
-
 def _scaled_to_one(session: Session, cell: Cell, world: World) -> Any:
     """Alpha is not read: the scale is 1."""
     good: Any = session.adapters
@@ -401,15 +393,6 @@ FAULTS = (
         wrap=attached(_zero),
         one_rank=True,
         says="has a row of 0",
-    ),
-    Fault(
-        id="adapters-seeded-anew",
-        bug="reported nowhere: the generator is seeded for each adapter, and those of all layers are drawn alike",
-        rules=("LRA-001",),
-        cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=attached(_seeded_anew),
-        one_rank=True,
-        says="of another layer",
     ),
     Fault(
         id="adapters-not-sent-to-all",

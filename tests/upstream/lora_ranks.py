@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from moeref_conformance.contract.api import Cell, Claims, Info, Session, Target, World
+from moeref_conformance.oracles.expected import read_checkpoint
 from moeref_conformance.steps.gradients import batch, of_replica
 from safetensors.torch import load_file, save_file
 
@@ -63,6 +65,7 @@ def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], fold
         what_cannot_have_adapters_is_refused(cell, inputs)
         activations_may_be_recomputed(cell, inputs)
         an_optimizer_trains_adapters_alone(cell, inputs)
+        the_how_to_runs_as_written(cell, inputs)
         return
     held = load_file(inputs["tokens"])
     mine = [batch(of_replica(held[name], cell, rank), cell) for name in ("tokens", "mask")]
@@ -178,3 +181,20 @@ def an_optimizer_trains_adapters_alone(cell: Cell, inputs: dict[str, str]) -> No
     assert all(p.any() for (_, name), p in lora.parameters().items() if ".local_experts." not in name)
     with lora.off():
         assert all(torch.equal(tensor, before[key]) for key, tensor in bridge.inventory(one.chunks).items())
+
+
+def the_how_to_runs_as_written(cell: Cell, inputs: dict[str, str]) -> None:
+    """The block of docs/how-to/train-adapters.md; fresh adapters change no weight."""
+    page = (Path(__file__).parents[2] / "docs/how-to/train-adapters.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```\{code-block\} python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {
+        "built": built(cell, inputs, 0),
+        "rank": 0,
+        "tokens_BS": load_file(inputs["tokens"])["tokens"],
+    }
+    exec(compile(block, "train-adapters.md", "exec"), names)
+    assert names["reference_BSV"] is not None
+    assert {name.rsplit(".", 2)[1] for name in names["adapter"]} == {"lora_A", "lora_B"}
+    loaded = {k: of for k, of in read_checkpoint(Path(inputs["checkpoint"])).items() if k in names["weights"]}
+    assert loaded.keys() == names["weights"].keys()
+    assert all(torch.equal(of, names["weights"][name]) for name, of in loaded.items())

@@ -13,7 +13,7 @@ from typing import Any
 
 from moeref.check.readers import allocation, areal_stages, provider
 from moeref.check.readers.reading import Reading
-from moeref.check.readers.tree import Names, Tree, read_all, sequence_parallel
+from moeref.check.readers.tree import Names, read_all, sequence_parallel
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 from moeref.families import Model
@@ -122,11 +122,7 @@ NAMES = Names(
 
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
-    reading, tree = Reading(NAME), Tree()
-    read_all(tree, reading, paths, given, PROGRAM)
-    tree.defaults(NAME, DEFAULTS)
-    tree.resolve()
-    NAMES.sort(tree, reading)
+    reading, tree = read_all(NAME, paths, given, program=PROGRAM, defaults=DEFAULTS, names=NAMES)
     return _finished(reading, tree.values)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, Reading, under
-from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all
+from moeref.check.readers.tree import Names, batch, ranks, read_all
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
@@ -128,11 +128,7 @@ NAMES = Names(
 
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
-    reading, tree = Reading(NAME), Tree()
-    read_all(tree, reading, paths, given, PROGRAM, inherits="defaults")
-    tree.defaults(NAME, DEFAULTS)
-    tree.resolve()
-    NAMES.sort(tree, reading)
+    reading, tree = read_all(NAME, paths, given, program=PROGRAM, defaults=DEFAULTS, names=NAMES, inherits="defaults")
     return _finished(reading, tree.values)
 
 

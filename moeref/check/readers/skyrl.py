@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref.check.readers import provider
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
-from moeref.check.readers.tree import Names, Tree, batch, ranks, read_all, sequence_parallel
+from moeref.check.readers.tree import Names, batch, ranks, read_all, sequence_parallel
 from moeref.check.value import Value
 
 NAME = "SkyRL"
@@ -104,11 +104,7 @@ NAMES = Names(
 
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
-    reading, tree = Reading(NAME), Tree()
-    read_all(tree, reading, paths, given, PROGRAM)
-    tree.defaults(NAME, DEFAULTS)
-    tree.resolve()
-    NAMES.sort(tree, reading)
+    reading, tree = read_all(NAME, paths, given, program=PROGRAM, defaults=DEFAULTS, names=NAMES)
     return _finished(reading, tree.values)
 
 

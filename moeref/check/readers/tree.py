@@ -178,9 +178,20 @@ class Names:
 
 
 def read_all(
-    tree: Tree, reading: Reading, paths: Sequence[Path], given: Mapping[str, str], program: str, inherits: str = ""
-) -> None:
-    """Put YAML files and the overrides of scripts into the tree, in order, and then what the command line gives."""
+    name: str,
+    paths: Sequence[Path],
+    given: Mapping[str, str],
+    *,
+    program: str,
+    defaults: Mapping[str, Any],
+    names: Names,
+    inherits: str = "",
+) -> tuple[Reading, Tree]:
+    """YAML files and the overrides of scripts, in order, and what the command line gives, above a framework's defaults.
+
+    The reading has the values whose `names` say what they are; the tree has all.
+    """
+    reading, tree = Reading(name), Tree()
     for path in paths:
         if path.suffix in (".yaml", ".yml"):
             tree.read(path, inherits=inherits)
@@ -189,6 +200,10 @@ def read_all(
         others = [word for word in tree.overrides(words) if not _WHERE.fullmatch(word.text)]
         reading.unread += [Value(word.text, "", word.where, word.known) for word in others]
     tree.given(given)
+    tree.defaults(name, defaults)
+    tree.resolve()
+    names.sort(tree, reading)
+    return reading, tree
 
 
 def ranks(reading: Reading, at: Mapping[str, Value], nodes: str, each: str) -> None:

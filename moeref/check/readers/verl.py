@@ -101,11 +101,7 @@ NAMES = Names(
 
 def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     """The reading of YAML files and scripts, in order; dotted names in `given` are overrides."""
-    reading, tree = Reading(NAME), Tree()
-    read_all(tree, reading, paths, given, PROGRAM)
-    tree.defaults(NAME, DEFAULTS)
-    tree.resolve()
-    NAMES.sort(tree, reading)
+    reading, tree = read_all(NAME, paths, given, program=PROGRAM, defaults=DEFAULTS, names=NAMES)
     return _finished(reading, tree)
 
 

@@ -36,6 +36,8 @@ APART = frozenset(
         *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
     }
 )
+#: Fields that no layer reads under multi-latent attention, whose heads have widths of their own.
+UNUSED_BY_MLA = frozenset({"kv_channels"})
 
 
 def facts(framework: str) -> list[dict[str, Any]]:
@@ -128,9 +130,10 @@ def differences(record: Any, config: Any) -> Iterator[str]:
     from moeref import megatron
 
     ours, _ = megatron.transformer_config(record)
+    apart = APART | (UNUSED_BY_MLA if config.multi_latent_attention else frozenset())
     for field in dataclasses.fields(config):
         one, other = (_pattern(made, getattr(made, field.name), field.name) for made in (ours, config))
-        if field.name not in APART and not callable(other) and one != other:
+        if field.name not in apart and not callable(other) and one != other:
             yield f"{field.name}: {one!r} is not Megatron-LM's {other!r}"
 
 

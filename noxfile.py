@@ -60,7 +60,7 @@ SKYRL = {
     "package": "skyrl",
 }
 #: Bytes of the wheel, at most.
-WHEEL = 1_100_000
+WHEEL = 1_200_000
 #: The kit's exit code where a claimed cell could not be judged.
 INCOMPLETE = 3
 #: By the name of their schema.

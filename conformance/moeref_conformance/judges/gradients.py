@@ -395,7 +395,7 @@ def _off(case: Case, far: Far) -> str:
 def _left(record: RankRecord, key: str, phase: str, want: torch.Tensor, got: torch.Tensor) -> str:
     """Whether the gradient of the first of two steps is in that of the second."""
     first = record.tensors(phase).get(f"{FIRST}{key}") if phase == "gradients" else None
-    if first is None or first.shape[1:] != want.shape[1:] or not first.any():
+    if first is None or first.shape[1:] != want.shape[1:] or not (first.any() and got.isfinite().all()):
         return ""
     return "with those of the step before" if _near(got, want + first[: len(want)].double()) else ""
 

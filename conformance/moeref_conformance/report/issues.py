@@ -31,7 +31,7 @@ _OWNERS = {
     "ROCm": ("ATOM",),
     "sgl-project": ("sglang",),
     "THUDM": ("slime",),
-    "unslothai": ("unsloth",),
+    "unslothai": ("unsloth", "unsloth-zoo"),
     "verl-project": ("verl",),
     "vllm-project": ("vLLM", "vime", "vllm-ascend"),
 }

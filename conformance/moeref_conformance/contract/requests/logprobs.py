@@ -8,4 +8,4 @@ TEMPERATURE = 0.7
 #: What the name of tensors begins with that are computed once weights have changed in place.
 CHANGED = "changed-"
 #: The set of routes under which they are computed again.
-ROUTES = "b"
+ROUTES = "a"

@@ -343,7 +343,7 @@ def _without_k_and_v(name: str, merged: torch.Tensor, base: torch.Tensor) -> tor
 FAULTS = (
     Fault(
         id="adapters-of-routed-experts-left-out",
-        bug="vllm#50252, unsloth-zoo#1250: adapters of routed experts have names that nothing finds, and are left out",
+        bug="vLLM#50252, unsloth-zoo#1250: adapters of routed experts have names that nothing finds, and are left out",
         rules=("LRA-001",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=sent(lambda name, tensor: None if EXPERTS in name else (name, tensor)),
@@ -514,7 +514,7 @@ FAULTS = (
     ),
     Fault(
         id="merge-not-undone",
-        bug="candle-lora#26: once merged, adapters are added to the weights and computed beside them",
+        bug="EricLBuehler/candle-lora#26: once merged, adapters are added to the weights and computed beside them",
         rules=("LRA-004",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_merged_stays,

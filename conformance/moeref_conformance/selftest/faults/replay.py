@@ -336,7 +336,7 @@ FAULTS = (
         id="replayed-scores-normalised-again",
         bug="ISEEKYAN/Megatron-LM#49 in kind: replayed experts' weights are normalised, though norm_topk_prob is false",
         rules=("RPL-004",),
-        also=("RPL-003",),
+        also=("RPL-003", "LGP-004"),
         cell=cell("qwen3_moe", "one", tied=True, replay="R3"),
         patch=_router_replay_with("get_replay_topk", _scores_normalised_again),
     ),
@@ -353,6 +353,7 @@ FAULTS = (
         id="routers-by-global-list",
         bug="R11: verl#7340, miles#2570: the routers of a discarded model get the routes",
         rules=("RPL-001",),
+        also=("LGP-004",),
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("set_router_replay_action", _action_of_the_discarded),
         diagnosis="the router's own choice",
@@ -441,7 +442,8 @@ FAULTS = (
         id="scores-of-the-own-choice",
         bug="the weights of the router's own experts are given to the replayed ones",
         rules=("RPL-004",),
-        also=("RPL-003",),  # behind a layer with other weights, the router of a token without a route chooses otherwise
+        # Behind a layer with other weights, the router of a token without a route chooses otherwise.
+        also=("RPL-003", "LGP-004"),
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("get_replay_topk", _scores_of_the_own),
         says="off transformers' under the same routes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -121,18 +121,21 @@ class Lora:
 
     def _found(self) -> dict[_Key, _Linear]:
         """The linears of this rank that get adapters."""
-        asked = {self.shard_map.origin(one.param.mapping)[0] for one in self.shard_map.local_shards(self._rank)}
+        asked = {self._linear_of(matrix) for matrix in self.shard_map.local_shards(self._rank)}
         modules = {id(module.weight): module for chunk in self._built.chunks for module in _with_weight(chunk)}
         return {
-            _Key(shard.param.mapping, shard.param.layer, shard.param.expert): _Linear(modules[id(weight)], shard, self)
+            key: _Linear(modules[id(weight)], shard, self)
             for shard, weight in bound(self._built.shard_map, self._rank, self._built.chunks)
-            if shard.param.mapping in asked and not _in_mtp(shard, self._built)
+            if (key := _Key(shard.param.mapping, shard.param.layer, shard.param.expert)) in asked
         }
+
+    def _linear_of(self, matrix: LocalShard) -> _Key:
+        """The linear that a matrix of an adapter is for."""
+        return _Key(self.shard_map.origin(matrix.param.mapping)[0], matrix.param.layer, matrix.param.expert)
 
     def _add(self, shard: LocalShard, seed: int) -> None:
         """One matrix of this rank."""
-        mapping, numbers = self.shard_map.origin(shard.param.mapping)
-        linear = self._linears[_Key(mapping, shard.param.layer, shard.param.expert)]
+        linear, (_, numbers) = self._linears[self._linear_of(shard)], self.shard_map.origin(shard.param.mapping)
         is_a = is_lora_a(shard.param.mapping)
         drawn = _drawn(shard, seed) if is_a else torch.zeros(shard.shape)
         parameter = torch.nn.Parameter(drawn.to(linear.weight.device))
@@ -176,13 +179,14 @@ class Lora:
             before = [linear.weight.detach().clone() for linear in self._linears.values()]
             self._is_merged = True
             try:
-                self._fill([linear.merged().detach() for linear in self._linears.values()])
+                # One at a time: no more memory than the copy.
+                self._fill(linear.merged().detach() for linear in self._linears.values())
                 yield
             finally:
                 self._fill(before)
                 self._is_merged = False
 
-    def _fill(self, weights: Sequence[torch.Tensor]) -> None:
+    def _fill(self, weights: Iterable[torch.Tensor]) -> None:
         for linear, weight in zip(self._linears.values(), weights, strict=True):
             linear.weight.data.copy_(weight)
 
@@ -205,11 +209,6 @@ class Lora:
             "target_modules": list(self.shard_map.targets),
             "bias": "none",
         }
-
-
-def _in_mtp(shard: LocalShard, built: Built) -> bool:
-    layer = shard.param.layer
-    return layer is not None and layer >= built.shard_map.model.num_layers
 
 
 def _with_weight(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:

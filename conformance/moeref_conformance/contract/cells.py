@@ -263,9 +263,7 @@ class Claims:
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP
     entropies: bool = True  # `Logprobs.logprobs` gives entropies too
-    engine_logprobs: str = (
-        "raw"  # a sample's logprobs are of the model's logits, or `processed`: divided by temperature
-    )
+    engine_logprobs: str = "raw"  # logprobs of samples: of the model's logits, or `processed` by the temperature
     engine_routes: bool = False  # samples of an engine carry its routes
     lasts: str = "stream"  # what `Export.stream` gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written

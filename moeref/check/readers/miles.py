@@ -107,9 +107,8 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
 
 def _as_files(reading: Reading, width: Value) -> dict[str, Value]:
     """What miles compares with the model's files: also the width of dense layers, before one is derived."""
-    every = {**reading.settings, **reading.beside}
-    found = {name: every[name] for name in slime.AS_FILES if name in every}
-    if width.known and (width.given or not any(not value.known for value in reading.unread)):
+    found = slime.as_files(reading)
+    if width.known and (width.given or all(value.known for value in reading.unread)):
         found["ffn_hidden_size"] = width
     return found
 
@@ -172,12 +171,15 @@ _REFUSED: tuple[tuple[str, str, Callable[[Of], bool]], ...] = (
         "with --use-precision-aware-optimizer on the GPU",
         lambda of: bool(of("use_precision_aware_optimizer") and not of("optimizer_cpu_offload")),
     ),
-    *(
-        ("skip_actor_forward_only", f"with a --{name.replace('_', '-')} of its default or above 0", when)
-        for name, when in {
-            "hidden_dropout": lambda of: of("hidden_dropout") != 0,
-            "attention_dropout": lambda of: of("attention_dropout") != 0,
-        }.items()
+    (
+        "skip_actor_forward_only",
+        "with a --hidden-dropout of its default or above 0",
+        lambda of: of("hidden_dropout") != 0,
+    ),
+    (
+        "skip_actor_forward_only",
+        "with a --attention-dropout of its default or above 0",
+        lambda of: of("attention_dropout") != 0,
     ),
     (
         "skip_actor_forward_only",

@@ -55,7 +55,7 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
     if (mode := own.get("megatron_to_hf_mode")) and mode.value == "bridge":
         reading.elsewhere.append(mode)
     reading = megatron_lm.finished(reading, _defaults(arguments), core)
-    reading.as_files = {name: value for name in AS_FILES if (value := _of(reading, name))}
+    reading.as_files = as_files(reading)
     return dealt(reading, replay(own))
 
 
@@ -128,8 +128,10 @@ def _defaults(arguments: megatron_lm.Arguments) -> megatron_lm.Arguments:
     return {**of_parser(arguments, NAME), "use_distributed_optimizer": sharded}
 
 
-def _of(reading: Reading, name: str) -> Value | None:
-    return reading.beside.get(name) or reading.settings.get(name)
+def as_files(reading: Reading) -> dict[str, Value]:
+    """What is compared with the model's files."""
+    every = {**reading.settings, **reading.beside}
+    return {name: every[name] for name in AS_FILES if name in every}
 
 
 def _refusals(reading: Reading) -> Reading:

@@ -52,7 +52,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
     """Before a live update: let every layer of experts be packed again for the CPU's grouped GEMM.
 
     `UnquantizedFusedMoEMethod` packs only when it makes its kernel, and keeps the kernel over updates: experts of the
-    second version stay unpacked and logprobs are off by about 1 nat, without an error (0.28 to 0.32).
+    second version stay unpacked and logprobs are wrong, without an error (0.28 to 0.32).
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)

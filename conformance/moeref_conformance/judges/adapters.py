@@ -348,7 +348,7 @@ def merged_weights_are_sums(case: Case, sent: list[_Sent]) -> Outcome:
         findings += once_each(case, one.rank, "adapters", names, "is not among the merged weights", "is merged")
         more, far = _sums(case, sent[0], one)
         findings, worst = [*findings, *more], max(worst, far)
-    return outcome(findings, met=f"at most {worst:.2f} of the rounding")
+    return outcome(findings, met=f"off by at most {worst:.2f} of the rounding of fp32 sums")
 
 
 def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:

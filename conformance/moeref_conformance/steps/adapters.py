@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from moeref_conformance.contract.api import Adapters, TensorMeta, to_plain
+from moeref_conformance.contract.api import Adapters, to_plain
 from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, modules
 from moeref_conformance.steps import gradients, policy
-from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_dtype
+from moeref_conformance.steps.export import items
+from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.tensors import copied, module_tensors
 
 
@@ -58,22 +58,12 @@ def _sent(adapters: Adapters, phase: str, saved: dict[str, torch.Tensor]) -> lis
 def _merged(adapters: Adapters, saved: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     """The metadata of what this rank is given, whose tensors are saved."""
     rows = []
-    for meta, tensor in _metas(adapters):
+    for meta, tensor in items(adapters.merged(), "adapters.merged"):
         if tensor is not None:
             rows.append(to_plain(meta))
             saved[free_key(saved, f"merged.{meta.name}")] = copied(tensor)
         del tensor
     return rows
-
-
-def _metas(adapters: Adapters) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-    """The merged stream. Raises TypeError for items of another type."""
-    for meta, tensor in adapters.merged():
-        if not isinstance(meta, TensorMeta) or not (tensor is None or isinstance(tensor, torch.Tensor)):
-            what = f"{type(meta).__name__}, {type(tensor).__name__}"
-            raise TypeError(f"adapters.merged() gave ({what}), expected (api.TensorMeta, torch.Tensor or None)")
-        checked_dtype(meta)
-        yield meta, tensor
 
 
 def _logits(logits_BSV: torch.Tensor | None, phase: str, saved: dict[str, torch.Tensor]) -> None:

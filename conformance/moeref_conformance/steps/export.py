@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,7 +118,7 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
         copies: dict[str, torch.Tensor] = {}
         kept: dict[str, torch.Tensor] = {}
         earlier = Earlier()
-        for meta, tensor in _items(export):
+        for meta, tensor in items(export.stream(), "stream"):
             rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": earlier.alive()})
             if tensor is not None:
                 key = free_key(copies, meta.name)
@@ -209,7 +209,7 @@ def _again(export: Export, context: Context) -> list[str] | None:
     """On one rank the names of a stream of weights that are as they were in the last one."""
     if context.cell.layout.world > 1:
         return None
-    return [meta.name for meta, tensor in _items(export) if tensor is not None]
+    return [meta.name for meta, tensor in items(export.stream(), "stream") if tensor is not None]
 
 
 def _stale(export: Export, context: Context) -> list[str]:
@@ -257,14 +257,17 @@ def _export_with(export: Export, context: Context, module: torch.nn.Module, hold
         delattr(module, UNMAPPED)
 
 
-def _items(export: Export) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
-    """The stream, holding no tensor of it while the next one is made. Raises TypeError for items of another type."""
-    stream = iter(export.stream())
+def items(pairs: Iterable[Any], name: str) -> Iterator[tuple[TensorMeta, torch.Tensor | None]]:
+    """The stream that `name` gave, holding no tensor of it while the next one is made.
+
+    Raises TypeError for items of another type.
+    """
+    stream = iter(pairs)
     while (item := next(stream, None)) is not None:
         meta, tensor = item
         if not isinstance(meta, TensorMeta) or not (tensor is None or isinstance(tensor, torch.Tensor)):
             what = f"{type(meta).__name__}, {type(tensor).__name__}"
-            raise TypeError(f"stream() gave ({what}), expected (api.TensorMeta, torch.Tensor or None)")
+            raise TypeError(f"{name}() gave ({what}), expected (api.TensorMeta, torch.Tensor or None)")
         checked_dtype(meta)
         del tensor
         yield item
@@ -279,7 +282,7 @@ def _zeroed(export: Export, context: Context) -> tuple[list[str], list[str]]:
     file = context.folder / "export_changed.safetensors"
     was = load_file(file) if file.exists() else {}
     later, outdated = list[str](), list[str]()
-    for meta, tensor in _items(export):
+    for meta, tensor in items(export.stream(), "stream"):
         if tensor is not None:
             want = was[meta.name] * CHANGE if meta.name in was else tensor
             if not same_bytes(tensor, want):

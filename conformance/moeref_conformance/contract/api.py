@@ -182,7 +182,8 @@ class Gradients(Protocol):
         In a cell with `loss_mask`, and in no other, `mask_BS` is True for tokens that are trained on. The mean is over
         the predictions of these alone, whatever row, microbatch or replica they are in; some have none. Multi-token
         prediction layers train on the same tokens. The first token of a row is never one. Where all replicas have none,
-        the gradients are 0, or those of the routers' losses; or all ranks refuse the step.
+        the gradients are 0, or those of the routers' losses; or all ranks refuse the step, with an error that speaks of
+        the mask, of tokens or of labels.
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are
@@ -208,7 +209,8 @@ class Policy(Protocol):
         It is the mean, over the tokens of all data-parallel replicas where `mask_BS` is True, of
         -(advantage · logprob + `entropy` · H). The log-probability of a token and the entropy H of what it is drawn
         from are of logits divided by `temperature`, over the unpadded vocabulary, as in `Logprobs`. Advantages are
-        constants in fp32, of both signs. Rows of tokens, mask and advantages are as in `Gradients.gradients`.
+        constants in fp32, of both signs. Rows of tokens, mask and advantages are as in `Gradients.gradients`, and so is
+        a step in which all replicas have no token to train on.
         """
 
 

@@ -54,6 +54,8 @@ OF_A_KIND = 3.0
 ROUNDED = 0.9
 #: Steps that take one training step; the others are phases of the step `replay`.
 STEPS = ("gradients", "policy")
+#: What an error names that refuses a step which trains on no token, one of these at least.
+OF_NO_TOKEN = ("mask", "token", "label")
 _BIAS = "e_score_correction_bias"
 #: In fp32 a bias of about 8 holds a step of 0.001 to a part in a thousand.
 BIAS_STEPS_APART = 0.01
@@ -140,27 +142,38 @@ def _steps(steps_E: torch.Tensor) -> str:
 @judges("GRD-003")
 def a_step_on_no_token_trains_nothing(case: Case) -> Iterator[Finding]:
     """Routers have losses of their own, whose gradients are finite."""
-    yield from without(case, "on_no_token")
-    answers = dict(values(case, "on_no_token"))
+    return _on_no_token(case, "on_no_token")
+
+
+def _on_no_token(case: Case, step: str) -> Iterator[Finding]:
+    """What is wrong with the answers to a step whose mask leaves no token."""
+    yield from without(case, step)
+    answers = dict(values(case, step))
     refused = [rank for rank, got in answers.items() if "refused" in got]
     for rank, got in answers.items():
         if "refused" in got and len(refused) < len(answers):
-            message = f"refused a step that other ranks took: {got['refused']}"
-            yield finding(case, rank, "on_no_token", message)
+            yield finding(case, rank, step, f"refused a step that other ranks took: {got['refused']}")
+        elif "refused" in got and not any(word in got["refused"].lower() for word in OF_NO_TOKEN):
+            message = f"an error in a step that trains on no token does not say so: {got['refused']}"
+            yield finding(case, rank, step, message, expected=f"an error with {' or '.join(OF_NO_TOKEN)}")
         for key, largest in got.get("largest", {}).items():
             if not (case.cell.router_loss and isfinite(largest)):
                 message = f"the gradient of {key.partition(':')[2]} is {largest:.3g} in a step that trains on no token"
-                yield finding(case, rank, "on_no_token", message, local_name=key.partition(":")[2])
+                yield finding(case, rank, step, message, local_name=key.partition(":")[2])
 
 
 @judges("GRD-004")
 def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
-    """In fp32, relative to the largest gradient of the Hugging Face tensors that a parameter is made of."""
+    """In fp32, relative to the largest gradient of the Hugging Face tensors that a parameter is made of.
+
+    Of a step that trains on no token as GRD-003.
+    """
     if case.cell.mtp:
         return Outcome(untested="asked of models without multi-token prediction layers, which have a loss of their own")
     if no := unmeasured(case):
         return no
-    return _compared(case, "policy", {"policy": policy.gradients(expected(case))}, _against)
+    found = _compared(case, "policy", {"policy": policy.gradients(expected(case))}, _against)
+    return outcome([*found.findings, *_on_no_token(case, "policy_on_no_token")], met=found.met)
 
 
 @judges("RPL-008")

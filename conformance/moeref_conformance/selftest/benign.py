@@ -813,6 +813,22 @@ def _grouped(session: Any, part: str, factor: str) -> Iterator[list[Any]]:
     yield from found.values()
 
 
+def _nothing_where_none(session: Any, cell: Cell, world: World) -> Any:
+    """Steps that train on no token give gradients of 0, of the plain loss and of a policy's."""
+
+    def zeros(good: Any, rows_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
+        return {key: 0 * one for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
+
+    policy = session.policy
+
+    def policy_gradients(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, *more: Any) -> Any:
+        return (
+            policy.policy_gradients(tokens_BS, mask_BS, *more) if mask_BS.any() else zeros(session.gradients, tokens_BS)
+        )
+
+    return facet(where_none(zeros)(session, cell, world), "policy", policy_gradients=policy_gradients)
+
+
 _DESIGNS = (
     Benign(
         id="one-lora-a-for-q-k-v",
@@ -896,9 +912,7 @@ _DESIGNS = (
         id="no-token-no-gradient",
         why="a batch without a signal makes an empty step: Megatron-LM clamps the number of tokens to 1",
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=where_none(
-            lambda good, rows_BS: {key: 0 * one for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
-        ),
+        wrap=_nothing_where_none,
     ),
     Benign(
         id="no-memory-until-loaded",

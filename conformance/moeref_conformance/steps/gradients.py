@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,15 +94,18 @@ def by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torc
 
 
 def on_no_token(facet: Gradients, context: Context) -> dict[str, Any] | None:
+    """`of_no_token` of the plain loss. None in cells without a loss mask."""
+    return of_no_token(facet.gradients, context) if context.cell.loss_mask else None
+
+
+def of_no_token(ask: Callable[..., Mapping[tuple[int, str], torch.Tensor]], context: Context) -> dict[str, Any]:
     """A step with a mask that leaves no token in any row: the refusal, else the largest of each gradient but 0.
 
-    None in cells without a loss mask.
+    `ask` gets the rows and the mask.
     """
     cell = context.cell
-    if not cell.loss_mask:
-        return None
     rows_BS = batch(of_replica(load_file(context.input("tokens"))["tokens"], cell, context.rank), cell)
-    found = answer(lambda: by_name(facet.gradients(rows_BS, torch.zeros_like(rows_BS, dtype=torch.bool))))
+    found = answer(lambda: by_name(ask(rows_BS, torch.zeros_like(rows_BS, dtype=torch.bool))))
     if set(found) == {"refused"}:
         return dict(found)
     return {"largest": {name: float(tensor.abs().max()) for name, tensor in found.items() if tensor.any()}}

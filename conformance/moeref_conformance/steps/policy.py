@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Policy
@@ -27,10 +30,22 @@ def step(facet: Policy, context: Context) -> None:
     context.save("policy", gradients.by_name(found))
 
 
+def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
+    """`gradients.of_no_token` of a policy's loss."""
+
+    def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
+        return facet.policy_gradients(rows_BS, none_BS, advantages(rows_BS), TEMPERATURE, ENTROPY)
+
+    return gradients.of_no_token(ask, context)
+
+
 FACET = Facet(
     name="policy",
     protocol=Policy,
     needs=frozenset({"export"}),
     asked_in=asked,
-    steps=(Step(name="policy", ask=step, stage=Stage.LOADED),),
+    steps=(
+        Step(name="policy", ask=step, stage=Stage.LOADED),
+        Step(name="policy_on_no_token", ask=on_no_token, stage=Stage.LOADED),
+    ),
 )

@@ -74,6 +74,10 @@ def where_none(change: Callable[[Any, torch.Tensor], Gradients]) -> Callable[[Se
     return wrap
 
 
+def _by_accident(good: Any, rows_BS: torch.Tensor) -> Gradients:
+    raise ZeroDivisionError("division by zero")
+
+
 def _by_zero(good: Any, rows_BS: torch.Tensor) -> Gradients:
     return {key: torch.full_like(one, torch.nan) for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
 
@@ -157,6 +161,14 @@ FAULTS = (
         wrap=where_none(_by_zero),
         one_rank=True,
         says="is nan in a step that trains on no token",
+    ),
+    Fault(
+        id="empty-step-fails-by-accident",
+        bug="Automodel#3796 in kind: a step in which nothing is trained on fails in a division by 0 tokens",
+        rules=("GRD-003",),
+        cell=cell("qwen3_moe", "ep2", loss_mask=True),
+        wrap=where_none(_by_accident),
+        says="does not say so: ZeroDivisionError: division by zero",
     ),
     Fault(
         id="empty-step-trains-on-a-row",

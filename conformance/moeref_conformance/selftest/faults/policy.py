@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
+Gradients = dict[tuple[int, str], torch.Tensor]
+Wrap = Callable[[Session, Cell, World], Any]
 #: What the samples of a pack are padded to multiples of under TP2 and CP2.
 UNIT = 8
 
@@ -84,6 +87,48 @@ def _packed_without_padding(asked: Asked) -> Asked:
     return replace(asked, advantages_BS=moved_BS)
 
 
+def _answering(change: Callable[[Callable[[], Gradients], torch.Tensor], Gradients]) -> Wrap:
+    """A fault's `wrap`: the gradients are those of `change(step, mask_BS)`, where `step` takes the good step."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.policy
+
+        def policy_gradients(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, *more: Any) -> Gradients:
+            return change(partial(good.policy_gradients, tokens_BS, mask_BS, *more), mask_BS)
+
+        return facet(session, "policy", policy_gradients=policy_gradients)
+
+    return wrap
+
+
+def _rows_by_zero(step: Callable[[], Gradients], mask_BS: torch.Tensor) -> Gradients:
+    """The mean over the tokens of a row is NaN where it has none. A step of which no row has any is refused."""
+    nan = 0.0 if mask_BS.any(1).all() else torch.nan
+    return {key: gradient + nan for key, gradient in step().items()}
+
+
+def _rows_of_one(step: Callable[[], Gradients], mask_BS: torch.Tensor) -> Gradients:
+    """Each row counts as one token at least."""
+    share = float(mask_BS.sum() / mask_BS.sum(1).clamp_min(1).sum())
+    return {key: share * gradient for key, gradient in step().items()}
+
+
+def _left_out(step: Callable[[], Gradients], mask_BS: torch.Tensor) -> Gradients:
+    """A replica without a token takes no step, with whatever gradients."""
+    return step() if mask_BS.any() else {}
+
+
+def _none_by_zero(session: Session, cell: Cell, world: World) -> Any:
+    """A step of no token divides by their number."""
+    good: Any = session.policy
+
+    def policy_gradients(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, *more: Any) -> Gradients:
+        found: Gradients = good.policy_gradients(tokens_BS, mask_BS if mask_BS.any() else tokens_BS >= 0, *more)
+        return {key: gradient if mask_BS.any() else gradient * torch.nan for key, gradient in found.items()}
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
 FAULTS = (
     Fault(
         id="logprob-gradient-of-the-owner",
@@ -136,5 +181,48 @@ FAULTS = (
         wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS * _counted(asked.mask_BS))),
         one_rank=True,
         says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-microbatch-without-tokens",
+        bug="verl#6464 in kind: a sample of which nothing is trained on is divided by its 0 tokens",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_answering(_rows_by_zero),
+        one_rank=True,
+        diagnosis="are NaN",
+    ),
+    Fault(
+        id="policy-replica-without-tokens",
+        bug="OLMo-core#452: the loss is NaN on a replica of which every sample is masked",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "ep2", world_size=4, loss_mask=True),
+        wrap=_answering(_rows_by_zero),
+        diagnosis="are NaN",
+    ),
+    Fault(
+        id="policy-empty-sample-counts-as-a-token",
+        bug="Relax#285: the number of tokens of a sample of which nothing is trained on is clamped to 1",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_answering(_rows_of_one),
+        one_rank=True,
+        diagnosis="times the right one",
+    ),
+    Fault(
+        id="policy-step-left-out-by-a-replica",
+        bug="nanochat#623 in kind: a replica that has nothing to train on skips its step, and the others wait for it",
+        rules=("RUN-001",),
+        cell=cell("qwen3_moe", "ep2", world_size=4, loss_mask=True),
+        wrap=_answering(_left_out),
+        deadline=20.0,
+    ),
+    Fault(
+        id="policy-step-of-no-token",
+        bug="Automodel#3796 in kind: the sum over no token is divided by their number",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_none_by_zero,
+        one_rank=True,
+        says="is nan in a step that trains on no token",
     ),
 )

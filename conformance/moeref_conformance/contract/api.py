@@ -183,7 +183,7 @@ class Gradients(Protocol):
         the predictions of these alone, whatever row, microbatch or replica they are in; some have none. Multi-token
         prediction layers train on the same tokens. The first token of a row is never one. Where all replicas have none,
         the gradients are 0, or those of the routers' losses; or all ranks refuse the step, with an error that speaks of
-        the mask, of tokens or of labels.
+        the mask, tokens, labels, samples, the batch or the loss.
 
         In a cell with `bias_update` the step also updates the experts' bias of routers, by a rate of 0.001
         (`BIAS_UPDATE_RATE`), and the answer has each updated bias too, under its chunk and local name. Tokens are

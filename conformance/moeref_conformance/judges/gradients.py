@@ -55,7 +55,7 @@ ROUNDED = 0.9
 #: Steps that take one training step; the others are phases of the step `replay`.
 STEPS = ("gradients", "policy")
 #: What an error names that refuses a step which trains on no token, one of these at least.
-OF_NO_TOKEN = ("mask", "token", "label")
+OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
 _BIAS = "e_score_correction_bias"
 #: In fp32 a bias of about 8 holds a step of 0.001 to a part in a thousand.
 BIAS_STEPS_APART = 0.01
@@ -155,7 +155,7 @@ def _on_no_token(case: Case, step: str) -> Iterator[Finding]:
             yield finding(case, rank, step, f"refused a step that other ranks took: {got['refused']}")
         elif "refused" in got and not any(word in got["refused"].lower() for word in OF_NO_TOKEN):
             message = f"an error in a step that trains on no token does not say so: {got['refused']}"
-            yield finding(case, rank, step, message, expected=f"an error with {' or '.join(OF_NO_TOKEN)}")
+            yield finding(case, rank, step, message, expected=f"an error with one of {', '.join(OF_NO_TOKEN)}")
         for key, largest in got.get("largest", {}).items():
             if not (case.cell.router_loss and isfinite(largest)):
                 message = f"the gradient of {key.partition(':')[2]} is {largest:.3g} in a step that trains on no token"

@@ -17,7 +17,7 @@ from moeref_conformance.selftest.faults.sync import GLM, QWEN
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import RULES, Bench, otherwise, without
-from tests.kit.toy_engine import target
+from tests.kit.toy_engine import DESIGNS, target
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 ENGINES = {name: fault for name, fault in FAULTS.items() if fault.cell.backend == ENGINE}
@@ -36,6 +36,13 @@ def test_a_good_engine_is_green(bench: Bench, cell: object) -> None:
     assert {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings} == {}
     assert not [rule for rule, outcome in outcomes.items() if outcome.untested]
     assert {rule for rule in outcomes if rule.startswith("SYN-")} == {f"SYN-{n:03}" for n in range(1, 14)}
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_another_design_is_green(bench: Bench, design: str) -> None:
+    outcomes = bench.judge(replace(QWEN, tags=(f"design:{design}",)), one_rank=True)
+    assert {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings} == {}
+    assert not [rule for rule, outcome in outcomes.items() if outcome.untested]
 
 
 def _first_state(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
@@ -153,6 +160,26 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
         "sync",
         lambda value: value["sampled"]["cached"][1].update(value["sampled"]["cached"][0]),
         "5 samples of one prompt are only 4 different ones",
+    ),
+    "an engine that was killed has a version": (
+        "SYN-008",
+        "sync_killed",
+        lambda value: value.update(version=0),
+        "after it was killed the engine is half dead: version 0",
+    ),
+    "a sample that a failed update met is labelled with its version": (
+        "SYN-009",
+        "sync_failed",
+        lambda value: value["broken off amid samples in pause mode keep"]["meanwhile"][0]["versions"].__setitem__(
+            -1, 1
+        ),
+        "a sample that it met is of other weights",
+    ),
+    "an update has written to a tensor": (
+        "SYN-002",
+        "sync",
+        lambda value: value["written"].update(back=["model.norm.weight"]),
+        "an update has written to 1 of the trainer's tensors",
     ),
     "a killed engine took long": ("SYN-008", "sync_killed", lambda value: value.update(seconds=121.0), "took 121 s"),
 }

@@ -127,27 +127,91 @@ def _joined(old: Sampled, new: Sampled, tokens: int) -> Sampled:
     return Sampled(tokens=old.tokens[:tokens], **parts)
 
 
+class Restarted(Engine):
+    """One whose process is started anew when it was killed, and serves what it served."""
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        try:
+            super().update(tensors, version)
+        except RuntimeError:
+            if self.process.poll() is not None:
+                self.process = started()
+            raise
+
+
+class Waiting(Engine):
+    """One in which an update waits until the samples that are under way have all their tokens."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        during: Callable[[], None] | None = None,
+        temperature: float = 1.0,
+    ) -> list[Sampled]:
+        found = super().sample(prompts, tokens, None, temperature)
+        if during:
+            during()
+        return found
+
+
+class Ending(Engine):
+    """One that an update which fails leaves without the samples that were under way: whoever asked is told."""
+
+    failed = False
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        try:
+            super().update(tensors, version)
+        except Exception:
+            self.failed = True
+            raise
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        during: Callable[[], None] | None = None,
+        temperature: float = 1.0,
+    ) -> list[Sampled]:
+        self.failed = False
+        found = super().sample(prompts, tokens, during, temperature)
+        if self.failed:
+            raise RuntimeError("an update has failed, and samples have ended")
+        return found
+
+
+#: By the names of designs that are correct, the engine of each.
+DESIGNS: dict[str, type[Engine]] = {"restarted": Restarted, "waiting": Waiting, "ending": Ending}
+
+
+def started() -> subprocess.Popen[bytes]:
+    """The process of an engine."""
+    return subprocess.Popen(["sleep", "600"])
+
+
 @dataclass
 class Sync:
     """Engines, one after the other."""
 
     scratch: Path
+    design: type[Engine] = Engine
 
     def modes(self) -> Sequence[str]:
         return ("abort", "keep")
 
     @contextmanager
     def open(self, folder: Path, mode: str) -> Iterator[Engine]:
-        process = subprocess.Popen(["sleep", "600"])
+        engine = self.design(folder, mode, self.scratch, started())
         try:
-            yield Engine(folder, mode, self.scratch, process)
+            yield engine
         finally:
-            process.kill()
-            process.wait()
+            engine.process.kill()
+            engine.process.wait()
 
 
 class Target:
-    """The toy engine, changed by the faults that the cell's tags name."""
+    """The toy engine, of the design that the cell's tags name, changed by the faults that they name."""
 
     info = Info(name="toy engine", version="0")
     claims = Claims(
@@ -164,8 +228,9 @@ class Target:
     @contextmanager
     def open(self, cell: Cell, world: World) -> Iterator[Any]:
         session: Any = SimpleNamespace(**dict.fromkeys(FACETS))
-        session.sync = Sync(world.workdir)
-        for fault in (FAULTS[tag.removeprefix("fault:")] for tag in cell.tags):
+        named = dict(tag.split(":") for tag in cell.tags)
+        session.sync = Sync(world.workdir, DESIGNS.get(named.get("design", ""), Engine))
+        for fault in (FAULTS[name] for kind, name in named.items() if kind == "fault"):
             session = fault.wrap(session, cell, world) if fault.wrap else session
         yield session
 

@@ -72,8 +72,14 @@ def serves_what_it_was_opened_with(case: Case) -> Outcome:
 
 @judges("SYN-002")
 def new_weights_are_used(case: Case) -> Outcome:
-    """A prompt that the engine has not seen, after an update."""
-    return _phase(case, ("second",), "after an update")
+    """A prompt that the engine has not seen, after an update, which leaves the trainer's tensors as they are."""
+    used = _phase(case, ("second",), "after an update")
+    written = [
+        finding(case, rank, "sync", f"an update has written to {len(names)} of the trainer's tensors", hf_name=names[0])
+        for rank, value in values(case, "sync")
+        for names in filter(None, value["written"].values())
+    ]
+    return outcome([*used.findings, *written], used.met)
 
 
 @judges("SYN-003")
@@ -196,17 +202,18 @@ def two_updates_do_not_mix(case: Case) -> Iterable[Finding]:
 
 @judges("SYN-008")
 def a_killed_engine_is_noticed(case: Case) -> Iterable[Finding]:
-    """The update raises in time, the engine is dead, and no process is left."""
+    """The update raises in time, the engine is dead or serves what it served, started anew, and no process is left."""
     yield from unanswered(case, "sync_killed")
     for rank, value in values(case, "sync_killed"):
         said = {
             "the target names no process of its engine": not value["pids"],
             "the update of an engine that was killed raised nothing": value["refused"] is None,
-            "an engine that was killed says that it serves": value["dead"] is None,
             f"the update of an engine that was killed took {value['seconds']:.0f} s": value["seconds"] > SECONDS,
             f"processes {value['left']} are left of an engine that was killed": bool(value["left"]),
         }
         yield from (finding(case, rank, "sync_killed", told) for told, wrong in said.items() if wrong)
+        if told := _torn(case, value, OLD):
+            yield finding(case, rank, "sync_killed", f"after it was killed {told}")
 
 
 @judges("SYN-009")
@@ -221,6 +228,14 @@ def a_failed_update_changes_nothing(case: Case) -> Iterable[Finding]:
                 yield finding(case, rank, "sync_failed", f"an update {_with(what)} raised nothing")
             elif told := _torn(case, state, OLD if state["refused"] and not what.endswith(SECOND) else WHOLE):
                 yield finding(case, rank, "sync_failed", f"after an update {_with(what)} {told}")
+            elif told := _of_other_weights(case, state.get("meanwhile")):
+                yield finding(case, rank, "sync_failed", f"of an update {_with(what)} {told}")
+
+
+def _of_other_weights(case: Case, met: Any) -> str:
+    """What is wrong with samples that a failed update has met; empty if nothing is, or they ended with a reason."""
+    told = filter(None, (_mislabelled(case, sample, (0,)) for sample in met or () if not isinstance(met, dict)))
+    return next((f"a sample that it met is of other weights: {one}" for one in told), "")
 
 
 def _with(what: str) -> str:

@@ -47,17 +47,21 @@ def backwards(folder: Path) -> Iterator[Named]:
     yield from reversed(list(tensors(folder)))
 
 
-def update(engine: Engine, sent: Iterable[Named], version: int) -> None:
+def update(engine: Engine, sent: Iterable[Named], version: int) -> list[str]:
     """Send views of one buffer, as of a bucket, and overwrite it afterwards, as a trainer's next step does.
 
-    Every second matrix lies there column by column, as where a trainer holds it transposed.
+    Every second matrix lies there column by column, as where a trainer holds it transposed. Returns the names of the
+    tensors that have other values once the engine has had them.
     """
     named = list(sent)
     room = [-(-tensor.nbytes // ALIGNED) * ALIGNED for _, tensor in named]
     buffer = torch.empty(sum(room), dtype=torch.uint8)
     parts = enumerate(zip(named, torch.split(buffer, room), strict=True))
-    engine.update([(name, _placed(part, t, number % 2 == 1)) for number, ((name, t), part) in parts], version)
+    lent = [(name, _placed(part, t, number % 2 == 1)) for number, ((name, t), part) in parts]
+    engine.update([*lent], version)
+    written = [name for (name, given), (_, kept) in zip(lent, named, strict=True) if not torch.equal(given, kept)]
     buffer.zero_()
+    return written
 
 
 def _placed(part: torch.Tensor, tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -105,18 +109,18 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
     """To the second weights and back. After each update prompts that are new, and one that was there from the start."""
     known, *fresh = prompts(context)
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
-        versions = [engine.version()]
+        versions, written = [engine.version()], dict[str, list[str]]()
         # Of unequal lengths, and in one batch: what an engine keeps of all tokens has to be cut where each begins.
         sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3]])}
         sampled["cached"] = ask(engine, [known] * 4)
         others = tempered(engine, apart(fresh[0]))
         updates = (("second", tensors, "second"), ("back", backwards, "checkpoint"))
         for number, (name, sent, folder) in enumerate(updates, 1):
-            update(engine, sent(context.input(folder)), VERSIONS[name])
+            written[name] = update(engine, sent(context.input(folder)), VERSIONS[name])
             versions.append(engine.version())
             sampled[name] = ask(engine, apart(fresh[number]))
             sampled[f"{name} known"] = ask(engine, [known])
-    return {"versions": versions, "sampled": sampled, "tempered": others}
+    return {"versions": versions, "written": written, "sampled": sampled, "tempered": others}
 
 
 def under_way(sync: Sync, context: Context) -> dict[str, Any]:
@@ -206,8 +210,10 @@ def killed(sync: Sync, context: Context) -> dict[str, Any]:
         begun = time.monotonic()
         refused = refusal(engine.update, at(tensors(context.input("second")), kill), 1)
         seconds = time.monotonic() - begun
-        dead = refusal(engine.version)
-    return {"pids": pids, "refused": refused, "dead": dead, "seconds": seconds, "left": _outlive(pids)}
+        state = {"refused": refused, **_state(engine, prompts(context)[0])}
+        anew = answer(lambda: list(engine.pids()))  # an engine that is started again has other processes
+    left = _outlive([*pids, *([] if isinstance(anew, dict) else anew)])
+    return {"pids": pids, "seconds": seconds, "left": left, **state}
 
 
 def _outlive(pids: Sequence[int]) -> list[int]:
@@ -271,15 +277,16 @@ def _wrong(what: str, sent: Iterable[Named]) -> Iterator[Named]:
 def failed(sync: Sync, context: Context) -> dict[str, Any]:
     """Updates with something wrong; what is served after each, and after a whole update where the engine lives on."""
     found: dict[str, Any] = {}
-    default, *others = sync.modes()
+    default, *_ = modes = sync.modes()
     for what in ("broken off", "broken off at the end", "none", "lost", "cut", "folded", "twice", "unknown", "draft"):
         found[what] = _failed(sync, context, default, what)
     for what in ("broken off", "lost"):  # what an engine was opened with is not what it had
         found[f"{what}{SECOND}"] = _failed_second(sync, context, what)
     found["a new engine"] = _new(sync, context, default)
-    for mode in others:  # what pauses and resumes an engine is other code in each
-        found[f"broken off in pause mode {mode}"] = _failed(sync, context, mode, "broken off")
-        found[f"a new engine in pause mode {mode}"] = _new(sync, context, mode)
+    for mode in modes:  # what pauses and resumes an engine is other code in each
+        found[f"broken off amid samples in pause mode {mode}"] = _failed_amid(sync, context, mode)
+        if mode != default:
+            found[f"a new engine in pause mode {mode}"] = _new(sync, context, mode)
     return found
 
 
@@ -293,6 +300,22 @@ def _failed(sync: Sync, context: Context, mode: str, what: str) -> dict[str, Any
             return state
         number = 1 if refused else 2  # one that failed comes again as the same version
         return {**state, "again": _again(engine, context, number, last, first)}  # the first was asked before
+
+
+def _failed_amid(sync: Sync, context: Context, mode: str) -> dict[str, Any]:
+    """An update that breaks off while samples are under way, and a whole one behind it, where the engine lives on."""
+    first, *given, last = prompts(context)[-4:]
+    state: dict[str, Any] = {"refused": None}
+
+    def break_off() -> None:
+        state["refused"] = refusal(engine.update, _breaks_off(tensors(context.input("second"))), 1)
+
+    with sync.open(context.input("checkpoint"), mode) as engine:
+        met = answer(lambda: said(given, engine.sample(given, LONG, break_off), range(1, LONG + 1)))
+        state |= {"meanwhile": met, **_state(engine, first, given[0])}
+        if isinstance(state["version"], dict):
+            return state
+        return {**state, "again": _again(engine, context, 1 if state["refused"] else 2, last, first, given[0])}
 
 
 def _failed_second(sync: Sync, context: Context, what: str) -> dict[str, Any]:

@@ -121,6 +121,17 @@ def _without_strides(first: dict[str, torch.Tensor], name: str, tensor: torch.Te
     return tensor.as_strided(tensor.shape, rows, tensor.storage_offset())
 
 
+class _Writes(_Wrong):
+    """Adds 1 to the weights of norms, as its own layers hold them, where the trainer has them."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        lent = list(tensors)
+        self.good.update(lent, version)
+        for name, tensor in lent:
+            if name.endswith("norm.weight"):
+                tensor.data = tensor.data + 1
+
+
 class _Fleet(_Wrong):
     """Two engines behind a router that deals each batch out, from the first on. Only the first is updated."""
 
@@ -671,6 +682,32 @@ class _ServesAmid(_Wrong):
         return [replace(one, versions=tuple(self.said[version] for version in one.versions)) for one in found]
 
 
+class _GoesOnTorn(_ServesAmid):
+    """Where an update breaks off amid samples these go on with what came of it, before the old weights are put back."""
+
+    amid, torn = False, False
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        sent = []
+        try:
+            for name, tensor in tensors:
+                sent.append((name, tensor.clone()))
+        except Exception:
+            if self.amid:
+                self.torn = True
+                self._load({**self.first, **dict(sent)}.items(), self.said[-1])
+            raise
+        self._load(sent, version)
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, during: Any = None, *more: Any) -> Sequence[Sampled]:
+        self.amid = bool(during)
+        found = super().sample(prompts, tokens, during, *more)
+        if self.torn:
+            self._load(self.first.items(), self.said[-1])
+        self.amid = self.torn = False
+        return found
+
+
 class _RoutesComputedAgain(_Wrong):
     """A sample that an update has met has the routes of its tokens with the new weights, by which it was run again."""
 
@@ -855,6 +892,14 @@ FAULTS = (
         says="neither the first nor the second weights",
     ),
     Fault(
+        id="norms-changed-where-the-trainer-has-them",
+        bug="Megatron-Bridge#1929 in kind: what converts weights writes to the trainer's, once more with every update",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_Writes),
+        says="an update has written to",
+    ),
+    Fault(
         id="first-engine-updated",
         bug="sglang#2050: of several engines behind one name only the first gets an update",
         rules=("SYN-002",),
@@ -999,6 +1044,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_StartsAnew),
         says="the engine says version 1, and of its logprobs the first weights give them",
+    ),
+    Fault(
+        id="samples-go-on-with-half-an-update",
+        bug="prime-rl#2714 in kind: samples go on when an update has failed, and its weights are undone behind that",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_GoesOnTorn),
+        says="amid samples in pause mode keep a sample that it met is of other weights: token 1 is labelled version 0",
     ),
     Fault(
         id="update-taken-before-it-ends",

@@ -47,7 +47,7 @@ def backwards(folder: Path) -> Iterator[Named]:
     yield from reversed(list(tensors(folder)))
 
 
-def update(engine: Engine, sent: Iterable[Named], version: int) -> list[str]:
+def written_by(engine: Engine, sent: Iterable[Named], version: int) -> list[str]:
     """Send views of one buffer, as of a bucket, and overwrite it afterwards, as a trainer's next step does.
 
     Every second matrix lies there column by column, as where a trainer holds it transposed. Returns the names of the
@@ -62,6 +62,11 @@ def update(engine: Engine, sent: Iterable[Named], version: int) -> list[str]:
     written = [name for (name, given), (_, kept) in zip(lent, named, strict=True) if not torch.equal(given, kept)]
     buffer.zero_()
     return written
+
+
+def update(engine: Engine, sent: Iterable[Named], version: int) -> None:
+    """The same, where what was written is not asked."""
+    written_by(engine, sent, version)
 
 
 def _placed(part: torch.Tensor, tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -116,7 +121,7 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         others = tempered(engine, apart(fresh[0]))
         updates = (("second", tensors, "second"), ("back", backwards, "checkpoint"))
         for number, (name, sent, folder) in enumerate(updates, 1):
-            written[name] = update(engine, sent(context.input(folder)), VERSIONS[name])
+            written[name] = written_by(engine, sent(context.input(folder)), VERSIONS[name])
             versions.append(engine.version())
             sampled[name] = ask(engine, apart(fresh[number]))
             sampled[f"{name} known"] = ask(engine, [known])

@@ -166,7 +166,8 @@ class Gradients(Protocol):
     ) -> Mapping[tuple[int, str], torch.Tensor]:
         """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
         pass and all reductions over ranks; no optimizer step, and the weights stay as they are. Where steps follow
-        each other, between which weights may change in place, each returns its own gradients alone.
+        each other, between which weights may change in place, each returns its own gradients alone; they need not have
+        the same number of microbatches.
 
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
         the unpadded vocabulary, the first token of a row following its last, and nothing else but the cell's

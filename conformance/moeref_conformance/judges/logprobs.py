@@ -12,7 +12,7 @@ import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
-from moeref_conformance.contract.requests.logprobs import CHANGED, ROUTES, TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     distance,
@@ -42,9 +42,14 @@ _HOW = {"": "", CHANGED: "once weights have changed, ", ROUTES: "under given rou
 @once
 def _wanted(case: Case, of: str) -> dict[str, torch.Tensor]:
     """What is expected of the weights as they were loaded, once they have `CHANGED`, and under given `ROUTES`."""
-    if of == CHANGED:  # the head is negated too
-        return logprobs.of_tokens(expected(case), TEMPERATURE, -with_last_experts_negated(expected(case)))
+    if of == CHANGED:
+        return _changed(case, OTHER_TEMPERATURE)
     return logprobs.of_tokens(expected(case), TEMPERATURE, oracle(case, ROUTES).logits_BSV if of == ROUTES else None)
+
+
+def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
+    """Those of weights of which the last experts and the head are negated."""
+    return logprobs.of_tokens(expected(case), temperature, -with_last_experts_negated(expected(case)))
 
 
 def _judge(case: Case, which: str) -> Outcome:
@@ -107,8 +112,12 @@ def _diagnosis(case: Case, which: str, how: str, got_BS: torch.Tensor) -> str:
     def near(want_BS: torch.Tensor, got_BS: torch.Tensor) -> bool:
         return bool(((distance(want_BS, got_BS) <= LIMIT) | want_BS.isnan()).all())
 
-    if how and near(_wanted(case, "")[which], got_BS):
-        return "those of the routers' own choice" if how == ROUTES else "those of the weights before"
+    if how == ROUTES and near(_wanted(case, "")[which], got_BS):
+        return "those of the routers' own choice"
+    if how == CHANGED and near(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE)[which], got_BS):
+        return "those of the weights before"
+    if how == CHANGED and near(_changed(case, TEMPERATURE)[which], got_BS):
+        return f"those of the temperature of the call before, {TEMPERATURE}, not {OTHER_TEMPERATURE}"
     if not how and near(logprobs.of_tokens(expected(case), 1.0)[which], got_BS):
         return f"those of a temperature of 1, not {TEMPERATURE}"
     if near(want_BS[:, :-1], got_BS[:, 1:]):

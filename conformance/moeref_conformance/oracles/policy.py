@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE
 from moeref_conformance.contract.requests.policy import ENTROPY, advantages
 from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.expected import Expected
@@ -24,7 +24,7 @@ def loss(expected: Expected, logits_BSV: torch.Tensor) -> torch.Tensor:
     for row, length in enumerate(expected.lengths):
         for position in range(1, length):
             if expected.mask_BS[row, position]:
-                weights_V = (logits_BSV[row, position - 1].double() / TEMPERATURE).exp()
+                weights_V = (logits_BSV[row, position - 1].double() / OTHER_TEMPERATURE).exp()
                 shares_V = weights_V / weights_V.sum()
                 logprob = shares_V[expected.tokens_BS[row, position]].log()
                 drawn = -(shares_V * shares_V.log()).sum()

@@ -45,7 +45,8 @@ def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
 def twice(cell: Cell) -> bool:
     """Whether a cell takes two steps, to see that the second one begins without what is left of the first.
 
-    Gradients may be left, and copies of weights, which are others in the first step: the last experts' are negated.
+    Gradients may be left, copies of weights, which are others in the first step, where the last experts' are negated,
+    and numbers of tokens and microbatches, which are less there.
 
     On one rank, and on two with EP or ETP, where Megatron keeps gradients of experts in buffers of their own.
     """
@@ -79,7 +80,7 @@ def step(facet: Gradients, context: Context) -> None:
             context.facet("forward").logits(other_BS)
     elif twice(cell):
         with negated(last_experts(context)):
-            found = facet.gradients(rows_BS, *mask)
+            found = facet.gradients(*(of_BS[: cell.rows] for of_BS in (rows_BS, *mask)))  # one microbatch
         first = {f"{FIRST}{name}": tensor.clone() for name, tensor in by_name(found).items()}
     context.save("gradients", {**by_name(facet.gradients(rows_BS, *mask)), **first})
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Logprobs, TokenLogprobs
-from moeref_conformance.contract.requests.logprobs import CHANGED, ROUTES, TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import last_experts, negated
@@ -27,7 +27,7 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     """Whether this rank has logprobs; they and entropies are saved. Raises TypeError for an answer of another type.
 
     Then weights are negated, where stages are one and a forward of them is judged: those of weights that were set aside
-    show. None under replay.
+    show, and a temperature that was kept: these are of another one. None under replay.
     """
     if context.cell.replay != "off":
         return None
@@ -36,7 +36,7 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     changed = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else []
     if changed:
         with negated(changed):
-            again = _checked(facet.logprobs(tokens_BS, TEMPERATURE))
+            again = _checked(facet.logprobs(tokens_BS, OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Policy
-from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE
 from moeref_conformance.contract.requests.policy import ENTROPY, advantages
 from moeref_conformance.steps import gradients
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
@@ -26,7 +26,7 @@ def step(facet: Policy, context: Context) -> None:
     tokens_BS, mask_BS, advantages_BS = (
         gradients.batch(gradients.of_replica(of_BS, cell, context.rank), cell) for of_BS in of_all
     )
-    found = facet.policy_gradients(tokens_BS, mask_BS, advantages_BS, TEMPERATURE, ENTROPY)
+    found = facet.policy_gradients(tokens_BS, mask_BS, advantages_BS, OTHER_TEMPERATURE, ENTROPY)
     context.save("policy", gradients.by_name(found))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 #: Logits are divided by it, as where samples were drawn with it.
 TEMPERATURE = 0.7
+#: Of a later call, where samples were drawn with another one.
+OTHER_TEMPERATURE = 1.3
 
 #: What the name of tensors begins with that are computed once weights have changed in place.
 CHANGED = "changed-"

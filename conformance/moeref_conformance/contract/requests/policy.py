@@ -1,4 +1,4 @@
-"""What the facet `policy` is asked for, at the temperature of `requests.logprobs`."""
+"""What the facet `policy` is asked for, at the other temperature of `requests.logprobs`."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import re
 
 from moeref_conformance.selftest.faults import (
     adapters,
+    balancing,
     batches,
     bystanders,
     capture,
@@ -40,7 +41,7 @@ from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
     *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
-    *(masks, logprobs, policy, fp8_checkpoint),
+    *(masks, balancing, logprobs, policy, fp8_checkpoint),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, adapters, sync),
 )

@@ -1,0 +1,231 @@
+"""Bugs of routers: groups of experts, losses of routers; and what a call takes from an earlier one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
+from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
+from moeref_conformance.selftest.border import facet
+from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.steps import with_loss
+
+Patch = Callable[[Cell, World], AbstractContextManager[Any]]
+
+
+def _groups(best: int, masked: float) -> Patch:
+    """A fault's `patch`: groups are chosen by the sum of their `best` experts; those of others score `masked`."""
+
+    def chosen(
+        scores: torch.Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+    ) -> Any:
+        of_groups_TGE = scores.view(num_tokens, num_groups, -1)
+        kept_TK = of_groups_TGE.topk(best, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+        out_TG = torch.ones(num_tokens, num_groups, dtype=torch.bool).scatter(1, kept_TK, False)
+        return of_groups_TGE.masked_fill(out_TG[..., None], masked).flatten(1).topk(topk, dim=-1)
+
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.transformer.moe import moe_utils
+
+        return mock.patch.object(moe_utils, "group_limited_topk", chosen)
+
+    return patch
+
+
+def _counted_first(count: Callable[[Any], float]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: gradients are divided by the `count` of what the first step was given."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.gradients
+        first: list[float] = []
+
+        def gradients(*given: torch.Tensor) -> Any:
+            first.append(count(given))
+            factor = first[-1] / first[0] if first[0] else 1.0
+            return {key: factor * one for key, one in good.gradients(*given).items()}
+
+        return facet(session, "gradients", gradients=gradients)
+
+    return wrap
+
+
+def _temperature_of_the_first(session: Session, cell: Cell, world: World) -> Any:
+    """The temperature of the first call is that of all."""
+    good: Any = session.logprobs
+    kept: list[float] = []
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> TokenLogprobs | None:
+        kept.append(temperature)
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, kept[0], *routes)
+        return found
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
+def _temperature_of_logprobs(session: Session, cell: Cell, world: World) -> Any:
+    """Steps divide logits by the temperature that logprobs were asked for first."""
+    good, asked, kept = session.policy, session.logprobs, list[float]()
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> Any:
+        kept.append(temperature)
+        return asked.logprobs(tokens_BS, temperature, *routes)  # type: ignore[union-attr]
+
+    def policy_gradients(tokens_BS: Any, mask_BS: Any, advantages_BS: Any, temperature: float, entropy: float) -> Any:
+        given = (tokens_BS, mask_BS, advantages_BS, [*kept, temperature][0], entropy)
+        return good.policy_gradients(*given)  # type: ignore[union-attr]
+
+    return facet(facet(session, "logprobs", logprobs=logprobs), "policy", policy_gradients=policy_gradients)
+
+
+def _replayed_within_own_groups(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Experts of a route weigh nothing outside of the groups that the router chooses itself."""
+    from megatron.core.transformer.moe import router
+
+    good = router.topk_routing_with_score_function
+
+    def routed(logits: torch.Tensor, *given: Any, router_replay: Any = None, **named: Any) -> Any:
+        probs_TE, map_TE = good(logits, *given, router_replay=router_replay, **named)
+        action = router_replay and router_replay.router_replay_action
+        if not action or action.name == "RECORD":
+            return probs_TE, map_TE
+        scores_TGE = (logits.sigmoid() + named["expert_bias"]).unflatten(1, (named["num_groups"], -1))
+        best_TG = scores_TGE.topk(2, dim=-1).values.sum(-1)
+        own_TG = torch.zeros_like(best_TG).scatter(1, best_TG.topk(named["group_topk"], dim=-1).indices, 1.0)
+        return probs_TE * own_TG.repeat_interleave(scores_TGE.shape[2], 1), map_TE
+
+    return mock.patch.object(router, "topk_routing_with_score_function", routed)
+
+
+def _as_aux_loss(cell: Cell, world: World) -> tuple[Cell, World]:
+    """The loss of a microbatch, which a pack is."""
+    return replace(cell, router_loss="aux_loss"), world
+
+
+def _empty_stack(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """The update stacks the bias of all routers of a rank, of which there may be none."""
+    finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]
+    good = finalize._update_router_expert_bias
+
+    def update(model: Any, *args: Any, **named: Any) -> None:
+        torch.stack([of.expert_bias for chunk in model for of in chunk.modules() if hasattr(of, "expert_bias")])
+        good(model, *args, **named)
+
+    return mock.patch.object(finalize, "_update_router_expert_bias", update)
+
+
+def _replayed_without_its_bias(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Logits of a replayed router are the product with its weight alone."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    good = TopKRouter.gating
+
+    def gating(self: Any, input: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = good(self, input)
+        action = self.router_replay and self.router_replay.router_replay_action
+        return logits - self.bias if action and action.name != "RECORD" else logits
+
+    return mock.patch.object(TopKRouter, "gating", gating)
+
+
+FAULTS = (
+    Fault(
+        id="groups-masked-with-zeros",
+        bug="sglang#3705, DeepSeek-V3#741: experts of other groups score 0, more than those that a bias makes negative",
+        rules=("FWD-001",),
+        cell=cell("deepseek_v3", "one", layers=3),
+        patch=_groups(2, 0.0),
+        one_rank=True,
+    ),
+    Fault(
+        id="groups-by-their-best-expert",
+        bug="vLLM#13474: groups are chosen by their best expert, as DeepSeek-V2's are, and not by the best two",
+        rules=("FWD-001",),
+        cell=cell("deepseek_v3", "one", layers=3),
+        patch=_groups(1, -torch.inf),
+        one_rank=True,
+    ),
+    Fault(
+        id="sequence-loss-over-the-pack",
+        bug="Megatron-LM#6115: the balancing loss of sequences takes packed samples for one sequence",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", batch="packed", router_loss="seq_aux_loss"),
+        given=_as_aux_loss,
+        one_rank=True,
+    ),
+    Fault(
+        id="tokens-of-the-first-step",
+        bug="reported nowhere: the number of tokens that a step is divided by is kept from the first one",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_counted_first(lambda given: float(given[1].sum())),
+        one_rank=True,
+        diagnosis="times the right one",
+    ),
+    Fault(
+        id="microbatches-of-the-first-step",
+        bug="reported nowhere: the number of microbatches that a step is divided by is kept from the first one",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_counted_first(lambda given: float(len(given[0]))),
+        one_rank=True,
+        diagnosis="2 times the right one",
+    ),
+    Fault(
+        id="temperature-of-the-first-call",
+        bug="GMISWE/tinker-cloud#26 in kind: logits are divided by one temperature, whatever samples were drawn with",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_temperature_of_the_first,
+        diagnosis="those of the temperature of the call before",
+    ),
+    Fault(
+        id="router-loss-of-a-part-with-a-mask",
+        bug="Megatron-LM#1652: under per-token loss the loss of routers is scaled by the tokens of a CP rank alone",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "cp2", batch="pairs", loss_mask=True, router_loss="aux_loss"),
+        wrap=with_loss(moe_aux_loss_coeff=ROUTER_LOSS_COEFFICIENT / 2),
+        diagnosis="aux_loss counts 0.5 times",
+    ),
+    Fault(
+        id="bias-of-no-router",
+        bug="radixark/Megatron-LM#55 in kind: the update of the bias fails on a stage of dense layers",
+        rules=("RUN-001",),
+        cell=cell("glm4_moe", "pp2-first1", bias_update=True, layers=4),
+        patch=_empty_stack,
+        says="non-empty TensorList",
+    ),
+    Fault(
+        id="replayed-without-the-routers-bias",
+        bug="reported nowhere: a router that is patched for replay knows no bias of its linear, as gpt-oss has it",
+        rules=("RPL-004",),
+        also=("RPL-003", "LGP-004"),
+        cell=cell("gpt_oss", "ep2", replay="R3"),
+        patch=_replayed_without_its_bias,
+        one_rank=True,
+    ),
+    Fault(
+        id="policy-at-the-temperature-of-logprobs",
+        bug="GMISWE/tinker-cloud#26 in kind: a step divides logits by a temperature that other samples had",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_temperature_of_logprobs,
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="replayed-within-own-groups",
+        bug="ISEEKYAN/Megatron-LM#79 in kind: scores of replayed experts are 0 outside of the groups of the own choice",
+        rules=("RPL-004",),
+        also=("LGP-004",),
+        cell=cell("deepseek_v3", "one", batch="packed", replay="R3", layers=3),
+        patch=_replayed_within_own_groups,
+        one_rank=True,
+    ),
+)

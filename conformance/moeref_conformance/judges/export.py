@@ -315,8 +315,12 @@ def _other_entries(case: Case, record: RankRecord, one: RankRecord) -> Iterator[
 
 @judges("EXP-008")
 def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
-    """Which tensors changed while the receiver zeroed every tensor that it was given."""
-    yield from without(case, "own")
+    """Which tensors changed while the receiver zeroed every tensor that it was given, and which hold a graph."""
+    yield from without(case, "export", "own")
+    for rank, rows in values(case, "export"):
+        for name in [row["name"] for row in rows if row.get("graph")]:
+            message = f"{name} holds an autograd graph, and what that was made of"
+            yield finding(case, rank, "export", message, hf_name=name, diagnosis="part of a graph")
     for rank, value in values(case, "own"):
         for key in value["changed"]:
             chunk, _, local = key.partition(":")

@@ -1,4 +1,4 @@
-"""FWD: logits against transformers' own module, and against the one-rank run."""
+"""FWD: logits against transformers' own module and the one-rank run, and what a forward leaves as it was."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from moeref_conformance.judges.common import (
     LAYOUT,
     NATIVE,
     NO_BASELINE,
+    changed,
     distance,
     expected,
     finding,
@@ -26,6 +27,7 @@ from moeref_conformance.judges.common import (
     tokens_of,
     tolerance,
     unmeasured,
+    values,
     within,
     without,
 )
@@ -149,3 +151,15 @@ def logits_are_the_one_rank_runs(case: Case) -> Outcome:
     if not bitwise and (no := unmeasured(case)):
         return no
     return _judge(case, next(iter(one.values())), "the one-rank run", 0.0 if bitwise else LAYOUT)
+
+
+@judges("FWD-003")
+def training_goes_on(case: Case) -> Iterator[Finding]:
+    """What a forward has changed amid training, by kind, and logits that hold an autograd graph."""
+    yield from without(case, "around_forward")
+    for rank, value in values(case, "around_forward"):
+        yield from changed(case, rank, "around_forward", "forward", value["left"])
+        if value["graph"]:
+            yield finding(
+                case, rank, "around_forward", "the logits require a gradient, and hold all that was computed for it"
+            )

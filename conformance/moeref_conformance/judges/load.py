@@ -14,7 +14,7 @@ from moeref_conformance.diagnosis.compare import compare, same
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import context, expected, finding, placement, records, values, without
+from moeref_conformance.judges.common import changed, context, expected, finding, placement, records, values, without
 from moeref_conformance.judges.refusals import refused_by_name, refused_somewhere
 from moeref_conformance.oracles.cuts import VOCABULARY
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown, plain_local
@@ -110,6 +110,15 @@ def missing_tensor_is_named(case: Case) -> Iterator[Finding]:
 def unlike_tensor_is_refused(case: Case) -> Iterator[Finding]:
     """A rank raised, and all ended the step."""
     return refused_somewhere(case, "refuse_unlike", f"the checkpoint has {expected(case).unlike} in another shape")
+
+
+@judges("LOD-007")
+def training_goes_on(case: Case) -> Iterator[Finding]:
+    """What loads have changed beside weights, by kind: the first one, and those that are refused."""
+    yield from without(case, "around_loads")
+    for rank, value in values(case, "around_loads"):
+        for name, rows in value.items():
+            yield from changed(case, rank, "around_loads", f"load of {name}", rows)
 
 
 @judges("LOD-005")

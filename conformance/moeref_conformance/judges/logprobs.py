@@ -15,6 +15,7 @@ from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
+    changed,
     distance,
     expected,
     finding,
@@ -23,6 +24,7 @@ from moeref_conformance.judges.common import (
     records,
     tolerance,
     unmeasured,
+    values,
     within,
     without,
     without_logits,
@@ -165,3 +167,11 @@ def logprobs_under_routes_are_transformers(case: Case) -> Outcome:
     for which in ("logprobs", "entropies") if case.claims.entropies else ("logprobs",):
         findings += compared.of(which, which, ROUTES)
     return outcome(findings, met=within(case, compared.worst, LIMIT))
+
+
+@judges("LGP-005")
+def training_goes_on(case: Case) -> Iterator[Finding]:
+    """What log-probabilities have changed amid training, by kind."""
+    yield from without(case, "around_logprobs")
+    for rank, rows in values(case, "around_logprobs"):
+        yield from changed(case, rank, "around_logprobs", "call of logprobs", rows or [])

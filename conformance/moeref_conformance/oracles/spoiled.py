@@ -24,13 +24,14 @@ _HYBRID = ("qwen3_next", "qwen3_5_moe_text")
 _ONE = {"mixtral": 5}
 _VALUES, _SHARED = (".v_proj.weight", ".kv_b_proj.weight"), (".shared_experts.up_proj.weight",)
 _OUTPUTS = (".self_attn.o_proj.weight", ".linear_attn.out_proj.weight")
+_OF_OUTPUTS = tuple(f"{name}{SCALES}" for name in _OUTPUTS)
 _ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight")
 
 
 def missing_kinds(cell: Cell) -> list[str]:
     """Kinds of tensors of the cell's checkpoint: of microbatches of several samples, parts that loaders join."""
     if cell.fp8_checkpoint:
-        return ["scales"]
+        return ["scales", "scales of attention"]
     if cell.batch != "single" and cell.family not in _HYBRID:
         return ["values"] + ["shared expert"] * (cell.family in ("glm4_moe", "deepseek_v3"))
     kinds = ["expert", "norm", "final norm", "router"]
@@ -64,7 +65,13 @@ def missing(cell: Cell, tensors: Mapping[str, torch.Tensor]) -> str:
     }
     # Of two biases GLM-4.5 lacks one with separate norms and the other with fused ones.
     biases = ("e_score_correction_bias",) if cell.norms == "fused" and cell.family != "gpt_oss" else ("bias",)
-    ends = {"router": _ROUTERS, "bias": biases, "values": _VALUES, "shared expert": _SHARED}.get(kind, ())
+    ends = {
+        "router": _ROUTERS,
+        "bias": biases,
+        "scales of attention": _OF_OUTPUTS,
+        "values": _VALUES,
+        "shared expert": _SHARED,
+    }.get(kind, ())
     name = fixed.get(kind) or next((n for n in reversed(list(tensors)) if n.startswith(layer) and n.endswith(ends)), "")
     if name not in tensors:
         raise RuntimeError(f"cell {cell.id}: transformers wrote no {name or kind}; the recipe of `missing` is outdated")

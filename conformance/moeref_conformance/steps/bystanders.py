@@ -1,13 +1,13 @@
-"""What an export leaves as it was, so that training goes on: generators, settings, modules, their hooks and tensors."""
+"""What exports, loads and forwards leave as it was: generators, settings, modules, their hooks and tensors."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -16,6 +16,7 @@ from numpy import random as numpy_random  # here, and so once for all ranks: num
 from moeref_conformance.steps.config import configs
 from moeref_conformance.steps.tensors import copied
 
+T = TypeVar("T")
 #: Attributes of a parameter that hold its gradient: autograd's, and that of Megatron's DistributedDataParallel.
 _GRADIENTS = ("grad", "main_grad")
 #: What runs around a module's forward and backward.
@@ -68,17 +69,12 @@ def partly_frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
     """By kind and name what training needs; tensors as digests of their bytes, and tensors that are none as None."""
-    found = dict[tuple[str, str], Any]([*_generators(), *_settings()])
-    for module, config in configs(chunks):
-        plain = {name: value for name, value in vars(config).items() if isinstance(value, _PLAIN)}
-        found |= {("config", f"{module}.{name}"): repr(value) for name, value in plain.items()}
+    found = modes(chunks) | dict(_generators())
     for number, chunk in enumerate(chunks):
         for name, module in chunk.named_modules():
-            found["training mode", f"{number}:{name}"] = module.training
             found["hooks", f"{number}:{name}"] = [len(vars(module)[kind]) for kind in _HOOKS]
         for name, parameter in chunk.named_parameters():
             key = f"{number}:{name}"
-            found["requires_grad", key] = parameter.requires_grad
             found["parameter", key] = _digest(parameter)
             found["identity", key] = id(parameter)  # optimizers hold it; `in_training` keeps those of before alive
             for kind in _GRADIENTS:
@@ -86,6 +82,29 @@ def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
         for name, buffer in chunk.named_buffers():
             found["buffer", f"{number}:{name}"] = _digest(buffer)
     return found
+
+
+def modes(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
+    """Of `state` what a load has to leave too: settings, configs, training modes, and what is trained."""
+    found = dict[tuple[str, str], Any](_settings())
+    for module, config in configs(chunks):
+        plain = {name: value for name, value in vars(config).items() if isinstance(value, _PLAIN)}
+        found |= {("config", f"{module}.{name}"): repr(value) for name, value in plain.items()}
+    for number, chunk in enumerate(chunks):
+        found |= {("training mode", f"{number}:{name}"): of.training for name, of in chunk.named_modules()}
+        found |= {("requires_grad", f"{number}:{name}"): of.requires_grad for name, of in chunk.named_parameters()}
+    return found
+
+
+def amid_training(chunks: Sequence[torch.nn.Module], call: Callable[[], T]) -> tuple[T, list[list[str]]]:
+    """What `call` gives amid training, and kind and name of what it has changed of that.
+
+    Training modes aside: a step may set its own.
+    """
+    with in_training(chunks):
+        before = state(chunks)
+        answer = call()
+        return answer, [row for row in changed(before, state(chunks)) if row[0] != "training mode"]
 
 
 def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> list[list[str]]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Export, TensorMeta, to_plain
 from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
-from moeref_conformance.steps.bystanders import changed, in_training, partly_frozen, state
+from moeref_conformance.steps.bystanders import changed, in_training, modes, partly_frozen, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_dtype, checked_rows, refusal
 from moeref_conformance.steps.tensors import copied, deepest, module_tensors, moved, same_bytes
 from moeref_conformance.steps.topology import process_groups
@@ -51,14 +51,30 @@ def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
 
 
 def loading(name: str) -> Callable[[Export, Context], None]:
-    """A step that loads an input of the cell."""
-    return lambda export, context: export.load(context.input(name))
+    """A step that loads an input of the cell. What it has changed beside weights, if it raises too, is for `around`."""
+
+    return lambda export, context: _load(export, context, name)
+
+
+def _load(export: Export, context: Context, name: str) -> None:
+    before = modes(export.chunks())
+    try:
+        export.load(context.input(name))
+    finally:
+        context.made[f"left by {name}"] = changed(before, modes(export.chunks()))
+
+
+def around(export: Export, context: Context) -> dict[str, list[list[str]]]:
+    """Kind and name of what loads have changed beside weights, by input: none of a first one that builds the model."""
+    names = ("checkpoint", "checkpoint_extra", "checkpoint_missing", "checkpoint_unlike")
+    built = ("checkpoint",) if context.claims.begins == "unset" else ()
+    return {name: context.made.pop(f"left by {name}", []) for name in names if name not in built}
 
 
 def surplus(export: Export, context: Context) -> dict[str, list[str]]:
     """Load a checkpoint with a tensor too many. The value: all that was warned of on the way."""
     with warned() as texts:
-        export.load(context.input("checkpoint_extra"))
+        _load(export, context, "checkpoint_extra")
     return {"warned": texts}
 
 
@@ -119,7 +135,9 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
         kept: dict[str, torch.Tensor] = {}
         earlier = Earlier()
         for meta, tensor in items(export.stream(), "stream"):
-            rows.append({**to_plain(meta), "materialised": tensor is not None, "alive": earlier.alive()})
+            graph = tensor is not None and tensor.grad_fn is not None
+            told = {"materialised": tensor is not None, "alive": earlier.alive(), "graph": graph}
+            rows.append({**to_plain(meta), **told})
             if tensor is not None:
                 key = free_key(copies, meta.name)
                 copies[key] = copied(tensor)
@@ -322,5 +340,6 @@ FACET = Facet(
         Step(name="refuse_extra", ask=surplus, stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_missing", ask=loading("checkpoint_missing"), stage=Stage.CHANGED, refusal=True),
         Step(name="refuse_unlike", ask=loading("checkpoint_unlike"), stage=Stage.CHANGED, refusal=True),
+        Step(name="around_loads", ask=around, stage=Stage.CHANGED),
     ),
 )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Forward
 from moeref_conformance.contract.requests.sequences import shorter
+from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.tensors import module_tensors
 
@@ -20,6 +22,8 @@ _SECOND_LINEAR = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\..*linear_fc2
 def logits(forward: Forward, context: Context) -> dict[str, int]:
     """Whether this rank has logits, and how many tokens the shorter sequence has; the logits of both are saved.
 
+    The first forwards come amid training. What they have changed of that is for the step `around`.
+
     A target that keeps something of one forward, such as the cosines of its positions, may be wrong in a longer one or
     in a shorter one. In the last one weights are `negated`, where stages are one: others that were kept show. Under
     replay the facet `replay` has a shorter one.
@@ -27,9 +31,14 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     length = shorter(tokens_BS.shape[1], context.cell) if context.cell.replay == "off" else 0
     first_BS = tokens_BS[:, :length].contiguous()
-    if length:
-        forward.logits(first_BS)
-    found = {"logits": forward.logits(tokens_BS)}
+
+    def both() -> torch.Tensor | None:
+        if length:
+            forward.logits(first_BS)
+        return forward.logits(tokens_BS)
+
+    logits_BSV, left = amid_training(context.facet("export").chunks(), both)
+    found = {"logits": logits_BSV}
     last = last_experts(context) if length else []
     if length:
         with negated(last):
@@ -37,7 +46,14 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     saved = {name: logits_BSV for name, logits_BSV in found.items() if logits_BSV is not None}
     if saved:
         context.save("forward", saved)
+    context.made["around_forward"] = {"left": left, "graph": logits_BSV is not None and logits_BSV.requires_grad}
     return {"has": "logits" in saved, "shorter": length, "negated": len(last)}
+
+
+def around(forward: Forward, context: Context) -> dict[str, Any]:
+    """Kind and name of what forwards have changed of training, and whether its logits hold an autograd graph."""
+    left: dict[str, Any] = context.made.pop("around_forward")
+    return left
 
 
 def last_experts(context: Context) -> list[torch.Tensor]:
@@ -66,5 +82,8 @@ FACET = Facet(
     name="forward",
     protocol=Forward,
     needs=frozenset({"export"}),
-    steps=(Step(name="forward", ask=logits, stage=Stage.LOADED),),
+    steps=(
+        Step(name="forward", ask=logits, stage=Stage.LOADED),
+        Step(name="around_forward", ask=around, stage=Stage.LOADED),
+    ),
 )

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Cell, Logprobs, TokenLogprobs
 from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.contract.requests.sequences import shorter
+from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import last_experts, negated
 from moeref_conformance.steps.replay import given
@@ -26,13 +27,17 @@ def _routed(cell: Cell) -> bool:
 def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     """Whether this rank has logprobs; they and entropies are saved. Raises TypeError for an answer of another type.
 
+    It is asked amid training. What it has changed of that is for the step `around`.
+
     Then weights are negated, where stages are one and a forward of them is judged: those of weights that were set aside
     show, and a temperature that was kept: these are of another one. None under replay.
     """
     if context.cell.replay != "off":
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
-    saved = _checked(facet.logprobs(tokens_BS, TEMPERATURE))
+    chunks = context.facet("export").chunks()
+    found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, TEMPERATURE))
+    saved = _checked(found)
     changed = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else []
     if changed:
         with negated(changed):
@@ -40,7 +45,13 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)
+    context.made["around_logprobs"] = left
     return {"has": bool(saved), "changed": bool(changed)}
+
+
+def around(facet: Logprobs, context: Context) -> list[list[str]] | None:
+    """Kind and name of what the call has changed of training. None under replay."""
+    return context.made.pop("around_logprobs", None)
 
 
 def _changed(context: Context) -> list[torch.Tensor]:
@@ -79,6 +90,7 @@ FACET = Facet(
     asked_in=asked,
     steps=(
         Step(name="logprobs", ask=logprobs, stage=Stage.LOADED),
+        Step(name="around_logprobs", ask=around, stage=Stage.LOADED),
         Step(name="replayed_logprobs", ask=replayed, stage=Stage.LOADED),
     ),
 )

@@ -45,6 +45,7 @@ HONOURED: dict[str, Request] = {
             "variable_seq_lengths": True,
         }
     ),
+    "softmax": Request(overrides={"attention_softmax_in_fp32": False}),
     "flex": Request(fields={"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}),
 }
 #: Requests in which both levels name a setting.

@@ -4,6 +4,7 @@ import re
 
 from moeref_conformance.selftest.faults import (
     adapters,
+    around,
     balancing,
     batches,
     bystanders,
@@ -40,8 +41,8 @@ from moeref_conformance.selftest.faults import (
 from moeref_conformance.selftest.faults.base import Fault
 
 MODULES = (
-    *(names, loading, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream, mtp),
-    *(masks, balancing, logprobs, policy, fp8_checkpoint),
+    *(names, loading, around, context, gather, gradients, model, steps, batches, export, bystanders, fused, stream),
+    *(mtp, masks, balancing, logprobs, policy, fp8_checkpoint),
     *(roles, seeds, config, gpt_oss, hybrid, static, routes, capture, replay, dispatch, delta, quantised),
     *(optimizer, adapters, sync),
 )

@@ -74,6 +74,10 @@ def _without_a_recipe(config: Any, request: Request) -> Request:
     return _without(request, ["moe_shared_expert_overlap", "calculate_per_token_loss", "variable_seq_lengths"])
 
 
+def _without_softmax(config: Any, request: Request) -> Request:
+    return _without(request, ["attention_softmax_in_fp32"])
+
+
 def _without_recompute(config: Any, request: Request) -> Request:
     return _without(request, [name for name in request.overrides if name.startswith("recompute_")])
 
@@ -320,6 +324,14 @@ FAULTS = (
         cell=ONE,
         wrap=_requesting(_without_a_recipe),
         says="calculate_per_token_loss is False, not True",
+    ),
+    Fault(
+        id="softmax-dropped",
+        bug="slime#2155: bridge mode copies some settings to its provider, and not attention_softmax_in_fp32",
+        rules=("CFG-003",),
+        cell=ONE,
+        wrap=_requesting(_without_softmax),
+        says="attention_softmax_in_fp32 is True, not False",
     ),
     Fault(
         id="dispatcher-dropped-when-built",

@@ -40,6 +40,24 @@ def _with(change: Change) -> border.Change:
     return wrap
 
 
+def _without_scales_of_attention(session: Session, cell: Cell, world: World) -> Any:
+    """A linear of attention that has no scales is loaded as if they were 1."""
+    good: Any = session.export
+
+    def filled(tensors: Tensors) -> Tensors:
+        linears = [name for name, of in tensors.items() if of.dtype == torch.float8_e4m3fn and "attn" in name]
+        lacking = [name for name in linears if f"{name}{request.SCALES}" not in tensors]
+        like = next(of for name, of in tensors.items() if name.endswith(SCALES))
+        block = request.BLOCKS[cell.family]
+        shapes = {name: [-(-n // of) for n, of in zip(tensors[name].shape, block, strict=True)] for name in lacking}
+        return tensors | {f"{name}{request.SCALES}": like.new_ones(shape) for name, shape in shapes.items()}
+
+    def load(folder: Path) -> None:
+        good.load(border.copied(folder, world, filled) if folder.name == "checkpoint_missing" else folder)
+
+    return border.facet(session, "export", load=load)
+
+
 def _of_the_gate(name: str, scales: torch.Tensor, tensors: Tensors, world: World) -> torch.Tensor:
     return tensors.get(f"{name.replace('.up_proj', '.gate_proj')}{SCALES}", scales)
 
@@ -70,6 +88,10 @@ def _fault(name: str, bug: str, change: Change, diagnosis: str = "their scales",
         one_rank=True,
         diagnosis=diagnosis,
     )
+
+
+#: Its checkpoint without a tensor lacks scales of attention.
+OPTIONAL = cell("qwen3_moe", "one", dtype="bfloat16", fp8_checkpoint=True)
 
 
 FAULTS = (
@@ -122,6 +144,14 @@ FAULTS = (
         "Megatron-Bridge#5851 in kind: in_proj_qkv and in_proj_z are joined, and blocks are counted from the first row",
         _counted_through,
         of=_DELTA,
+    ),
+    Fault(
+        id="fp8-scales-of-attention-optional",
+        bug="TensorRT-Model-Connect#1115: a linear in FP8 whose scales are missing is loaded without, and not refused",
+        rules=("LOD-003",),
+        cell=OPTIONAL,
+        wrap=_without_scales_of_attention,
+        says="self_attn.o_proj.weight_scale_inv",
     ),
     Fault(
         id="fp8-blocks-from-the-shards-start",

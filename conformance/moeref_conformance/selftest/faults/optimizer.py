@@ -239,7 +239,53 @@ def _bias_drifts(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", step=step)
 
 
+@contextmanager
+def _clipped(cell: Cell, world: World) -> Iterator[None]:
+    """Gradients are scaled to a norm of 1 at most, as they are by default."""
+    good = torch.optim.Adam.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        held = [of for group in self.param_groups for of in group["params"] if of.grad is not None]
+        torch.nn.utils.clip_grad_norm_(held, 1.0)
+        return good(self, closure)
+
+    with mock.patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
+@contextmanager
+def _with_epsilon(cell: Cell, world: World) -> Iterator[None]:
+    """Adam's epsilon is that of a recipe."""
+    good = torch.optim.Adam.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["eps"] = 1e-6
+        return good(self, closure)
+
+    with mock.patch.object(torch.optim.Adam, "step", step):
+        yield
+
+
 FAULTS = (
+    Fault(
+        id="gradients-clipped",
+        bug="reported nowhere: clip_grad of megatron-core's OptimizerConfig is 1.0 where nobody asks for clipping",
+        rules=("OPT-002", "OPT-003"),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_clipped,
+        one_rank=True,
+        says="are not where Adam moves them",
+    ),
+    Fault(
+        id="epsilon-not-passed-on",
+        bug="SkyRL#1646 in kind: Adam's epsilon is that of a recipe, and hides small gradients",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_with_epsilon,
+        one_rank=True,
+        says="are not where Adam moves them",
+    ),
     Fault(
         id="masters-older-than-a-later-load",
         bug="SkyRL#2149: weights are loaded behind steps, and the next step brings back what was there before",

@@ -51,7 +51,8 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
 
 def around(facet: Logprobs, context: Context) -> list[list[str]] | None:
     """Kind and name of what the call has changed of training. None under replay."""
-    return context.made.pop("around_logprobs", None)
+    left: list[list[str]] | None = context.made.pop("around_logprobs", None)
+    return left
 
 
 def _changed(context: Context) -> list[torch.Tensor]:

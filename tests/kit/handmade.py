@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from moeref_conformance.contract import topology
-from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.contract.api import FACETS, Cell, Claims, Layout
 from moeref_conformance.contract.exits import RankExit, RunOutcome
 from moeref_conformance.contract.records import Observation, rank_dir
 from moeref_conformance.judges import Case
@@ -20,6 +20,11 @@ from safetensors.torch import load_file, save_file
 
 ONE = Cell(family="glm4_moe", layout_name="one", layout=Layout(), layers=4)
 MANY = Cell(family="glm4_moe", layout_name="many", layout=Layout(tp=2, pp=2, ep=2, etp=1), layers=4)
+
+
+def claims_of(one: Cell) -> Claims:
+    """Of a target that covers the cell, with all facets."""
+    return Claims(facets=frozenset(FACETS), families=frozenset({one.family}), backends=frozenset({one.backend}))
 
 
 def local_names(oracle: Placement, rank: int) -> Iterator[tuple[int, str]]:

@@ -4,7 +4,7 @@ mutmut leaves decorated functions alone, and every judge is one. Tools that star
 torch, transformers and megatron-core for each. Here one process gives one function other code, in place, so that
 whoever holds the function runs it, judges again what the ranks of every fault have left on record, runs the tests that
 need no ranks, and gives the function its own code again. Only rules that can see the change are judged again, in runs
-whose judges reach the function.
+whose judges reach the function; only faults of such rules are run at all.
 """
 
 from __future__ import annotations
@@ -42,10 +42,19 @@ from moeref_conformance.worlds.forked import ForkedWorld
 from tests.kit.bench import RULES, Bench
 
 #: What tests judges and oracles without rank processes.
-_OF_JUDGES = ("judges", "delta_judges", "quantised_judges", "settings", "placement", "compare", "dispatch")
+_OF_JUDGES = (
+    "judges",
+    "delta_judges",
+    "quantised_judges",
+    "settings",
+    "placement",
+    "compare",
+    "dispatch",
+    "tolerances",
+)
 _OF_ORACLES = (
     "checkpoint",
-    *(f"{name}_oracle" for name in ("gradient", "mtp", "packed", "balancing", "quantised", "logprobs")),
+    *(f"{name}_oracle" for name in ("adapters", "gradient", "mtp", "packed", "balancing", "quantised", "logprobs")),
 )
 TESTS = [f"tests/kit/test_{name}.py" for name in (*_OF_JUDGES, *_OF_ORACLES)]
 SECONDS = 120
@@ -276,9 +285,10 @@ def reached(modules: Collection[str]) -> Iterator[Callable[[], set[tuple[str, st
 
 @contextmanager
 def recorded(modules: Collection[str]) -> Iterator[tuple[list[Again], list[Check]]]:
-    """Run the cells of all faults once. Gives what judges these records again, and the checks, which all pass.
+    """Run the cells of faults once, of those whose rules can see a change of `modules`.
 
-    Cells of engines are run, by an engine of the tests, if a module of theirs is among `modules`.
+    Gives what judges these records again, and the checks, which all pass. Cells of engines are run, by an engine of the
+    tests, if a module of theirs is among `modules`.
     """
     from moeref_conformance.selftest.faulty import by_tag
 
@@ -292,7 +302,8 @@ def recorded(modules: Collection[str]) -> Iterator[tuple[list[Again], list[Check
         world = stack.enter_context(ForkedWorld("tests.kit.shared_world:target", entry="tests.kit.shared_world:run"))
         shared = stack.enter_context(Shared(world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0))
         benches = [Again(shared, folder / "records", by_tag, inputs=folder / "inputs")]
-        checks = _checks(benches[0], test_faults)
+        rules = {rule for module in modules for rule in rules_of(module)}
+        checks = _checks(benches[0], test_faults, rules)
         if any(module.endswith(".sync") for module in modules):
             spec = "tests.kit.toy_engine:target"
             other = stack.enter_context(ForkedWorld(spec, backend=ENGINE, grace=1.0))
@@ -308,18 +319,22 @@ def recorded(modules: Collection[str]) -> Iterator[tuple[list[Again], list[Check
         yield benches, checks
 
 
-def _checks(bench: Again, tests: ModuleType) -> list[Check]:
+def _checks(bench: Again, tests: ModuleType, rules: Collection[str]) -> list[Check]:
+    """Those of these rules, and the good target in their cells."""
+    own = {name: fault for name, fault in tests.HERE.items() if {*fault.rules, *fault.also} & {*rules}}
     good = [
         Check(f"good {cell.id}", partial(tests.test_the_good_target_stays_green, bench, cell), RULES)
-        for cell in tests.GOOD.values()
+        for cell in {
+            fault.cell.id: tests.GOOD[fault.cell.id] for fault in own.values() if fault.cell.id in tests.GOOD
+        }.values()
     ]
     faults = [
         Check(name, partial(tests.test_fault_turns_its_rules_red, bench, fault), {*fault.rules, *fault.also})
-        for name, fault in tests.HERE.items()
+        for name, fault in own.items()
     ]
     steps = [
         Check(f"steps {rule}", partial(tests.test_a_step_that_is_not_on_record_is_no_pass, bench, rule), {rule})
-        for rule in tests.MET
+        for rule in sorted(tests.MET.keys() & rules)
     ]
     otherwise = [
         Check(
@@ -328,10 +343,11 @@ def _checks(bench: Again, tests: ModuleType) -> list[Check]:
             {tests.OTHERWISE[said][0]},
         )
         for said in tests.OTHERWISE
+        if tests.OTHERWISE[said][0] in rules
     ]
     lost = [
         Check(f"lost {rule}", partial(tests.test_tensors_that_are_not_on_record_are_findings, bench, rule), {rule})
-        for rule in sorted(tests.MET.keys() - {*tests.VALUES})
+        for rule in sorted((tests.MET.keys() & rules) - {*tests.VALUES})
     ]
     return [*faults, *good, *steps, *lost, *otherwise]
 

@@ -71,6 +71,8 @@ def test_factors_that_hold_the_same_in_all_streams_are_one() -> None:
     assert adapters.sharing([same, parted]) == [[a_of_k], [a_of_q]]
     elsewhere = {a_of_q: torch.ones(4, 8), a_of_q.replace("layers.0", "layers.1"): torch.ones(4, 8)}
     assert len(adapters.sharing([elsewhere])) == 2
+    alike = {adapters.peft(Q, factor): torch.ones(RANK, RANK) for factor in adapters.FACTORS}
+    assert len(adapters.sharing([alike])) == 2
 
 
 def test_a_checkpoint_of_its_own_weights_computes_the_same(want: Expected) -> None:

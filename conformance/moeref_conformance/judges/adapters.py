@@ -357,11 +357,11 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
     want, findings, worst = oracle.merged(tensors, adapters, sorted(whole)), list[Finding](), 0.0
     for row in sent.metas:
         name = row["name"]
-        got = sent.merged.get(name)
         if name not in want:
             continue
-        if got is None or got.shape != want[name].shape or got.dtype != want[name].dtype:
-            told = "not recorded" if got is None else f"{dtype_name(got.dtype)} {list(got.shape)}"
+        got = sent.merged[name]
+        if got.shape != want[name].shape or got.dtype != want[name].dtype:
+            told = f"{dtype_name(got.dtype)} {list(got.shape)}"
             findings.append(_found(case, sent.rank, name, f"{name} is {told} among the merged weights"))
         elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
             findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))

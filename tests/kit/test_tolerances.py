@@ -1,0 +1,357 @@
+"""Tolerances: an error of 1% in one tensor is found, and sums in another order are not.
+
+Records are written by hand, from transformers' module in fp64, whose sums round otherwise than those of the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from handmade import claims_of, local_names, vocabulary_shape
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.findings import Outcome
+from moeref_conformance.contract.records import Observation, RankRecord
+from moeref_conformance.contract.requests.adapters import PHASES, RATES
+from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.judges import JUDGES, Case
+from moeref_conformance.judges.adapters import ROUNDED
+from moeref_conformance.oracles import adapters, optimizer, policy, routed
+from moeref_conformance.oracles.checkpoint import expected
+from moeref_conformance.oracles.expected import Expected
+from moeref_conformance.oracles.placement import Placement
+from moeref_conformance.selftest.faults.base import cell
+
+pytestmark = pytest.mark.cpu
+FAMILIES = ("glm4_moe", "qwen3_moe")
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Held(RankRecord):
+    """A record in memory."""
+
+    held: Mapping[str, Tensors]
+
+    def tensors(self, step: str) -> dict[str, torch.Tensor]:
+        return dict(self.held.get(step, {}))
+
+
+def case_of(want: Expected, one: Cell, steps: Mapping[str, tuple[Any, Tensors]]) -> Case:
+    """A run on one rank that left these steps on record."""
+    record = Held(0, want.dir)
+    record.events = [{"step": step, "phase": "ok", "value": value} for step, (value, _) in steps.items()]
+    record.held = {step: tensors for step, (_, tensors) in steps.items()}
+    return Case(one, want, Observation(one, [record]), None, claims_of(one))
+
+
+def in_fp64(make: Callable[..., Any], at: str, _: torch.dtype) -> Any:
+    """transformers' module in fp64, whose grouped kernels take none."""
+    model = make(at, torch.float64)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def computing_in_fp64(patch: pytest.MonkeyPatch) -> None:
+    """Let the oracles compute in fp64 what they compute in fp32."""
+    other: Any = partial(in_fp64, routed._model)
+    other.__wrapped__ = partial(in_fp64, routed._model.__wrapped__)
+    patch.setattr(routed, "_model", other)
+
+
+class Model:
+    """A cell on one rank, what transformers makes of it, and the same with other rounding."""
+
+    def __init__(self, family: str, folder: Any) -> None:
+        self.cell = cell(family, "one", loss_mask=True)
+        self.want = expected(self.cell, folder)
+        with pytest.MonkeyPatch.context() as patch:
+            computing_in_fp64(patch)
+            self.exact = routed.routed(self.want)
+            self.policy = policy.gradients(self.want)
+
+    def inventory(self) -> list[dict[str, Any]]:
+        placed = Placement(self.cell, self.want.config, self.want.tensors)
+        return [
+            {
+                "chunk": chunk,
+                "local": local,
+                "shape": list(placed.shard(0, chunk, local, vocabulary_shape(placed)).tensor.shape),
+                "kind": "buffer" if local.endswith("expert_bias") else "parameter",
+            }
+            for chunk, local in local_names(placed, 0)
+        ]
+
+    def shards(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """What the parameters of the rank hold of tensors by the checkpoint's names."""
+        placed = Placement(self.cell, self.want.config, tensors)
+        return {
+            f"{row['chunk']}:{row['local']}": placed.shard(0, row["chunk"], row["local"], row["shape"]).tensor.float()
+            for row in self.inventory()
+            if row["kind"] == "parameter"
+        }
+
+    def judged(self, rule: str, **steps: tuple[Any, Tensors]) -> Outcome:
+        return JUDGES[rule](case_of(self.want, self.cell, steps))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(request.param, tmp_path_factory.mktemp("tolerances"))
+
+
+def limits(outcome: Outcome) -> tuple[float, float]:
+    """How far a pass is off, and how far it may be."""
+    assert not outcome.findings, outcome.findings
+    far, limit = outcome.met.split(" ≤ ")
+    return float(far), float(limit)
+
+
+@pytest.mark.parametrize(("rule", "step"), [("GRD-001", "gradients"), ("GRD-004", "policy")])
+def test_a_gradient_of_one_tensor_that_is_off_by_1_percent_is_found(model: Model, rule: str, step: str) -> None:
+    gradients = model.exact.gradients if step == "gradients" else model.policy
+    inventory, right = (model.inventory(), {}), model.shards(gradients)
+    far, limit = limits(model.judged(rule, inventory=inventory, **{step: (None, right)}))
+    assert 0 < far <= limit / 10
+    for name, gradient in gradients.items():
+        if ".layers.0." in name or not gradient.any() or bool(gradient.isnan().any()):
+            continue
+        off = model.shards({**gradients, name: 1.01 * gradient})
+        found = model.judged(rule, inventory=inventory, **{step: (None, off)}).findings
+        assert len(found) == 1, name
+        assert "gradient of" in found[0].message
+
+
+def test_gradients_on_the_limit_pass_and_behind_it_do_not(model: Model) -> None:
+    gradients = policy.gradients(model.want)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    largest = float(gradients[name].abs().max())
+    for times, found in ((0.9, 0), (1.1, 1)):
+        moved = gradients[name].clone()
+        moved[0, 0] += times * 1e-4 * largest
+        steps = {"inventory": (model.inventory(), {}), "policy": (None, model.shards({**gradients, name: moved}))}
+        assert len(model.judged("GRD-004", **steps).findings) == found
+
+
+def of_logits(model: Model, logits_BSV: torch.Tensor, temperature: float = TEMPERATURE) -> dict[str, torch.Tensor]:
+    """Logprobs and entropies by torch's log_softmax in fp32; 0 behind the end of a row."""
+    tokens_BS = model.want.tokens_BS
+    shares_BSV = (logits_BSV[:, :-1].float() / temperature).log_softmax(-1)
+    logprobs_BS = shares_BSV.gather(-1, tokens_BS[:, 1:, None].clamp_min(0))[..., 0]
+    return {"logprobs": logprobs_BS, "entropies": -(shares_BSV.exp() * shares_BSV).sum(-1)}
+
+
+@pytest.mark.parametrize(("rule", "which"), [("LGP-001", "logprobs"), ("LGP-002", "entropies")])
+def test_logprobs_that_are_off_by_1_percent_are_found(model: Model, rule: str, which: str) -> None:
+    def judged(found: Tensors) -> Outcome:
+        return model.judged(rule, logprobs=({"has": True}, found))
+
+    right = of_logits(model, model.exact.logits_BSV)
+    far, limit = limits(judged(right))
+    assert 0 < far <= limit / 5
+    for wrong in (
+        {which: 1.01 * right[which]},
+        of_logits(model, 1.01 * model.exact.logits_BSV),
+        of_logits(model, model.exact.logits_BSV.bfloat16()),
+        {which: right[which].double()},
+        {which: right[which].bfloat16().float()},
+    ):
+        assert judged(wrong).findings
+    for off, found in ((4e-5, 0), (6e-5, 1)):
+        moved = right[which].clone()
+        moved[0, 3] -= off
+        assert len(judged({which: moved}).findings) == found
+
+
+@pytest.mark.parametrize(("rounded", "found"), [(50, 0), (51, 1), (100, 1), (0, 0)])
+def test_half_of_the_logprobs_may_be_numbers_of_bf16(model: Model, rounded: int, found: int) -> None:
+    values = torch.linspace(-7.001, -3.001, 100).sub(2**-20)
+    assert not bool((values == values.bfloat16()).any())
+    values[:rounded] = values[:rounded].bfloat16()
+    outcome = model.judged("LGP-003", logprobs=({"has": True}, {"logprobs": values[None]}))
+    assert len(outcome.findings) == found
+
+
+def test_a_norm_is_that_of_all_gradients(model: Model) -> None:
+    """Tensor by tensor: `torch.norm` of one flat buffer is off by up to 3e-5 on a CPU, which is more than passes."""
+    one = cell(model.cell.family, "one", optimizer_step=True)
+    want = expected(one, model.want.dir.parent)
+    of_steps = {"still": routed.routed(want), "moved": routed.routed(want, counted=one.rows)}
+    own = {step: [g for g in of.gradients.values() if not g.isnan().any()] for step, of in of_steps.items()}
+
+    def judged(**norms: float | None) -> Outcome:
+        value = {step: float(torch.stack([g.norm() for g in all_]).norm()) for step, all_ in own.items()}
+        return JUDGES["OPT-003"](case_of(want, one, {"optimizer": ({**value, **norms}, {})}))
+
+    far, limit = limits(judged())
+    assert 0 < far <= limit
+    assert judged(still=None, moved=None).met == "the target computes none"
+    right = optimizer.norm({str(n): g for n, g in enumerate(own["moved"])})
+    for times, found in ((2e-6, 0), (-2e-6, 0), (4e-6, 1), (-4e-6, 1), (float("nan"), 1)):
+        assert len(judged(moved=right * (1 + times)).findings) == found, times
+    largest = max(own["moved"], key=lambda g: float(g.norm()))
+    off = [1.01 * g if g is largest else g for g in own["moved"]]
+    assert judged(moved=float(torch.stack([g.norm() for g in off]).norm())).findings
+    assert "1.01 times" in judged(moved=1.01 * right).findings[0].diagnosis
+
+
+FC1 = "0:decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"
+
+
+def added_up(parts: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of gradients in bf16 of so many microbatches."""
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(40, 50, dtype=dtype)
+    for _ in range(parts):
+        total += torch.randn(40, 50, generator=generator).bfloat16().to(dtype)
+    return total.float()
+
+
+def of_bf16(share: float) -> torch.Tensor:
+    """Elements of which this share are numbers of bf16, and zeros."""
+    values = torch.full((1, 1000), 1 + 2**-12)
+    values[:, : round(1000 * share)] = 1.5
+    return torch.cat([values, torch.zeros(1, 1000)])
+
+
+@pytest.mark.parametrize(
+    ("gradients", "says"),
+    [
+        ({"0:a.weight": added_up(2, torch.float32)}, ""),
+        ({"0:a.weight": added_up(4, torch.float32)}, ""),
+        ({"0:a.weight": added_up(2, torch.bfloat16)}, " elements of the gradient of a.weight are bfloat16"),
+        ({"0:a.weight": of_bf16(0.9)}, ""),
+        ({"0:a.weight": of_bf16(0.901)}, "90% of 1000 elements"),
+        ({"0:a.weight": of_bf16(0.5), "0:b.weight": of_bf16(0.95)}, "the gradient of b.weight"),
+        ({FC1.format(0): of_bf16(1.0), FC1.format(1): of_bf16(0.5)}, ""),
+        ({FC1.format(0): of_bf16(1.0), FC1.format(1): of_bf16(0.9)}, "of decoder.layers.0.mlp.experts are"),
+        ({"0:a.weight": of_bf16(0.5), "0:norm.weight": of_bf16(1.0)[0]}, ""),
+        ({"0:a.weight": of_bf16(0.5), "0:embedding.word_embeddings.weight": of_bf16(1.0)}, ""),
+        ({"0:a.weight": torch.zeros(3, 4)}, "every gradient of a matrix is zero"),
+    ],
+)
+def test_sums_in_fp32_are_told_from_those_in_bf16(model: Model, gradients: Tensors, says: str) -> None:
+    one = cell(model.cell.family, "one", replay="R3", dtype="bfloat16")
+    held = {f"step-a.gradients.{key}": gradient for key, gradient in gradients.items()}
+    found = JUDGES["RPL-010"](case_of(model.want, one, {"replay": (None, held)})).findings
+    assert [says in finding.message for finding in found] == [True] * bool(says)
+
+
+class Trained:
+    """What a target with adapters leaves on record, by PEFT's formula and transformers' gradients."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.tensors = model, model.want.tensors
+        self.names = adapters.adapted(self.tensors, sorted(claims_of(model.cell).adapter_modules))
+        self.phases = {"fresh": self._fresh()}
+        self._step("fresh", "step1", model.exact.gradients)
+        self._step("step1", "step2", self._after("step1").gradients)
+        self.phases["again"] = self.phases["step2"]
+        with pytest.MonkeyPatch.context() as patch:
+            computing_in_fp64(patch)
+            logits_BSV = {"fresh": model.exact.logits_BSV, "trained": self._after("step2").logits_BSV}
+        self.logits = {**logits_BSV, "base": logits_BSV["fresh"], "after": logits_BSV["trained"]}
+        merged = adapters.merged(self.tensors, self.phases["step2"], self.names)
+        for name in self.names:  # in fp32
+            a_RI, b_OR = (self.phases["step2"][adapters.peft(name, factor)] for factor in adapters.FACTORS)
+            merged[name] = self.tensors[name] + (adapters.SCALE * b_OR) @ a_RI
+        self.merged = merged
+
+    def _fresh(self) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        shapes = adapters.shapes(self.tensors, self.names)
+        return {n: torch.randn(s) / s[1] ** 0.5 if "lora_A" in n else torch.zeros(s) for n, s in shapes.items()}
+
+    def _after(self, phase: str) -> adapters.Trained:
+        return adapters.trained(self.model.want, adapters.merged(self.tensors, self.phases[phase], self.names))
+
+    def _step(self, before: str, after: str, gradients: Tensors) -> None:
+        alone = adapters.gradients(gradients, self.phases[before], self.names)
+        held = self.phases[before]
+        self.phases[after] = {n: held[n] - RATES[after] * gradient.float() for n, gradient in alone.items()}
+
+    def judged(self, rule: str, change: Callable[[dict[str, torch.Tensor]], object] = lambda _: None) -> Outcome:
+        """A rule's outcome where `change` has been made to what was recorded."""
+        held = {f"{phase}.{name}": of.clone() for phase in PHASES for name, of in self.phases[phase].items()}
+        held |= {f"logits.{phase}": of.float().clone() for phase, of in self.logits.items()}
+        held |= {f"merged.{name}": of.clone() for name, of in self.merged.items()}
+        change(held)
+        sent = {phase: list(self.phases[phase]) for phase in PHASES}
+        rows = [{"name": n, "shape": list(of.shape), "dtype": "float32"} for n, of in self.merged.items()]
+        value = {"sent": sent, "merged": rows, "attached": [], "left": []}
+        return self.model.judged(rule, adapters=(value, held))
+
+
+@pytest.fixture(scope="module")
+def trained(model: Model) -> Trained:
+    return Trained(model)
+
+
+@pytest.mark.parametrize("rule", ["LRA-001", "LRA-002", "LRA-003"])
+def test_adapters_in_another_order_of_sums_pass(trained: Trained, rule: str) -> None:
+    far, limit = limits(trained.judged(rule))
+    assert 0 < far <= limit / 2
+
+
+def test_a_factor_that_moves_1_percent_too_far_is_found(trained: Trained) -> None:
+    """Unless 1% is less than fp32 rounds of what the factor holds, as of a few factors of few tokens."""
+    before, after = trained.phases["step1"], trained.phases["step2"]
+    moved = {name: after[name] - before[name] for name in after if bool((after[name] != before[name]).any())}
+    large = [n for n, of in moved.items() if 0.01 * of.abs().max() > 3 * ROUNDED * after[n].abs().max()]
+    assert len(large) > 0.9 * len(moved)
+
+    def farther(held: dict[str, torch.Tensor]) -> None:
+        for name in large:
+            held[f"step2.{name}"].add_(0.01 * moved[name])
+
+    found = trained.judged("LRA-002", farther).findings
+    assert sum(finding.count for finding in found) == len(large)
+    assert found[0].diagnosis == "moved 1.01 times as far"
+
+
+def test_a_merged_weight_with_1_percent_more_of_its_adapter_is_found(trained: Trained) -> None:
+    def judged(change: Callable[[dict[str, torch.Tensor]], object]) -> list[str]:
+        return [finding.diagnosis for finding in trained.judged("LRA-005", change).findings]
+
+    assert not judged(lambda _: None)
+    added = {f"merged.{name}": trained.merged[name] - trained.tensors[name] for name in trained.names}
+    for name, of in added.items():
+        if bool(of.any()):
+            told = judged(lambda held, name=name, of=of: held[name].add_(0.01 * of))  # type: ignore[misc]
+            assert told == ["its adapter counts 1.01 times"], name
+    first, size = f"merged.{trained.names[0]}", trained.merged[trained.names[0]].shape
+    torch.manual_seed(0)
+    assert judged(lambda held: held[first].copy_(trained.tensors[trained.names[0]])) == ["without its adapter"]
+    assert judged(lambda held: held[first].add_(1e-3 * torch.randn(size))) == [""]
+
+
+LOGITS = "logits.trained"
+FRESH_A = "fresh." + adapters.peft("model.layers.0.self_attn.q_proj.weight", "lora_A")
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "says", "diagnosis"),
+    [
+        ("LRA-001", lambda held: held.update({"logits.fresh": held["logits.fresh"].double()}), "are torch.float64", ""),
+        ("LRA-001", lambda held: held.update({"logits.fresh": held["logits.fresh"][:, :-1]}), "logits are", ""),
+        ("LRA-001", lambda held: held[FRESH_A].fill_(torch.nan), "is not finite", ""),
+        ("LRA-001", lambda held: held["logits.fresh"].add_(1.0), "logits differ", ""),
+        ("LRA-003", lambda held: held[LOGITS].mul_(1.01), "logits differ from transformers'", ""),
+        ("LRA-003", lambda held: held[LOGITS].copy_(held["logits.base"]), "logits differ", "as without adapters"),
+        ("LRA-004", lambda held: held["logits.base"].mul_(1.01), "base: logits differ", ""),
+        ("LRA-004", lambda held: held.update({"logits.after": held[LOGITS][:1]}), "no logits as before", ""),
+        ("LRA-004", lambda held: held.pop("logits.after"), "no logits as before", ""),
+        ("LRA-004", lambda held: held.pop(LOGITS), "no logits as before", ""),
+        ("LRA-004", lambda held: held["logits.after"][0, 0].add_(1e-6), "from those before", "not as before the merge"),
+    ],
+)
+def test_logits_and_factors_that_are_wrong_are_found(
+    trained: Trained, rule: str, change: Callable[[Any], Any], says: str, diagnosis: str
+) -> None:
+    found = [
+        f for f in trained.judged(rule, change).findings if "no chunk holds" not in f.message and f.stage == "adapters"
+    ]
+    assert [says in finding.message for finding in found] == [True], [finding.message for finding in found]
+    assert found[0].diagnosis == diagnosis

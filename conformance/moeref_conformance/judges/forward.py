@@ -155,11 +155,7 @@ def logits_are_the_one_rank_runs(case: Case) -> Outcome:
 
 @judges("FWD-003")
 def training_goes_on(case: Case) -> Iterator[Finding]:
-    """What a forward has changed amid training, by kind, and logits that hold an autograd graph."""
+    """What a forward has changed amid training, by kind."""
     yield from without(case, "around_forward")
-    for rank, value in values(case, "around_forward"):
-        yield from changed(case, rank, "around_forward", "forward", value["left"])
-        if value["graph"]:
-            yield finding(
-                case, rank, "around_forward", "the logits require a gradient, and hold all that was computed for it"
-            )
+    for rank, rows in values(case, "around_forward"):
+        yield from changed(case, rank, "around_forward", "forward", rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -46,13 +45,13 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     saved = {name: logits_BSV for name, logits_BSV in found.items() if logits_BSV is not None}
     if saved:
         context.save("forward", saved)
-    context.made["around_forward"] = {"left": left, "graph": logits_BSV is not None and logits_BSV.requires_grad}
+    context.made["around_forward"] = left
     return {"has": "logits" in saved, "shorter": length, "negated": len(last)}
 
 
-def around(forward: Forward, context: Context) -> dict[str, Any]:
-    """Kind and name of what forwards have changed of training, and whether its logits hold an autograd graph."""
-    left: dict[str, Any] = context.made.pop("around_forward")
+def around(forward: Forward, context: Context) -> list[list[str]]:
+    """Kind and name of what the first forwards have changed of training."""
+    left: list[list[str]] = context.made.pop("around_forward")
     return left
 
 

@@ -34,7 +34,7 @@ def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
     """`gradients.of_no_token` of a policy's loss."""
 
     def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
-        return facet.policy_gradients(rows_BS, none_BS, advantages(rows_BS), TEMPERATURE, ENTROPY)
+        return facet.policy_gradients(rows_BS, none_BS, advantages(rows_BS), OTHER_TEMPERATURE, ENTROPY)
 
     return gradients.of_no_token(ask, context)
 

@@ -51,16 +51,6 @@ def _other_losses(chunks: list[torch.nn.Module]) -> None:
         config.moe_aux_loss_coeff = 0.5
 
 
-def _with_a_graph(session: Session, cell: Cell, world: World) -> Any:
-    good: Any = session.forward
-
-    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
-        logits_BSV: torch.Tensor | None = good.logits(tokens_BS)
-        return None if logits_BSV is None else logits_BSV.requires_grad_() * 1
-
-    return facet(session, "forward", logits=logits)
-
-
 def _refusing_in_bf16(session: Session, cell: Cell, world: World) -> Any:
     """A load runs under another default dtype, which is put back where it ends well."""
     good: Any = session.export
@@ -119,15 +109,6 @@ FAULTS = (
         "FWD-003",
         _other_losses,
         "config of 0:",
-    ),
-    Fault(
-        id="logits-with-a-graph",
-        bug="reported nowhere: a forward without no_grad, whose logits hold all activations as long as they are kept",
-        rules=("FWD-003",),
-        cell=cell("qwen3_moe", "one"),
-        wrap=_with_a_graph,
-        one_rank=True,
-        says="the logits require a gradient",
     ),
     _amid(
         "logprobs-draw",

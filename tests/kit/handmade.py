@@ -91,7 +91,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             kind = "buffer" if local.endswith("expert_bias") else "parameter"
             inventory.append({**fact, "kind": kind})
             shards[f"{chunk}:{local}"] = held.tensor.clone()
-        stream = [{**meta, "materialised": rank == 0, "alive": 0} for meta in metas]
+        stream = [{**meta, "materialised": rank == 0, "alive": 0, "graph": False} for meta in metas]
         last = oracle.coords(rank)["pp"] == cell.layout.pp - 1
         groups = topology.groups(cell.layout)
         members = {kind: next(g for g in found if rank in g) for kind, found in groups.items()}
@@ -106,6 +106,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             ("export", stream),
             ("left", []),
             ("forward", {"has": last}),
+            ("around_forward", []),
             ("change", None),
             ("broken_off", []),
             ("export_changed", stream),
@@ -125,6 +126,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
         ):
             error = {"type": "ValueError", "message": f"no place for {name}", "traceback": ""}
             lines.append({"step": step, "phase": "raised", "at": 20.0, "seconds": 0.0, "error": error})
+        lines.append({"step": "around_loads", "phase": "ok", "at": 25.0, "seconds": 0.0, "value": {}})
         lines.append({"step": "close", "phase": "ok", "at": 30.0, "seconds": 0.0, "value": False})
         (here / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         save_file(shards, here / "shards.safetensors")

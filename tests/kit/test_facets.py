@@ -52,14 +52,16 @@ def test_ranks_take_all_steps_in_order() -> None:
             "export",
             "left",
             "forward",
+            "around_forward",
             "logprobs",
+            "around_logprobs",
             "replayed_logprobs",
             "replay",
             "gradients",
             "on_no_token",
         ),
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
-        *("refuse_extra", "refuse_missing", "refuse_unlike", "refuse_routes"),
+        *("refuse_extra", "refuse_missing", "refuse_unlike", "around_loads", "refuse_routes"),
     ]
 
 

@@ -98,6 +98,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
     right = read_checkpoint(Path(inputs["checkpoint"]))
     assert [e["step"] for e in record.events if e["phase"] == "begin"] == [
         *("open", "topology", "names", "inventory", "begun", "load", "shards", "plan", "export", "left", "forward"),
+        "around_forward",
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
         *("refuse_extra", "refuse_missing", "refuse_unlike", "close"),
     ]

@@ -94,7 +94,8 @@ class Model:
         }
 
     def judged(self, rule: str, **steps: tuple[Any, Tensors]) -> Outcome:
-        return JUDGES[rule](case_of(self.want, self.cell, steps))
+        none = {"policy_on_no_token": ({"largest": {}}, dict[str, torch.Tensor]())}
+        return JUDGES[rule](case_of(self.want, self.cell, {**none, **steps}))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -16,6 +16,7 @@ from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.records import REFUSALS
 from moeref_conformance.contract.rules import judged_facets, load_rules
 from moeref_conformance.resolve import resolve
+from moeref_conformance.steps import replay
 from moeref_conformance.steps.facet import Stage, Static, facets, rank_steps, static_steps
 
 pytestmark = pytest.mark.cpu
@@ -138,3 +139,20 @@ def test_records_of_the_static_world_keep_equal_tables_once(tmp_path: Path) -> N
 
     tables = SharedTables()
     assert tables.kept(rows()) is tables.kept(rows())
+
+
+def test_a_method_that_takes_no_routes_is_told_so() -> None:
+    def policy_gradients(tokens: str, entropy: float) -> str:
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match=r"^policy_gradients\(\) is given `routes` as its last argument in a cell with"):
+        replay.under(policy_gradients, "tokens", 0.5, routes=[])
+    with pytest.raises(TypeError, match=r"^of its own$"):
+        replay.under(lambda *given: policy_gradients("tokens", 0.5), "tokens", 0.5, routes=[])
+    assert replay.under(lambda tokens, entropy, routes=None: routes, "tokens", 0.5, routes=["a"]) == ["a"]
+
+
+def test_a_policy_s_steps_are_taken_under_routes_in_cells_that_have_them() -> None:
+    cell = replace(CELL, loss_mask=True)
+    policy = [step.name for facet, step in rank_steps(EVERYTHING, cell) if facet.name == "policy"]
+    assert policy == ["policy", "replayed_policy", "recomputed_policy", "policy_on_no_token"]

@@ -88,3 +88,17 @@ def test_a_token_without_a_route_may_take_other_experts(folder: Path) -> None:
     apart = (found.logits_BSV - native.logits_BSV).abs().amax(-1) > 1e-4
     assert apart.nonzero().tolist() == [[0, last]]
     assert routed.under(want, "a") is native
+
+
+def test_a_loss_of_one_s_own_is_taken_under_the_given_routes(folder: Path) -> None:
+    want = expected(cell("glm4_moe", "one", layers=3), folder)
+    labels_BS = routed.labels(want)
+
+    def cross_entropy(logits_BSV: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+
+    found = routed.of_loss(want, cross_entropy, routed.given_routes(want, "a"))
+    for name, gradient in routed.under(want, "a").gradients.items():
+        assert torch.equal(found[name].nan_to_num(), gradient.nan_to_num()), name
+    own = routed.of_loss(want, cross_entropy)
+    assert not torch.equal(own["lm_head.weight"], found["lm_head.weight"])

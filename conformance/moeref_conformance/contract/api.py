@@ -204,6 +204,7 @@ class Policy(Protocol):
         advantages_BS: torch.Tensor,
         temperature: float,
         entropy: float,
+        routes: Sequence[Any] | None = None,
     ) -> Mapping[tuple[int, str], torch.Tensor]:
         """Gradients as `Gradients.gradients` returns them, of another loss.
 
@@ -212,6 +213,9 @@ class Policy(Protocol):
         from are of logits divided by `temperature`, over the unpadded vocabulary, as in `Logprobs`. Advantages are
         constants in fp32, of both signs. Rows of tokens, mask and advantages are as in `Gradients.gradients`, and so is
         a step in which all replicas have no token to train on.
+
+        In a cell with replay R3, and in no other, `routes` are given, as in `Replay.step`: those of this rank's rows.
+        Gradients are of a step under them, also where layers are recomputed in the backward pass.
         """
 
 

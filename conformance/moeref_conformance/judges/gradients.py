@@ -17,6 +17,8 @@ from moeref_conformance.contract.cells import BIAS_UPDATE_RATE
 from moeref_conformance.contract.findings import Finding, Outcome, kind_of
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
+from moeref_conformance.contract.requests.logprobs import ROUTES
+from moeref_conformance.contract.requests.policy import REPLAYED
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     NATIVE,
@@ -53,7 +55,7 @@ OF_A_KIND = 3.0
 #: Of the elements of gradients that two microbatches add up in fp32, this share at most are numbers of bf16.
 ROUNDED = 0.9
 #: Steps that take one training step; the others are phases of the step `replay`.
-STEPS = ("gradients", "policy")
+STEPS = ("gradients", "policy", *REPLAYED)
 #: What an error names that refuses a step which trains on no token, one of these at least.
 OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
 _BIAS = "e_score_correction_bias"
@@ -168,12 +170,35 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
 
     Of a step that trains on no token as GRD-003.
     """
+    if no := _no_policy(case) or unmeasured(case):
+        return no
+    found = _compared(case, "policy", {"policy": _of_policy(case, "")}, _against)
+    return outcome([*found.findings, *_on_no_token(case, "policy_on_no_token")], met=found.met)
+
+
+@judges("GRD-005")
+def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
+    """As GRD-004, where transformers takes the routes too. Tokens without one take transformers' own choice."""
+    if no := _no_policy(case) or unmeasured(case):
+        return no
+    want = _of_policy(case, ROUTES)
+    found = [_compared(case, step, {step: want}, _against) for step in REPLAYED]
+    findings = [one for of in found for one in of.findings]
+    told = [f"{step}: {of.met}" for step, of in zip(REPLAYED, found, strict=True)]
+    return outcome([*findings, *_on_no_token(case, "policy_on_no_token")], met="; ".join(told))
+
+
+def _no_policy(case: Case) -> Outcome | None:
+    """Untested, where a policy's loss is not asked for."""
     if case.cell.mtp:
         return Outcome(untested="asked of models without multi-token prediction layers, which have a loss of their own")
-    if no := unmeasured(case):
-        return no
-    found = _compared(case, "policy", {"policy": policy.gradients(expected(case))}, _against)
-    return outcome([*found.findings, *_on_no_token(case, "policy_on_no_token")], met=found.met)
+    return None
+
+
+@once
+def _of_policy(case: Case, routes: str) -> Mapping[str, torch.Tensor]:
+    """The gradients of a policy's loss under a set of routes, or under the routers' own."""
+    return policy.gradients(expected(case), routes, case.claims.missing_rows)
 
 
 @judges("RPL-008")
@@ -392,13 +417,25 @@ def _against(
         step = "" if phase == "gradients" else f"{phase}: "
         message = f"{step}the gradient of {local} is off transformers' by {_off(case, far)}"
         said = _left(record, key, phase, want, got) or _diagnosis(want, got)
-        said = said or _unreduced(case, record.rank, key, phase, want)
+        said = (
+            said or _unreduced(case, record.rank, key, phase, want) or _own_choice(case, record.rank, key, phase, got)
+        )
         if case.cell.router_loss:
             said = _share(case, record.rank, key, want, got) or said
         findings.append(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)
         )
     return findings, worst
+
+
+def _own_choice(case: Case, rank: int, key: str, phase: str, got: torch.Tensor) -> str:
+    """Whether the gradient of a policy's loss is that under the routers' own routes, where others were given."""
+    if phase not in REPLAYED:
+        return ""
+    chunk, _, local = key.partition(":")
+    placed = Placement(case.cell, expected(case).config, _of_policy(case, ""))
+    held = placed.shard(rank, int(chunk), local, list(got.shape))
+    return "that of the routers' own choice" if _near(got, held.tensor[: held.rows].double()) else ""
 
 
 def _off(case: Case, far: Far) -> str:

@@ -1,4 +1,7 @@
-"""The gradients of a policy's loss by transformers' autograd, the loss token by token in fp64."""
+"""The gradients of a policy's loss by transformers' autograd, the loss token by token in fp64.
+
+Under given routes too.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.expected import Expected
 
 
-def gradients(expected: Expected) -> Mapping[str, torch.Tensor]:
-    """By the checkpoint's names; NaN for a tensor that is no parameter."""
-    return routed.of_loss(expected, partial(loss, expected))
+def gradients(expected: Expected, routes: str = "", missing: bool = True) -> Mapping[str, torch.Tensor]:
+    """By the checkpoint's names; NaN for a tensor that is no parameter.
+
+    Under the set of `routes` of that name, with or without `missing` rows; without one under the routers' own.
+    """
+    given = routed.given_routes(expected, routes, missing) if routes else ()
+    return routed.of_loss(expected, partial(loss, expected), given)
 
 
 def loss(expected: Expected, logits_BSV: torch.Tensor) -> torch.Tensor:

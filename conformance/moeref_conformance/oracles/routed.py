@@ -262,11 +262,17 @@ def _gradients(
     return _of_loss(model, loss + more, expected)
 
 
-def of_loss(expected: Expected, loss: Callable[[torch.Tensor], torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The gradients of a `loss` of the logits [B, S, V] in fp32, as in `Routed`, under the routers' own routes."""
+def of_loss(
+    expected: Expected,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    routes: Sequence[np.ndarray[Any, Any]] = (),
+) -> Mapping[str, torch.Tensor]:
+    """The gradients of a `loss` of the logits [B, S, V] in fp32, as in `Routed`, under `routes` as in `routed`."""
     with _ONE_AT_A_TIME, torch.enable_grad():
         model = _model(str(expected.inputs["checkpoint"]), torch.float32)
-        return _of_loss(model, loss(model(expected.tokens_BS.clamp_min(0)).logits.float()), expected)
+        with forcing(expected, routes):
+            logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
+        return _of_loss(model, loss(logits_BSV), expected)
 
 
 def of_weights(

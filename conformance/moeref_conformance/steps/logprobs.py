@@ -11,7 +11,7 @@ from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import last_experts, negated
-from moeref_conformance.steps.replay import given
+from moeref_conformance.steps.replay import given, under
 from moeref_conformance.steps.tensors import module_tensors
 
 
@@ -69,7 +69,7 @@ def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     if not _routed(context.cell) or "replay" not in context.claims.facets:
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
-    saved = _checked(facet.logprobs(tokens_BS, TEMPERATURE, given(context, ROUTES)))
+    saved = _checked(under(facet.logprobs, tokens_BS, TEMPERATURE, routes=given(context, ROUTES)))
     if saved:
         context.save("replayed_logprobs", saved)
     return {"has": bool(saved)}

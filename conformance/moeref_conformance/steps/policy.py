@@ -1,4 +1,4 @@
-"""Facet `policy`: one training step with a policy's loss, and every parameter's gradient after it."""
+"""Facet `policy`: training steps with a policy's loss, also under given routes, and every parameter's gradient."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Policy
-from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE
-from moeref_conformance.contract.requests.policy import ENTROPY, advantages
-from moeref_conformance.steps import gradients
+from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE, ROUTES
+from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
+from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 
 
@@ -20,23 +21,66 @@ def asked(cell: Cell) -> bool:
 
 
 def step(facet: Policy, context: Context) -> None:
-    """Save the gradients by `chunk:local`. Raises TypeError for anything but fp32 tensors by (chunk, local name)."""
+    """Save the gradients by `chunk:local`; in cells with replay R3 none.
+
+    Raises TypeError for anything but fp32 tensors by (chunk, local name).
+    """
+    if context.cell.replay != "R3":
+        _saved(facet, context, "policy")
+
+
+def replayed(facet: Policy, context: Context) -> None:
+    """As `step`, under given routes; none without them."""
+    if _routed(context):
+        _saved(facet, context, REPLAYED[0])
+
+
+def recomputed(facet: Policy, context: Context) -> None:
+    """As `replayed`, where the backward pass recomputes what the forward computed."""
+    if _routed(context):
+        with replay.recomputing(context.cell)(context.facet("export").chunks()):
+            _saved(facet, context, REPLAYED[1])
+
+
+def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
+    """`gradients.of_no_token` of a policy's loss, under routes where they are given."""
+
+    def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
+        return _asked(facet, context, rows_BS, none_BS, advantages(rows_BS))
+
+    return gradients.of_no_token(ask, context)
+
+
+def _routed(context: Context) -> bool:
+    """Whether routes are given."""
+    return context.cell.replay == "R3" and "replay" in context.claims.facets
+
+
+def _saved(facet: Policy, context: Context, name: str) -> None:
+    """Take a step and save its gradients."""
     cell, held = context.cell, load_file(context.input("tokens"))
     of_all = (held["tokens"], held["mask"], advantages(held["tokens"]))
     tokens_BS, mask_BS, advantages_BS = (
         gradients.batch(gradients.of_replica(of_BS, cell, context.rank), cell) for of_BS in of_all
     )
-    found = facet.policy_gradients(tokens_BS, mask_BS, advantages_BS, OTHER_TEMPERATURE, ENTROPY)
-    context.save("policy", gradients.by_name(found))
+    context.save(name, gradients.by_name(_asked(facet, context, tokens_BS, mask_BS, advantages_BS)))
 
 
-def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
-    """`gradients.of_no_token` of a policy's loss."""
+def _asked(
+    facet: Policy, context: Context, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, advantages_BS: torch.Tensor
+) -> Any:
+    """The gradients of a step of these rows, under their routes where a cell has any."""
+    arguments = tokens_BS, mask_BS, advantages_BS, OTHER_TEMPERATURE, ENTROPY
+    if not _routed(context):
+        return facet.policy_gradients(*arguments)
+    return replay.under(facet.policy_gradients, *arguments, routes=_routes(context))
 
-    def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
-        return facet.policy_gradients(rows_BS, none_BS, advantages(rows_BS), OTHER_TEMPERATURE, ENTROPY)
 
-    return gradients.of_no_token(ask, context)
+def _routes(context: Context) -> list[replay.Routes]:
+    """Those of the rows of this rank's step."""
+    cell, of_all = context.cell, replay.given(context, ROUTES)
+    own = topology.replica_rows(cell, context.rank, len(of_all))
+    return [of_all[own[number]] for number in gradients.order(len(own), cell)]
 
 
 FACET = Facet(
@@ -46,6 +90,8 @@ FACET = Facet(
     asked_in=asked,
     steps=(
         Step(name="policy", ask=step, stage=Stage.LOADED),
+        Step(name=REPLAYED[0], ask=replayed, stage=Stage.LOADED),
+        Step(name=REPLAYED[1], ask=recomputed, stage=Stage.LOADED),
         Step(name="policy_on_no_token", ask=on_no_token, stage=Stage.LOADED),
     ),
 )

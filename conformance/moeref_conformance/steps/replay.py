@@ -7,8 +7,9 @@ the step `forward`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
-from moeref_conformance.contract.api import Replay, Turn
+from moeref_conformance.contract.api import Cell, Replay, Turn
 from moeref_conformance.contract.requests.replay import SHORTER, WHOLE
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
@@ -76,10 +77,7 @@ class _Phases:
         self._rows_BS = self.tokens_BS[self._own]
         # An evaluation has another number of microbatches than a step.
         self._one_BS = self.tokens_BS[: context.cell.rows]
-        # Whole layers, or where microbatches have two rows their experts alone. Those of MTP are passed their packs,
-        # which megatron-core 0.16.1 cannot recompute.
-        alone = context.cell.batch == "pairs" or (context.cell.batch == "packed" and context.cell.mtp)
-        self._recomputed = experts_recomputed if alone else full_recompute
+        self._recomputed = recomputing(context.cell)
         self.observed: dict[str, torch.Tensor] = {}
 
     def recorded(self) -> None:
@@ -186,6 +184,28 @@ def _one_more(rows_TLK: Routes) -> Routes:
     routed_TL = rows_TLK.max(-1) > rows_TLK.min(-1)
     more_TL = np.where(routed_TL, absent_TLE.argmax(-1), rows_TLK[..., 0]).astype(rows_TLK.dtype)
     return np.concatenate([rows_TLK, more_TL[..., None]], axis=-1)
+
+
+def under(call: Callable[..., Any], *arguments: Any, routes: Sequence[Any]) -> Any:
+    """What `call` gives for the arguments, and routes as the last one. Raises TypeError if it takes no routes."""
+    try:
+        inspect.signature(call).bind(*arguments, routes)
+    except ValueError:  # a callable without a signature
+        return call(*arguments, routes)
+    except TypeError as error:
+        name = getattr(call, "__name__", "the method")
+        told = f"{name}() is given `routes` as its last argument in a cell with replay R3, and does not take it"
+        raise TypeError(f"{told}: {error}") from error
+    return call(*arguments, routes)
+
+
+def recomputing(cell: Cell) -> Callable[[Sequence[torch.nn.Module]], AbstractContextManager[None]]:
+    """How a cell's steps recompute forwards: whole layers, or where microbatches have two rows their experts alone.
+
+    Those of MTP are passed their packs, which megatron-core 0.16.1 cannot recompute.
+    """
+    alone = cell.batch == "pairs" or (cell.batch == "packed" and cell.mtp)
+    return experts_recomputed if alone else full_recompute
 
 
 @contextmanager

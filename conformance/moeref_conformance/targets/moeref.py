@@ -145,6 +145,21 @@ class _Model:
         advantages_BS: torch.Tensor,
         temperature: float,
         entropy: float,
+        routes: Sequence[Any] | None = None,
+    ) -> dict[tuple[int, str], torch.Tensor]:
+        given = tokens_BS, mask_BS, advantages_BS, temperature, entropy
+        if routes is None:
+            return self._policy_gradients(*given)
+        with self._replaying(tokens_BS, routes, self._total(tokens_BS)):
+            return self._policy_gradients(*given)
+
+    def _policy_gradients(
+        self,
+        tokens_BS: torch.Tensor,
+        mask_BS: torch.Tensor,
+        advantages_BS: torch.Tensor,
+        temperature: float,
+        entropy: float,
     ) -> dict[tuple[int, str], torch.Tensor]:
         from moeref import megatron
 
@@ -207,12 +222,16 @@ class _Model:
             return self.logits(tokens_BS)
 
     def step(self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None) -> dict[tuple[int, str], torch.Tensor]:
+        with self._replaying(tokens_BS, routes, self._total(tokens_BS)):
+            return self.gradients(tokens_BS)
+
+    def _total(self, tokens_BS: torch.Tensor) -> int:
+        """The length to which a training step pads packed samples; 0 of others."""
         from moeref import megatron
 
-        chunks, shards = self._built.chunks, self._built.shard_map
-        total = megatron.packed_total(chunks, shards, _packs(tokens_BS)) if self._batch == "packed" else 0
-        with self._replaying(tokens_BS, routes, total):
-            return self.gradients(tokens_BS)
+        if self._batch != "packed":
+            return 0
+        return megatron.packed_total(self._built.chunks, self._built.shard_map, _packs(tokens_BS))
 
     def _replaying(
         self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None, total: int = 0

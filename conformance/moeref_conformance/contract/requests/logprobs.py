@@ -9,5 +9,5 @@ OTHER_TEMPERATURE = 1.3
 
 #: What the name of tensors begins with that are computed once weights have changed in place.
 CHANGED = "changed-"
-#: The set of routes under which they are computed again.
+#: The set of routes under which they are asked for in cells with replay R3.
 ROUTES = "a"

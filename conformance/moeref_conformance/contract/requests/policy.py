@@ -1,4 +1,4 @@
-"""What the facet `policy` is asked for, at the other temperature of `requests.logprobs`."""
+"""What the facet `policy` is asked for, at the other temperature and under the routes of `requests.logprobs`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 #: How much an entropy counts beside an advantage of 1.
 ENTROPY = 0.5
+#: The steps under given routes: one that keeps activations, and one that recomputes them.
+REPLAYED = ("replayed_policy", "recomputed_policy")
 
 
 def advantages(tokens_BS: torch.Tensor) -> torch.Tensor:

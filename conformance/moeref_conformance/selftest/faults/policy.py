@@ -1,8 +1,11 @@
-"""Bugs of a policy's loss whose log-probabilities are right: what its gradient leaves out, which token it weighs."""
+"""Bugs of a policy's loss whose log-probabilities are right: what its gradient leaves out, which token it weighs.
+
+And under which routes it is taken.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -129,6 +132,31 @@ def _none_by_zero(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "policy", policy_gradients=policy_gradients)
 
 
+def _under(change: Callable[[Sequence[Any], Cell, World], Sequence[Any] | None]) -> Wrap:
+    """A fault's `wrap`: the step is taken under `change(routes, cell, world)`; None is the routers' own choice."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.policy
+
+        def policy_gradients(*given: Any) -> Any:
+            *asked, routes = given
+            return good.policy_gradients(*asked, change(routes, cell, world))
+
+        return facet(session, "policy", policy_gradients=policy_gradients)
+
+    return wrap
+
+
+def _of_the_first_microbatch(routes: Sequence[Any], cell: Cell, world: World) -> Sequence[Any]:
+    """Every microbatch takes the routes of the first."""
+    return [routes[number % cell.rows] for number in range(len(routes))]
+
+
+def _on_the_first_stage(routes: Sequence[Any], cell: Cell, world: World) -> Sequence[Any] | None:
+    """Later stages are given none, and their routers choose."""
+    return None if coords(cell.layout, world.rank)["pp"] else routes
+
+
 FAULTS = (
     Fault(
         id="logprob-gradient-of-the-owner",
@@ -224,5 +252,39 @@ FAULTS = (
         wrap=_none_by_zero,
         one_rank=True,
         says="is nan in a step that trains on no token",
+    ),
+    Fault(
+        id="policy-step-of-no-token-under-routes",
+        bug="Automodel#3796 in kind: the sum over no token is divided by their number, with routes given too",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_none_by_zero,
+        one_rank=True,
+        says="is nan in a step that trains on no token",
+    ),
+    Fault(
+        id="policy-of-the-routers-own-choice",
+        bug="AReno#524, prime-rl#2738 in kind: routes are captured, and the step of the policy is not given them",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "tp2", replay="R3", loss_mask=True),
+        wrap=_under(lambda routes, cell, world: None),
+        diagnosis="that of the routers' own choice",
+    ),
+    Fault(
+        id="policy-routes-of-the-first-microbatch",
+        bug="AReaL#1166 in kind: routes are not moved on between the microbatches of a step",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_under(_of_the_first_microbatch),
+        one_rank=True,
+        says="replayed_policy: the gradient of",
+    ),
+    Fault(
+        id="policy-routes-on-the-first-stage",
+        bug="verl#5452 in kind: routes reach the first pipeline stage, where data is loaded, and no other",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "pp2", replay="R3", loss_mask=True),
+        wrap=_under(_on_the_first_stage),
+        says="replayed_policy: the gradient of",
     ),
 )

@@ -226,6 +226,22 @@ def _whole_layers_alone(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "replay", step=step)
 
 
+def _in_the_policy(name: str, made: Callable[[Any], Any]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: method `name` of RouterReplay is replaced in steps with a policy's loss alone."""
+    patch = _router_replay_with(name, made)
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.policy
+
+        def policy_gradients(*given: Any) -> Any:
+            with patch(cell, world):
+                return good.policy_gradients(*given)
+
+        return facet(session, "policy", policy_gradients=policy_gradients)
+
+    return wrap
+
+
 def _routes_of_replica_0(session: Session, cell: Cell, world: World) -> Any:
     """In a training step the routes of the first data-parallel replica are sent to all, whose rows are others."""
     import torch.distributed as dist
@@ -437,6 +453,24 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("get_replay_topk", _scores_detached),
         says="the gate 0:decoder.layers.0.mlp.router.weight has no gradient",
+    ),
+    Fault(
+        id="policy-with-scores-cut-off",
+        bug="R20 in kind: ISEEKYAN/Megatron-LM#79, scores are cut off from the gate in the policy's step",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_in_the_policy("get_replay_topk", _scores_detached),
+        one_rank=True,
+        diagnosis="all zero",
+    ),
+    Fault(
+        id="policy-recomputed-by-the-routers-own-choice",
+        bug="NVIDIA-NeMo/Automodel#3156 in kind: the policy's forward is replayed, its recomputation is not",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_in_the_policy("get_replay_topk", _own_choice_in_the_backward),
+        one_rank=True,
+        says="recomputed_policy: ",
     ),
     Fault(
         id="scores-of-the-own-choice",

@@ -100,7 +100,7 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
         *("open", "topology", "names", "inventory", "begun", "load", "shards", "plan", "export", "left", "forward"),
         "around_forward",
         *("change", "broken_off", "export_changed", "kept", "move", "own", "refuse_parameter", "refuse_buffer"),
-        *("refuse_extra", "refuse_missing", "refuse_unlike", "close"),
+        *("refuse_extra", "refuse_missing", "refuse_unlike", "around_loads", "close"),
     ]
     assert record.value("topology") is None
     assert record.value("names")[0]["hf"] == ["w"]

@@ -99,12 +99,16 @@ def modes(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
 def amid_training(chunks: Sequence[torch.nn.Module], call: Callable[[], T]) -> tuple[T, list[list[str]]]:
     """What `call` gives amid training, and kind and name of what it has changed of that.
 
-    Training modes aside: a step may set its own.
+    Aside are training modes, which a step may set itself, and generators that all code draws from.
     """
     with in_training(chunks):
         before = state(chunks)
         answer = call()
-        return answer, [row for row in changed(before, state(chunks)) if row[0] != "training mode"]
+        return answer, [row for row in changed(before, state(chunks)) if _of_training(*row)]
+
+
+def _of_training(kind: str, name: str) -> bool:
+    return name.startswith("Megatron's") if kind == "generator" else kind != "training mode"
 
 
 def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> list[list[str]]:

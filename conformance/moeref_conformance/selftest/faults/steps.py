@@ -287,7 +287,7 @@ FAULTS = (
     Fault(
         id="forwards-move-the-bias",
         bug="Megatron-LM#4433: tokens of a warm-up forward are counted, and the next update of the bias uses them",
-        rules=("EXP-006",),
+        rules=("EXP-006", "FWD-003"),
         cell=cell("glm4_moe", "ep2"),
         wrap=_bias_updated_after("forward", "logits"),
         diagnosis="arithmetic, not movement",

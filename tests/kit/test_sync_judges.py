@@ -21,6 +21,11 @@ from tests.kit.toy_engine import DESIGNS, target
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 ENGINES = {name: fault for name, fault in FAULTS.items() if fault.cell.backend == ENGINE}
+#: Red besides where an engine lives on when an update fails amid samples, which vLLM's does not.
+OF_THE_LIVING = {
+    "running-prompts-kept-in-the-cache": ("SYN-009", "SYN-010"),
+    "cache-kept-after-a-failure": ("SYN-009",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +209,7 @@ def test_a_fault_turns_its_rules_red(bench: Bench, fault: Fault) -> None:
     # One draws each sample many times.
     outcomes = bench.judge(replace(fault.cell, tags=(f"fault:{fault.id}",)), one_rank=True, deadline=120)
     found = {rule: outcome.findings for rule, outcome in outcomes.items() if outcome.findings}
-    assert found.keys() == {*fault.rules, *fault.also}
+    assert found.keys() == {*fault.rules, *fault.also, *OF_THE_LIVING.get(fault.id, ())}
     assert any(fault.says in finding.message for findings in found.values() for finding in findings)
 
 

@@ -21,7 +21,7 @@ from tests.kit.toy_engine import DESIGNS, target
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 ENGINES = {name: fault for name, fault in FAULTS.items() if fault.cell.backend == ENGINE}
-#: Red besides where an engine lives on when an update fails amid samples, which vLLM's does not.
+#: Red besides with this engine, which lives on when an update fails amid samples. With vLLM these rules are green.
 OF_THE_LIVING = {
     "running-prompts-kept-in-the-cache": ("SYN-009", "SYN-010"),
     "cache-kept-after-a-failure": ("SYN-009",),

@@ -130,15 +130,15 @@ def not_refused(case: Case, step: str, taken: str) -> list[Finding]:
     ]
 
 
-def changed(case: Case, rank: int, step: str, export: str, rows: list[list[str]]) -> Iterator[Finding]:
-    """What an export, or another call, has changed beside its answer, by kind, of `steps.bystanders.changed`."""
+def changed(case: Case, rank: int, step: str, call: str, rows: list[list[str]]) -> Iterator[Finding]:
+    """What a `call`, such as an export, has changed beside its answer, by kind, of `steps.bystanders.changed`."""
     names: dict[str, list[str]] = {}
     for kind, name in rows:
         names.setdefault(kind, []).append(name)
     for kind, found in names.items():
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        message = f"the {export} changed the {kind} of {found[0]}{more}"
-        yield finding(case, rank, step, message, diagnosis=f"not as before the {export}: {kind}")
+        message = f"the {call} changed the {kind} of {found[0]}{more}"
+        yield finding(case, rank, step, message, diagnosis=f"not as before the {call}: {kind}")
 
 
 def once(make: Callable[Concatenate[Case, P], T]) -> Callable[Concatenate[Case, P], T]:

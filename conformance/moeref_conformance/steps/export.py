@@ -52,7 +52,6 @@ def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
 
 def loading(name: str) -> Callable[[Export, Context], None]:
     """A step that loads an input of the cell. What it has changed beside weights, if it raises too, is for `around`."""
-
     return lambda export, context: _load(export, context, name)
 
 

@@ -19,6 +19,7 @@ from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
 from moeref_conformance.contract.hf_files import weight_files
 from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
+from moeref_conformance.steps.tensors import same_bytes
 
 Named = tuple[str, torch.Tensor]
 #: Tokens that are sampled after a prompt, where no update comes on the way.
@@ -59,7 +60,7 @@ def written_by(engine: Engine, sent: Iterable[Named], version: int) -> list[str]
     parts = enumerate(zip(named, torch.split(buffer, room), strict=True))
     lent = [(name, _placed(part, t, number % 2 == 1)) for number, ((name, t), part) in parts]
     engine.update([*lent], version)
-    written = [name for (name, given), (_, kept) in zip(lent, named, strict=True) if not torch.equal(given, kept)]
+    written = [name for (name, given), (_, kept) in zip(lent, named, strict=True) if not same_bytes(given, kept)]
     buffer.zero_()
     return written
 

@@ -103,12 +103,14 @@ def _replayed_within_own_groups(cell: Cell, world: World) -> AbstractContextMana
 
 def _empty_stack(session: Session, cell: Cell, world: World) -> Any:
     """The update stacks the bias of all routers of a rank, of which there may be none."""
-    good, export = session.gradients, session.export
+    good: Any = session.gradients
+    export: Any = session.export
 
     def gradients(*given: torch.Tensor) -> Any:
-        found = good.gradients(*given)  # type: ignore[union-attr]
-        chunks: list[torch.nn.Module] = export.chunks()  # type: ignore[union-attr,assignment]
-        torch.stack([buffer for chunk in chunks for name, buffer in chunk.named_buffers() if "expert_bias" in name])
+        found = good.gradients(*given)
+        torch.stack(
+            [buffer for chunk in export.chunks() for name, buffer in chunk.named_buffers() if "expert_bias" in name]
+        )
         return found
 
     return facet(session, "gradients", gradients=gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moeref_conformance.contract.backends import GPU_BACKENDS
@@ -41,17 +41,22 @@ def _alike(
 ) -> Iterator[Finding]:
     """A finding for a matrix that is not random, or that begins as another one does.
 
-    Not for vectors and convolutions, some of which Megatron draws alike on all TP ranks. Nor, on a CPU, for experts of
-    two expert-parallel ranks: there Megatron draws them from the generator that the ranks share.
+    Not for vectors and convolutions, some of which Megatron draws alike on all TP ranks. Nor for experts that Megatron
+    draws from one seed: on a CPU those of all expert-parallel ranks, on a GPU those where pp + ep is the same.
     """
     if row["constant"]:
         yield _said(case, rank, row, "begins with one value in all places")
         return
-    drawn_apart = shard[1] is None or case.cell.backend in GPU_BACKENDS
-    group = None if drawn_apart else placement(case).coords(rank)["ep"]
+    at, on_gpu = placement(case).coords(rank), case.cell.backend in GPU_BACKENDS
+    group = None if shard[1] is None or on_gpu else at["ep"]
     first, other, of = matrices.setdefault((row["digest"], group), (rank, row, shard))
-    if of != shard:
+    if of != shard and not (on_gpu and shard[1] is not None and _one_seed(at, placement(case).coords(first))):
         yield _said(case, rank, row, f"begins as {other['local']} of rank {first} does")
+
+
+def _one_seed(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Whether Megatron's formula (SED-005) gives the experts of two stages one seed."""
+    return one["pp"] != other["pp"] and one["pp"] + one["ep"] == other["pp"] + other["ep"]
 
 
 def _shard(case: Case, rank: int, row: Row) -> Shard | None:

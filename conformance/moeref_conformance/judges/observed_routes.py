@@ -27,6 +27,8 @@ Routes = tuple[dict[int, dict[Place, frozenset[int]]], list[Finding]]  # and whe
 PADDING: Place = (-1, -1)
 #: Hidden states of one token in Megatron and in transformers are not further apart than this part of their length.
 NEAR = 1e-3
+#: Nor are those of a microbatch that runs twice, in bf16 on a GPU; those of two samples are apart by more than half.
+AGAIN = 0.05
 ByRank = Mapping[int, Mapping[tuple[int, int], Mapping[str, torch.Tensor]]]  # rank -> (layer, call) -> tensors
 
 
@@ -41,9 +43,9 @@ def seen_routes(case: Case, phase: str) -> Routes:
     """The experts that received each token in `phase`, from all ranks' records.
 
     Rows that enter a layer on a rank are at the positions that CP and sequence parallelism give it; its replica's
-    samples come in order, and one that comes again (recomputation, filler of an interleaved schedule) has the same
-    bytes. Packed samples have padding where the target wants it: there a row is the token whose hidden state
-    transformers has too.
+    samples come in order. One that comes again (recomputation, filler of an interleaved schedule) has nearly the same
+    rows: sums may round otherwise. Packed samples have padding where the target wants it: there a row is the token
+    whose hidden state transformers has too.
     """
     by_rank = _of_phase(case, phase)
     packed = case.cell.batch == "packed"
@@ -168,13 +170,12 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
         local = positions(length, layout, topology.coords(layout, rank), case.claims.cp_cut)
         own = range(samples) if phase in SHARED else topology.replica_rows(case.cell, rank, samples)
         held = [(row, position) for position in local for row in range(case.cell.rows)]  # Megatron's [S, B]
-        order: dict[int, dict[bytes, int]] = defaultdict(dict)
+        runs: dict[int, list[torch.Tensor]] = defaultdict(list)
         for (layer, _), tensors in sorted(calls.items()):
             if "in" not in tensors:
                 continue
             rows = list(_rows(tensors["in"]))
-            number = order[layer].setdefault(b"".join(rows), len(order[layer]))
-            first = number * case.cell.rows % len(own)
+            first = _number(tensors["in"], runs[layer]) * case.cell.rows % len(own)
             if len(rows) != len(held):
                 message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(held)}"
                 findings.append(finding(case, rank, "replay", message, layer=layer))
@@ -182,6 +183,15 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
             for row, (sample, position) in zip(rows, held, strict=True):
                 place_of[layer][row] = (own[first + sample], position)
     return place_of, findings
+
+
+def _number(rows_TH: torch.Tensor, runs: list[torch.Tensor]) -> int:
+    """Which of the layer's microbatches these rows are; `runs` has the first run of each, and gets a new one."""
+    for number, earlier_TH in enumerate(runs):
+        if rows_TH.shape == earlier_TH.shape and (rows_TH - earlier_TH).norm() <= AGAIN * earlier_TH.norm():
+            return number
+    runs.append(rows_TH)
+    return len(runs) - 1
 
 
 def _nearest(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[bytes, Place]], list[Finding]]:

@@ -97,9 +97,9 @@ def modes(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
 
 
 def amid_training(chunks: Sequence[torch.nn.Module], call: Callable[[], T]) -> tuple[T, list[list[str]]]:
-    """What `call` gives amid training, and kind and name of what it has changed of that.
+    """What `call` gives amid training, and kind and name of what it has changed there.
 
-    Aside are training modes, which a step may set itself, and generators that all code draws from.
+    Training modes, which a step may set itself, and generators that all code draws from are left out.
     """
     with in_training(chunks):
         before = state(chunks)

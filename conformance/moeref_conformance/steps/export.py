@@ -156,7 +156,7 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
 def amid_training(step: str, keep: bool = False) -> Callable[[Export, Context], list[dict[str, Any]]]:
     """As `streamed`, amid training, and with `keep` of a part of the model alone.
 
-    What it has changed of that is for the step `left`, or `kept`.
+    What it has changed there is for the step `left`, or `kept`.
     """
 
     def stream(export: Export, context: Context) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def backwards(folder: Path) -> Iterator[Named]:
 
 
 def written_by(engine: Engine, sent: Iterable[Named], version: int) -> list[str]:
-    """Send views of one buffer, as of a bucket, and overwrite it afterwards, as a trainer's next step does.
+    """Send views of one buffer, a bucket, and overwrite it afterwards, as a trainer's next step does.
 
     Every second matrix lies there column by column, as where a trainer holds it transposed. Returns the names of the
     tensors that have other values once the engine has had them.

@@ -8,16 +8,17 @@ after the trainer's. That size has not run yet.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing as mp
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,7 @@ from moeref.config import MoEConfig
 from moeref.families import Model
 from moeref.layout import Layout
 from moeref.record import Options, Record
-from moeref.vllm import cpu
+from moeref.vllm import cpu, gpu
 
 PROMPT, GROUP = 6, 4  # tokens, samples of a prompt
 
@@ -78,10 +79,12 @@ class Size:
     engine: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def tiny(folder: Path, family: str, layout: Layout, dtype: str = "float32") -> Size:
-        """Random weights, written to `folder`."""
+    def tiny(folder: Path, family: str, layout: Layout, dtype: str = "float32", **engine: Any) -> Size:
+        """Random weights, written to `folder`. Compiling the model would take longer than its steps."""
         tiny.write(family, folder, dtype)
-        return Size(str(folder), layout, dtype, engine={"max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20})
+        small = {"max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20, "enforce_eager": True}
+        shared = {"gpu_memory_utilization": 0.2}  # the trainer may be on the same GPU
+        return Size(str(folder), layout, dtype, engine={**small, **shared, **engine})
 
     @staticmethod
     def of_run(run: RunFile, checkpoint: str, gpus: int = 1) -> Size:
@@ -118,11 +121,42 @@ def _checked(run: RunFile) -> tuple[Record, Record]:
     return policy, reference
 
 
-class Ranks:
-    """The trainer's processes, forked from one that has imported Megatron."""
+class Devices(NamedTuple):
+    """The GPUs of the trainer's ranks and of the engine, and what carries weights from one to the other."""
 
-    def __init__(self, size: Size, meet: Path) -> None:
-        context = mp.get_context("forkserver")
+    ranks: Sequence[int] = ()
+    engine: Sequence[int] = ()
+    backend: str = "gloo"
+
+    @staticmethod
+    def of(world: int, workers: int, gpus: int) -> Devices:
+        """One GPU a process, and NCCL between them. With fewer GPUs the engine has them, and a trainer of one rank one
+        of them too; of several it runs on the CPU, since NCCL takes one member a GPU. Without GPUs all do."""
+        if gpus >= world + workers:
+            return Devices(range(world), range(world, world + workers), "nccl")
+        if gpus < workers:
+            return Devices()
+        return Devices(range(world if world == 1 else 0), range(workers))
+
+
+@contextmanager
+def visible(gpus: Sequence[int]) -> Iterator[None]:
+    """Processes that start, and a CUDA that is not in use yet, see these GPUs only."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    known = before.split(",") if before else [str(gpu) for gpu in range(max(gpus, default=-1) + 1)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(known[gpu] for gpu in gpus)
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES") if before is None else os.environ.update(CUDA_VISIBLE_DEVICES=before)
+
+
+class Ranks:
+    """The trainer's processes, forked from one that has imported Megatron. On GPUs each one imports it, since CUDA does
+    not outlive a fork."""
+
+    def __init__(self, size: Size, meet: Path, *, on_gpus: bool = False) -> None:
+        context = mp.get_context("spawn" if on_gpus else "forkserver")
         context.set_forkserver_preload(["docs.examples.grpo_rank"])
         self._calls, self._processes = [], []
         self.control, far = context.Pipe()
@@ -167,16 +201,17 @@ class Loop:
         self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self.layout, self.model = size.layout, size.model
-        self.ranks = Ranks(size, folder / "meet")
+        workers = size.engine.get("tensor_parallel_size", 1)
+        # Counted, since asking whether CUDA works would start it here with all GPUs.
+        devices = Devices.of(self.layout.world, workers, torch.cuda.device_count())
+        with visible(devices.ranks):
+            self.ranks = Ranks(size, folder / "meet", on_gpus=bool(devices.ranks))
         self._stack.callback(self.ranks.close)
-        workers, on_gpus = size.engine.get("tensor_parallel_size", 1), torch.cuda.is_available()
-        if on_gpus:
-            devices = range(self.layout.world, self.layout.world + workers)
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))  # the ranks have started with theirs
-        from vllm import LLM
+        with visible(devices.engine):
+            from vllm import LLM
 
-        self.llm = LLM(**size.engine_args())
-        self.place = engines.Place("127.0.0.1", free_port(), 1 + workers, "nccl" if on_gpus else "gloo")
+            self.llm = LLM(**size.engine_args())
+        self.place = engines.Place("127.0.0.1", free_port(), 1 + workers, devices.backend)
         self.version = 0
         rng = np.random.default_rng(0)
         self.prompts, self.new = rng.integers(0, self.model.vocab, (prompts, PROMPT)).tolist(), new
@@ -300,6 +335,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="a run file, in place of a tiny model")
     parser.add_argument("--checkpoint", help="of the run's model")
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="more arguments of vllm.LLM for a tiny model, as JSON"
+    )
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
     if asked.run:
@@ -309,7 +347,7 @@ def main() -> None:
     found: dict[str, list[Report]] = {}
     for dtype, steps in (("float32", asked.steps), ("bfloat16", 0)):
         with tempfile.TemporaryDirectory() as folder:
-            size = Size.tiny(Path(folder), asked.family, Layout.parse(asked.layout), dtype)
+            size = Size.tiny(Path(folder), asked.family, Layout.parse(asked.layout), dtype, **asked.engine)
             found[dtype] = loop_of(size, steps)
         print(dtype, *(line for report in found[dtype] for line in report.lines()), sep="\n")
     if asked.picture:
@@ -323,5 +361,5 @@ def loop_of(size: Size, steps: int, new: int = 24) -> list[Report]:
 
 
 if __name__ == "__main__":
-    cpu.prepare()
+    (cpu if engines.installed()[1] else gpu).prepare()
     main()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from moeref_conformance import authors
 
-CUDA = torch.cuda.is_available()
+CUDA = torch.cuda.device_count() > 0
 if not CUDA:
     authors.megatron_on_cpu()  # before anything imports megatron-core
 import torch.distributed as dist  # noqa: E402

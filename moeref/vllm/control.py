@@ -28,15 +28,16 @@ class InProcess:
 
     def __init__(self, llm: Any) -> None:
         core = llm.llm_engine
+        versioned = llm if hasattr(llm, "update_weight_version") else _Versioned(llm)
         self._commands: dict[str, Callable[..., Any]] = {
             "pause": lambda mode="abort": llm.sleep(level=0, mode=mode),
             "resume": lambda: llm.wake_up(tags=["scheduling"]),
             "init_weight_transfer_engine": lambda **request: llm.init_weight_transfer_engine(request),
             "start_weight_update": llm.start_weight_update,
             "update_weights": lambda **request: llm.update_weights(request),
-            "finish_weight_update": llm.finish_weight_update,
-            "update_weight_version": llm.update_weight_version,
-            "weight_info": llm.get_weight_version,
+            "finish_weight_update": versioned.finish_weight_update,
+            "update_weight_version": versioned.update_weight_version,
+            "weight_info": versioned.get_weight_version,
             "reset_prefix_cache": lambda reset_running_requests=False, reset_external=False: llm.reset_prefix_cache(
                 reset_running_requests, reset_connector=reset_external
             ),
@@ -45,6 +46,23 @@ class InProcess:
 
     def call(self, name: str, **arguments: Any) -> Any:
         return self._commands[name](**arguments)
+
+
+class _Versioned:
+    """An `LLM` of vLLM before 0.30, which keeps no version; the workers' own is in `moeref_state`."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._version = llm, "default"
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._llm.finish_weight_update()
+        self._version = weight_version or self._version
+
+    def update_weight_version(self, new_version: str) -> None:
+        self._version = new_version
+
+    def get_weight_version(self) -> str:
+        return self._version
 
 
 class Piped:
@@ -81,7 +99,7 @@ _VALUE = {"weight_info": "weight_version", "reset_prefix_cache": "success", "col
 
 
 class Served:
-    """vLLM's own server at `url`, started with VLLM_SERVER_DEV_MODE=1, which adds the routes of these commands."""
+    """vLLM's own server at `url`, of 0.30 or later, started with VLLM_SERVER_DEV_MODE=1, which adds these commands."""
 
     def __init__(self, url: str, seconds: float = 120.0) -> None:
         self._url, self._seconds = url.rstrip("/"), seconds

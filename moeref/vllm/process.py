@@ -84,10 +84,9 @@ REFUSED = 3
 
 def keep(fd: int) -> None:
     """What the keeper runs: it takes `start`, and answers for an engine that died."""
-    from moeref.vllm import cpu
+    from moeref.vllm import cpu, gpu
 
-    if installed()[1]:
-        cpu.prepare()
+    (cpu if installed()[1] else gpu).prepare()
     from vllm import LLM  # noqa: F401 - so that engines need not import it
 
     connection: Connection[Any, Any] = Connection(fd)

@@ -11,23 +11,23 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import is_full_attention_spec
 
 from moeref.provenance import Logprob
 from moeref.sync import Bucket, Intake, SyncError, Update
 from moeref.vllm import cpu
 from moeref.vllm.ledger import Labels, Ledger
+from moeref.vllm.older import is_deferred_attention_layer, is_full_attention_spec
 from moeref.vllm.wire import Described, Place, Wire
 
 #: The name in `weight_transfer_config`.
@@ -96,7 +96,8 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
         tensors = self._wire.receive(update_info.tensors)
         bucket = Bucket(update_info.index, tensors, update_info.last, update_info.checksum)
         self.intake.accept(bucket)
-        self.model.load_weights(iter(tensors))
+        with set_current_vllm_config(self.vllm_config):  # before 0.30 vLLM's worker does not
+            self.model.load_weights(iter(tensors))
 
     def finish_weight_update(self) -> None:
         if (update := self.intake.update) is None:
@@ -106,7 +107,8 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
         if short := incomplete(self.model, heads):
             some = ", ".join(short[:3])
             raise SyncError(f"{len(short)} layers did not get all of their weights: {some}; send every tensor")
-        finalize_layerwise_reload(self.model, self.model_config)
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             cpu.pack_again(heads)
         self.intake.commit(update.version)
@@ -114,6 +116,11 @@ class Transfer(WeightTransferEngine[Meeting, Announced]):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._wire = None
+
+    @staticmethod
+    def trainer_send_weights(*_: Any) -> None:
+        """Before 0.30 vLLM's class asks for it; the sender here is `moeref.vllm.Engine`."""
+        raise NotImplementedError("moeref.vllm.Engine sends the weights")
 
 
 def tied_heads(model: torch.nn.Module) -> list[torch.nn.Module]:

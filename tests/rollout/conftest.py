@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from moeref.vllm import cpu
+from moeref.vllm import cpu, gpu, installed
 
-cpu.prepare()
+(cpu if installed()[1] else gpu).prepare()

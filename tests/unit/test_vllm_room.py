@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import multiprocessing as mp
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from docs.examples.grpo_moe import free_port
+from docs.examples.grpo_moe import Devices, free_port, visible
 from moeref import vllm
 from moeref.replay import GIVEN, MISSING
 from moeref.vllm import arguments, wire
@@ -116,7 +117,7 @@ def test_arguments_ask_for_routes_and_for_updates(monkeypatch: pytest.MonkeyPatc
     ("version", "on_cpu", "changes", "said"),
     [
         ("0.21.0", False, {}, "0.21.0 is too old for routes in one array"),
-        ("0.29.1", False, {}, "weight transfer with versions: known from 0.30 on"),
+        ("0.25.1", False, {}, "engines that own their weight updates: known from 0.26 on"),
         ("0.31.0", True, {}, "its workarounds are known for 0.30.0"),
         ("0.30.0", False, {"pipeline_parallel_size": 2}, "vLLM returns no routes then"),
         ("0.30.0", False, {"speculative_config": {"method": "mtp"}}, "leave drafts behind"),
@@ -134,8 +135,73 @@ def test_engines_that_cannot_do_it_are_refused(
         vllm.engine_args(folder, MODEL, max_model_len=64, **changes)
 
 
+def test_latent_attention_in_fp32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    use(monkeypatch, "0.30.0")
+    monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+    latent = models.model("glm4_moe_lite")
+    assert (latent.param_dtype, latent.mla is not None) == ("float32", True)
+    with pytest.raises(vllm.EngineError, match=r"float32: .*VLLM_MLA_DISABLE=1"):
+        vllm.engine_args(folder, latent, max_model_len=64)
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert vllm.engine_args(folder, latent, max_model_len=64)["dtype"] == "float32"
+
+
+class OldLLM:
+    """An `LLM` of vLLM before 0.30."""
+
+    def __init__(self) -> None:
+        self.llm_engine, self.done = self, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if "version" in name:
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def finish_weight_update(self) -> None:
+        self.done += 1
+
+
+def test_an_llm_that_keeps_no_version_gets_one() -> None:
+    llm = OldLLM()
+    control = vllm.InProcess(llm)
+    control.call("update_weight_version", new_version="3")
+    control.call("finish_weight_update")
+    assert (control.call("weight_info"), llm.done) == ("3", 1)
+    control.call("finish_weight_update", weight_version="4")
+    assert (control.call("weight_info"), llm.done) == ("4", 2)
+
+
+@pytest.mark.parametrize(
+    ("world", "workers", "gpus", "expected"),
+    [
+        (2, 1, 0, ([], [], "gloo")),
+        (1, 1, 1, ([0], [0], "gloo")),
+        (2, 1, 1, ([], [0], "gloo")),
+        (2, 2, 1, ([], [], "gloo")),
+        (2, 1, 3, ([0, 1], [2], "nccl")),
+        (4, 2, 8, ([0, 1, 2, 3], [4, 5], "nccl")),
+    ],
+)
+def test_every_process_has_a_gpu_or_the_engine_has_them(
+    world: int, workers: int, gpus: int, expected: tuple[list[int], list[int], str]
+) -> None:
+    ranks, engine, backend = Devices.of(world, workers, gpus)
+    assert (list(ranks), list(engine), backend) == expected
+
+
+@pytest.mark.parametrize(("before", "inside"), [(None, "1,2"), ("5,6,7", "6,7")])
+def test_processes_see_their_gpus_only(monkeypatch: pytest.MonkeyPatch, before: str | None, inside: str) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    with visible([1, 2]):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == inside
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
 def test_a_config_that_vllm_takes_for_softmax_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use(monkeypatch, "0.30.0")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     model, config = models.model("deepseek_v3"), {"model_type": "deepseek_v3", "topk_method": "noaux_tc"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(vllm.EngineError, match="serves another router"):

@@ -37,7 +37,12 @@ class Bench:
             self.weights[name] = load_file(folder / name / "model.safetensors")
         self.hf = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in self.weights}
         self.model: Model = families.read(folder / "old", "float32")
-        size = {"max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20, "enforce_eager": True, "gpu_memory_utilization": 0.2}
+        size = {
+            "max_num_seqs": 4,
+            "kv_cache_memory_bytes": 32 << 20,
+            "enforce_eager": True,
+            "gpu_memory_utilization": 0.2,
+        }
         self.llm = LLM(**engines.engine_args(folder / "old", self.model, max_model_len=256, **size))
         self.engine = engines.Engine(
             engines.InProcess(self.llm), engines.Place("127.0.0.1", free_port(), 2, seconds=20)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from moeref.bridge.agreement import all_or_none
+from moeref.megatron import device
 from moeref.megatron.build import Built
 from moeref.megatron.replay import replaying
 from moeref.megatron.training import Loss, accumulate, in_ddp
@@ -65,6 +71,49 @@ class Trainer:
             raise RuntimeError("the optimizer skipped the step: gradients are not finite")
         return None if norm is None else float(norm)
 
+    def save(self, folder: str | Path) -> None:
+        """Write what the optimizer holds on this rank to a file in `folder`: moments, step counts and master weights.
+
+        All ranks call it, with one folder or each with its own. Below fp32 the model's weights are the rounded masters:
+        keep them too, of the same step. Raises OSError if the file cannot be written.
+        """
+        file = self._file(folder)
+        half = file.with_name(f"{file.name}.tmp")
+        state = dict_list_map_outplace(_bare, self.optimizer.state_dict())
+        torch.save({**self._place(), "state": state}, half)
+        half.replace(file)
+
+    def restore(self, folder: str | Path) -> None:
+        """Go on as the trainer did that was saved to `folder`, with its learning rates, bit for bit.
+
+        All ranks call it, of a trainer that was made with the same `lr` and settings, once the weights of then are
+        loaded; below fp32 a step is refused from others. Raises FileNotFoundError where the folder has no file of this
+        rank and as many ranks, ValueError for one of another family, layout, parameters or groups of them, and
+        RuntimeError where another rank has raised.
+        """
+        of = self.built.shard_map
+        where = f"{folder}: {of.model.family}, rank {dist.get_rank()} of {of.layout.text}"
+        with all_or_none(0, device.of(self.built.chunks), None, lambda reason: RuntimeError(f"{where}: {reason}")):
+            saved = torch.load(self._file(folder), map_location="cpu", weights_only=True)
+            for what, here in self._place().items():
+                for there, own in zip_longest(saved[what], here, fillvalue="nothing"):
+                    if there != own:
+                        raise ValueError(f"{where}: the saved optimizer has {what} {there}, this one {own}")
+        self.optimizer.load_state_dict(saved["state"])
+
+    def _file(self, folder: str | Path) -> Path:
+        return Path(folder) / f"optimizer-{dist.get_rank():05}-of-{dist.get_world_size():05}.pt"
+
+    def _place(self) -> dict[str, list[str]]:
+        """What a state can be restored to."""
+        of, chunks = self.built.shard_map, enumerate(self.built.chunks)
+        named = [(n, *pair) for n, chunk in chunks for pair in chunk.named_parameters()]
+        return {
+            "family": [of.model.family],
+            "layout": [of.layout.text],
+            "parameter": [f"{n}:{name} {list(p.shape)} {p.dtype}" for n, name, p in named if p.requires_grad],
+        }
+
     def _check_masters(self) -> None:
         pairs = list(_masters(self.optimizer))
         # One answer for all, since a GPU waits for each that Python reads.
@@ -76,6 +125,11 @@ class Trainer:
                 f"{name} is not what its fp32 master weight is, so a step would undo the change: call `reload` after "
                 "weights are loaded or changed"
             )
+
+
+def _bare(value: Any) -> Any:
+    """A tensor without the marks that Megatron has put on it; other values as they are."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

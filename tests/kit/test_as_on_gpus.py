@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from moeref_conformance.contract.api import Cell
-from moeref_conformance.contract.requests.optimizer import STILL, rates
+from moeref_conformance.contract.cells import OPTIMIZER_RATE
+from moeref_conformance.contract.requests.optimizer import RESUMED, STILL, rates
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.judges.common import placement, records
 from moeref_conformance.selftest.faults.base import cell
@@ -102,3 +103,18 @@ def test_rounding_may_turn_the_only_telling_gradient_of_a_norm(
     save_file(tensors, file)
     found = JUDGES["OPT-002"](case).findings
     assert [finding.local_name for finding in found] == ([name.partition(":")[2]] if red else [])
+
+
+@pytest.mark.parametrize(("share", "red"), [(0.05, False), (0.3, True)])
+def test_few_elements_step_otherwise_behind_a_restore(ran: Callable[[Cell], Case], share: float, red: bool) -> None:
+    """In bf16 on a GPU; on a CPU none does."""
+    case = ran(cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True))
+    file = records(case, "optimizer_resumed")[0].dir / "optimizer_resumed.safetensors"
+    tensors = load_file(file)
+    for name in (name for name in tensors if name.startswith(f"{RESUMED}.") and tensors[name].numel() > 500):
+        flat = tensors[name].view(-1)
+        flat[: int(share * len(flat))] += 0.7 * OPTIMIZER_RATE
+    save_file(tensors, file)
+    on_gpu = replace(case, cell=replace(case.cell, backend="gloo-cuda"), made={})
+    assert bool(JUDGES["OPT-004"](on_gpu).findings) == red
+    assert JUDGES["OPT-004"](case).findings

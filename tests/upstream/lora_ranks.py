@@ -65,6 +65,7 @@ def check(target: Target, cell: Cell, world: World, inputs: dict[str, str], fold
         what_cannot_have_adapters_is_refused(cell, inputs)
         activations_may_be_recomputed(cell, inputs)
         an_optimizer_trains_adapters_alone(cell, inputs)
+        a_restored_optimizer_goes_on(cell, inputs, folder)
         the_how_to_runs_as_written(cell, inputs)
         return
     held = load_file(inputs["tokens"])
@@ -181,6 +182,43 @@ def an_optimizer_trains_adapters_alone(cell: Cell, inputs: dict[str, str]) -> No
     assert all(p.any() for (_, name), p in lora.parameters().items() if ".local_experts." not in name)
     with lora.off():
         assert all(torch.equal(tensor, before[key]) for key, tensor in bridge.inventory(one.chunks).items())
+
+
+def a_restored_optimizer_goes_on(cell: Cell, inputs: dict[str, str], folder: Path) -> None:
+    """Bit for bit, at the rate of then; and what is no state of this model is refused."""
+    one, other = built(cell, inputs, 0), built(cell, inputs, 0)
+    lora = megatron.Lora(one, 0, r=R, alpha=ALPHA, modules=["q_proj", "down_proj"])
+    trainer, tokens_BS = Trainer(one, lr=0.1), load_file(inputs["tokens"])["tokens"]
+
+    def loss(logits_BSV: torch.Tensor, rows: Any, at_S: torch.Tensor) -> torch.Tensor:
+        return logits_BSV.logsumexp(-1).mean()
+
+    def stepped(by: Trainer, rows: int) -> dict[tuple[int, str], torch.Tensor]:
+        by.step(tokens_BS[:rows], loss)
+        return {key: parameter.detach().clone() for key, parameter in lora.parameters().items()}
+
+    saved = stepped(trainer, 1)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.03
+    trainer.save(folder)
+    on = stepped(trainer, 2)
+    for key, parameter in lora.parameters().items():
+        parameter.data.copy_(saved[key])
+    again = Trainer(one, lr=0.1)
+    again.restore(folder)
+    resumed = stepped(again, 2)
+    assert all(torch.equal(tensor, resumed[key]) for key, tensor in on.items())
+    with pytest.raises(
+        ValueError, match=r"glm4_moe, rank 0 of tp=1,.*: the saved optimizer has parameter 0:adap.*, this one 0:emb"
+    ):
+        Trainer(other, lr=0.1).restore(folder)
+    (file,) = folder.glob("optimizer-*")
+    torch.save({**torch.load(file), "layout": ["tp=2"]}, file)
+    with pytest.raises(ValueError, match="the saved optimizer has layout tp=2, this one tp=1,"):
+        again.restore(folder)
+    file.rename(folder / file.name.replace("of-00001", "of-00002"))
+    with pytest.raises(FileNotFoundError, match=r"optimizer-00000-of-00001\.pt"):
+        again.restore(folder)
 
 
 def the_how_to_runs_as_written(cell: Cell, inputs: dict[str, str]) -> None:

@@ -224,7 +224,10 @@ class Optimizer(Protocol):
     """Facet `optimizer`, asked in cells with `optimizer_step`. All calls are made by all ranks."""
 
     def make(self) -> None:
-        """Make the optimizer. Called once, before `Export.load`; a target that makes it later does nothing here.
+        """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
+
+        Of a target that claims `optimizer_saves` it is called again behind steps, twice. From then on a new optimizer
+        takes them, from the weights as they are, and what the one before held is gone.
 
         It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8, no
         weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight, as fp32
@@ -239,6 +242,16 @@ class Optimizer(Protocol):
         Returns the Euclidean norm of the whole model's gradient, each parameter counted once; None if it is not
         computed. Afterwards every rank's parameters are the new ones.
         """
+
+    def save(self, folder: Path) -> None:
+        """Write what a new optimizer needs to go on from here. Called if the target claims `optimizer_saves`.
+
+        `folder` is empty, and this rank's own: ranks that write together agree on one of theirs. The model's weights
+        and buffers need not be in it: the kit brings them back.
+        """
+
+    def restore(self, folder: Path) -> None:
+        """Go on as the optimizer that was saved to this folder. Called behind `make`, with the weights of then."""
 
 
 @runtime_checkable

@@ -31,6 +31,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "mtp_mask": ("target", "path"),
     "mtp_mean": ("step", "microbatch", "per_token"),
     "non_writers": ("names", "nothing"),
+    "optimizer_saves": (False, True),
     "order": ORDERS,
     "receivers": ("writer", "all", "share"),
     "unmapped": ("exported", "built"),
@@ -277,6 +278,7 @@ class Claims:
     #: `per_token` that the decoder trains on there, as under megatron-core's calculate_per_token_loss.
     mtp_mean: str = "step"
     non_writers: str = "names"  # what `Export.stream` yields for tensors that go to others: names and None, or nothing
+    optimizer_saves: bool = False  # `Optimizer` has `save` and `restore`
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`

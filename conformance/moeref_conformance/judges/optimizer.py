@@ -6,6 +6,7 @@ The gradient of one step is that of the first microbatch, and that of the others
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,21 @@ import torch
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
-from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, of_one_microbatch, rates
+from moeref_conformance.contract.requests.optimizer import (
+    ON,
+    RELOADED,
+    RESUMED,
+    SAVED,
+    STILL,
+    of_one_microbatch,
+    rates,
+)
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     expected,
     finding,
+    in_any_order,
     once,
     outcome,
     parameters,
@@ -51,6 +61,10 @@ LUCK = 2
 TURNED = 0.25
 #: Below fp32: the share of the elements that only small steps together move which may stand still.
 LOST = 0.5
+#: Of a step: how far one behind a restore may be on a GPU below fp32, beside two digits, where sums change their order.
+APART = 0.25
+#: The share of elements that tells what a restored optimizer has lost.
+MOST = 0.9
 #: Of a digit: what alone moves nothing, and what does together.
 FAINT, TOGETHER = 0.49, 0.6
 
@@ -127,6 +141,80 @@ def norms_are_the_models(case: Case) -> Outcome:
             else:
                 worst = max(worst, far)
     return outcome(findings, met="the target computes none" if none else within(case, worst, NORM_LIMIT))
+
+
+@judges("OPT-004")
+def a_restored_optimizer_goes_on(case: Case) -> Outcome:
+    """The step behind a restore against that of the optimizer that was saved; in fp32 also against Adam's formula.
+
+    Bit for bit; on a GPU in fp32 by the formula alone, in bf16 nearly all elements nearly so.
+    """
+    if no := unmeasured(case):
+        return no
+    findings, worst = without(case, "inventory", "optimizer_resumed"), 0.0
+    exact = case.cell.dtype == "float32"
+    for record in records(case, "inventory", "optimizer_resumed"):
+        for of in _restored(case, record):
+            more, far = [*_interrupted(case, record, of)], 0.0
+            if exact and not more:
+                more, far = _by_formula(case, record, of)
+            findings, worst = [*findings, *more], max(worst, far)
+    met = "nearly all elements step as before" if in_any_order(case) else "exact"
+    return outcome(findings, met=within(case, worst, LIMIT) if exact else met)
+
+
+def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:
+    """Every parameter, with what it holds behind the step that is saved (as STILL), behind the next, and behind that
+    of the restored optimizer (as `moved`)."""
+    tensors, none = record.tensors("optimizer_resumed"), torch.empty(0)
+    placed = _gradients(case)["moved"] if case.cell.dtype == "float32" else placement(case)
+    for key, (held,) in parameters(record, placed):
+        after = {STILL: SAVED, ON: ON, "moved": RESUMED}
+        yield _Stepped(key, held, {step: tensors.get(f"{when}.{key}", none) for step, when in after.items()}, None)
+
+
+def _interrupted(case: Case, record: RankRecord, of: _Stepped) -> Iterator[Finding]:
+    """The finding of a parameter that steps otherwise behind a restore."""
+    rows = len(of.held.tensor[: of.held.rows])
+    if any(len(after[: of.held.rows]) != rows for after in of.after.values()):
+        yield _restored_found(case, record, of, "no record of it around a restore", "")
+        return
+    on, again = (of.after[when].double()[: of.held.rows] for when in (ON, "moved"))
+    off, most = ~((again - on).abs() <= 0), 0.0
+    if in_any_order(case):
+        off, turned = (again - on).abs() > APART * OPTIMIZER_RATE + 2 * _digit(of), of.held.expert is not None
+        share = TURNED if turned or of.key.endswith("router.weight") else ELSEWHERE
+        most = off.numel() if case.cell.dtype == "float32" else share * off.numel() + FEW
+    if int(off.sum()) > most:
+        told = f"{int(off.sum())} of {off.numel()} elements are elsewhere than without the restore"
+        yield _restored_found(case, record, of, told, _lost(of))
+
+
+def _restored_found(case: Case, record: RankRecord, of: _Stepped, told: str, said: str) -> Finding:
+    made = _found(case, record, of.key, of.held, f"{of.key}: {told}", diagnosis=said)
+    return replace(made, stage="optimizer_resumed")
+
+
+def _lost(of: _Stepped) -> str:
+    """What the restored optimizer has forgotten: Adam's first step is as long as the rate wherever it moves."""
+    saved, on, again = (of.after[when].double()[: of.held.rows] for when in (STILL, ON, "moved"))
+    goes, went, digit = on - saved, again - saved, _digit(of)
+    first, second = optimizer.BETAS
+    anew = (1 + first) / (1 + second) ** 0.5  # the second step with the corrections of the first
+
+    def tells(off: torch.Tensor) -> bool:
+        moved = (goes != 0) | (went != 0)
+        return float((off[moved] <= LIMIT * OPTIMIZER_RATE + digit[moved]).double().mean()) >= MOST
+
+    if of.after[ON].dtype != torch.float32 and bool(((again - on).abs() <= digit).all()):
+        return "master weights are rebuilt from the weights"
+    if not bool(went.any()):
+        return "not moved at all"
+    if tells((went - anew * goes).abs()):
+        return "the step count starts anew"
+    if tells((went.abs() - OPTIMIZER_RATE).abs() * (went != 0)):
+        return "moments are lost"
+    return _times(went)
 
 
 def _trained(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -112,6 +112,32 @@ def _made_by_its_first_step(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", make=lambda: None, step=step)
 
 
+def _saved_in_memory(session: Session, cell: Cell, world: World) -> Any:
+    """Nothing is left in the folder, a restore makes the optimizer itself, and it writes the weights too."""
+    good: Any = session.optimizer
+    files, weights = dict[Path, bytes](), list[torch.Tensor]()
+
+    def parameters() -> Iterator[torch.Tensor]:
+        return (of.data for chunk in session.export.chunks() for of in chunk.parameters())  # type: ignore[union-attr]
+
+    def save(folder: Path) -> None:
+        good.save(folder)
+        for file in [*folder.iterdir()]:
+            files[file] = file.read_bytes()
+            file.unlink()
+        weights.extend(of.clone() for of in parameters())
+
+    def restore(folder: Path) -> None:
+        for file, content in files.items():
+            file.write_bytes(content)
+        for of, kept in zip(parameters(), weights, strict=True):
+            of.copy_(kept)
+        good.make()
+        good.restore(folder)
+
+    return facet(session, "optimizer", save=save, restore=restore)
+
+
 def _without_entropies(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.logprobs
 
@@ -1104,6 +1130,13 @@ _DESIGNS = (
         why="made after the weights are loaded it has no older copies of them, and norms are for clipping alone",
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_made_by_its_first_step,
+        claims={"optimizer_saves": False},
+    ),
+    Benign(
+        id="optimizer-saved-in-memory",
+        why="a copy in the host's memory brings a run back without a file system, its weights too: Gemini, dlrover",
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_saved_in_memory,
     ),
     Benign(
         id="padded-to-one-multiple",

@@ -8,7 +8,17 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Optimizer
-from moeref_conformance.contract.requests.optimizer import RELOADED, STILL, of_one_microbatch, rates
+from moeref_conformance.contract.cells import OPTIMIZER_RATE
+from moeref_conformance.contract.requests.optimizer import (
+    ON,
+    RELOADED,
+    RESUMED,
+    SAVED,
+    STILL,
+    of_one_microbatch,
+    rates,
+    saved_at,
+)
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch, of_replica
 from moeref_conformance.steps.tensors import copied, module_tensors
@@ -21,12 +31,10 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     checkpoint is loaded again, unless the target refuses to load twice; then the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
-    own_BS = of_replica(tokens_BS, cell, context.rank)
-    first_BS = tokens_BS[: cell.rows].repeat(len(own_BS) // cell.rows, 1)
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
     loaded = {name: copied(parameter) for name, parameter in _parameters(context).items()}
     for step, rate in rates(cell).items():
-        norm = optimizer.step(batch(first_BS if step == of_one_microbatch(cell) else own_BS, cell), rate)
+        norm = optimizer.step(_rows(context, step == of_one_microbatch(cell)), rate)
         norms[step] = None if norm is None else float(norm)
         saved |= {f"{step}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
         if step == STILL:
@@ -34,12 +42,62 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
             if "forward" in context.claims.facets:
                 context.facet("forward").logits(tokens_BS)
     if refusal(context.facet("export").load, context.input("checkpoint")) is None:
-        optimizer.step(batch(first_BS, cell), 0.0)
+        optimizer.step(_rows(context, True), 0.0)
         saved |= {f"{RELOADED}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
     context.save("optimizer", saved)
     for name, parameter in _parameters(context).items():
         parameter.data.copy_(loaded[name])
     return norms
+
+
+def resumed(optimizer: Optimizer, context: Context) -> None:
+    """A step that is saved, then the next one twice: at once, and of a new optimizer that was restored.
+
+    Saves all parameters after each, as `saved.chunk:local`, `on.…` and `resumed.…`; then they hold what they
+    did before.
+    No step is taken where the target does not claim to save.
+    """
+    if not context.claims.optimizer_saves:
+        return
+    first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, "moved"))
+    folder, kept = context.world.workdir / "optimizer", {"loaded": _copies(context)}
+    folder.mkdir()
+    optimizer.make()
+    optimizer.step(first_BS, saved_at(context.cell))
+    optimizer.save(folder)
+    kept[SAVED] = _copies(context)
+    optimizer.step(second_BS, OPTIMIZER_RATE)
+    kept[ON] = _copies(context)
+    _put(context, kept[SAVED])
+    optimizer.make()
+    optimizer.restore(folder)
+    optimizer.step(second_BS, OPTIMIZER_RATE)
+    kept[RESUMED] = _copies(context)
+    _put(context, kept.pop("loaded"))
+    names = _parameters(context)
+    context.save("optimizer_resumed", {f"{when}.{name}": of[name] for when, of in kept.items() for name in names})
+
+
+def _rows(context: Context, alone: bool) -> torch.Tensor:
+    """The rows of this replica; or as many, of the first microbatch alone."""
+    cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
+    own_BS = of_replica(tokens_BS, cell, context.rank)
+    first_BS = tokens_BS[: cell.rows].repeat(len(own_BS) // cell.rows, 1)
+    return batch(first_BS if alone else own_BS, cell)
+
+
+def _tensors(context: Context) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of this rank by `chunk:local`."""
+    return {f"{chunk}:{local}": of for chunk, local, _, of in module_tensors(context.facet("export").chunks())}
+
+
+def _copies(context: Context) -> dict[str, torch.Tensor]:
+    return {name: copied(tensor) for name, tensor in _tensors(context).items()}
+
+
+def _put(context: Context, values: dict[str, torch.Tensor]) -> None:
+    for name, tensor in _tensors(context).items():
+        tensor.data.copy_(values[name])
 
 
 def _parameters(context: Context) -> dict[str, torch.Tensor]:
@@ -56,5 +114,6 @@ FACET = Facet(
     steps=(
         Step(name="optimizer_made", ask=lambda optimizer, context: optimizer.make()),
         Step(name="optimizer", ask=stepped, stage=Stage.LOADED),
+        Step(name="optimizer_resumed", ask=resumed, stage=Stage.LOADED),
     ),
 )

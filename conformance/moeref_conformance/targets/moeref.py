@@ -298,6 +298,12 @@ class _Optimizer:
         # With `clip_grad` 0 gradients are not scaled: this is their norm as the step took them.
         return float(self._trainer.optimizer.get_grad_norm())
 
+    def save(self, folder: Path) -> None:
+        self._trainer.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        self._trainer.restore(folder)
+
 
 class _Adapters:
     """moeref's LoRA on the session's own model."""
@@ -644,6 +650,7 @@ class MoerefTarget:
         loss_masks=True,
         limits=_limits(),
         optimizer_steps=True,
+        optimizer_saves=True,
     )
 
     def preload(self) -> None:

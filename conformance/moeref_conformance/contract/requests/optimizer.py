@@ -9,6 +9,8 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 STILL = "still"
 #: The step at the rate 0 behind another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
+#: The weights behind a step that is saved, behind the next one, and behind that of an optimizer that was restored.
+SAVED, ON, RESUMED = "saved", "on", "resumed"
 
 
 def rates(cell: Cell) -> dict[str, float]:
@@ -23,3 +25,8 @@ def of_one_microbatch(cell: Cell) -> str:
     In fp32 the one that moves weights, so that experts with tokens in the step before have none in it.
     """
     return "moved" if cell.dtype == "float32" else STILL
+
+
+def saved_at(cell: Cell) -> float:
+    """The rate of the step that is saved. In fp32 both gradients are of the loaded weights; elsewhere masters move."""
+    return 0.0 if cell.dtype == "float32" else OPTIMIZER_RATE

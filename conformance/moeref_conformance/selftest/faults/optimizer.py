@@ -28,7 +28,11 @@ def _held(session: Any) -> Named:
 
 
 def _copies(session: Any) -> Named:
-    return {key: tensor.clone() for key, tensor in _held(session).items()}
+    return _copies_of(_held(session))
+
+
+def _copies_of(tensors: Named) -> Named:
+    return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
 def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
@@ -38,10 +42,20 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
         good: Any = session.optimizer
         begun: Named = {}
         right: Named = {}
+        saved: Named = {}
 
         def make() -> None:
             begun.update(_copies(session))
+            right.clear()
             good.make()
+
+        def save(folder: Any) -> None:
+            saved.update(_copies_of(right))
+            good.save(folder)
+
+        def restore(folder: Any) -> None:
+            right.update(_copies_of(saved))
+            good.restore(folder)
 
         def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
             held = _copies(session)
@@ -58,7 +72,7 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
             export.load(checkpoint)
 
         export: Any = session.export
-        return facet(facet(session, "export", load=load), "optimizer", make=make, step=step)
+        return facet(facet(session, "export", load=load), "optimizer", make=make, save=save, restore=restore, step=step)
 
     return wrap
 
@@ -267,7 +281,119 @@ def _with_epsilon(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
+def _given_to_torch(change: Callable[[Any], Any]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """A fault's `patch` that passes the state of each parameter through `change` as torch's optimizer is given it."""
+    good = torch.optim.Optimizer.load_state_dict
+
+    def load(self: Any, given: dict[str, Any]) -> None:
+        good(self, {**given, "state": change(given["state"])})
+
+    return lambda cell, world: mock.patch.object(torch.optim.Optimizer, "load_state_dict", load)
+
+
+def _from_step_zero(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    return {key: {**of, "step": torch.zeros_like(of["step"])} for key, of in state.items()}
+
+
+def _masters_rebuilt(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as Below
+
+    good = Below.load_state_dict
+
+    def load(self: Any, state: Any) -> None:
+        good(self, state)
+        self.reload_model_params()
+
+    return mock.patch.object(Below, "load_state_dict", load)
+
+
+def _first_of_the_chain(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Of the optimizers of dense layers and of experts the first alone is given its state."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    def load(self: Any, states: list[Any]) -> None:
+        self.chained_optimizers[0].load_state_dict(states[0])
+
+    return mock.patch.object(ChainedOptimizer, "load_state_dict", load)
+
+
+def _of_the_first_rank(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """All ranks read the state that rank 0 has written."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    good = ChainedOptimizer.load_state_dict
+
+    def load(self: Any, state: Any) -> None:
+        read = [state]
+        dist.broadcast_object_list(read)
+        good(self, read[0])
+
+    return mock.patch.object(ChainedOptimizer, "load_state_dict", load)
+
+
+def _written_late(session: Session, cell: Cell, world: World) -> Any:
+    """What is saved is written while the next step is under way, and is what this one leaves."""
+    good: Any = session.optimizer
+    due = list[Any]()
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+        norm = good.step(tokens_BS, rate)
+        while due:
+            good.save(due.pop())
+        return norm
+
+    return facet(session, "optimizer", save=due.append, step=step)
+
+
 FAULTS = (
+    Fault(
+        id="moments-not-restored",
+        bug="AReaL#1468: moments are made by the first step, and what a checkpoint is read into has none to be filled",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_given_to_torch(lambda state: {}),
+        diagnosis="moments are lost",
+    ),
+    Fault(
+        id="step-count-not-restored",
+        bug="TransformerEngine#1986 in kind: a rank is given moments, and the step count of one that has taken no step",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        patch=_given_to_torch(_from_step_zero),
+        diagnosis="the step count starts anew",
+    ),
+    Fault(
+        id="masters-rebuilt-in-a-restore",
+        bug="miles#3143: checkpoints have no fp32 master weights, and a resumed run makes them of bf16 weights",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        patch=_masters_rebuilt,
+        diagnosis="master weights are rebuilt",
+    ),
+    Fault(
+        id="experts-optimizer-not-restored",
+        bug="Megatron-LM#761: of the chained optimizers of dense layers and experts one is not given its state",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_first_of_the_chain,
+        diagnosis="moments are lost",
+    ),
+    Fault(
+        id="all-ranks-restore-the-first-s",
+        bug="transformers#48569 in kind: one name for the files of all ranks, whose shards are of one size",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        patch=_of_the_first_rank,
+        says="are elsewhere than without the restore",
+    ),
+    Fault(
+        id="saved-state-steps-on",
+        bug="nvidia-resiliency-ext#376: an asynchronous save shares memory with the optimizer: it has its next step",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        wrap=_written_late,
+        says="are elsewhere than without the restore",
+    ),
     Fault(
         id="gradients-clipped",
         bug="reported nowhere: clip_grad of megatron-core's OptimizerConfig is 1.0 where nobody asks for clipping",

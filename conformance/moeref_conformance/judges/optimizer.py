@@ -6,7 +6,6 @@ The gradient of one step is that of the first microbatch, and that of the others
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -164,35 +163,28 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
 
 
 def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:
-    """Every parameter, with what it holds behind the step that is saved (as STILL), behind the next, and behind that
-    of the restored optimizer (as `moved`)."""
+    """Every parameter: as STILL behind the step that is saved, as `moved` behind that of the restored optimizer."""
     tensors, none = record.tensors("optimizer_resumed"), torch.empty(0)
-    placed = _gradients(case)["moved"] if case.cell.dtype == "float32" else placement(case)
-    for key, (held,) in parameters(record, placed):
+    for key, (held,) in parameters(record, _gradients(case)["moved"]):
         after = {STILL: SAVED, ON: ON, "moved": RESUMED}
         yield _Stepped(key, held, {step: tensors.get(f"{when}.{key}", none) for step, when in after.items()}, None)
 
 
 def _interrupted(case: Case, record: RankRecord, of: _Stepped) -> Iterator[Finding]:
     """The finding of a parameter that steps otherwise behind a restore."""
-    rows = len(of.held.tensor[: of.held.rows])
-    if any(len(after[: of.held.rows]) != rows for after in of.after.values()):
-        yield _restored_found(case, record, of, "no record of it around a restore", "")
+    if any(len(after[: of.held.rows]) != len(of.held.tensor[: of.held.rows]) for after in of.after.values()):
+        yield _found(case, record, of.key, of.held, f"{of.key}: no record of it around a restore")
         return
     on, again = (of.after[when].double()[: of.held.rows] for when in (ON, "moved"))
     off, most = ~((again - on).abs() <= 0), 0.0
     if in_any_order(case):
-        off, turned = (again - on).abs() > APART * OPTIMIZER_RATE + 2 * _digit(of), of.held.expert is not None
-        share = TURNED if turned or of.key.endswith("router.weight") else ELSEWHERE
-        most = off.numel() if case.cell.dtype == "float32" else share * off.numel() + FEW
+        off = ~((again - on).abs() <= APART * OPTIMIZER_RATE + 2 * _digit(of))
+        routed = of.held.expert is not None or of.key.endswith("router.weight")
+        share = 1.0 if case.cell.dtype == "float32" else TURNED if routed else ELSEWHERE
+        most = share * off.numel() + FEW
     if int(off.sum()) > most:
-        told = f"{int(off.sum())} of {off.numel()} elements are elsewhere than without the restore"
-        yield _restored_found(case, record, of, told, _lost(of))
-
-
-def _restored_found(case: Case, record: RankRecord, of: _Stepped, told: str, said: str) -> Finding:
-    made = _found(case, record, of.key, of.held, f"{of.key}: {told}", diagnosis=said)
-    return replace(made, stage="optimizer_resumed")
+        message = f"{of.key}: {int(off.sum())} of {off.numel()} elements are elsewhere than without the restore"
+        yield _found(case, record, of.key, of.held, message, diagnosis=_lost(of))
 
 
 def _lost(of: _Stepped) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ Named = dict[tuple[int, str], torch.Tensor]
 #: Gets the weights before the model was loaded, those before a step, what a good step adds, those after it, and the
 #: rate; writes to those after it.
 Change = Callable[[Named, Named, Named, Named, float], None]
+_MEGATRON = "megatron.core.optimizer.optimizer"
 
 
 def _held(session: Any) -> Named:
@@ -281,54 +283,38 @@ def _with_epsilon(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
-def _given_to_torch(change: Callable[[Any], Any]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
-    """A fault's `patch` that passes the state of each parameter through `change` as torch's optimizer is given it."""
-    good = torch.optim.Optimizer.load_state_dict
+def _restoring(
+    kind: str, load: Callable[[Any, Any, Any], None]
+) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """A fault's `patch`: an optimizer of this kind is restored by `load`, which gets the good way, it and its state."""
 
-    def load(self: Any, given: dict[str, Any]) -> None:
-        good(self, {**given, "state": change(given["state"])})
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        of: Any = pkgutil.resolve_name(kind)
+        good = of.load_state_dict
+        return mock.patch.object(of, "load_state_dict", lambda own, state: load(good, own, state))
 
-    return lambda cell, world: mock.patch.object(torch.optim.Optimizer, "load_state_dict", load)
-
-
-def _from_step_zero(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
-    return {key: {**of, "step": torch.zeros_like(of["step"])} for key, of in state.items()}
-
-
-def _masters_rebuilt(cell: Cell, world: World) -> AbstractContextManager[Any]:
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as Below
-
-    good = Below.load_state_dict
-
-    def load(self: Any, state: Any) -> None:
-        good(self, state)
-        self.reload_model_params()
-
-    return mock.patch.object(Below, "load_state_dict", load)
+    return patch
 
 
-def _first_of_the_chain(cell: Cell, world: World) -> AbstractContextManager[Any]:
+def _from_step_zero(good: Any, own: Any, given: Any) -> None:
+    state = {key: {**of, "step": torch.zeros_like(of["step"])} for key, of in given["state"].items()}
+    good(own, {**given, "state": state})
+
+
+def _then_of_the_weights(good: Any, own: Any, given: Any) -> None:
+    good(own, given)
+    own.reload_model_params()
+
+
+def _first_of_the_chain(good: Any, own: Any, given: Any) -> None:
     """Of the optimizers of dense layers and of experts the first alone is given its state."""
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-    def load(self: Any, states: list[Any]) -> None:
-        self.chained_optimizers[0].load_state_dict(states[0])
-
-    return mock.patch.object(ChainedOptimizer, "load_state_dict", load)
+    own.chained_optimizers[0].load_state_dict(given[0])
 
 
-def _of_the_first_rank(cell: Cell, world: World) -> AbstractContextManager[Any]:
-    """All ranks read the state that rank 0 has written."""
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-
-    good = ChainedOptimizer.load_state_dict
-
-    def load(self: Any, state: Any) -> None:
-        read = [state]
-        dist.broadcast_object_list(read)
-        good(self, read[0])
-
-    return mock.patch.object(ChainedOptimizer, "load_state_dict", load)
+def _of_the_first_rank(good: Any, own: Any, given: Any) -> None:
+    read = [given]
+    dist.broadcast_object_list(read)
+    good(own, read[0])
 
 
 def _written_late(session: Session, cell: Cell, world: World) -> Any:
@@ -351,7 +337,7 @@ FAULTS = (
         bug="AReaL#1468: moments are made by the first step, and what a checkpoint is read into has none to be filled",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
-        patch=_given_to_torch(lambda state: {}),
+        patch=_restoring("torch.optim:Optimizer", lambda good, own, given: good(own, {**given, "state": {}})),
         diagnosis="moments are lost",
     ),
     Fault(
@@ -359,7 +345,7 @@ FAULTS = (
         bug="TransformerEngine#1986 in kind: a rank is given moments, and the step count of one that has taken no step",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
-        patch=_given_to_torch(_from_step_zero),
+        patch=_restoring("torch.optim:Optimizer", _from_step_zero),
         diagnosis="the step count starts anew",
     ),
     Fault(
@@ -367,7 +353,7 @@ FAULTS = (
         bug="miles#3143: checkpoints have no fp32 master weights, and a resumed run makes them of bf16 weights",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
-        patch=_masters_rebuilt,
+        patch=_restoring(f"{_MEGATRON}:Float16OptimizerWithFloat16Params", _then_of_the_weights),
         diagnosis="master weights are rebuilt",
     ),
     Fault(
@@ -375,7 +361,7 @@ FAULTS = (
         bug="Megatron-LM#761: of the chained optimizers of dense layers and experts one is not given its state",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
-        patch=_first_of_the_chain,
+        patch=_restoring(f"{_MEGATRON}:ChainedOptimizer", _first_of_the_chain),
         diagnosis="moments are lost",
     ),
     Fault(
@@ -383,7 +369,7 @@ FAULTS = (
         bug="transformers#48569 in kind: one name for the files of all ranks, whose shards are of one size",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
-        patch=_of_the_first_rank,
+        patch=_restoring(f"{_MEGATRON}:ChainedOptimizer", _of_the_first_rank),
         says="are elsewhere than without the restore",
     ),
     Fault(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,7 +20,6 @@ Named = dict[tuple[int, str], torch.Tensor]
 #: Gets the weights before the model was loaded, those before a step, what a good step adds, those after it, and the
 #: rate; writes to those after it.
 Change = Callable[[Named, Named, Named, Named, float], None]
-_MEGATRON = "megatron.core.optimizer.optimizer"
 
 
 def _held(session: Any) -> Named:
@@ -284,16 +282,32 @@ def _with_epsilon(cell: Cell, world: World) -> Iterator[None]:
 
 
 def _restoring(
-    kind: str, load: Callable[[Any, Any, Any], None]
+    kind: Callable[[], Any], load: Callable[[Any, Any, Any], None]
 ) -> Callable[[Cell, World], AbstractContextManager[Any]]:
     """A fault's `patch`: an optimizer of this kind is restored by `load`, which gets the good way, it and its state."""
 
     def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
-        of: Any = pkgutil.resolve_name(kind)
+        of = kind()
         good = of.load_state_dict
         return mock.patch.object(of, "load_state_dict", lambda own, state: load(good, own, state))
 
     return patch
+
+
+def _of_torch() -> Any:
+    return torch.optim.Optimizer
+
+
+def _chained() -> Any:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    return ChainedOptimizer
+
+
+def _with_masters() -> Any:
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    return Float16OptimizerWithFloat16Params
 
 
 def _from_step_zero(good: Any, own: Any, given: Any) -> None:
@@ -337,7 +351,7 @@ FAULTS = (
         bug="AReaL#1468: moments are made by the first step, and what a checkpoint is read into has none to be filled",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
-        patch=_restoring("torch.optim:Optimizer", lambda good, own, given: good(own, {**given, "state": {}})),
+        patch=_restoring(_of_torch, lambda good, own, given: good(own, {**given, "state": {}})),
         diagnosis="moments are lost",
     ),
     Fault(
@@ -345,7 +359,7 @@ FAULTS = (
         bug="TransformerEngine#1986 in kind: a rank is given moments, and the step count of one that has taken no step",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
-        patch=_restoring("torch.optim:Optimizer", _from_step_zero),
+        patch=_restoring(_of_torch, _from_step_zero),
         diagnosis="the step count starts anew",
     ),
     Fault(
@@ -353,7 +367,7 @@ FAULTS = (
         bug="miles#3143: checkpoints have no fp32 master weights, and a resumed run makes them of bf16 weights",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
-        patch=_restoring(f"{_MEGATRON}:Float16OptimizerWithFloat16Params", _then_of_the_weights),
+        patch=_restoring(_with_masters, _then_of_the_weights),
         diagnosis="master weights are rebuilt",
     ),
     Fault(
@@ -361,7 +375,7 @@ FAULTS = (
         bug="Megatron-LM#761: of the chained optimizers of dense layers and experts one is not given its state",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "ep2", optimizer_step=True),
-        patch=_restoring(f"{_MEGATRON}:ChainedOptimizer", _first_of_the_chain),
+        patch=_restoring(_chained, _first_of_the_chain),
         diagnosis="moments are lost",
     ),
     Fault(
@@ -369,7 +383,7 @@ FAULTS = (
         bug="transformers#48569 in kind: one name for the files of all ranks, whose shards are of one size",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
-        patch=_restoring(f"{_MEGATRON}:ChainedOptimizer", _of_the_first_rank),
+        patch=_restoring(_chained, _of_the_first_rank),
         says="are elsewhere than without the restore",
     ),
     Fault(

@@ -70,6 +70,8 @@ def engine_args(
         "logprobs_mode": "raw_logprobs",
         "worker_cls": _WORKER,
         "weight_transfer_config": {"backend": "moeref"},
+        # Scheduling ahead keeps places for tokens that are not sampled yet: an update amid samples finds no labels there.
+        "async_scheduling": False,
     }
     return {**found, **(cpu.arguments(model) if on_cpu else {}), **changes}
 

@@ -17,7 +17,7 @@ FROZEN = {
     "logits 1.0": "3702bf8d",
     "logprobs 1.0": "0d5f8a09",
     "gradients 1.0": "5356d49c",
-    "optimizer 1.0": "07b50b5b",
+    "optimizer 1.0": "18a2ac5d",
     "adapters 1.0": "cb3ce852",
     "settings 1.0": "bd1d50ab",
     "dispatch 1.0": "e9f01cfc",

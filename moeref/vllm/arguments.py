@@ -70,7 +70,7 @@ def engine_args(
         "logprobs_mode": "raw_logprobs",
         "worker_cls": _WORKER,
         "weight_transfer_config": {"backend": "moeref"},
-        # Scheduling ahead keeps places for tokens that are not sampled yet: an update amid samples finds no labels there.
+        # Scheduling ahead has places for tokens that are not sampled yet, and an update amid samples finds no labels.
         "async_scheduling": False,
     }
     return {**found, **(cpu.arguments(model) if on_cpu else {}), **changes}

@@ -53,8 +53,8 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
 def resumed(optimizer: Optimizer, context: Context) -> None:
     """A step that is saved, then the next one twice: at once, and of a new optimizer that was restored.
 
-    Saves all parameters after each, as `saved.chunk:local`, `on.…` and `resumed.…`; then they hold what they did before.
-    No step is taken where the target does not claim to save.
+    Saves all parameters after each, as `saved.chunk:local`, `on.…` and `resumed.…`; then they hold what they did
+    before. No step is taken where the target does not claim to save.
     """
     if not context.claims.optimizer_saves:
         return

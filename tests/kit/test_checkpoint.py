@@ -280,6 +280,11 @@ def test_the_fp8_model_has_sizes_that_every_recipe_takes(work: Path) -> None:
         precision.check_length(config, at, made.tokens_BS.shape[1])
 
 
+def test_under_cp_heads_have_a_width_that_transformer_engine_takes(work: Path) -> None:
+    cells = [cell for cell in load("gpu").cells if cell.kernels == "te" and cell.layout.cp > 1]
+    assert {expected(cell, work).config["head_dim"] % 8 for cell in cells} == {0}
+
+
 def test_a_family_without_sizes_for_fp8_is_named(work: Path) -> None:
     with pytest.raises(ValueError, match="family glm4_moe has no sizes for FP8"):
         expected(cell(precision="mxfp8"), work)

@@ -36,6 +36,8 @@ _QUANTISED: dict[str, Any] = {
     "moe_intermediate_size": 256,
     "max_position_embeddings": 512,
 }
+#: Under CP Transformer Engine has flash attention and cuDNN's alone, which takes heads of a multiple of 8 in 16 bits.
+_FUSED_ATTENTION = {"head_dim": 32}
 #: Multi-latent attention. Queries and keys are 18 wide per head, values 6.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 16,
@@ -310,6 +312,8 @@ def model(cell: Cell) -> Any:
         if cell.family != "qwen3_moe":
             raise ValueError(f"cell {cell.id}: family {cell.family} has no sizes for FP8; qwen3_moe has")
         values |= _QUANTISED
+    if cell.kernels == "te" and cell.layout.cp > 1:
+        values |= _FUSED_ATTENTION
     values |= _of_groups(cell) | _of_batch(cell)
     if cell.backend == ENGINE:
         values = _served(values)

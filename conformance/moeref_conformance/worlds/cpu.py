@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,11 +35,6 @@ class Substitution:
     reason: str
     install: Callable[[], None]
     anywhere: bool = False
-
-
-def transformer_engine() -> None:
-    """`import transformer_engine` fails, also where it is installed."""
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def current_device() -> None:
@@ -258,7 +252,6 @@ def sequence_parallel_norm() -> None:
 
 
 SUBSTITUTIONS = (
-    Substitution("transformer_engine", "torch", "routers call its GEMM, which needs a GPU", transformer_engine),
     Substitution("current_device", "torch", "allocations name torch.cuda.current_device()", current_device),
     Substitution("synchronize", "torch", "pipeline point-to-point synchronises after a batch", synchronize),
     Substitution("streams", "torch", "the all-to-all dispatcher and shared experts use streams", streams),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from moeref.vllm import cpu, gpu, installed
 
-(cpu if installed()[1] else gpu).prepare()
+if find_spec("vllm"):  # without it these tests are collected, and none runs
+    (cpu if installed()[1] else gpu).prepare()

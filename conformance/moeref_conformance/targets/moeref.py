@@ -659,6 +659,7 @@ class MoerefTarget:
             importlib.import_module(f"moeref.{name}")
         # What torch and Megatron import in the first optimizer or the first step: more than a second in each rank.
         importlib.import_module("torch._dynamo")
+        importlib.import_module("torch.utils.serialization.config")  # of torch.save
         with suppress(ImportError):  # older versions of torch
             importlib.import_module("torch.profiler._cupti_monitor")
         with suppress(ImportError):  # and of megatron-core lack them

@@ -32,7 +32,6 @@ from moeref.config import MoEConfig
 from moeref.families import Model
 from moeref.layout import Layout
 from moeref.record import Options, Record
-from moeref.vllm import cpu, gpu
 
 PROMPT, GROUP = 6, 4  # tokens, samples of a prompt
 
@@ -361,5 +360,5 @@ def loop_of(size: Size, steps: int, new: int = 24) -> list[Report]:
 
 
 if __name__ == "__main__":
-    (cpu if engines.installed()[1] else gpu).prepare()
+    engines.prepare()
     main()

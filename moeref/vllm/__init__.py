@@ -3,7 +3,7 @@
 Only `worker` and `process` import vllm, and only in processes of the engine: the trainer's ranks need no vllm.
 """
 
-from moeref.vllm.arguments import EngineError, engine_args, installed
+from moeref.vllm.arguments import EngineError, engine_args, prepare
 from moeref.vllm.control import InProcess, Piped, Served, serve
 from moeref.vllm.engine import Engine
 from moeref.vllm.ledger import Labels
@@ -26,8 +26,8 @@ __all__ = [
     "from_outputs",
     "from_response",
     "generate",
-    "installed",
     "labels",
+    "prepare",
     "request_id",
     "sampling",
     "serve",

@@ -29,6 +29,14 @@ def installed() -> tuple[str, bool]:
     raise EngineError("vllm is not installed here; constraints/vllm-py311.txt has an environment that works on a CPU")
 
 
+def prepare() -> None:
+    """Set the environment that the installed build of vLLM needs. Call it before vllm is imported.
+
+    What the user has set for a GPU stays. Raises EngineError where vllm is not installed.
+    """
+    (cpu if installed()[1] else gpu).prepare()
+
+
 def engine_args(
     folder: str | Path, model: Model, *, max_model_len: int, routes: bool = True, **changes: Any
 ) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from moeref.families import Model
-from moeref.vllm.arguments import EngineError, installed
+from moeref.vllm.arguments import EngineError, installed, prepare
 from moeref.vllm.control import InProcess, Piped, serve
 from moeref.vllm.rollout import Sample, from_outputs
 
@@ -84,9 +84,7 @@ REFUSED = 3
 
 def keep(fd: int) -> None:
     """What the keeper runs: it takes `start`, and answers for an engine that died."""
-    from moeref.vllm import cpu, gpu
-
-    (cpu if installed()[1] else gpu).prepare()
+    prepare()
     from vllm import LLM  # noqa: F401 - so that engines need not import it
 
     connection: Connection[Any, Any] = Connection(fd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from moeref.vllm import cpu, gpu, installed
+from moeref.vllm import prepare
 
 if find_spec("vllm"):  # without it these tests are collected, and none runs
-    (cpu if installed()[1] else gpu).prepare()
+    prepare()

@@ -224,10 +224,10 @@ def _as_base(case: Case, phase: str, got: torch.Tensor) -> str:
 
 
 @once
-def _after(case: Case, sent: _Sent, phase: str) -> oracle.Trained:
+def _after(case: Case, sent: _Sent, phase: str) -> routed.OfWeights:
     """transformers with the adapters of a phase merged."""
     tensors = expected(case).tensors
-    return oracle.trained(expected(case), oracle.merged(tensors, sent.phases[phase], _whole(case, sent)))
+    return routed.of_weights(expected(case), oracle.merged(tensors, sent.phases[phase], _whole(case, sent)))
 
 
 @judges("LRA-002")

@@ -7,16 +7,11 @@ two factors of its adapter: nothing here knows how a target computes with them.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from moeref_conformance.contract.requests.adapters import RANK, SCALE
-from moeref_conformance.oracles import routed
-from moeref_conformance.oracles.expected import Expected
 
 #: What PEFT's names have before those of the model.
 PREFIX = "base_model.model."
@@ -83,18 +78,3 @@ def sharing(sent: Sequence[Tensors]) -> list[list[str]]:
         key = layer(name), name.rsplit(".", 2)[1], tuple(sent[0][name].shape), values
         groups.setdefault(key, []).append(name)
     return list(groups.values())
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What transformers computes with other weights: logits, and gradients by the checkpoint's names."""
-
-    logits_BSV: torch.Tensor
-    gradients: Tensors
-
-
-def trained(expected: Expected, tensors: Tensors) -> Trained:
-    """A step of `Gradients.gradients` on these weights, under the routers' own routes."""
-    with tempfile.TemporaryDirectory() as folder:
-        computed = routed.of_weights(expected, tensors, Path(folder))
-    return Trained(*computed)

@@ -10,12 +10,13 @@ import copy
 import functools
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +55,13 @@ class Routed:
     logits_BSV: torch.Tensor
     experts: Mapping[int, Mapping[tuple[int, int], frozenset[int]]]
     entering: Mapping[int, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+
+
+class OfWeights(NamedTuple):
+    """Logits and gradients, as in `Routed`."""
+
+    logits_BSV: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
 
 
@@ -275,18 +283,16 @@ def of_loss(
         return _of_loss(model, loss(logits_BSV), expected)
 
 
-def of_weights(
-    expected: Expected, tensors: Mapping[str, torch.Tensor], folder: Path
-) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Logits and gradients, as in `Routed`, of a model with other weights, whose checkpoint is written to `folder`."""
-    for file in ("config.json", "generation_config.json"):
-        if (source := Path(expected.inputs["checkpoint"]) / file).exists():
-            shutil.copyfile(source, folder / file)
-    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
-    with _ONE_AT_A_TIME, torch.enable_grad():
-        model = _model.__wrapped__(str(folder), torch.float32)
+def of_weights(expected: Expected, tensors: Mapping[str, torch.Tensor]) -> OfWeights:
+    """What transformers computes with other weights, under the routers' own routes."""
+    with tempfile.TemporaryDirectory() as folder, _ONE_AT_A_TIME, torch.enable_grad():
+        for file in ("config.json", "generation_config.json"):
+            if (source := Path(expected.inputs["checkpoint"]) / file).exists():
+                shutil.copyfile(source, Path(folder, file))
+        save_file(dict(tensors), Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        model = _model.__wrapped__(folder, torch.float32)
         logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
-        return logits_BSV.detach().contiguous(), _gradients(model, logits_BSV, expected, 0.0, None)
+        return OfWeights(logits_BSV.detach().contiguous(), _gradients(model, logits_BSV, expected, 0.0, None))
 
 
 def _of_loss(model: Any, loss: torch.Tensor, expected: Expected) -> dict[str, torch.Tensor]:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
 from moeref_conformance.contract.requests.adapters import RANK, SCALE
 from moeref_conformance.contract.topology import coords
-from moeref_conformance.selftest.border import Change, Swapped, Tensors, checkpoint, facet
+from moeref_conformance.selftest.border import Change, Tensors, checkpoint, facet
+from moeref_conformance.selftest.faults import roles
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 Sent = Iterator[tuple[str, "torch.Tensor | None"]]
@@ -298,7 +299,7 @@ def _each_its_own(session: Session, cell: Cell, world: World) -> Any:
 
 
 def everywhere(session: Any, cell: Cell, world: World) -> Any:
-    """All ranks are given all tensors: weights, adapters and merged weights."""
+    """As `roles.everywhere`, and adapters and merged weights too."""
 
     def to_all(pairs: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         for key, tensor in pairs:
@@ -306,15 +307,13 @@ def everywhere(session: Any, cell: Cell, world: World) -> Any:
             dist.broadcast_object_list(given, src=0)
             yield key, given[0]
 
-    facets = {
-        "export": Swapped(session.export, stream=lambda: to_all(session.export.stream())),
-        "adapters": Swapped(
-            session.adapters,
-            stream=lambda: to_all(session.adapters.stream()),
-            merged=lambda: to_all(session.adapters.merged()),
-        ),
-    }
-    return Swapped(session, **facets)
+    good = session.adapters
+    return facet(
+        roles.everywhere(session, cell, world),
+        "adapters",
+        stream=lambda: to_all(good.stream()),
+        merged=lambda: to_all(good.merged()),
+    )
 
 
 def _by_local_number(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:

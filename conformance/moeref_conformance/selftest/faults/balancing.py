@@ -1,4 +1,4 @@
-"""Bugs of routers: groups of experts, losses of routers; and what a call takes from an earlier one."""
+"""Bugs of routers: groups of experts, losses of routers, their bias, and the route of a replay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
+from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
@@ -35,51 +35,6 @@ def _groups(best: int, masked: float) -> Patch:
         return mock.patch.object(moe_utils, "group_limited_topk", chosen)
 
     return patch
-
-
-def _counted_first(count: Callable[[Any], float]) -> Callable[[Session, Cell, World], Any]:
-    """A fault's `wrap`: gradients are divided by the `count` of what the first step was given."""
-
-    def wrap(session: Session, cell: Cell, world: World) -> Any:
-        good: Any = session.gradients
-        first: list[float] = []
-
-        def gradients(*given: torch.Tensor) -> Any:
-            first.append(count(given))
-            factor = first[-1] / first[0] if first[0] else 1.0
-            return {key: factor * one for key, one in good.gradients(*given).items()}
-
-        return facet(session, "gradients", gradients=gradients)
-
-    return wrap
-
-
-def _temperature_of_the_first(session: Session, cell: Cell, world: World) -> Any:
-    """The temperature of the first call is that of all."""
-    good: Any = session.logprobs
-    kept: list[float] = []
-
-    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> TokenLogprobs | None:
-        kept.append(temperature)
-        found: TokenLogprobs | None = good.logprobs(tokens_BS, kept[0], *routes)
-        return found
-
-    return facet(session, "logprobs", logprobs=logprobs)
-
-
-def _temperature_of_logprobs(session: Session, cell: Cell, world: World) -> Any:
-    """Steps divide logits by the temperature that logprobs were asked for first."""
-    good, asked, kept = session.policy, session.logprobs, list[float]()
-
-    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> Any:
-        kept.append(temperature)
-        return asked.logprobs(tokens_BS, temperature, *routes)  # type: ignore[union-attr]
-
-    def policy_gradients(tokens_BS: Any, mask_BS: Any, advantages_BS: Any, temperature: float, entropy: float) -> Any:
-        given = (tokens_BS, mask_BS, advantages_BS, [*kept, temperature][0], entropy)
-        return good.policy_gradients(*given)  # type: ignore[union-attr]
-
-    return facet(facet(session, "logprobs", logprobs=logprobs), "policy", policy_gradients=policy_gradients)
 
 
 def _replayed_within_own_groups(cell: Cell, world: World) -> AbstractContextManager[Any]:
@@ -148,32 +103,6 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
-        id="tokens-of-the-first-step",
-        bug="reported nowhere: the number of tokens that a step is divided by is kept from the first one",
-        rules=("GRD-001",),
-        cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_counted_first(lambda given: float(given[1].sum())),
-        one_rank=True,
-        diagnosis="times the right one",
-    ),
-    Fault(
-        id="microbatches-of-the-first-step",
-        bug="reported nowhere: the number of microbatches that a step is divided by is kept from the first one",
-        rules=("GRD-001",),
-        cell=cell("qwen3_moe", "one"),
-        wrap=_counted_first(lambda given: float(len(given[0]))),
-        one_rank=True,
-        diagnosis="2 times the right one",
-    ),
-    Fault(
-        id="temperature-of-the-first-call",
-        bug="GMISWE/tinker-cloud#26 in kind: logits are divided by one temperature, whatever samples were drawn with",
-        rules=("LGP-001", "LGP-002"),
-        cell=cell("qwen3_moe", "one"),
-        wrap=_temperature_of_the_first,
-        diagnosis="those of the temperature of the call before",
-    ),
-    Fault(
         id="router-loss-of-a-part-with-a-mask",
         bug="Megatron-LM#1652: under per-token loss the loss of routers is scaled by the tokens of a CP rank alone",
         rules=("GRD-001",),
@@ -197,15 +126,6 @@ FAULTS = (
         cell=cell("gpt_oss", "ep2", replay="R3"),
         patch=_replayed_without_its_bias,
         one_rank=True,
-    ),
-    Fault(
-        id="policy-at-the-temperature-of-logprobs",
-        bug="GMISWE/tinker-cloud#26 in kind: a step divides logits by a temperature that other samples had",
-        rules=("GRD-004",),
-        cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_temperature_of_logprobs,
-        one_rank=True,
-        says="policy: the gradient of",
     ),
     Fault(
         id="replayed-within-own-groups",

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
+
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.border import each_chunk, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
@@ -62,6 +64,23 @@ def configured(**values: Any) -> Wrap:
     return wrap
 
 
+def _counted_first(count: Callable[[Any], float]) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: gradients are divided by the `count` of what the first step was given."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.gradients
+        first: list[float] = []
+
+        def gradients(*given: torch.Tensor) -> Any:
+            first.append(count(given))
+            factor = first[-1] / first[0] if first[0] else 1.0
+            return {key: factor * one for key, one in good.gradients(*given).items()}
+
+        return facet(session, "gradients", gradients=gradients)
+
+    return wrap
+
+
 FAULTS = (
     Fault(
         id="experts-reduced-as-dense",
@@ -111,5 +130,23 @@ FAULTS = (
         also=("CFG-004",),
         cell=cell("qwen3_moe", "pp2-vpp2", layers=4),
         wrap=configured(batch_p2p_comm=True, overlap_p2p_comm=False),
+    ),
+    Fault(
+        id="tokens-of-the-first-step",
+        bug="reported nowhere: the number of tokens that a step is divided by is kept from the first one",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_counted_first(lambda given: float(given[1].sum())),
+        one_rank=True,
+        diagnosis="times the right one",
+    ),
+    Fault(
+        id="microbatches-of-the-first-step",
+        bug="reported nowhere: the number of microbatches that a step is divided by is kept from the first one",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_counted_first(lambda given: float(len(given[0]))),
+        one_rank=True,
+        diagnosis="2 times the right one",
     ),
 )

@@ -121,6 +121,19 @@ def _late(asked: Asked) -> TokenLogprobs:
     return replace(right, entropies_BS=torch.as_tensor(right.entropies_BS).roll(1, 1))
 
 
+def _temperature_of_the_first(session: Session, cell: Cell, world: World) -> Any:
+    """The temperature of the first call is that of all."""
+    good: Any = session.logprobs
+    kept: list[float] = []
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> TokenLogprobs | None:
+        kept.append(temperature)
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, kept[0], *routes)
+        return found
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
 FAULTS = (
     Fault(
         id="temperature-left-out",
@@ -218,5 +231,13 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_late),
         diagnosis="those of the token before",
+    ),
+    Fault(
+        id="temperature-of-the-first-call",
+        bug="GMISWE/tinker-cloud#26 in kind: logits are divided by one temperature, whatever samples were drawn with",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_temperature_of_the_first,
+        diagnosis="those of the temperature of the call before",
     ),
 )

@@ -157,6 +157,21 @@ def _on_the_first_stage(routes: Sequence[Any], cell: Cell, world: World) -> Sequ
     return None if coords(cell.layout, world.rank)["pp"] else routes
 
 
+def _temperature_of_logprobs(session: Session, cell: Cell, world: World) -> Any:
+    """Steps divide logits by the temperature that logprobs were asked for first."""
+    good, asked, kept = session.policy, session.logprobs, list[float]()
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> Any:
+        kept.append(temperature)
+        return asked.logprobs(tokens_BS, temperature, *routes)  # type: ignore[union-attr]
+
+    def policy_gradients(tokens_BS: Any, mask_BS: Any, advantages_BS: Any, temperature: float, entropy: float) -> Any:
+        given = (tokens_BS, mask_BS, advantages_BS, [*kept, temperature][0], entropy)
+        return good.policy_gradients(*given)  # type: ignore[union-attr]
+
+    return facet(facet(session, "logprobs", logprobs=logprobs), "policy", policy_gradients=policy_gradients)
+
+
 FAULTS = (
     Fault(
         id="logprob-gradient-of-the-owner",
@@ -286,5 +301,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2", replay="R3", loss_mask=True),
         wrap=_under(_on_the_first_stage),
         says="replayed_policy: the gradient of",
+    ),
+    Fault(
+        id="policy-at-the-temperature-of-logprobs",
+        bug="GMISWE/tinker-cloud#26 in kind: a step divides logits by a temperature that other samples had",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_temperature_of_logprobs,
+        one_rank=True,
+        says="policy: the gradient of",
     ),
 )

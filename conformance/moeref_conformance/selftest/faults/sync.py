@@ -193,6 +193,11 @@ class _Remembers(_Wrong):
         return [replace(one, versions=(version,) * len(one.tokens)) for one in known]
 
 
+def _with_rows(one: Sampled, then: Any, prompt: int) -> Sampled:
+    """A sample whose first `prompt` rows of routes are those of `then`, if there are any."""
+    return replace(one, routes=(*then[:prompt], *one.routes[prompt:])) if one.routes and then else one
+
+
 class _CachedRoutes(_Wrong):
     """Gives a prompt that it has seen the routes of then, beside the tokens and logprobs of now."""
 
@@ -204,8 +209,7 @@ class _CachedRoutes(_Wrong):
         found = []
         for prompt, one in zip(prompts, self.good.sample(prompts, *asked), strict=True):
             then = self.seen.setdefault(tuple(prompt), one.routes)
-            rows = one.routes and then and (*then[: len(prompt)], *one.routes[len(prompt) :])
-            found.append(replace(one, routes=rows))
+            found.append(_with_rows(one, then, len(prompt)))
         return found
 
 
@@ -224,8 +228,7 @@ class _RoutesOfBefore(_Wrong):
         found = []
         for prompt, one in zip(prompts, self.good.sample(prompts, tokens, None, *more), strict=True):
             then = self.kept.get(tuple(prompt))
-            rows = one.routes and then and (*then[: len(prompt)], *one.routes[len(prompt) :])
-            found.append(replace(one, routes=rows or one.routes))
+            found.append(_with_rows(one, then, len(prompt)))
         return found
 
 

@@ -30,7 +30,7 @@ _LINEAR = re.compile(
 #: Scales of a checkpoint are drawn between this number and twice as much.
 LEAST = 1e-3
 #: Families whose files have scales in bf16; those of DeepSeek-V3's are fp32.
-OF_BF16 = ("qwen3_5_moe_text", "qwen3_moe")
+OF_BF16 = ("qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 
 
 def stored(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

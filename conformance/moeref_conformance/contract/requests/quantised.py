@@ -14,23 +14,33 @@ Block = tuple[int, int]
 SCALES = "_scale_inv"
 #: Rows and columns of a block by family: square, as published ones. Qwen's tiny linears are no whole blocks; DeepSeek's
 #: are, but for the `kv_a_proj_with_mqa`, which ends in fewer rows as the real one does, and the `kv_b_proj`. In
-#: Qwen3.5's `in_proj_qkv` neither queries nor keys nor values end where a block does.
-BLOCKS: dict[str, Block] = {"deepseek_v3": (8, 8), "qwen3_5_moe_text": (24, 24), "qwen3_moe": (16, 16)}
+#: Qwen3.5's `in_proj_qkv` neither queries nor keys nor values end where a block does, nor key heads in Qwen3-Next's
+#: `in_proj_qkvz`.
+BLOCKS: dict[str, Block] = {
+    "deepseek_v3": (8, 8),
+    "qwen3_5_moe_text": (24, 24),
+    "qwen3_moe": (16, 16),
+    "qwen3_next": (24, 24),
+}
 #: By what the blocks of a weight are multiplied, in turn.
 FACTORS = (1.0, 2.0**-6, 2.0**6)
 #: A linear of Qwen3 that stays as it is, besides what its published files keep so.
 KEPT = "model.layers.0.self_attn.o_proj"
-#: What published files of Qwen3.5 keep of gated delta nets, in_proj_ba among it, as which engines join b and a.
+#: What published files of Qwen3.5 keep of gated delta nets, in_proj_ba among it, as which engines join b and a; and of
+#: Qwen3-Next, whose files have in_proj_ba.
 _OF_DELTA_NETS = ("A_log", "conv1d", "dt_bias", "in_proj_a", "in_proj_b", "in_proj_ba", "norm")
+#: What they keep of layers with gated delta nets.
+_HYBRID = (
+    "input_layernorm",
+    *(f"linear_attn.{part}" for part in _OF_DELTA_NETS),
+    *("mlp.gate", "mlp.shared_expert_gate", "post_attention_layernorm", "self_attn.k_norm", "self_attn.q_norm"),
+)
 #: Modules of each layer that published files keep as they are.
 _LISTED = {
     "deepseek_v3": ("mlp.gate",),
     "qwen3_moe": ("input_layernorm", "mlp.gate", "post_attention_layernorm"),
-    "qwen3_5_moe_text": (
-        "input_layernorm",
-        *(f"linear_attn.{part}" for part in _OF_DELTA_NETS),
-        *("mlp.gate", "mlp.shared_expert_gate", "post_attention_layernorm", "self_attn.k_norm", "self_attn.q_norm"),
-    ),
+    "qwen3_5_moe_text": _HYBRID,
+    "qwen3_next": _HYBRID,
 }
 #: Other modules that stay as they are: a linear, which published files quantise, and the embedding of Qwen3.5.
 _OTHERS = {
@@ -42,8 +52,8 @@ _OTHERS = {
 def config(model: Mapping[str, Any], listed: bool = True, powers: bool = True) -> dict[str, Any]:
     """The config of a model that is published in FP8; `listed`: it names modules that stay as they are.
 
-    Qwen's names head, norms and gates of every layer, Qwen3.5's also what is small in gated delta nets, in layers with
-    attention too. DeepSeek-V3's names none; here it names gates too, those of dense layers among them, whose
+    Qwen's names head, norms and gates of every layer, those with gated delta nets also what is small in these, in layers
+    with attention too. DeepSeek-V3's names none; here it names gates too, those of dense layers among them, whose
     `mlp.gate_proj` begins like one. With `powers` its scales are powers of two, as DeepSeek-V3.1's.
     """
     made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}

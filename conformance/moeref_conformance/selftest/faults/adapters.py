@@ -21,6 +21,8 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 Sent = Iterator[tuple[str, "torch.Tensor | None"]]
 Merged = Iterator[tuple[TensorMeta, "torch.Tensor | None"]]
 EXPERTS = ".experts."
+#: Channels of a head in Qwen3-Next's attention.
+HEAD = 8
 
 
 def trained(session: Any) -> dict[str, torch.nn.Parameter]:
@@ -145,6 +147,13 @@ def _routers_too(session: Any, before: Mapping[str, torch.Tensor], moved: Mappin
     for chunk in session.adapters.chunks():
         for name, parameter in chunk.named_parameters():
             if name.endswith(".router.weight"):
+                parameter.mul_(1.01)
+
+
+def _norms_inside_too(session: Any, before: Mapping[str, torch.Tensor], moved: Mapping[str, torch.Tensor]) -> None:
+    for chunk in session.adapters.chunks():
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".layer_norm_weight"):
                 parameter.mul_(1.01)
 
 
@@ -331,6 +340,22 @@ def _folded(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return name, SCALE * tensor if "lora_B" in name else tensor
 
 
+def _without_gates(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Of a lora_B of gated queries the rows of gates, which follow those of the query of each head, stay 0."""
+    if not name.endswith("q_proj.lora_B.weight"):
+        return name, tensor
+    by_head = tensor.clone().view(-1, 2, HEAD, tensor.shape[1])
+    by_head[:, 1] = 0
+    return name, by_head.view_as(tensor)
+
+
+def _gates_last(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The rows of all gates behind those of all queries."""
+    if not name.endswith("q_proj.lora_B.weight"):
+        return name, tensor
+    return name, tensor.view(-1, 2, HEAD, tensor.shape[1]).transpose(0, 1).reshape(tensor.shape)
+
+
 def _base_layer(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return re.sub(r"(q_proj|k_proj|v_proj)\.", r"\1.base_layer.", name), tensor
 
@@ -504,6 +529,24 @@ FAULTS = (
         says="trained: logits differ",
     ),
     Fault(
+        id="adapters-of-queries-without-gates",
+        bug="miles#2008: the adapter of queries that have gates beside them has no rows of these, which stay the base's",
+        rules=("LRA-002", "LRA-003"),
+        also=("LRA-005",),
+        cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
+        wrap=sent(_without_gates),
+        says="q_proj.lora_B.weight moved otherwise",
+    ),
+    Fault(
+        id="adapters-of-gates-after-all-queries",
+        bug="miles#2008 in kind: rows of a lora_B of gated queries in another order than the file's",
+        rules=("LRA-003",),
+        also=("LRA-002", "LRA-005"),
+        cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
+        wrap=sent(_gates_last),
+        says="trained: logits differ",
+    ),
+    Fault(
         id="adapters-counted-by-each-rank",
         bug="Megatron-Bridge#5634: what adapters of experts add is whole on each ETP rank, and is summed over them",
         rules=("LRA-002", "LRA-003"),
@@ -547,6 +590,16 @@ FAULTS = (
         wrap=stepped(_routers_too),
         one_rank=True,
         says="of the base has changed",
+    ),
+    Fault(
+        id="norms-inside-linears-trained",
+        bug="reported nowhere: of a linear with a norm inside the weight is frozen, and the norm trains beside adapters",
+        rules=("LRA-004", "LRA-005"),
+        also=("LRA-002", "LRA-003"),
+        cell=cell("glm4_moe", "one", norms="fused", experts="grouped", loss_mask=True),
+        wrap=stepped(_norms_inside_too),
+        one_rank=True,
+        says="layer_norm_weight of the base has changed",
     ),
     Fault(
         id="merged-is-the-base",

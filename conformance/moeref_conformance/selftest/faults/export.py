@@ -96,6 +96,16 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
+        id="everything-cast-to-the-models-dtype",
+        bug="ISEEKYAN/Megatron-LM#81: in bf16 all is sent in bf16, the experts' bias of families with latents too",
+        rules=("EXP-003",),
+        also=("EXP-004",),
+        cell=cell("glm4_moe_lite", "tp2", dtype="bfloat16", norms="fused", experts="grouped"),
+        wrap=each(_everything_in_bf16),
+        diagnosis="rounded from float32 to bfloat16",
+        one_rank=True,
+    ),
+    Fault(
         id="fused-experts-transposed",
         bug="B43: Megatron-Bridge#3278, fused experts as [in, out]",
         rules=("EXP-003",),

@@ -22,6 +22,10 @@ _DEEPSEEK = cell("deepseek_v3", "ep2", layers=3, dtype="bfloat16")
 _MTP = cell("deepseek_v3", "ep2", layers=3, mtp=1, dtype="bfloat16")
 #: With two gated delta nets, the linears of which Megatron joins, and gated attention.
 _DELTA = cell("qwen3_5_moe_text", "tp2", layers=3, dtype="bfloat16")
+#: With the same modules, whose rows files have by key head.
+_BY_HEAD = cell("qwen3_next", "tp2", layers=3, dtype="bfloat16")
+#: Heads of a gated delta net.
+KINDS = ("key", "value")
 
 
 class _Skipped(Quantiser):
@@ -71,6 +75,32 @@ class _DecaysToo(Quantiser):
 
     def quantised(self, name: str) -> bool:
         return super().quantised(name) or name.endswith((".in_proj_a.weight", ".in_proj_b.weight"))
+
+
+class _StrengthsToo(Quantiser):
+    """Quantises every linear of a gated delta net, whatever the list says."""
+
+    def quantised(self, name: str) -> bool:
+        return super().quantised(name) or name.endswith(".in_proj_ba.weight")
+
+
+class _AsMegatronHasThem(Quantiser):
+    """Makes scales of the rows as Megatron has them, and puts the rows of the weight alone into the file's order."""
+
+    def stream(self, config: Path) -> Iterable[Named]:
+        self.model = json.loads((config / "config.json").read_text())
+        return super().stream(config)
+
+    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not name.endswith(".in_proj_qkvz.weight"):
+            return super().made(name, tensor)
+        heads = self.model["linear_num_key_heads"]
+        key, value = (self.model[f"linear_num_{kind}_heads"] * self.model[f"linear_{kind}_head_dim"] for kind in KINDS)
+        rows = torch.arange(len(tensor)).view(heads, -1)
+        parts = torch.split(rows, [size // heads for size in (key, key, value, value)], 1)
+        order = torch.cat([part.flatten() for part in parts])
+        weight, scales = super().made(name, tensor[order])
+        return weight.view(torch.uint8)[order.argsort()].view(FP8), scales
 
 
 class _PartByPart(Quantiser):
@@ -334,6 +364,22 @@ FAULTS = (
         cell=_DELTA,
         wrap=design(_DecaysToo),
         says="linear_attn.in_proj_a.weight_scale_inv: is not in the FP8 checkpoint",
+    ),
+    Fault(
+        id="strengths-of-delta-nets-quantised",
+        bug="vLLM#25079: in_proj_ba of Qwen3-Next is taken for a linear in FP8, which its files keep in bf16",
+        rules=("QNT-001", "QNT-005"),
+        cell=_BY_HEAD,
+        wrap=design(_StrengthsToo),
+        says="linear_attn.in_proj_ba.weight_scale_inv: is not in the FP8 checkpoint",
+    ),
+    Fault(
+        id="delta-nets-quantised-as-megatron-has-them",
+        bug="Model-Optimizer#2447 in kind: scales are of rows in another order than the weight's that is sent",
+        rules=("QNT-004",),
+        cell=_BY_HEAD,
+        wrap=design(_AsMegatronHasThem),
+        says="linear_attn.in_proj_qkvz.weight: ",
     ),
     Fault(
         id="delta-nets-quantised-part-by-part",

@@ -94,6 +94,11 @@ _SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
+#: Experts as published ones: gate and up together are less than the hidden size. In fused files, so that a side that is
+#: told by its length shows; other experts are wide.
+_NARROW = {"qwen3_moe": {"moe_intermediate_size": 12}}
+
+
 #: What layers without full attention have, by families whose config names the kind of each layer.
 _OTHER_KIND = {"gpt_oss": "sliding_attention", "qwen3_5_moe_text": "linear_attention"}
 
@@ -315,6 +320,8 @@ def model(cell: Cell) -> Any:
     if cell.kernels == "te" and cell.layout.cp > 1:
         values |= _FUSED_ATTENTION
     values |= _of_groups(cell) | _of_batch(cell)
+    if cell.expert_format == "fused" and not cell.precision:
+        values |= _NARROW.get(cell.family, {})
     if cell.backend == ENGINE:
         values = _served(values)
     if cell.checkpoint_mtp:

@@ -34,6 +34,12 @@ def _fused_transposed(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
     return replace(meta, shape=tuple(turned.shape)), turned
 
 
+def _longer_side_first(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
+    """Takes the longer side of gate and up together for their rows."""
+    by_length = tensor.ndim != 3 or not meta.name.endswith("gate_up_proj") or tensor.shape[1] > tensor.shape[2]
+    return (meta, tensor) if by_length else _fused_transposed(meta, tensor)
+
+
 def _gate_for_up(meta: TensorMeta, tensor: torch.Tensor) -> Pair:
     name = meta.name
     if ".experts." in name and "shared" not in name:
@@ -112,6 +118,16 @@ FAULTS = (
         also=("EXP-004",),
         cell=cell("qwen3_moe", "ep2", expert_format="fused"),
         wrap=each(_fused_transposed),
+        diagnosis="equals its transpose (last two dimensions swapped)",
+        one_rank=True,
+    ),
+    Fault(
+        id="fused-experts-turned-by-length",
+        bug="unsloth-zoo#779 in kind: the longer side of gate_up_proj is taken for its rows; narrow experts are turned",
+        rules=("EXP-003",),
+        also=("EXP-004",),
+        cell=cell("qwen3_moe", "ep2", expert_format="fused"),
+        wrap=each(_longer_side_first),
         diagnosis="equals its transpose (last two dimensions swapped)",
         one_rank=True,
     ),

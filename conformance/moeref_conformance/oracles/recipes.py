@@ -289,6 +289,11 @@ def _of_batch(cell: Cell) -> dict[str, Any]:
     return _kinds(cell) if cell.family in _OTHER_KIND else _SEVERAL.get(cell.family, {})
 
 
+def _of_files(cell: Cell) -> dict[str, Any]:
+    """What files with fused experts change."""
+    return _NARROW.get(cell.family, {}) if cell.expert_format == "fused" and not cell.precision else {}
+
+
 def _served(values: dict[str, Any]) -> dict[str, Any]:
     """The values of a family at the sizes of an engine."""
     made = {**values, **_SERVED}
@@ -319,9 +324,7 @@ def model(cell: Cell) -> Any:
         values |= _QUANTISED
     if cell.kernels == "te" and cell.layout.cp > 1:
         values |= _FUSED_ATTENTION
-    values |= _of_groups(cell) | _of_batch(cell)
-    if cell.expert_format == "fused" and not cell.precision:
-        values |= _NARROW.get(cell.family, {})
+    values |= _of_groups(cell) | _of_batch(cell) | _of_files(cell)
     if cell.backend == ENGINE:
         values = _served(values)
     if cell.checkpoint_mtp:

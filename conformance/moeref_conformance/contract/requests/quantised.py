@@ -53,8 +53,8 @@ def config(model: Mapping[str, Any], listed: bool = True, powers: bool = True) -
     """The config of a model that is published in FP8; `listed`: it names modules that stay as they are.
 
     Qwen's names head, norms and gates of every layer, those with gated delta nets also what is small in these, in
-    layers with attention too. DeepSeek-V3's names none; here it names gates too, those of dense layers among them, whose
-    `mlp.gate_proj` begins like one. With `powers` its scales are powers of two, as DeepSeek-V3.1's.
+    layers with attention too. DeepSeek-V3's names none; here it names gates too, those of dense layers among them,
+    whose `mlp.gate_proj` begins like one. With `powers` its scales are powers of two, as DeepSeek-V3.1's.
     """
     made: dict[str, Any] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
     family, layers = model["model_type"], range(model["num_hidden_layers"])

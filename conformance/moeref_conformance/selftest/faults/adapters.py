@@ -530,7 +530,7 @@ FAULTS = (
     ),
     Fault(
         id="adapters-of-queries-without-gates",
-        bug="miles#2008: the adapter of queries that have gates beside them has no rows of these, and these never train",
+        bug="miles#2008: an adapter of queries that have gates beside them has no rows of these, which never train",
         rules=("LRA-002", "LRA-003"),
         also=("LRA-005",),
         cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
@@ -593,7 +593,7 @@ FAULTS = (
     ),
     Fault(
         id="norms-inside-linears-trained",
-        bug="reported nowhere: of a linear with a norm inside the weight is frozen, and its norm trains beside adapters",
+        bug="reported nowhere: of a linear with a norm inside the weight is frozen, and the norm trains unseen",
         rules=("LRA-004", "LRA-005"),
         also=("LRA-002", "LRA-003"),
         cell=cell("glm4_moe", "one", norms="fused", experts="grouped", loss_mask=True),

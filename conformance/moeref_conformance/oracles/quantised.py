@@ -23,7 +23,8 @@ POWERS_OF_TWO = 2.0
 SLACK = 1 + 2.0**-4
 #: The linears of layers. Routers, norms and what is outside of layers is not among them.
 _LINEAR = re.compile(
-    r"model\.layers\.\d+\.((self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?|linear_attn\.(in_proj_[a-z]+|out_proj))"
+    r"(model|mtp)\.layers\.\d+\."
+    r"((self_attn|mlp)\.(.+\.)?[a-z_]+_proj(_with_mqa)?|linear_attn\.(in_proj_[a-z]+|out_proj))"
 )
 
 

@@ -24,8 +24,6 @@ _MTP = cell("deepseek_v3", "ep2", layers=3, mtp=1, dtype="bfloat16")
 _DELTA = cell("qwen3_5_moe_text", "tp2", layers=3, dtype="bfloat16")
 #: With the same modules, whose rows files have by key head.
 _BY_HEAD = cell("qwen3_next", "tp2", layers=3, dtype="bfloat16")
-#: Heads of a gated delta net.
-KINDS = ("key", "value")
 
 
 class _Skipped(Quantiser):
@@ -94,8 +92,8 @@ class _AsMegatronHasThem(Quantiser):
     def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not name.endswith(".in_proj_qkvz.weight"):
             return super().made(name, tensor)
-        heads = self.model["linear_num_key_heads"]
-        key, value = (self.model[f"linear_num_{kind}_heads"] * self.model[f"linear_{kind}_head_dim"] for kind in KINDS)
+        heads, of_values = self.model["linear_num_key_heads"], self.model["linear_num_value_heads"]
+        key, value = heads * self.model["linear_key_head_dim"], of_values * self.model["linear_value_head_dim"]
         rows = torch.arange(len(tensor)).view(heads, -1)
         parts = torch.split(rows, [size // heads for size in (key, key, value, value)], 1)
         order = torch.cat([part.flatten() for part in parts])

@@ -226,7 +226,7 @@ class Optimizer(Protocol):
     def make(self) -> None:
         """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
 
-        Of a target that claims `optimizer_saves` it is called again behind steps, twice. From then on a new optimizer
+        Of a target that claims `optimizer_saves` it is called again behind steps, three times. From then on a new optimizer
         takes them, from the weights as they are, and what the one before held is gone.
 
         It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8, no
@@ -244,14 +244,16 @@ class Optimizer(Protocol):
         """
 
     def save(self, folder: Path) -> None:
-        """Write what a new optimizer needs to go on from here. Called if the target claims `optimizer_saves`.
+        """Write what a new optimizer needs to go on from here, also where this one was restored itself. Called if the
+        target claims `optimizer_saves`.
 
         `folder` is empty, and this rank's own: ranks that write together agree on one of theirs. The model's weights
         and buffers need not be in it: the kit brings them back.
         """
 
     def restore(self, folder: Path) -> None:
-        """Go on as the optimizer that was saved to this folder. Called behind `make`, with the weights of then."""
+        """Go on as the optimizer that was saved to this folder. Called behind `make`, with the weights of then; they
+        may be streamed before the next step."""
 
 
 @runtime_checkable

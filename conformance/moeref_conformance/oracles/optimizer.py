@@ -21,6 +21,12 @@ def update(gradients: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
     return -rate * mean / (square.sqrt() + EPSILON)
 
 
+def corrected(number: int) -> float:
+    """By what the corrections of moments make a step longer that counts as this number, but for epsilon."""
+    first, second = (1 - beta**number for beta in BETAS)
+    return second**0.5 / first
+
+
 def norm(gradients: Mapping[str, torch.Tensor]) -> float:
     """The Euclidean norm of all gradients as one vector."""
     return float(sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5)

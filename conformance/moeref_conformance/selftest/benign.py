@@ -115,7 +115,7 @@ def _made_by_its_first_step(session: Session, cell: Cell, world: World) -> Any:
 def _saved_in_memory(session: Session, cell: Cell, world: World) -> Any:
     """Nothing is left in the folder, a restore makes the optimizer itself, and it writes the weights too."""
     good: Any = session.optimizer
-    files, weights = dict[Path, bytes](), list[torch.Tensor]()
+    files, weights = dict[Path, bytes](), dict[Path, list[torch.Tensor]]()
 
     def parameters() -> Iterator[torch.Tensor]:
         return (of.data for chunk in session.export.chunks() for of in chunk.parameters())  # type: ignore[union-attr]
@@ -125,12 +125,12 @@ def _saved_in_memory(session: Session, cell: Cell, world: World) -> Any:
         for file in [*folder.iterdir()]:
             files[file] = file.read_bytes()
             file.unlink()
-        weights.extend(of.clone() for of in parameters())
+        weights[folder] = [of.clone() for of in parameters()]
 
     def restore(folder: Path) -> None:
         for file, content in files.items():
             file.write_bytes(content)
-        for of, kept in zip(parameters(), weights, strict=True):
+        for of, kept in zip(parameters(), weights[folder], strict=True):
             of.copy_(kept)
         good.make()
         good.restore(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -51,7 +52,10 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
 
 
 def resumed(optimizer: Optimizer, context: Context) -> None:
-    """A step that is saved, then the next one twice: at once, and of a new optimizer that was restored.
+    """Two steps, then the next one twice: at once, and of a new optimizer that was restored behind them.
+
+    Between the first two an optimizer is saved and restored as well: the second save is that of a restored one, whose
+    steps are not one. Weights are sent behind the second restore, as a run of RL begins.
 
     Saves all parameters after each, as `saved.chunk:local`, `on.…` and `resumed.…`; then they hold what they did
     before. No step is taken where the target does not claim to save.
@@ -59,22 +63,36 @@ def resumed(optimizer: Optimizer, context: Context) -> None:
     if not context.claims.optimizer_saves:
         return
     first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, "moved"))
-    folder, kept = context.world.workdir / "optimizer", {"loaded": _copies(context)}
-    folder.mkdir()
+    kept = {"loaded": _copies(context)}
     optimizer.make()
     optimizer.step(first_BS, saved_at(context.cell))
-    optimizer.save(folder)
+    _made_anew(optimizer, _saved(optimizer, context, 1))
+    optimizer.step(second_BS, saved_at(context.cell))
+    folder = _saved(optimizer, context, 2)
     kept[SAVED] = _copies(context)
-    optimizer.step(second_BS, OPTIMIZER_RATE)
+    optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[ON] = _copies(context)
     _put(context, kept[SAVED])
-    optimizer.make()
-    optimizer.restore(folder)
-    optimizer.step(second_BS, OPTIMIZER_RATE)
+    _made_anew(optimizer, folder)
+    deque(context.facet("export").stream(), maxlen=0)
+    optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[RESUMED] = _copies(context)
     _put(context, kept.pop("loaded"))
     names = _parameters(context)
     context.save("optimizer_resumed", {f"{when}.{name}": of[name] for when, of in kept.items() for name in names})
+
+
+def _saved(optimizer: Optimizer, context: Context, number: int) -> Path:
+    """The folder of this rank to which an optimizer was saved."""
+    folder = context.world.workdir / f"optimizer-{number}"
+    folder.mkdir()
+    optimizer.save(folder)
+    return folder
+
+
+def _made_anew(optimizer: Optimizer, folder: Path) -> None:
+    optimizer.make()
+    optimizer.restore(folder)
 
 
 def _rows(context: Context, alone: bool) -> torch.Tensor:

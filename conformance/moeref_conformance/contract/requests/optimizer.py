@@ -9,7 +9,7 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 STILL = "still"
 #: The step at the rate 0 behind another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
-#: The weights behind a step that is saved, behind the next one, and behind that of an optimizer that was restored.
+#: The weights behind two steps, where it is saved, behind the next one, and behind that of one that was restored.
 SAVED, ON, RESUMED = "saved", "on", "resumed"
 
 
@@ -28,5 +28,5 @@ def of_one_microbatch(cell: Cell) -> str:
 
 
 def saved_at(cell: Cell) -> float:
-    """The rate of the step that is saved. In fp32 both gradients are of the loaded weights; elsewhere masters move."""
+    """The rate of the steps before a save. In fp32 gradients are of the loaded weights; elsewhere masters move."""
     return 0.0 if cell.dtype == "float32" else OPTIMIZER_RATE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -315,6 +316,11 @@ def _from_step_zero(good: Any, own: Any, given: Any) -> None:
     good(own, {**given, "state": state})
 
 
+def _from_step_one(good: Any, own: Any, given: Any) -> None:
+    state = {key: {**of, "step": torch.ones_like(of["step"])} for key, of in given["state"].items()}
+    good(own, {**given, "state": state})
+
+
 def _then_of_the_weights(good: Any, own: Any, given: Any) -> None:
     good(own, given)
     own.reload_model_params()
@@ -332,17 +338,67 @@ def _of_the_first_rank(good: Any, own: Any, given: Any) -> None:
 
 
 def _written_late(session: Session, cell: Cell, world: World) -> Any:
-    """What is saved is written while the next step is under way, and is what this one leaves."""
+    """What is saved is written while the next step is under way, and is what this one leaves.
+
+    Nothing is left to be written where a new optimizer is made.
+    """
     good: Any = session.optimizer
     due = list[Any]()
 
-    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
-        norm = good.step(tokens_BS, rate)
+    def write() -> None:
         while due:
             good.save(due.pop())
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+        norm = good.step(tokens_BS, rate)
+        write()
         return norm
 
-    return facet(session, "optimizer", save=due.append, step=step)
+    def make() -> None:
+        write()
+        good.make()
+
+    return facet(session, "optimizer", make=make, save=due.append, step=step)
+
+
+def _saved_as_restored(session: Session, cell: Cell, world: World) -> Any:
+    """What an optimizer saves that was restored is what it was restored from."""
+    good: Any = session.optimizer
+    restored = dict[str, bytes]()
+
+    def make() -> None:
+        restored.clear()
+        good.make()
+
+    def save(folder: Path) -> None:
+        good.save(folder)
+        for name, content in restored.items():
+            (folder / name).write_bytes(content)
+
+    def restore(folder: Path) -> None:
+        good.restore(folder)
+        restored.update({file.name: file.read_bytes() for file in folder.iterdir()})
+
+    return facet(session, "optimizer", make=make, save=save, restore=restore)
+
+
+@contextmanager
+def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
+    """The first step of Adam behind a restore is without its moments, if a stream has been between the two."""
+    adam = torch.optim.Adam
+    good, load, asleep = adam.step, adam.load_state_dict, dict[int, int]()
+
+    def restore(self: Any, state: Any) -> Any:
+        asleep[id(self)] = self.streams
+        return load(self, state)
+
+    def step(self: Any, closure: Any = None) -> Any:
+        if asleep.pop(id(self), self.streams) != self.streams:
+            self.state.clear()
+        return good(self, closure)
+
+    with mock.patch.multiple(adam, create=True, step=step, load_state_dict=restore, streams=0):
+        yield
 
 
 FAULTS = (
@@ -360,7 +416,32 @@ FAULTS = (
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         patch=_restoring(_of_torch, _from_step_zero),
-        diagnosis="the step count starts anew",
+        diagnosis="the step counts as number 1, not 2",
+    ),
+    Fault(
+        id="step-count-of-a-dummy-step",
+        bug="SkyRL#1403: a step without gradients makes the state that a checkpoint is read into, and its count is kept",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        patch=_restoring(_of_torch, _from_step_one),
+        diagnosis="the step counts as number 2, not 3",
+    ),
+    Fault(
+        id="saved-as-restored",
+        bug="verl#4870: a restored optimizer steps on in copies, and what it saves next is what it was restored from",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=_saved_as_restored,
+        says="are elsewhere than without the restore",
+    ),
+    Fault(
+        id="restored-moments-lost-in-a-sync",
+        bug="reported nowhere: an optimizer that makes room for a first sync comes back as it was before a restore",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_restored_asleep,
+        wrap=_counting_streams,
+        diagnosis="moments are lost",
     ),
     Fault(
         id="masters-rebuilt-in-a-restore",

@@ -226,8 +226,8 @@ class Optimizer(Protocol):
     def make(self) -> None:
         """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
 
-        Of a target that claims `optimizer_saves` it is called again behind steps, three times. From then on a new optimizer
-        takes them, from the weights as they are, and what the one before held is gone.
+        Of a target that claims `optimizer_saves` it is called again behind steps, three times. From then on a new
+        optimizer takes them, from the weights as they are, and what the one before held is gone.
 
         It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8, no
         weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight, as fp32

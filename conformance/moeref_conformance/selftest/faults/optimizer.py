@@ -139,6 +139,13 @@ def _by_dense_ranks(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(tensor_parallel, "param_is_not_tensor_parallel_duplicate", counted)
 
 
+def _unmarked_masters(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Master weights do not say that they are cut over TP, and count on its first rank alone."""
+    from megatron.core import tensor_parallel
+
+    return mock.patch.object(tensor_parallel, "copy_tensor_model_parallel_attributes")
+
+
 def _copies_counted(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """No parameter is taken for a copy of the embedding."""
     from megatron.core.optimizer import optimizer
@@ -420,7 +427,7 @@ FAULTS = (
     ),
     Fault(
         id="step-count-of-a-dummy-step",
-        bug="SkyRL#1403: a step without gradients makes the state that a checkpoint is read into, and its count is kept",
+        bug="SkyRL#1403: a step without gradients makes the state that a checkpoint is read into, and its count stays",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         patch=_restoring(_of_torch, _from_step_one),
@@ -650,6 +657,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2-ep2-etp1", optimizer_step=True),
         wrap=marked("tensor_model_parallel", False, ".experts."),
         patch=_by_dense_ranks,
+        diagnosis="times the right one",
+    ),
+    Fault(
+        id="norm-of-unmarked-masters",
+        bug="Megatron-LM#7227 in kind: copies of parameters that an optimizer steps lack marks of how they are cut",
+        rules=("OPT-003",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        patch=_unmarked_masters,
         diagnosis="times the right one",
     ),
     Fault(

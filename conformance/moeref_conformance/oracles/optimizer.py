@@ -24,7 +24,7 @@ def update(gradients: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
 def corrected(number: int) -> float:
     """By what the corrections of moments make a step longer that counts as this number, but for epsilon."""
     first, second = (1 - beta**number for beta in BETAS)
-    return second**0.5 / first
+    return float(second**0.5 / first)
 
 
 def norm(gradients: Mapping[str, torch.Tensor]) -> float:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Policy
-from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE, ROUTES
+from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
@@ -43,10 +43,13 @@ def recomputed(facet: Policy, context: Context) -> None:
 
 
 def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
-    """`gradients.of_no_token` of a policy's loss, under routes where they are given."""
+    """`gradients.of_no_token` of a policy's loss, under routes where they are given.
+
+    It is the first step, at other advantages and another temperature and entropy, so that what is kept of a call shows.
+    """
 
     def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
-        return _asked(facet, context, rows_BS, none_BS, advantages(rows_BS))
+        return _asked(facet, context, rows_BS, none_BS, -advantages(rows_BS), TEMPERATURE, 2 * ENTROPY)
 
     return gradients.of_no_token(ask, context)
 
@@ -67,10 +70,16 @@ def _saved(facet: Policy, context: Context, name: str) -> None:
 
 
 def _asked(
-    facet: Policy, context: Context, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, advantages_BS: torch.Tensor
+    facet: Policy,
+    context: Context,
+    tokens_BS: torch.Tensor,
+    mask_BS: torch.Tensor,
+    advantages_BS: torch.Tensor,
+    temperature: float = OTHER_TEMPERATURE,
+    entropy: float = ENTROPY,
 ) -> Any:
     """The gradients of a step of these rows, under their routes where a cell has any."""
-    arguments = tokens_BS, mask_BS, advantages_BS, OTHER_TEMPERATURE, ENTROPY
+    arguments = tokens_BS, mask_BS, advantages_BS, temperature, entropy
     if not _routed(context):
         return facet.policy_gradients(*arguments)
     return replay.under(facet.policy_gradients, *arguments, routes=_routes(context))
@@ -89,9 +98,9 @@ FACET = Facet(
     needs=frozenset({"export"}),
     asked_in=asked,
     steps=(
+        Step(name="policy_on_no_token", ask=on_no_token, stage=Stage.LOADED),
         Step(name="policy", ask=step, stage=Stage.LOADED),
         Step(name=REPLAYED[0], ask=replayed, stage=Stage.LOADED),
         Step(name=REPLAYED[1], ask=recomputed, stage=Stage.LOADED),
-        Step(name="policy_on_no_token", ask=on_no_token, stage=Stage.LOADED),
     ),
 )

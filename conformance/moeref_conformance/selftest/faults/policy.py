@@ -65,6 +65,20 @@ def _asked(change: Callable[[Asked], Asked]) -> Callable[[Session, Cell, World],
     return wrap
 
 
+def _advantages_of_the_first_call(session: Session, cell: Cell, world: World) -> Any:
+    """They are kept by the shape of a batch."""
+    good: Any = session.policy
+    kept = dict[torch.Size, torch.Tensor]()
+
+    def policy_gradients(
+        tokens_BS: torch.Tensor, mask_BS: torch.Tensor, advantages_BS: torch.Tensor, *more: Any
+    ) -> Any:
+        first_BS = kept.setdefault(advantages_BS.shape, advantages_BS)
+        return good.policy_gradients(tokens_BS, mask_BS, first_BS, *more)
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
 def _rows(session: Session) -> int:
     """Rows of the head on this rank."""
     chunks = session.export.chunks() if session.export else ()
@@ -205,6 +219,15 @@ FAULTS = (
         rules=("GRD-004",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS.roll(1, 1))),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="advantages-of-the-first-call",
+        bug="reported nowhere: what belongs to a batch is kept by its shape, and a later minibatch is given it again",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_advantages_of_the_first_call,
         one_rank=True,
         says="policy: the gradient of",
     ),

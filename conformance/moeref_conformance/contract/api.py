@@ -506,8 +506,9 @@ class Engine(Protocol):
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Serve these weights, under their Hugging Face names, as `version`. Returns when they are served.
 
-        `tensors` is iterated once, in this thread; they come in any order, may be views of one buffer with any strides
-        (not contiguous, as of a matrix that is held transposed), are read and never written, and may change in place
+        `tensors` is iterated once, in this thread; they come in any order, but those of an attention, of an MLP and of
+        all experts of a layer one behind the other, may be views of one buffer with any strides (not contiguous, as
+        of a matrix that is held transposed), are read and never written, and may change in place
         once this returns. Raises if anything fails, `tensors` itself included; then the engine serves the weights and
         the version that it had, by which it labels tokens, and takes an update of this version again, or is dead.
         Samples that were under way go on with these weights, or end: with fewer tokens, or `sample` raises.

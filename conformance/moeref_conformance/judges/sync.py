@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS
+from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     distance,
@@ -29,8 +29,6 @@ CLOSE = 2e-5
 DEVIATIONS = 5.0
 #: Seconds within which the death of an engine must be noticed.
 SECONDS = 120
-#: The weights that make the samples of a phase.
-WEIGHTS = {"first": "checkpoint", "cached": "checkpoint", "second": "second", "back": "checkpoint"}
 
 
 def off(folder: Path, sample: dict[str, Any]) -> float:
@@ -66,8 +64,8 @@ def _whose(case: Case, sample: dict[str, Any]) -> str:
 
 @judges("SYN-001")
 def serves_what_it_was_opened_with(case: Case) -> Outcome:
-    """Before any update, also from its cache of prefixes."""
-    return _phase(case, ("first", "cached"), "before any update")
+    """Before any update, also from its cache of prefixes, and of what it has sampled itself."""
+    return _phase(case, ("first", "cached", "turn"), "before any update")
 
 
 @judges("SYN-002")
@@ -84,14 +82,15 @@ def new_weights_are_used(case: Case) -> Outcome:
 
 @judges("SYN-003")
 def old_weights_are_gone(case: Case) -> Outcome:
-    """A prompt that the engine has not seen, after a second update, which brings the first weights back."""
-    return _phase(case, ("back",), "after a second update")
+    """Prompts that the engine has not seen, after an update back to the first weights, and one to the second again."""
+    return _phase(case, ("back", "again"), "after a later update")
 
 
 @judges("SYN-004")
 def caches_are_not_stale(case: Case) -> Outcome:
     """A prompt that the engine has seen under earlier weights."""
-    return _phase(case, ("second known", "back known"), "after an update, for a prompt that was sampled before it")
+    phases = ("second known", "back known", "again known")
+    return _phase(case, phases, "after an update, for a prompt that was sampled before it")
 
 
 @judges("SYN-005")
@@ -100,7 +99,7 @@ def versions_are_those_of_updates(case: Case) -> Iterable[Finding]:
     yield from unanswered(case, "sync")
     for rank, value in values(case, "sync"):
         if not _are(value["versions"], wanted := list(VERSIONS.values())):
-            told = f"versions {value['versions']} after opening and two updates"
+            told = f"versions {value['versions']} after opening and three updates"
             yield finding(case, rank, "sync", told, expected=wanted, got=value["versions"])
         for phase, samples in value["sampled"].items():
             want = VERSIONS.get(phase.removesuffix(" known"), 0)

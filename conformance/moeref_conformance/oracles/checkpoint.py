@@ -29,6 +29,16 @@ from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkp
 
 #: Other weights of the same model, where an engine is updated.
 SECOND = "second"
+#: What engines read of a generation_config.json, besides where samples end: with each of these samples differ.
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 0.1,
+    "top_k": 1,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "repetition_penalty": 4.0,
+    "max_new_tokens": 3,
+}
 SINGLE = "model.safetensors"
 #: For every token and layer the scores of the last chosen and the first unchosen expert differ by more than this, so
 #: that a sum in another order cannot change a route.
@@ -172,7 +182,9 @@ def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
 def _give_sampling_parameters(*folders: Path) -> None:
     """Write a generation_config.json, which is not what an engine is asked for."""
     for folder in folders:
-        (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.1, "top_k": 1}')
+        vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        given = {**SAMPLING, "eos_token_id": list(range(0, vocabulary, 2))}
+        (folder / "generation_config.json").write_text(json.dumps(given))
 
 
 def _far(config: Any) -> float:

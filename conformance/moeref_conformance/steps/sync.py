@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
 from moeref_conformance.contract.hf_files import weight_files
-from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS
+from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 from moeref_conformance.steps.tensors import same_bytes
 
@@ -34,6 +34,8 @@ LEAVING = 10.0
 ALIGNED = 64
 #: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+#: What a loader may put together from parts that come one behind the other.
+MODULE = re.compile(r"self_attn|mlp\.experts|mlp\.shared_experts|mlp\.")
 ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
 
 
@@ -43,9 +45,15 @@ def tensors(folder: Path) -> Iterator[Named]:
         yield from load_file(file).items()
 
 
-def backwards(folder: Path) -> Iterator[Named]:
-    """The same, from the last to the first: trainers with other layouts send in other orders."""
-    yield from reversed(list(tensors(folder)))
+def scattered(folder: Path) -> Iterator[Named]:
+    """The same, by kinds of modules and then of tensors: what a layer or an expert has is far apart."""
+
+    def place(pair: Named) -> tuple[str, str, str]:
+        name = pair[0]
+        kind = MODULE.match(LAYER.sub("", name))
+        return (kind[0] if kind else "", (LAYER.match(name) or [""])[0], name[::-1])
+
+    yield from sorted(tensors(folder), key=place, reverse=True)
 
 
 def written_by(engine: Engine, sent: Iterable[Named], version: int) -> list[str]:
@@ -112,7 +120,10 @@ def said(given: Sequence[list[int]], sampled: Any, numbers: range) -> list[dict[
 
 
 def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
-    """To the second weights and back. After each update prompts that are new, and one that was there from the start."""
+    """To the second weights, back, and to the second again: what an engine was opened with is not what it had.
+
+    After each update prompts that are new, and one that was there from the start. A turn goes on behind a sample.
+    """
     known, *fresh = prompts(context)
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         versions, written = [engine.version()], dict[str, list[str]]()
@@ -120,11 +131,13 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3]])}
         sampled["cached"] = ask(engine, [known] * 4)
         others = tempered(engine, apart(fresh[0]))
-        updates = (("second", tensors, "second"), ("back", backwards, "checkpoint"))
-        for number, (name, sent, folder) in enumerate(updates, 1):
-            written[name] = written_by(engine, sent(context.input(folder)), VERSIONS[name])
+        begun = others["low"][0]
+        sampled["turn"] = ask(engine, [[*begun["prompt"], *begun["tokens"], *known[:NEW]]])
+        updates = (("second", tensors, fresh[1]), ("back", scattered, fresh[2]), ("again", scattered, fresh[1][::-1]))
+        for name, sent, new in updates:
+            written[name] = written_by(engine, sent(context.input(WEIGHTS[name])), VERSIONS[name])
             versions.append(engine.version())
-            sampled[name] = ask(engine, apart(fresh[number]))
+            sampled[name] = ask(engine, apart(new))
             sampled[f"{name} known"] = ask(engine, [known])
     return {"versions": versions, "written": written, "sampled": sampled, "tempered": others}
 
@@ -254,8 +267,10 @@ def _changed(what: str, sent: Iterable[Named]) -> Iterator[Named]:
     for name, tensor in sent:
         if what == "lost" and name == EXPERT:
             continue
-        if name == ATTENTION:
-            tensor = {"cut": tensor[:-1], "folded": tensor.reshape(2 * len(tensor), -1)}.get(what, tensor)
+        if what == "cut" and name == EXPERT:
+            tensor = tensor[:-1]
+        if what == "folded" and name == ATTENTION:
+            tensor = tensor.reshape(2 * len(tensor), -1)
         yield name, tensor
         if what == "twice" and name == ATTENTION:
             yield name, tensor

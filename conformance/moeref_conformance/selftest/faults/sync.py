@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -252,6 +253,156 @@ class _Buffer(_Wrong):
         if (longest := max(map(len, prompts))) > self.tokens:
             raise IndexError(f"{longest} tokens are larger than the buffer of routes")
         return list(self.good.sample(prompts, *asked))
+
+
+def _behind(found: dict[tuple[int, ...], int], prompt: Sequence[int]) -> tuple[int, int]:
+    """Where in a prompt the longest earlier sample that it begins with has its own tokens; (0, 0) if it has none."""
+    ends = (end for end in range(len(prompt), 0, -1) if tuple(prompt[:end]) in found)
+    end = next(ends, 0)
+    return found.get(tuple(prompt[:end]), 0), end
+
+
+class _Turns(_Wrong):
+    """Knows of each prompt which of its tokens an earlier sample has made, and are in a cache since."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.made: dict[tuple[int, ...], int] = {}
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        found = self.answered(prompts, *asked)
+        self.made |= {(*prompt, *one.tokens): len(prompt) for prompt, one in zip(prompts, found, strict=True)}
+        return found
+
+    def answered(self, prompts: Sequence[list[int]], *asked: Any) -> list[Sampled]:
+        """What is sampled."""
+        return list(self.good.sample(prompts, *asked))
+
+
+class _SampledRowsLost(_Turns):
+    """Keeps routes with the blocks of a prompt: a token that was sampled has the row before it where it is cached."""
+
+    def answered(self, prompts: Sequence[list[int]], *asked: Any) -> list[Sampled]:
+        pairs = zip(prompts, super().answered(prompts, *asked), strict=True)
+        return [replace(one, routes=one.routes and self._lost(prompt, one.routes)) for prompt, one in pairs]
+
+    def _lost(self, prompt: list[int], rows: tuple[Any, ...]) -> tuple[Any, ...]:
+        begin, end = _behind(self.made, prompt)
+        return (*rows[:begin], *(rows[begin - 1],) * (end - begin), *rows[end:])
+
+
+class _LastTokenNotRun(_Turns):
+    """Caches a sample with its last token, which was not run: what is there in its place is another token's."""
+
+    def answered(self, prompts: Sequence[list[int]], *asked: Any) -> list[Sampled]:
+        return super().answered([self._stale(prompt) for prompt in prompts], *asked)
+
+    def _stale(self, prompt: list[int]) -> list[int]:
+        _, end = _behind(self.made, prompt)
+        return [*prompt[: end - 1], prompt[end - 2], *prompt[end:]] if end else prompt
+
+
+class _OpenedAgain(_Wrong):
+    """From the second update on the engine is put back to what it was opened with."""
+
+    later = False
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        held = self.first if self.later else {}
+        self.good.update(((name, held.get(name, tensor)) for name, tensor in tensors), version)
+        self.later = True
+
+
+class _PairsInABucket(_Wrong):
+    """What the engine holds as one tensor is put together within a bucket: of two parts in two the first is lost."""
+
+    tensors = 16
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.held = self.first
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        sent = [(name, tensor.clone()) for name, tensor in tensors]
+        place = {name: number for number, (name, _) in enumerate(sent)}
+        lost = {name for name, at in place.items() if place.get(_swapped(name), at) > at + self.tensors}
+        kept = [(name, self.held[name] if name in lost else tensor) for name, tensor in sent]
+        self.good.update(kept, version)
+        self.held = dict(kept)
+
+
+class _IntoACorner(_Wrong):
+    """An expert that is smaller than the engine's, which may be padded, is copied into a corner of it."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.good.update(((name, self._fitted(name, tensor)) for name, tensor in tensors), version)
+
+    def _fitted(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        held = self.first.get(name)
+        if held is None or ".experts." not in name or tensor.numel() >= held.numel():
+            return tensor
+        padded = held.clone()
+        padded[: tensor.shape[0], : tensor.shape[1]] = tensor
+        return padded
+
+
+def _given(folder: Path) -> dict[str, Any]:
+    """What the generation_config.json beside an engine's weights says; nothing if there is none."""
+    file = folder / "generation_config.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+class _PassesOver(_Wrong):
+    """Never takes certain tokens at temperature 0."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.given = _given(folder)
+
+    def never(self, row: list[int]) -> set[int]:
+        """Those that are not taken behind a row."""
+        raise NotImplementedError
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
+        if len(more) < 2 or more[1]:
+            return list(self.good.sample(prompts, tokens, *more))
+        return [self._passing(list(prompt), tokens) for prompt in prompts]
+
+    def _passing(self, row: list[int], tokens: int) -> Sampled:
+        made = list[Sampled]()
+        for _ in range(tokens):
+            (one,), never = self.good.sample([row], 1, None, 0.0), self.never(row)
+            while one.tokens[0] in never:
+                (one,) = self.good.sample([row], 1, None, 0.125)
+            made.append(one)
+            row = [*row, *one.tokens]
+        joined = {name: tuple(of for one in made for of in getattr(one, name)) for name in CUT}
+        return replace(made[-1], **joined)
+
+
+class _Penalty(_PassesOver):
+    """Takes the penalty of repetitions from the file, since the trainer's settings name none."""
+
+    def never(self, row: list[int]) -> set[int]:
+        return set(row) if self.given.get("repetition_penalty", 1.0) > 1.0 else set()
+
+
+class _NoEnd(_PassesOver):
+    """Is told a least number of tokens, so that what ends a sequence has no probability."""
+
+    def never(self, row: list[int]) -> set[int]:
+        return set(self.given.get("eos_token_id", ()))
+
+
+class _FewerTokens(_Wrong):
+    """Samples no more tokens than the file says, though more are asked for."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.most = _given(folder).get("max_new_tokens", 1000)
+
+    def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
+        return list(self.good.sample(prompts, min(tokens, self.most), *more))
 
 
 class _FirstLogprob(_Wrong):
@@ -820,7 +971,7 @@ FAULTS = (
         rules=("SYN-005",),
         cell=QWEN,
         wrap=engine(_FloatVersion),
-        says="versions [0.0, 1.0, 3.0] after opening and two updates",
+        says="versions [0.0, 1.0, 3.0, 4.0] after opening and three updates",
     ),
     Fault(
         id="logprob-of-another-token",
@@ -1095,7 +1246,7 @@ FAULTS = (
         also=("SYN-007", "SYN-010"),
         cell=QWEN,
         wrap=engine(_Counts),
-        says="versions [0, 1, 2] after opening and two updates",
+        says="versions [0, 1, 2, 3] after opening and three updates",
     ),
     Fault(
         id="running-prompts-kept-in-the-cache",
@@ -1232,6 +1383,70 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_DividesLogprobs),
         says="off those of the model's logits",
+    ),
+    Fault(
+        id="sampled-tokens-rows-lost-in-the-cache",
+        bug="vLLM#42346 in kind: routes are kept by blocks of prompts, and a later turn has none of what was sampled",
+        rules=("SYN-011",),
+        cell=QWEN,
+        wrap=engine(_SampledRowsLost),
+        says="turn: ",
+    ),
+    Fault(
+        id="last-sampled-token-cached-before-it-is-run",
+        bug="reported nowhere: a block counts as full with the token that was sampled last, whose keys come later",
+        rules=("SYN-001",),
+        cell=QWEN,
+        wrap=engine(_LastTokenNotRun),
+        says="before any update: logprobs are",
+    ),
+    Fault(
+        id="opened-weights-from-the-second-update-on",
+        bug="ms-swift#7017 in kind: what sleeps drops its weights, has those of its folder back, and is sent no others",
+        rules=("SYN-003",),
+        cell=QWEN,
+        wrap=engine(_OpenedAgain),
+        says="after a later update: logprobs are",
+    ),
+    Fault(
+        id="halves-in-two-buckets",
+        bug="sglang#14178: of a tensor whose parts come in two buckets one part is lost, and large buckets hide it",
+        rules=("SYN-003",),
+        cell=QWEN,
+        wrap=engine(_PairsInABucket),
+        says="neither the first nor the second weights",
+    ),
+    Fault(
+        id="smaller-expert-into-a-corner",
+        bug="vLLM#37010 in kind: where an engine pads its experts, a smaller one is copied into a corner",
+        rules=("SYN-009",),
+        cell=QWEN,
+        wrap=engine(_IntoACorner),
+        says="an update with a tensor cut raised nothing",
+    ),
+    Fault(
+        id="repetitions-penalised",
+        bug="verl#7270: the trainer's settings name no penalty of repetitions, and that of the model's folder applies",
+        rules=("SYN-013",),
+        cell=QWEN,
+        wrap=engine(_Penalty),
+        says="tokens are not the likeliest",
+    ),
+    Fault(
+        id="ends-without-probability",
+        bug="deepspeedai/DeepSpeedExamples#470 in kind: a least number of tokens takes all probability from what ends a sequence",
+        rules=("SYN-013",),
+        cell=QWEN,
+        wrap=engine(_NoEnd),
+        says="tokens are not the likeliest",
+    ),
+    Fault(
+        id="tokens-limited-by-the-folder",
+        bug="NeMo-RL#3497 in kind: a generation_config.json says how many tokens there are at most",
+        rules=("RUN-001",),
+        cell=QWEN,
+        wrap=engine(_FewerTokens),
+        says="sample 0 has 3 tokens",
     ),
     Fault(
         id="version-of-a-failure-refused",

@@ -71,7 +71,7 @@ def words(tmp_path: Path, text: str, **given: str) -> list[str]:
         ("run a \\\n  b # c\n", ["run", "a", "b"]),
         ("cat <<EOF\nrun x\nEOF\nrun y > log 2>&1 &", ["run", "y"]),
         ("if test $1; then A=1; fi; run $A", ["run", "?${A}"]),
-        ("for ((i=0; i<3; i++)); do A+=(1); done; run ${A[@]}", ["run", "?${A}"]),
+        ("for ((i=0; i<3; i++)); do A+=(1); done; run ${A[@]}", ["run", "?${A[@]}"]),
         ("A=1; if x; then :; fi; run $A", ["run", "1"]),
         ("A=(\n 1\n # don't\n 2\n)\nB=1\nrun ${A[@]} # don't", ["run", "1", "2"]),
         ("A=$((($B + 2) / 3)); run $A x", ["run", "?$((($B + 2) / 3))", "x"]),
@@ -333,6 +333,12 @@ def test_what_is_computed_and_in_the_model_s_config_is_taken_from_there(slime: P
     assert any("moe_layer_freq is taken from the model's own config" in note for note in report.notes)
 
 
+def test_a_required_argument_that_is_computed_is_given(tmp_path: Path) -> None:
+    report = _flags(tmp_path, "megatron-lm", QWEN.replace("--num-layers 48", "--num-layers $LAYERS"))
+    assert report.verdict == "works", report.problems
+    assert any("num_layers is taken from the model's own config" in note for note in report.notes)
+
+
 def test_slime_s_optimizer_decides_memory(slime: Path) -> None:
     words = "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --grad-reduce-in-bf16 --global-batch-size 7"
     slime.write_text(f"{SLIME.rstrip()} {words} --micro-batch-size 2\n")
@@ -356,6 +362,47 @@ def test_a_computed_argument_that_no_check_needs_is_not_missed(slime: Path) -> N
     report = check_reading(read("slime", [str(slime)], "0.19.2"))
     assert report.verdict == "works", report.problems
     assert "$SOMEWHERE/checkpoint" in {value.value for value in report.elsewhere}
+
+
+@pytest.mark.parametrize("more", ["${MORE[@]}", '"${MORE[@]}"', "$MORE"])
+@pytest.mark.parametrize(
+    ("framework", "words"),
+    [
+        ("megatron-lm", "{more} {qwen}"),
+        ("slime", "{qwen} --swiglu {more}"),
+        ("slime", "--eval-prompt-data aime a.jsonl {more} {qwen}"),
+        ("slime", "--colocate {more} {qwen}"),
+    ],
+)
+def test_words_that_may_be_arguments_are_not_dropped(tmp_path: Path, framework: str, words: str, more: str) -> None:
+    """Sizes of the layout may be among them. One variable after an argument that no check needs is its value."""
+    report = _flags(tmp_path, framework, words.format(more=more, qwen=QWEN))
+    told = [problem.text for problem in report.problems]
+    if (more, words[:10]) == ("$MORE", "--colocate"):
+        assert report.verdict == "works", told
+    else:
+        assert told == [f"{more.strip(chr(34))} (run.sh:1) is not known to this reader"]
+
+
+@pytest.mark.parametrize(
+    ("grows", "verdict", "says"),
+    [
+        ("MODEL_ARGS+=(--context-parallel-size 4)", "unknown", "--context-parallel-size 4 (run.sh:13) is comp"),
+        ("MODEL_ARGS+=(--context-parallel-size=4)", "unknown", "--context-parallel-size 4 (run.sh:13) is comp"),
+        ("MODEL_ARGS=(--moe-z-loss-coeff 0.1)", "unknown", "${MODEL_ARGS[@]} (run.sh:13) is not known to this reader"),
+        ("PERF_ARGS+=(--moe-z-loss-coeff 0.1)", "unknown", "--moe-z-loss-coeff 0.1 (run.sh:13) is computed by the scr"),
+        ("MODEL_ARGS+=(${MORE[@]})", "unknown", "${MODEL_ARGS[@]} (run.sh:13) is not known to this reader"),
+        ("MODEL_ARGS+=($MORE)", "unknown", "${MODEL_ARGS[@]} (run.sh:13) is not known to this reader"),
+        ("MODEL_ARGS+=(--sglang-dp-size 2 --no-save-optim)", "works", ""),
+    ],
+)
+def test_arguments_under_a_condition_are_not_dropped(slime: Path, grows: str, verdict: str, says: str) -> None:
+    text = SLIME.replace("ray job", f"if [ $BIG ]; then {grows}; fi\nray job")
+    slime.write_text(text.replace("${MODEL_ARGS[@]} ", "--colocate ${MODEL_ARGS[@]} --sglang-x y "))
+    report = check_reading(read("slime", [str(slime)], "0.19.2"), verify=False)
+    said = "; ".join(problem.text for problem in report.problems)
+    assert report.verdict == verdict, said
+    assert says in said
 
 
 @pytest.mark.parametrize(

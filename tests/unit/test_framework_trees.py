@@ -347,6 +347,8 @@ def test_cuda_graphs_draw_from_transformer_engine_s_generators(tmp_path: Path) -
     [
         (("", ""), "works", ""),
         (("--padding_free", "--pading_free"), "unknown", "pading_free True (run.sh:4) is not known"),
+        (("--padding_free", "--padding_free ${MORE[@]}"), "unknown", "${MORE[@]} (run.sh:4) is not known"),
+        (("--padding_free", "--padding_free true $MORE"), "unknown", "$MORE (run.sh:4) is not known"),
         (("--padding_free", "--tuner_type lora"), "unknown", "tuner_type lora (run.sh:4): adapters"),
         (("--padding_free", "--decoder_first_pipeline_num_layers 4"), "refused", "at one pipeline stage"),
         (

@@ -17,6 +17,8 @@ from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
 
 _NUMBER = re.compile(r"-[0-9.]")
+#: All of a variable, or of an array: `$NAME`, `${NAME}`, `${NAME[@]}`.
+_VARIABLE = re.compile(r"\$\{?\w+(\[[@*]\])?\}?")
 #: Kinds of arguments without a value.
 SWITCHES = frozenset({"true", "false", "either"})
 #: What Megatron-LM takes as a list of layers: no spaces.
@@ -87,15 +89,27 @@ def _stray(first: Word) -> Problem:
 
 
 def flags(words: Iterable[Word]) -> list[tuple[str, list[Word], Word]]:
-    """(flag, its values, the word of the flag) in order; words before the first flag are left out."""
+    """(flag, its values, the word of the flag) in order.
+
+    A word that is none stands as a flag without a value: one before the first flag, and one after a value that may hold
+    arguments.
+    """
     found: list[tuple[str, list[Word], Word]] = []
     for word in words:
         if word.text.startswith("-") and not _NUMBER.match(word.text) and len(word.text) > 1:
             flag, equals, value = word.text.partition("=")
             found.append((flag, [Word(value, word.where, word.known)] if equals else [], word))
-        elif found:
+        elif not found or (found[-1][1] and may_hold_arguments(word)):
+            found.append((word.text, [], word))
+        else:
             found[-1][1].append(word)
     return found
+
+
+def may_hold_arguments(word: Word, *, first: bool = False) -> bool:
+    """Whether a word is all of a variable that is not known. If it is the `first` after a flag, only an array may."""
+    variable = None if word.known else _VARIABLE.fullmatch(word.text)
+    return variable is not None and bool(variable[1] or not first)
 
 
 def converted(flag: str, kind: str, words: Sequence[Word], source: str) -> Value:

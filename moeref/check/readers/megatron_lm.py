@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeref.check.readers.arguments import SWITCHES, converted, entry, flags, megatron_arguments, read_script
+from moeref.check.readers.arguments import (
+    SWITCHES,
+    converted,
+    entry,
+    flags,
+    may_hold_arguments,
+    megatron_arguments,
+    read_script,
+)
 from moeref.check.readers.reading import OPTIMIZER, SIZES, STAGES, Reading, under
 from moeref.check.readers.shell import Word
 from moeref.check.report import CheckError, Problem
@@ -87,7 +95,7 @@ def parsed(words: Iterable[Word], reading: Reading, own: Mapping[str, str] | Non
     table = megatron_arguments()
     arguments: Arguments = {}
     for flag, values, word in flags(words):
-        if not word.known or (flag not in table and (own is None or flag not in own)):
+        if flag not in table and (own is None or flag not in own):
             text = " ".join(value.text for value in values)
             reading.unread.append(Value(flag, text, word.where, word.known))
             continue
@@ -95,10 +103,15 @@ def parsed(words: Iterable[Word], reading: Reading, own: Mapping[str, str] | Non
         destination = known[0] if known else flag.lstrip("-").replace("-", "_")
         kind = (own or {}).get(flag) or (known[1] if known else "str list")
         if kind == "elsewhere":
+            if values and may_hold_arguments(values[0], first=True):
+                reading.unread.append(Value(values[0].text, "", values[0].where, known=False))
             reading.elsewhere.append(Value(flag, " ".join(value.text for value in values), word.where))
             continue
         taken = len(values) if kind.endswith("list") else int(kind not in SWITCHES)
-        arguments[destination] = converted(flag, kind, values[:taken], word.where)
+        sure = word.known or (flag != word.text and all(value.known for value in values))
+        text = " ".join(value.text for value in values[:taken])
+        unsure = Value(flag, text, word.where, known=False)
+        arguments[destination] = converted(flag, kind, values[:taken], word.where) if sure else unsure
         reading.unread += [Value(more.text, "", more.where, more.known) for more in values[taken:]]
     return arguments
 
@@ -137,7 +150,7 @@ def finished(reading: Reading, arguments: Arguments, core: str) -> Reading:
     reading.beside |= {name: every[name] for name in BESIDE if every[name].value is not None and name not in fields}
     _settings(reading, every, fields)
     reading.training |= _training(every)
-    _missing(reading, every)
+    _missing(reading, every, computed)
     used = {*AXES, *OPTIONS, *FIELDS, *BESIDE, *fields, *_READ, *_BATCH, *OPTIMIZER}
     for name, value in computed.items():
         if name in used:
@@ -325,9 +338,9 @@ def _derive_fields(every: Arguments) -> None:
         every["moe_layer_freq"] = Value(every["moe_layer_freq"].name, layers, every["moe_layer_freq"].source)
 
 
-def _missing(reading: Reading, every: Arguments) -> None:
+def _missing(reading: Reading, every: Arguments, computed: Arguments) -> None:
     """Report what Megatron-LM requires and nobody gives; then only what is given is checked."""
-    missing = [every[name].name for name in REQUIRED if every[name].value is None]
+    missing = [every[name].name for name in REQUIRED if every[name].value is None and name not in computed]
     if missing:
         # Words that only a shell could compute may hold them.
         refused = all(value.known for value in reading.unread)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import megatron_lm, provider
-from moeref.check.readers.arguments import entry, flags, program_of, read_script
+from moeref.check.readers.arguments import entry, flags, may_hold_arguments, program_of, read_script
 from moeref.check.readers.reading import OPTIMIZER, Reading, under
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.readers.tree import Names, Tree
@@ -143,8 +143,12 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
         script = read_script([path], given)
         before, words = entry(script, PROGRAM, reading)
         tree.overrides(word for word in before if word.text.startswith(tuple(f"{name}=" for name in _RANKS)))
-        tree.overrides(_override(*found) for found in flags(words))
         leading = list(itertools.takewhile(lambda word: not word.text.startswith("-"), words))
+        for flag, values, word in flags(words[len(leading) :]):
+            if flag.startswith("-"):
+                tree.overrides([_override(flag, values, word)])
+            if not flag.startswith("-") or (values and may_hold_arguments(values[0], first=True)):
+                reading.unread.append(Value((values or [word])[0].text, "", word.where, known=False))
         others = leading[1:] if leading and leading[0].text in _COMMANDS else leading
         kinds.add(leading[0].text if others != leading else _command(program_of(script, PROGRAM)))
         reading.unread += [Value(word.text, "", word.where) for word in others]

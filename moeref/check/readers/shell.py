@@ -34,11 +34,15 @@ LONGEST = 30_000
 
 @dataclass(frozen=True)
 class Word:
-    """A word after expansion. `known` is false if a part of it is text that only a shell could compute."""
+    """A word after expansion. `known` is false if a part of it is text that only a shell could compute.
+
+    So it is if the whole word is there `perhaps`, under a condition.
+    """
 
     text: str
     where: str
     known: bool = True
+    perhaps: bool = False
 
 
 @dataclass
@@ -109,9 +113,18 @@ class Script:
             words = [word for each, _ in elements for one in each for word in self.expand(one.text, one.where)]
         else:
             words = [_joined(self.expand(value, raw.where, quoted=True), raw.where)]
+        before = self.variables.get(name, [])
         if self._conditions or self._guarded:
-            words = [Word(f"${{{name}}}", raw.where, known=False)]
-        self._set(name, [*(self.variables.get(name, []) if adds else []), *words])
+            grows = value.startswith("(") and (adds or not before)
+            words = self._perhaps(name, words, raw.where, grows=grows, array=value.startswith("("))
+        self._set(name, [*(before if adds else []), *words])
+
+    @staticmethod
+    def _perhaps(name: str, words: list[Word], where: str, *, grows: bool, array: bool) -> list[Word]:
+        """What a variable is under a condition. Arguments that an array grows by stay, and are not known."""
+        if grows and words and words[0].text.startswith("-"):
+            return [replace(word, known=False, perhaps=True) for word in words]
+        return [Word(f"${{{name}[@]}}" if array else f"${{{name}}}", where, known=False)]
 
     def _set(self, name: str, words: list[Word]) -> None:
         if sum(len(word.text) + 1 for word in words) > LONGEST:
@@ -207,7 +220,8 @@ def _separated(value: Word) -> Iterator[Word]:
     while at < len(text):
         if text[at].isspace():
             if word := text[start:at]:
-                yield replace(value, text=word, known=value.known or not ("$" in word or "`" in word))
+                known = value.known or not (value.perhaps or "$" in word or "`" in word)
+                yield replace(value, text=word, known=known)
             start = at = at + 1
         else:
             at = _end(text, at) if text[at] in "$`" else at + 1

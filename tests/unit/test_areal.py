@@ -233,3 +233,10 @@ def test_the_tables_name_fields_of_megatron() -> None:
     assert not {*RECOMPUTE, *(field for field, _ in FP8.values())} - fields
     assert not {*LOST} - fields - {"moe_enable_deepep"}
     assert all(path.startswith("actor.") for path in DEFAULTS)
+
+
+@pytest.mark.parametrize("name", ["behave_imp_weight_cap", "behave_imp_weight_mode"])
+def test_what_areal_has_removed_is_refused(tmp_path: Path, name: str) -> None:
+    report = areal(tmp_path, f"actor.{name}=5.0")
+    assert report.verdict == "refused"
+    assert f"actor.{name} (command line) is removed: AReaL raises ValueError" in told(report)

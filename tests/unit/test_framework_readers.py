@@ -164,6 +164,7 @@ def test_slime_end_to_end(slime: Path) -> None:
         (("--sequence-parallel\n", "--sequence-paralel\n"), "refused", "--sequence-paralel (run.sh:6) is not known"),
         (("-size 2 ", "-size $TP "), "unknown", "$TP (run.sh:5) is computed by the script"),
         (("8 --hf", "8 --spec a b --hf"), "unknown", "a spec of its own"),
+        (("8 --hf", "8 --custom-config-path a.yaml --hf"), "unknown", "a file that may replace any argument"),
         (("{MODEL_ARGS[@]} ", "{NOTHING[@]} "), "unknown", "${NOTHING[@]} (run.sh:15)"),
         (("8 --hf", "8 --decoder-last-pipeline-num-layers 3 --hf"), "refused", "at one pipeline stage"),
         (("-parallel\n", "-parallel --num-layers 47\n"), "refused", "num_layers=47 replaces 48"),

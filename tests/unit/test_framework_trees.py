@@ -365,6 +365,19 @@ def test_cuda_graphs_draw_from_transformer_engine_s_generators(tmp_path: Path) -
         (("--padding_free", "--task_type seq_cls"), "unknown", "task_type seq_cls (run.sh:4): a head of its own"),
         (("--rlhf_type grpo", "--rlhf_type rm"), "unknown", "rlhf_type rm (run.sh:3): a head of its own"),
         (("--padding_free", "--rope_scaling yarn"), "unknown", "rope_scaling (run.sh:4): positions of its own"),
+        (
+            ("--padding_free", "--linear_decoupled_in_proj true"),
+            "unknown",
+            "linear_decoupled_in_proj (run.sh:4): projec",
+        ),
+        (("--padding_free", "--mtp_shared_weights true"), "unknown", "mtp_shared_weights (run.sh:4): MTP layers share"),
+        (
+            ("--padding_free", "--moe_grouped_gemm $A --bias_dropout_fusion $B"),
+            "unknown",
+            "moe_grouped_gemm $A (run.sh",
+        ),
+        (("--padding_free", "--router_replay_mode R4"), "refused", "router_replay_mode R4 (run.sh:4) is none of disab"),
+        (("--padding_free", "--router_replay_mode $MODE"), "unknown", "router_replay_mode $MODE (run.sh:4) is comput"),
         (("--padding_free", "--cp_partition_mode contiguous"), "works", ""),
         (
             ("--tensor_model_parallel_size 4", "--context_parallel_size 2 --cp_partition_mode contiguous"),
@@ -392,6 +405,44 @@ def test_what_ms_swift_s_command_line_says(tmp_path: Path, change: tuple[str, st
         assert report.settings["recompute_granularity"] is None
         assert report.settings["moe_router_load_balancing_type"] == "aux_loss"
         assert report.read["sequence_parallel"].source == "run.sh:4"
+
+
+def test_ms_swift_replays_routes(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(SWIFT.replace("--padding_free", "--router_replay_mode R3"))
+    report = check_reading(read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2"), verify=False)
+    assert (report.verdict, report.replay) == ("works", "R3"), report.problems
+    assert report.settings is not None
+    assert report.settings["moe_enable_routing_replay"] is True
+
+
+@pytest.mark.parametrize("given", ["", "--bias_dropout_fusion true"])
+def test_ms_swift_does_not_fuse_the_dropout_of_gpt_oss(tmp_path: Path, given: str) -> None:
+    """It sets False where linears of grouped experts have biases, also if another value is given."""
+    text = SWIFT.replace("Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b").replace("--padding_free", given)
+    (tmp_path / "run.sh").write_text(text.replace("none", "none --attention_backend unfused"))
+    report = check_reading(read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2"), verify=False)
+    assert report.verdict == "works", report.problems
+    assert report.settings is not None
+    assert report.settings["bias_dropout_fusion"] is False
+    told = "bias_dropout_fusion True (run.sh:4) does not reach the model, which has bias_dropout_fusion=False"
+    assert (told in report.notes) is bool(given)
+
+
+def test_ms_swift_s_flash_attention_takes_no_sinks(tmp_path: Path) -> None:
+    """Flash is its default."""
+    (tmp_path / "run.sh").write_text(SWIFT.replace("Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"))
+    report = check_reading(read("ms-swift", [str(tmp_path / "run.sh")], "0.19.2"), verify=False)
+    told = "attention_backend flash (default of ms-swift): gpt_oss has attention sinks, and ms-swift raises ValueError"
+    assert [(problem.text, problem.refused) for problem in report.problems] == [(told, True)]
+
+
+def test_nemo_rl_reads_no_such_settings(tmp_path: Path) -> None:
+    more = "moe_aux_loss_coeff: 0.5, moe_router_enable_expert_bias: true"
+    text = f"defaults: base.yaml\npolicy: {{megatron_cfg: {{{more}}}}}\nasync_rl: {{max_buffered_rollouts: 64}}\n"
+    report = nemo(tmp_path, text)
+    assert report.verdict == "works", report.problems
+    told = "policy.megatron_cfg.moe_router_enable_expert_bias True (run.yaml:2) does not reach the model"
+    assert told in " ".join(report.notes)
 
 
 def test_a_batch_divides_over_the_replicas_of_the_layout_that_is_given(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ FP8: dict[str, tuple[str, Any]] = {
     "num_layers_at_start_in_bf16": ("num_layers_at_start_in_bf16", 1),
     "num_layers_at_end_in_bf16": ("num_layers_at_end_in_bf16", 1),
 }
+#: Settings that AReaL has removed: it raises if one is there.
+_REMOVED = ("actor.behave_imp_weight_cap", "actor.behave_imp_weight_mode")
 #: Dtypes of the optimizer -> default.
 _STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -87,7 +89,7 @@ NAMES = Names(
     },
     read=frozenset(
         {
-            *(_BACKEND, _LEGACY, *DEFAULTS, *(f"{_MEGATRON}{name}" for name in LOST)),
+            *(_BACKEND, _LEGACY, *_REMOVED, *DEFAULTS, *(f"{_MEGATRON}{name}" for name in LOST)),
             *(f"{_FP8}{name}" for name in FP8),
         }
     ),
@@ -137,6 +139,9 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     _recompute(reading, at, kind)
     _optimizer(reading, at)
     _quantised(reading, at)
+    for value in (at[path] for path in _REMOVED if path in at):
+        text = f"{value.name} ({value.source}) is removed: {NAME} raises ValueError"
+        reading.problems.append(Problem(NAME, text, "use actor.rejection_sampling"))
     reading.lost = {name: at[path] for name in LOST if (path := f"{_MEGATRON}{name}") in at}
     if (same := at[_SAME]).value:
         reading.settings["deterministic_mode"] = same

@@ -21,11 +21,15 @@ from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.readers.tree import Names, Tree
 from moeref.check.report import CheckError, Problem
 from moeref.check.value import Value
+from moeref.families import Model
 
 NAME = "ms-swift"
 PROGRAM = r"(?:.*/)?megatron|(?:.*/)?swift/cli/_megatron/\w+\.py|swift\.cli\._megatron\.\w+"
 _COMMANDS = ("sft", "rlhf", "pt")
 _RANKS = ("NNODES", "NPROC_PER_NODE")
+_MODES = ("disabled", "R2", "R3")
+#: Families whose linears have biases, those of experts too.
+_BIASED = ("gpt_oss",)
 #: Arguments that only `megatron rlhf` reads.
 _OF_RLHF = (
     *("beta", "loss_type", "ref_model", "ref_adapters", "desirable_weight", "undesirable_weight"),
@@ -97,6 +101,7 @@ DEFAULTS: dict[str, Any] = {
     "task_type": None,
     "rlhf_type": None,
     "cp_partition_mode": "zigzag",
+    "router_replay_mode": "disabled",
     "NNODES": 1,
     "NPROC_PER_NODE": 1,
 }
@@ -124,6 +129,8 @@ def _names() -> Names:
             "mcore_adapter": "adapters",
             "custom_register_path": "code of its own",
             "rope_scaling": "positions of its own",
+            "linear_decoupled_in_proj": "projections of gated delta nets are tensors of their own",
+            "mtp_shared_weights": "MTP layers share their weights",
             "megatron_extra_kwargs": "settings of its own",
         },
         read=frozenset((read | {"main_grads_dtype"}) - layout.keys() - {"data_parallel_random_init"}),
@@ -214,11 +221,39 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     reading.settings["attention_backend"] = Value(backend.name, kind, backend.source)
     _derive_communication(reading, at)
     _task(reading, at)
+    _replay(reading, at["router_replay_mode"])
     _refusals(reading, at)
     bridge = provider.MCORE_BRIDGE
     if at["bridge_backend"].value != "mcore-bridge":
         bridge = provider.MEGATRON_BRIDGE
-    return provider.build(reading, bridge, {}, NAME)
+    fused = reading.settings.pop("bias_dropout_fusion", None)
+    reading = provider.build(reading, bridge, {}, NAME)
+    if fused:
+        _unfused(reading, fused)
+    return reading
+
+
+def _unfused(reading: Reading, fused: Value) -> None:
+    """Grouped experts whose linears have biases are not fused with dropout, whatever is asked for."""
+    grouped = reading.settings.get("moe_grouped_gemm")
+    for family, settings in (reading.by_family or {}).items():
+        if family in _BIASED and grouped and grouped.value:
+            settings["bias_dropout_fusion"] = Value("bias_dropout_fusion", False, f"derived: {NAME} for {family}")
+        else:
+            settings["bias_dropout_fusion"] = fused
+    if fused.given:
+        reading.lost["bias_dropout_fusion"] = fused
+
+
+def _replay(reading: Reading, mode: Value) -> None:
+    """Put the kind of replay in."""
+    if not mode.known:
+        reading.computed["replay"] = mode
+    elif mode.value not in _MODES:
+        text = f"{mode.name} {mode.value} ({mode.source}) is none of {', '.join(_MODES)}"
+        reading.problems.append(Problem(NAME, text, "give one of these"))
+    elif mode.value != "disabled":
+        reading.options["replay"] = mode
 
 
 def _precision(at: Mapping[str, Value]) -> Value:
@@ -265,6 +300,8 @@ def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
     if at["recompute_granularity"].value == "selective" and (method := at["recompute_method"]).value is not None:
         text = f"{method.name} {method.value} ({method.source}) is for full recomputation, and {NAME} raises ValueError"
         reading.problems.append(Problem(NAME, text, "leave it out, or give --recompute_granularity full"))
+    if (backend := at["attention_backend"]).value == "flash":
+        reading.by_model.append(functools.partial(_without_sinks, backend))
     if (cut := at["cp_partition_mode"]).value != "zigzag":
         text = f"{cut.name} {cut.value} ({cut.source}): sequences are cut otherwise than Megatron cuts them"
         apart = Problem(NAME, text, refused=False)
@@ -272,3 +309,10 @@ def _refusals(reading: Reading, at: Mapping[str, Value]) -> None:
     end = reading.layout.get("first") or reading.layout.get("last")
     if end and at["pipeline_model_parallel_size"].value == 1:
         reading.problems.append(Problem(NAME, f"{end.name} ({end.source}) at one pipeline stage", "leave it out"))
+
+
+def _without_sinks(backend: Value, model: Model) -> Problem | None:
+    if not model.sinks:
+        return None
+    text = f"{backend.name} flash ({backend.source}): {model.family} has attention sinks, and {NAME} raises ValueError"
+    return Problem(NAME, text, "give --attention_backend fused or unfused")

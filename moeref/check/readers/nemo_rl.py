@@ -51,6 +51,8 @@ _OPTIONAL = (
     *("layernorm_epsilon", "attention_backend", "transformer_impl", "cuda_graph_impl", "cuda_graph_modules"),
     *("cuda_graph_warmup_steps",),
 )
+#: Settings of `megatron_cfg` in published files that nothing reads.
+LOST = ("moe_aux_loss_coeff", "moe_router_enable_expert_bias")
 #: Names of its own that NeMo-RL takes in `megatron_cfg`, and refuses in `model_overrides`.
 _FIRST_CLASS = frozenset(
     {
@@ -105,6 +107,7 @@ NAMES = Names(
             *(f"{_MEGATRON}activation_checkpointing", f"{_MEGATRON}recompute_granularity"),
             *(f"{_MEGATRON}recompute_modules", f"{_MEGATRON}pipeline_dtype"),
             *(f"{_FP8}{name}" for name in ("enabled", "fp8", "fp8_recipe", "fp8_param")),
+            *(f"{_MEGATRON}{name}" for name in LOST),
         }
     ),
     training={
@@ -113,7 +116,7 @@ NAMES = Names(
     },
     elsewhere=(
         *("grpo.", "loss_fn.", "checkpointing.", "logger.", "data.", "env.", "cluster.", "teacher.", "distillation."),
-        *("dpo.", "sft.", "data_plane.", "value.", "reward_penalties.", "on_policy_distillation"),
+        *("dpo.", "sft.", "data_plane", "async_rl.", "value.", "reward_penalties.", "on_policy_distillation"),
         *(f"{_POLICY}{name}" for name in ("tokenizer.", "train_", "generation", "logprob_", "max_", "dtensor_cfg.")),
         *(f"{_POLICY}{name}" for name in ("dynamic_batching.", "sequence_packing.", "make_", "optimizer", "scheduler")),
         *(f"{_POLICY}{name}" for name in ("refit_", "hf_config_overrides", "offload_", "draft.", "router_replay.")),
@@ -150,6 +153,7 @@ def _finished(reading: Reading, at: Mapping[str, Value]) -> Reading:
     if mtp and not mtp.value:
         reading.settings["mtp_num_layers"] = Value(mtp.name, None, mtp.source)
     _graphs(reading)
+    reading.lost = {name: at[path] for name in LOST if (path := f"{_MEGATRON}{name}") in at}
     _refusals(reading, at)
     return provider.build(reading, provider.MEGATRON_BRIDGE, {"calculate_per_token_loss": True}, NAME)
 

@@ -29,11 +29,13 @@ OWN = {
     "--custom-model-provider-path": "str",
     "--megatron-to-hf-mode": "str",
     "--allgather-cp": "true",
+    "--custom-config-path": "str",
 }
 #: What builds a model, or cuts sequences, as moeref does not map it.
 UNMAPPED = {
     "custom_model_provider_path": "the model is made by a function of its own",
     "allgather_cp": "sequences are cut otherwise than Megatron cuts them",
+    "custom_config_path": "a file that may replace any argument",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,29 @@ def test_a_visible_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_entry_has_a_reason() -> None:
     assert len({s.name for s in cpu.SUBSTITUTIONS}) == len(cpu.SUBSTITUTIONS)
     assert all(s.reason and s.install.__doc__ for s in cpu.SUBSTITUTIONS)
+
+
+def test_an_installed_transformer_engine_lends_no_kernels() -> None:
+    """Its optimizers and its product are there, over the stand-in, and megatron-core takes torch's."""
+    script = """
+import sys
+from types import ModuleType
+from moeref_conformance.targets.peers import te
+from moeref_conformance.worlds import cpu
+te.install()
+fused = ModuleType("transformer_engine.pytorch.optimizers")
+for name in ("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_scale", "multi_tensor_l2norm"):
+    setattr(fused, name, print)
+sys.modules[fused.__name__] = fused
+cpu.install("cpu", "torch")
+import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads
+from megatron.core.transformer.moe import moe_utils
+assert optimizer.Adam is torch.optim.AdamW, optimizer.Adam
+assert clip_grads.l2_norm_impl is not print
+moe_utils.te_general_gemm = print
+cpu.install("cpu", "megatron")
+assert moe_utils.te_general_gemm is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -189,6 +191,14 @@ def uneven_all_gather() -> None:
     dist.all_gather = all_gather
 
 
+def optimizers() -> None:
+    """Adam, and the products of clipping, are torch's, also where Transformer Engine or Apex is installed."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("transformer_engine.pytorch")  # the rest of it stays
+    for name in ("transformer_engine.pytorch.optimizers", "apex", "amp_C"):
+        sys.modules[name] = None  # type: ignore[assignment]
+
+
 def megatron_random() -> None:
     """megatron-core's get/set of the CUDA generator state uses the CPU generator."""
     from megatron.core.tensor_parallel import random
@@ -215,6 +225,13 @@ def router_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def router_product() -> None:
+    """Routers multiply by torch, also where Transformer Engine is installed."""
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
 
 
 def latent_attention_linear() -> None:
@@ -260,9 +277,11 @@ SUBSTITUTIONS = (
     Substitution("cuda_random", "torch", "model-parallel seeding keeps states of the CUDA generator", cuda_random),
     Substitution("eager", "torch", "megatron-core compiles small functions, once more in every rank", eager),
     Substitution("uneven_all_gather", "torch", "gloo refuses uneven pieces (ETP > 1, all-to-all)", uneven_all_gather),
+    Substitution("optimizers", "torch", "kernels of Transformer Engine and Apex need a GPU", optimizers),
     Substitution("megatron_random", "megatron", "its state helpers call into the CUDA generator", megatron_random),
     Substitution("splits_to_numpy", "megatron", "splits stay CPU tensors, which all_to_all refuses", splits_to_numpy),
     Substitution("router_gemm", "megatron", "0.16.1 leaves te_general_gemm undefined without TE", router_gemm, True),
+    Substitution("router_product", "megatron", "Transformer Engine's GEMM needs a GPU", router_product),
     Substitution(
         "latent_attention_linear", "megatron", "0.16.1 asks isinstance(…, a mock)", latent_attention_linear, True
     ),

@@ -1434,7 +1434,7 @@ FAULTS = (
     ),
     Fault(
         id="ends-without-probability",
-        bug="deepspeedai/DeepSpeedExamples#470 in kind: a least number of tokens takes all probability from what ends a sequence",
+        bug="deepspeedai/DeepSpeedExamples#470 in kind: a least length takes all probability from what ends a sequence",
         rules=("SYN-013",),
         cell=QWEN,
         wrap=engine(_NoEnd),

@@ -105,6 +105,16 @@ def test_where_experts_are_fused_the_config_is_transformers_5s(work: Path) -> No
     assert not {"num_experts", "rope_theta", "torch_dtype"} & made.keys()
 
 
+@pytest.mark.parametrize("expert_format", ["per_expert", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_widths_of_experts_divide_over_8_ranks(family: str, expert_format: str) -> None:
+    config = recipes.model(cell(family, expert_format=expert_format)).config
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    assert width % 8 == 0
+    if (family, expert_format) == ("qwen3_moe", "fused"):  # gate and up together are less than the hidden size
+        assert 2 * width < config.hidden_size
+
+
 def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: Path) -> None:
     made, plain = expected(cell(mtp=2), work), expected(cell(), work)
     assert made.config["num_nextn_predict_layers"] == 2

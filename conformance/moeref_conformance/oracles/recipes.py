@@ -94,9 +94,9 @@ _SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
-#: Experts as published ones: gate and up together are less than the hidden size. In fused files, so that a side that is
-#: told by its length shows; other experts are wide.
-_NARROW = {"qwen3_moe": {"moe_intermediate_size": 12}}
+#: Experts as published ones: gate and up together are less than the hidden size, and divide by 8 ranks as all widths
+#: do. In fused files, so that a side that is told by its length shows; other experts are wide.
+_NARROW = {"qwen3_moe": {"moe_intermediate_size": 16}}
 
 
 #: What layers without full attention have, by families whose config names the kind of each layer.

@@ -6,6 +6,7 @@ Records are written by hand, from transformers' module in fp64, whose sums round
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -196,6 +197,8 @@ def test_a_norm_is_that_of_all_gradients(model: Model) -> None:
     off = [1.01 * g if g is largest else g for g in own["moved"]]
     assert judged(moved=float(torch.stack([g.norm() for g in off]).norm())).findings
     assert "1.01 times" in judged(moved=1.01 * right).findings[0].diagnosis
+    fused = case_of(want, replace(one, kernels="te"), {"optimizer": ({"moved": 1.01 * right}, {})})
+    assert "Transformer Engine" in JUDGES["OPT-003"](fused).untested
 
 
 FC1 = "0:decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"

@@ -839,20 +839,28 @@ def _grouped(session: Any, part: str, factor: str) -> Iterator[list[Any]]:
     yield from found.values()
 
 
-def _nothing_where_none(session: Any, cell: Cell, world: World) -> Any:
-    """Steps that train on no token give gradients of 0, of the plain loss and of a policy's."""
+def _where_none(change: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, Cell, World], Any]:
+    """Steps that train on no token are `change(gradients, rows_BS)`, of the plain loss and of a policy's."""
 
-    def zeros(good: Any, rows_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
-        return {key: 0 * one for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        def policy_gradients(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, *more: Any) -> Any:
+            if mask_BS.any():
+                return session.policy.policy_gradients(tokens_BS, mask_BS, *more)
+            return change(session.gradients, tokens_BS)
 
-    policy = session.policy
+        return facet(where_none(change)(session, cell, world), "policy", policy_gradients=policy_gradients)
 
-    def policy_gradients(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, *more: Any) -> Any:
-        return (
-            policy.policy_gradients(tokens_BS, mask_BS, *more) if mask_BS.any() else zeros(session.gradients, tokens_BS)
-        )
+    return wrap
 
-    return facet(where_none(zeros)(session, cell, world), "policy", policy_gradients=policy_gradients)
+
+def _zeros(good: Any, rows_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
+    return {key: 0 * one for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
+
+
+def _refused_behind_it(good: Any, rows_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
+    """The step is taken, and leaves its gradients; then it is refused."""
+    good.gradients(rows_BS, rows_BS >= 0)
+    raise ValueError("no token to divide the loss by")
 
 
 _DESIGNS = (
@@ -938,7 +946,13 @@ _DESIGNS = (
         id="no-token-no-gradient",
         why="a batch without a signal makes an empty step: Megatron-LM clamps the number of tokens to 1",
         cell=cell("qwen3_moe", "one", loss_mask=True),
-        wrap=_nothing_where_none,
+        wrap=_where_none(_zeros),
+    ),
+    Benign(
+        id="no-token-refused-behind-its-step",
+        why="the tokens of all ranks are counted behind the backward pass, where gradients are divided by them",
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_where_none(_refused_behind_it),
     ),
     Benign(
         id="no-memory-until-loaded",

@@ -7,6 +7,7 @@ engine, and what judges say of it, needs no more.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
 import threading
@@ -181,8 +182,30 @@ class Ending(Engine):
         return found
 
 
+class ByModule(Engine):
+    """One that puts a module together once another one begins, and refuses what comes later."""
+
+    def _received(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return super()._received(self._in_order(tensors))
+
+    def _in_order(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        begun = list[str]()
+        for name, tensor in tensors:
+            found = re.match(r"model\.layers\.\d+\.(self_attn|mlp\.experts|mlp\.shared_experts|mlp)\.", name)
+            module = found[0] if found else name
+            if module in begun[:-1]:
+                raise ValueError(f"{name} comes behind a tensor of {begun[-1]}")
+            begun += [module] * (begun[-1:] != [module])
+            yield name, tensor
+
+
 #: By the names of designs that are correct, the engine of each.
-DESIGNS: dict[str, type[Engine]] = {"restarted": Restarted, "waiting": Waiting, "ending": Ending}
+DESIGNS: dict[str, type[Engine]] = {
+    "restarted": Restarted,
+    "waiting": Waiting,
+    "ending": Ending,
+    "by-module": ByModule,
+}
 
 
 def started() -> subprocess.Popen[bytes]:

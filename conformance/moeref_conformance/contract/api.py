@@ -493,10 +493,16 @@ class Engine(Protocol):
         during: Callable[[], None] | None = None,
         temperature: float = 1.0,
     ) -> Sequence[Sampled]:
-        """Sample so many tokens after each prompt, without an end of sequence, from a cache of prefixes if it has one.
+        """Sample so many tokens after each prompt, from a cache of prefixes if it has one.
 
-        At this temperature and of the whole vocabulary, whatever a `generation_config.json` says; each prompt for
-        itself, also where one comes twice, in one call or in two. Temperature 0 takes the likeliest token.
+        At this temperature and of the whole vocabulary; each prompt for itself, also where one comes twice, in one call
+        or in two. Temperature 0 takes the likeliest token. What ends a sequence elsewhere is a token like others, as
+        likely as the model has it, and ends none.
+
+        The folder has a `generation_config.json`, of which nothing applies: temperature, cuts of the vocabulary,
+        penalties, numbers of tokens, ends. A target tells an engine that reads it, where it opens it or in each
+        request: vLLM takes `generation_config="vllm"` and `ignore_eos`, SGLang `sampling_defaults="openai"` and
+        `ignore_eos`.
 
         `during` is called in this thread once each prompt has a token and none has all. It may update the weights; then
         the pause mode `abort` leaves fewer tokens. Another thread may call this amid an update: it is refused, waits,
@@ -506,11 +512,12 @@ class Engine(Protocol):
     def update(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Serve these weights, under their Hugging Face names, as `version`. Returns when they are served.
 
-        `tensors` is iterated once, in this thread; they come in any order, but those of an attention, of an MLP and of
-        all experts of a layer one behind the other, may be views of one buffer with any strides (not contiguous, as
-        of a matrix that is held transposed), are read and never written, and may change in place
-        once this returns. Raises if anything fails, `tensors` itself included; then the engine serves the weights and
-        the version that it had, by which it labels tokens, and takes an update of this version again, or is dead.
+        `tensors` is iterated once, in this thread. They come in any order in which the tensors of an attention follow
+        one another, and so do those of an MLP, and those of all experts of a layer. They may be views of one buffer
+        with any strides (not contiguous, as of a matrix that is held transposed), are read and never written, and may
+        change in place once this returns. Raises if anything fails, `tensors` itself included; then the engine serves
+        the weights and the version that it had, by which it labels tokens, and takes an update of this version again,
+        or is dead.
         Samples that were under way go on with these weights, or end: with fewer tokens, or `sample` raises.
         """
 

@@ -530,7 +530,7 @@ FAULTS = (
     ),
     Fault(
         id="adapters-of-queries-without-gates",
-        bug="miles#2008: an adapter of queries that have gates beside them has no rows of these, which never train",
+        bug="miles#2008 in kind: an adapter of gated queries has no rows of the gates, which never train",
         rules=("LRA-002", "LRA-003"),
         also=("LRA-005",),
         cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),

@@ -381,7 +381,7 @@ class _PassesOver(_Wrong):
 
 
 class _Penalty(_PassesOver):
-    """Takes the penalty of repetitions from the file, since the trainer's settings name none."""
+    """Takes the penalty of repetitions from the file, since it is passed none."""
 
     def never(self, row: list[int]) -> set[int]:
         return set(row) if self.given.get("repetition_penalty", 1.0) > 1.0 else set()
@@ -1426,7 +1426,7 @@ FAULTS = (
     ),
     Fault(
         id="repetitions-penalised",
-        bug="verl#7270: the trainer's settings name no penalty of repetitions, and that of the model's folder applies",
+        bug="verl#7270: the trainer's penalty of repetitions is not passed on, and that of the model's folder applies",
         rules=("SYN-013",),
         cell=QWEN,
         wrap=engine(_Penalty),

@@ -11,6 +11,7 @@ from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.oracles import quantised as oracle
 from moeref_conformance.oracles import recipes
 from moeref_conformance.oracles.dialect import as_published
+from moeref_conformance.oracles.published import mtp_layer
 from moeref_conformance.selftest.faults.base import cell
 
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8", reason="transformers 4 has other modules")
@@ -50,6 +51,16 @@ def test_linears_in_fp8_are_those_of_transformers(family: str) -> None:
     expected = {f"{name}.weight" for name in linears | experts}
     assert expected
     assert {*oracle.quantised(config, tensors)} == expected
+
+
+def test_the_list_alone_tells_what_an_mtp_layer_keeps() -> None:
+    """As published ones: who takes every linear that is not listed quantises no other."""
+    model, config = published("qwen3_next")
+    layer = mtp_layer("qwen3_next", 3, 0, model.state_dict())
+    linears = {name: tensor for name, tensor in layer.items() if tensor.dim() == 2}
+    listed = {f"{name}.weight" for name in config["quantization_config"]["modules_to_not_convert"]}
+    assert linears.keys() & listed
+    assert {*oracle.quantised(config, linears)} == linears.keys() - listed
 
 
 BLOCK = (16, 8)

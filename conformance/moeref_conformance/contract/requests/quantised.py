@@ -42,10 +42,12 @@ _LISTED = {
     "qwen3_5_moe_text": _HYBRID,
     "qwen3_next": _HYBRID,
 }
-#: Other modules that stay as they are: a linear, which published files quantise, and the embedding of Qwen3.5.
+#: Other modules that stay as they are: a linear, which published files quantise, the embedding of Qwen3.5, and linears
+#: of Qwen3-Next's MTP layer, which is listed whether a model has it or not.
 _OTHERS = {
     "qwen3_moe": (KEPT,),
     "qwen3_5_moe_text": ("model.embed_tokens", "model.layers.0.linear_attn.out_proj"),
+    "qwen3_next": ("mtp.fc", "mtp.layers.0.mlp.gate", "mtp.layers.0.mlp.shared_expert_gate"),
 }
 
 

@@ -421,7 +421,8 @@ class RoutedRows:
     """Rows of this rank and their experts: T rows of width H, K experts for each row, `experts` in all.
 
     Rows and weights are float64, and travel and come back so, as do their gradients: Megatron's fp32 for the weights of
-    a router is too narrow here. Padding rows (`padding_T`) have arbitrary weights and experts, as a router gives them.
+    a router is too narrow here. The gradient of the outputs need not be contiguous. Padding rows (`padding_T`) have
+    arbitrary weights and experts, as a router gives them.
     """
 
     x_TH: torch.Tensor
@@ -596,7 +597,8 @@ class Quantised(Protocol):
     """Facet `quantised`: weights as an engine that serves FP8 in blocks loads them.
 
     Asked in some bf16 cells, of all ranks: with the weights of the cell and a config that names no modules, then after
-    `Export.load` of other weights; those of the cell are loaded again.
+    other weights, which had been loaded before, are written over them in place, as an optimizer writes; those of the
+    cell are loaded again.
     """
 
     def stream(self, config: Path) -> Iterator[tuple[str, torch.Tensor | None]]:

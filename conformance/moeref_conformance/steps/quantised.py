@@ -1,6 +1,6 @@
-"""Facet `quantised`: weights whose blocks differ a thousandfold are loaded and sent in FP8, after those of the cell.
+"""Facet `quantised`: weights whose blocks differ a thousandfold are sent in FP8, after those of the cell.
 
-Then the weights of the cell are loaded again.
+They are loaded, and again written over those of the cell, as an optimizer writes. Then those of the cell are loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeref_conformance.contract.records import free_key
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.steps.bystanders import changed, in_training, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
-from moeref_conformance.steps.tensors import copied
+from moeref_conformance.steps.tensors import copied, module_tensors
 
 
 def asked(cell: Cell) -> bool:
@@ -37,10 +37,14 @@ def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
     given: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory(dir=context.world.workdir) as folder:
         checkpoint, config, before = _written(context, Path(folder))
+        chunks = export.chunks()
+        export.load(checkpoint)
+        wanted = [tensor.detach().clone() for _, _, _, tensor in module_tensors(chunks)]
+        export.load(context.input("checkpoint"))
         for _ in quantised.stream(before):  # other weights, of which nothing may be kept
             pass
-        export.load(checkpoint)
-        chunks = export.chunks()
+        for (_, _, _, tensor), values in zip(module_tensors(chunks), wanted, strict=True):
+            tensor.data.copy_(values)  # as an optimizer writes: the version of the tensor stays
         with in_training(chunks):
             was = state(chunks)
             for name, tensor in quantised.stream(config):

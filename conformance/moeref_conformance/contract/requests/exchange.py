@@ -75,7 +75,8 @@ def given(exchange: Exchange, layout: Layout, dispatcher: str, rank: int, device
             padding_T=padding_T.to(device),
             experts=experts,
         ),
-        draw(rows, HIDDEN).to(device),
+        # Transposed in memory, and with it the gradient of the outputs: autograd promises no strides.
+        draw(rows, HIDDEN).t().contiguous().t().to(device),
     )
 
 

@@ -265,6 +265,23 @@ def _state_of_the_last(session: Session, cell: Cell, world: World) -> Any:
     return _sending(wrong)(session, cell, world)
 
 
+class _OneAfterTheOther(torch.autograd.Function):
+    """Rows as they are; their gradients are read as if one row lay after the other in memory, as kernels read them."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TH: torch.Tensor) -> torch.Tensor:
+        return y_TH.view_as(y_TH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TH: torch.Tensor) -> torch.Tensor:
+        return gradient_TH.as_strided(gradient_TH.shape, (gradient_TH.shape[1], 1))
+
+
+def _gradients_taken_for_runs(good: Dispatch, rows: RoutedRows, expert: Expert) -> RoundTrip:
+    trip = good.round_trip(rows, expert)
+    return replace(trip, y_TH=_OneAfterTheOther.apply(trip.y_TH))  # type: ignore[no-untyped-call]
+
+
 def _counted_in(dtype: torch.dtype) -> Callable[[Dispatch, RoutedRows, Expert], RoundTrip]:
     """Rows of each expert are counted in this dtype."""
 
@@ -553,6 +570,14 @@ FAULTS = (
         rules=("DSP-007",),
         cell=cell("qwen3_moe", "one"),
         wrap=_state_of_the_last,
+        says="the gradient of the rows is off",
+    ),
+    Fault(
+        id="gradients-taken-for-runs",
+        bug="pytorch#120582 in kind: the gradient of the combined rows is transposed, and is read as if it were not",
+        rules=("DSP-007",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_sending(_gradients_taken_for_runs),
         says="the gradient of the rows is off",
     ),
     Fault(

@@ -39,12 +39,12 @@ def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
         checkpoint, config, before = _written(context, Path(folder))
         chunks = export.chunks()
         export.load(checkpoint)
-        wanted = [tensor.detach().clone() for _, _, _, tensor in module_tensors(chunks)]
+        wanted = [held.detach().clone() for _, _, _, held in module_tensors(chunks)]
         export.load(context.input("checkpoint"))
         for _ in quantised.stream(before):  # other weights, of which nothing may be kept
             pass
-        for (_, _, _, tensor), values in zip(module_tensors(chunks), wanted, strict=True):
-            tensor.data.copy_(values)  # as an optimizer writes: the version of the tensor stays
+        for (_, _, _, held), values in zip(module_tensors(chunks), wanted, strict=True):
+            held.data.copy_(values)  # as an optimizer writes: the version of the tensor stays
         with in_training(chunks):
             was = state(chunks)
             for name, tensor in quantised.stream(config):

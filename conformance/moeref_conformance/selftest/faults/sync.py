@@ -316,7 +316,8 @@ class _OpenedAgain(_Wrong):
 class _PairsInABucket(_Wrong):
     """What the engine holds as one tensor is put together within a bucket: of two parts in two the first is lost."""
 
-    tensors = 16
+    #: A file of a checkpoint has up to 31 between them.
+    tensors = 31
 
     def __init__(self, good: Any, folder: Path) -> None:
         super().__init__(good, folder)

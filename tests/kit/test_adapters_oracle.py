@@ -76,6 +76,6 @@ def test_factors_that_hold_the_same_in_all_streams_are_one() -> None:
 
 
 def test_a_checkpoint_of_its_own_weights_computes_the_same(want: Expected) -> None:
-    native, again = routed.under(want, "native"), adapters.trained(want, want.tensors)
+    native, again = routed.under(want, "native"), routed.of_weights(want, want.tensors)
     assert torch.equal(again.logits_BSV, native.logits_BSV)
     assert all(torch.equal(again.gradients[n].nan_to_num(), g.nan_to_num()) for n, g in native.gradients.items())

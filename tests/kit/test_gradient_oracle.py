@@ -63,10 +63,10 @@ def test_it_is_the_slope_of_the_loss(part: str, folder: Path) -> None:
 
 def test_a_fused_checkpoint_has_those_of_all_experts_in_one(folder: Path) -> None:
     one, fused = (
-        routed.under(expected(cell("qwen3_moe", "one", expert_format=form), folder), "native").gradients
+        routed.under(expected(cell("glm4_moe", "one", expert_format=form), folder), "native").gradients
         for form in ("per_expert", "fused")
     )
-    at = "model.layers.0.mlp.experts."
+    at = "model.layers.1.mlp.experts."
     down_EHI = torch.stack([one[f"{at}{expert}.down_proj.weight"] for expert in range(16)])
     assert torch.equal(fused[f"{at}down_proj"], down_EHI)
 

@@ -269,7 +269,7 @@ class Trained:
         return {n: torch.randn(s) / s[1] ** 0.5 if "lora_A" in n else torch.zeros(s) for n, s in shapes.items()}
 
     def _after(self, phase: str) -> adapters.Trained:
-        return adapters.trained(self.model.want, adapters.merged(self.tensors, self.phases[phase], self.names))
+        return routed.of_weights(self.model.want, adapters.merged(self.tensors, self.phases[phase], self.names))
 
     def _step(self, before: str, after: str, gradients: Tensors) -> None:
         alone = adapters.gradients(gradients, self.phases[before], self.names)

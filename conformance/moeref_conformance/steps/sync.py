@@ -32,10 +32,11 @@ WAITING = 60.0
 LEAVING = 10.0
 #: Bytes at a multiple of which each tensor of a bucket begins.
 ALIGNED = 64
-#: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
+#: The layer in a tensor's name.
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 #: What a loader may put together from parts that come one behind the other.
 MODULE = re.compile(r"self_attn|mlp\.experts|mlp\.shared_experts|mlp\.")
+#: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
 ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
 
 

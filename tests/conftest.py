@@ -1,4 +1,4 @@
-"""What holds for every test: the hypothesis profile, the `cpu` marker, one world of ranks, and no two side by side."""
+"""What holds for every test: the hypothesis profile, the `cpu` marker, one world of ranks for each of two workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _load_hypothesis_profile() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Say what is not installed, in one sentence. Load hypothesis' profile.
 
-    Refuse versions that run rank worlds side by side: pytest-xdist 3.8.0 under pytest 9.2 (pytest-xdist#1386).
+    Refuse versions that start a world on every worker: pytest-xdist 3.8.0 under pytest 9.2 (pytest-xdist#1386).
     """
     if lacking := missing(config.args):
         raise pytest.UsageError(
@@ -56,12 +56,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects and before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what runs without a GPU, benches apart, and keep tests that start rank processes on one xdist worker."""
+    """Mark what runs without a GPU, benches apart.
+
+    Tests that start rank processes are two groups of about the same length, each on one xdist worker with one world.
+    """
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gpu", "bench", "engine", "long", "slow", "sync")):
             item.add_marker(pytest.mark.cpu)
         if item.get_closest_marker("ranks") is not None and config.pluginmanager.has_plugin("xdist"):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.xdist_group("faults" if item.path.name == "test_faults.py" else "ranks"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -91,8 +91,8 @@ def _stray(first: Word) -> Problem:
 def flags(words: Iterable[Word]) -> list[tuple[str, list[Word], Word]]:
     """(flag, its values, the word of the flag) in order.
 
-    A word that is none stands as a flag without a value: one before the first flag, and one after a value that may hold
-    arguments.
+    Two kinds of words count as a flag without values though they begin with no dash: a word before the first flag, and
+    a variable that may hold arguments and comes after a value.
     """
     found: list[tuple[str, list[Word], Word]] = []
     for word in words:

@@ -1,7 +1,11 @@
-"""Facet `adapters`: adapters are attached, take two steps, are sent and merged, and logits are asked for in between."""
+"""Facet `adapters`: adapters are attached, take two steps, are sent and merged, and logits are asked for in between.
+
+The second step recomputes forwards: behind a frozen embedding nothing that goes into the first layer needs a gradient.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, mo
 from moeref_conformance.steps import gradients, policy
 from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.replay import recomputing
 from moeref_conformance.steps.tensors import copied, module_tensors
 
 
@@ -31,7 +36,8 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
     sent = {"fresh": _sent(adapters, "fresh", saved)}
     _logits(adapters.logits(of_all), "fresh", saved)
     for phase, rate in RATES.items():
-        adapters.step(rows_BS, mask_BS, rate)
+        with recomputing(cell)(adapters.chunks()) if phase == "step2" else nullcontext():
+            adapters.step(rows_BS, mask_BS, rate)
         sent[phase] = _sent(adapters, phase, saved)
     _logits(adapters.logits(of_all), "trained", saved)
     _logits(adapters.logits(of_all, base=True), "base", saved)

@@ -364,7 +364,22 @@ def _without_k_and_v(name: str, merged: torch.Tensor, base: torch.Tensor) -> tor
     return base if re.search(r"\.(k_proj|v_proj)\.", name) else merged
 
 
+def _embeddings_cut_off(session: Any, cell: Cell, world: World) -> None:
+    """What comes from the embedding needs no gradient: a layer that is recomputed has none."""
+    for chunk in session.adapters.chunks():
+        if hasattr(chunk, "embedding"):
+            chunk.embedding.register_forward_hook(lambda module, given, hidden: hidden.detach())
+
+
 FAULTS = (
+    Fault(
+        id="adapters-behind-frozen-embeddings-not-trained",
+        bug="Megatron-Bridge#1750, #5586, verl#4566: layers recomputed behind a frozen embedding have no gradient",
+        rules=("LRA-002",),
+        cell=cell("qwen3_moe", "pp2", loss_mask=True),
+        wrap=attached(_embeddings_cut_off),
+        diagnosis="not moved",
+    ),
     Fault(
         id="adapters-of-routed-experts-left-out",
         bug="vLLM#50252, unsloth-zoo#1250: adapters of routed experts have names that nothing finds, and are left out",

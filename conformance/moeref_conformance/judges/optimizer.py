@@ -156,11 +156,12 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
 
     It is the third, behind two whose gradients differ; its own is that of the first.
 
-    Bit for bit; on a GPU in fp32 by the formula alone, in bf16 nearly all elements nearly so.
+    Bit for bit; on a GPU in fp32 by the formula alone, in bf16 nearly all elements nearly so. Until it steps, weights
+    are those of the save.
     """
     if no := unmeasured(case):
         return no
-    findings, worst = without(case, "inventory", "optimizer_resumed"), 0.0
+    findings, worst = [*without(case, "inventory", "optimizer_resumed"), *_changed(case)], 0.0
     exact = case.cell.dtype == "float32"
     for record in records(case, "inventory", "optimizer_resumed"):
         for of in _restored(case, record):
@@ -170,6 +171,16 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
             findings, worst = [*findings, *more], max(worst, far)
     met = "nearly all elements step as before" if in_any_order(case) else "exact"
     return outcome(findings, met=within(case, worst, LIMIT) if exact else met)
+
+
+def _changed(case: Case) -> Iterator[Finding]:
+    """Parameters that are not what they were, before any step behind a save or a restore."""
+    for record in records(case, "inventory", "optimizer_resumed"):
+        placed = dict(parameters(record, placement(case)))
+        for what, keys in record.value("optimizer_resumed").items():
+            for key in (key for key in keys if key in placed):
+                message = f"{key}: a {what} of the optimizer changes it"
+                yield _found(case, record, key, placed[key][0], message, diagnosis=f"changed by a {what}")
 
 
 def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:

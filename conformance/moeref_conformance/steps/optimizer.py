@@ -22,7 +22,7 @@ from moeref_conformance.contract.requests.optimizer import (
 )
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch, of_replica
-from moeref_conformance.steps.tensors import copied, module_tensors
+from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 
 
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
@@ -51,35 +51,39 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     return norms
 
 
-def resumed(optimizer: Optimizer, context: Context) -> None:
+def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | None:
     """Two steps, then the next one twice: at once, and of a new optimizer that was restored behind them.
 
     Between the first two an optimizer is saved and restored as well: the second save is that of a restored one, whose
     steps are not one. Weights are sent behind the second restore, as a run of RL begins.
 
     Saves all parameters after each, as `saved.chunk:local`, `on.…` and `resumed.…`; then they hold what they did
-    before. No step is taken where the target does not claim to save.
+    before. The value has the parameters that the second save, and the second restore, have changed. No step is taken,
+    and the value is None, where the target does not claim to save.
     """
     if not context.claims.optimizer_saves:
-        return
+        return None
     first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, "moved"))
     kept = {"loaded": _copies(context)}
     optimizer.make()
     optimizer.step(first_BS, saved_at(context.cell))
     _made_anew(optimizer, _saved(optimizer, context, 1))
     optimizer.step(second_BS, saved_at(context.cell))
-    folder = _saved(optimizer, context, 2)
     kept[SAVED] = _copies(context)
+    folder = _saved(optimizer, context, 2)
+    changed = {"save": _unlike(context, kept[SAVED])}
     optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[ON] = _copies(context)
     _put(context, kept[SAVED])
     _made_anew(optimizer, folder)
+    changed["restore"] = _unlike(context, kept[SAVED])
     deque(context.facet("export").stream(), maxlen=0)
     optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[RESUMED] = _copies(context)
     _put(context, kept.pop("loaded"))
     names = _parameters(context)
     context.save("optimizer_resumed", {f"{when}.{name}": of[name] for when, of in kept.items() for name in names})
+    return changed
 
 
 def _saved(optimizer: Optimizer, context: Context, number: int) -> Path:
@@ -110,6 +114,11 @@ def _tensors(context: Context) -> dict[str, torch.Tensor]:
 
 def _copies(context: Context) -> dict[str, torch.Tensor]:
     return {name: copied(tensor) for name, tensor in _tensors(context).items()}
+
+
+def _unlike(context: Context, values: dict[str, torch.Tensor]) -> list[str]:
+    """The parameters that do not hold these values, byte for byte."""
+    return [name for name, of in _parameters(context).items() if not same_bytes(of, values[name])]
 
 
 def _put(context: Context, values: dict[str, torch.Tensor]) -> None:

@@ -389,6 +389,38 @@ def _saved_as_restored(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", make=make, save=save, restore=restore)
 
 
+def _late_by_a_step(which: str) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: behind this call of the optimizer weights are what the first load found, until the next step.
+
+    That step begins from the right ones.
+    """
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.optimizer
+        call: Callable[[Path], None] = getattr(good, which)
+        begun, due = _copies(session), Named()
+
+        def late(folder: Path) -> None:
+            call(folder)
+            due.update(_copies(session))
+            _write(session, begun)
+
+        def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+            _write(session, due)
+            due.clear()
+            return good.step(tokens_BS, rate)
+
+        return facet(session, "optimizer", **{which: late, "step": step})
+
+    return wrap
+
+
+def _write(session: Any, tensors: Named) -> None:
+    held = _held(session)
+    for key, tensor in tensors.items():
+        held[key].copy_(tensor)
+
+
 @contextmanager
 def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
     """The first step of Adam behind a restore is without its moments, if a stream has been between the two."""
@@ -457,6 +489,22 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         patch=_restoring(_with_masters, _then_of_the_weights),
         diagnosis="master weights are rebuilt",
+    ),
+    Fault(
+        id="restored-weights-a-step-late",
+        bug="Megatron-Bridge#3397, ISEEKYAN/Megatron-LM#104 in kind: master weights are restored, the model's by a step",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_late_by_a_step("restore"),
+        diagnosis="changed by a restore",
+    ),
+    Fault(
+        id="weights-make-room-for-a-save",
+        bug="reported nowhere: weights that make room for a save are brought back by the next step alone",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=_late_by_a_step("save"),
+        diagnosis="changed by a save",
     ),
     Fault(
         id="experts-optimizer-not-restored",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from moeref_conformance.contract.api import Cell, Gradients
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, answer
 from moeref_conformance.steps.forward import last_experts, negated
+from moeref_conformance.steps.recompute import recomputing
 
 
 def asked(cell: Cell) -> bool:
@@ -54,6 +56,14 @@ def twice(cell: Cell) -> bool:
     return layout.world == 1 or (layout.world == 2 and (layout.ep > 1 or layout.expert_tp != layout.tp))
 
 
+def recomputes(cell: Cell) -> bool:
+    """Whether a step recomputes forwards in its backward pass: where routers count tokens, and there are stages.
+
+    Routers are recomputed with all that they are given, such as which tokens are padding.
+    """
+    return bool(cell.router_loss or cell.bias_update) and cell.layout.pp > 1
+
+
 def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
     """Every row from its last token to its first; -1 stays behind its end."""
     at_S = torch.arange(tokens_BS.shape[1])
@@ -64,7 +74,7 @@ def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
 def step(facet: Gradients, context: Context) -> None:
     """Save the gradients by `chunk:local`; where `twice`, and where tokens are counted, those of a second step.
 
-    Where `twice`, those of the first are saved too.
+    Where `twice`, those of the first are saved too. In some cells the last step recomputes (`recomputes`).
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
@@ -82,7 +92,9 @@ def step(facet: Gradients, context: Context) -> None:
         with negated(last_experts(context)):
             found = facet.gradients(*(of_BS[: cell.rows] for of_BS in (rows_BS, *mask)))  # one microbatch
         first = {f"{FIRST}{name}": tensor.clone() for name, tensor in by_name(found).items()}
-    context.save("gradients", {**by_name(facet.gradients(rows_BS, *mask)), **first})
+    with recomputing(cell)(context.facet("export").chunks()) if recomputes(cell) else nullcontext():
+        found = facet.gradients(rows_BS, *mask)
+    context.save("gradients", {**by_name(found), **first})
 
 
 def by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:

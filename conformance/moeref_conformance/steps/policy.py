@@ -13,6 +13,7 @@ from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE, ROU
 from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.recompute import recomputing
 
 
 def asked(cell: Cell) -> bool:
@@ -38,7 +39,7 @@ def replayed(facet: Policy, context: Context) -> None:
 def recomputed(facet: Policy, context: Context) -> None:
     """As `replayed`, where the backward pass recomputes what the forward computed."""
     if _routed(context):
-        with replay.recomputing(context.cell)(context.facet("export").chunks()):
+        with recomputing(context.cell)(context.facet("export").chunks()):
             _saved(facet, context, REPLAYED[1])
 
 

@@ -155,8 +155,10 @@ def _recorded_rows_moved(cell: Cell, world: World) -> AbstractContextManager[Any
     return mock.patch.object(RouterReplay, "record_indices", record_indices)
 
 
-def _padding(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Cell, World], Any]:
-    """A fault's `patch`: routers get `change(padding_mask)`."""
+def _padding(
+    change: Callable[[torch.Tensor], torch.Tensor | None], recomputed: bool = False
+) -> Callable[[Cell, World], Any]:
+    """A fault's `patch`: routers get `change(padding_mask)`; with `recomputed` where layers are recomputed alone."""
 
     def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
         from megatron.core.models.gpt import GPTModel
@@ -164,8 +166,9 @@ def _padding(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[
         good = GPTModel.forward
 
         def forward(self: Any, *args: Any, padding_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-            mask = None if padding_mask is None else change(padding_mask)
-            return good(self, *args, padding_mask=mask, **kwargs)
+            if padding_mask is not None and (self.config.recompute_granularity or not recomputed):
+                padding_mask = change(padding_mask)
+            return good(self, *args, padding_mask=padding_mask, **kwargs)
 
         return mock.patch.object(GPTModel, "forward", forward)
 
@@ -268,6 +271,22 @@ FAULTS = (
         rules=("GRD-002",),
         cell=cell("glm4_moe", "ep2", batch="packed", bias_update=True),
         patch=_padding(lambda mask: None),
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="recomputed-padding-in-the-routers-loss",
+        bug="Megatron-LM#2754, Megatron-LM#5841 in kind: which tokens are padding is not told to what is recomputed",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "pp2", batch="packed", router_loss="aux_loss"),
+        patch=_padding(lambda mask: None, recomputed=True),
+        says="off transformers' by",
+    ),
+    Fault(
+        id="recomputed-padding-moves-the-bias",
+        bug="Megatron-LM#6367 in kind: a recomputed router counts padding, which the forward's did not",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "pp2", batch="packed", bias_update=True, layers=4),
+        patch=_padding(lambda mask: None, recomputed=True),
         diagnosis="moved by",
     ),
     Fault(

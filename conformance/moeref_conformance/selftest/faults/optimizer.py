@@ -492,7 +492,7 @@ FAULTS = (
     ),
     Fault(
         id="restored-weights-a-step-late",
-        bug="Megatron-Bridge#3397, ISEEKYAN/Megatron-LM#104 in kind: master weights are restored, the model's by a step",
+        bug="Megatron-Bridge#3397, ISEEKYAN/Megatron-LM#104 in kind: masters are restored, weights a step later",
         rules=("OPT-004",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_late_by_a_step("restore"),

@@ -139,6 +139,21 @@ def _of_own_tokens(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _of_exchanged_tokens(cell: Cell, world: World) -> Iterator[None]:
+    """The ranks that exchange tokens add them up, and not others."""
+    from megatron.core import parallel_state
+
+    finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]
+
+    def updated(tokens_LE: Any, bias_LE: Any, rate: float, **groups: Any) -> Any:
+        torch.distributed.all_reduce(tokens_LE, group=parallel_state.get_expert_tensor_and_model_parallel_group())
+        return bias_LE + rate * (tokens_LE.mean(-1, keepdim=True) - tokens_LE).sign()
+
+    with mock.patch.object(finalize, "get_updated_expert_bias", updated):
+        yield
+
+
 def with_loss(**settings: Any) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap`: steps have a loss of megatron-core's routers, by settings of router and config."""
 
@@ -439,6 +454,14 @@ FAULTS = (
         rules=("GRD-002",),
         cell=cell("glm4_moe", "ep2", bias_update=True),
         patch=_of_own_tokens,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-of-the-exchanged-tokens",
+        bug="reported nowhere: the tokens of experts are added up over EP, and replicas beyond it drift apart",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "tp1", world_size=2, bias_update=True),
+        patch=_of_exchanged_tokens,
         diagnosis="moved by",
     ),
     Fault(

@@ -17,7 +17,7 @@ from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, mo
 from moeref_conformance.steps import gradients, policy
 from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
-from moeref_conformance.steps.replay import recomputing
+from moeref_conformance.steps.recompute import recomputing
 from moeref_conformance.steps.tensors import copied, module_tensors
 
 

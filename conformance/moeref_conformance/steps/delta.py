@@ -121,6 +121,12 @@ def _damages(made: list[bytes], other: list[bytes]) -> Iterator[tuple[str, list[
         yield f"message {index} left out", [*made[:index], *made[index + 1 :]]
         if index < len(other):
             yield f"message {index} of another delta", _with(made, index, other[index])
+        yield f"message {index} twice", [*made[: index + 1], *made[index:]]
+        if index:
+            yield (
+                f"message {index} before the one before it",
+                _with(_with(made, index, made[index - 1]), index - 1, made[index]),
+            )
 
 
 def _with(messages: list[bytes], index: int, message: bytes) -> list[bytes]:

@@ -56,9 +56,14 @@ CHANGES = ("1 %", "nothing", "half", "all", "special values", "special values tu
 PREDECESSORS = {9: 8, 10: 9, 11: 9, 12: 10}
 #: The version in which the last element of each tensor changed, further from the one before than 16 bits can count.
 LAST = 13
+#: The version in which each tensor changed by another share, and some not at all.
+UNEVEN = 14
+#: Those shares, in the order of `TENSORS`.
+SHARES = (0.01, 1.0, 0.0, 0.5, 0.0, 1.0)
 
 DENSITIES = {f"{change} changed": _once(version) for version, change in enumerate(CHANGES, 1)}
 DENSITIES["the last element changed"] = _once(LAST)
+DENSITIES["some tensors changed"] = _once(UNEVEN)
 SKIPPED = {
     "a delta that is lost": Script(
         7, (("make", 8), ("make", 9), ("apply", 9), ("acknowledge", 9), ("make", 10), ("apply", 10))
@@ -112,6 +117,8 @@ def versions(cell: Cell) -> list[Weights]:
     for of in PREDECESSORS.values():
         add(lambda bits: _changed(random, bits, 0.1), of)
     add(lambda bits: _flipped(bits, EDGES[-1:]))
+    uneven = zip(found[-1].items(), SHARES, strict=True)
+    found.append({name: _changed(random, bits.copy(), share) for (name, bits), share in uneven})
     return [{name: _tensor(name, bits) for name, bits in weights.items()} for weights in found]
 
 

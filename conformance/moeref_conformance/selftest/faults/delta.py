@@ -288,6 +288,76 @@ class _AnyReceipt(Sender):
         self.base = receipt, self.made[receipt]
 
 
+class _ChangedExperts(Sender):
+    """Stacks the experts that changed, which a receiver takes for the first ones of the layer."""
+
+    def sealed(self, parts: Parts) -> list[bytes]:
+        header, positions, values = parts
+        experts = [name for name in sorted(values) if ".experts." in name and name.endswith(".weight")]
+        sent = [name for name in experts if values[name].numel()]
+        placed = {name: name for name in values.keys() - experts} | dict(zip(sent, experts, strict=False))
+        return super().sealed((header, *({placed[name]: of[name] for name in placed} for of in (positions, values))))
+
+
+class _InParts(Differences):
+    """Sends a message of each tensor, in the order of their names."""
+
+    def sealed(self, parts: Parts) -> list[bytes]:
+        header, positions, values = parts
+        told = {**header, "names": sorted(values)}
+        seal = super().sealed
+        return [
+            seal(({**told, "part": name}, {name: positions[name]}, {name: values[name]}))[0] for name in told["names"]
+        ]
+
+
+class _TakesParts(_Unverified):
+    """Looks whether it holds the base, and whether every part is there; then takes the exclusive or of each message."""
+
+    def apply(self, messages: Sequence[bytes]) -> int:
+        parts = [self.unsealed([message]) for message in messages]
+        header = parts[0][0]
+        if {of["version"] for of, _, _ in parts} != {header["version"]} or not self.complete(parts):
+            raise ValueError("parts of a delta are missing, or of another one")
+        if header["version"] == self.version:
+            return self.version
+        self.check(header)
+        for name, (_, positions, values) in zip(self.names(parts), parts, strict=True):
+            (where,), (turned,) = positions.values(), values.values()
+            bits(self.tensors[name])[everywhere(where, turned)] ^= turned
+        self.version = header["version"]
+        return self.version
+
+    def check(self, header: Mapping[str, Any]) -> None:
+        super().check(header)
+        if digest(self.tensors) != header["before"]:
+            raise ValueError("other weights than those of the base are held")
+
+    def complete(self, parts: Sequence[Parts]) -> bool:
+        """Whether every part is there."""
+        return {of["part"] for of, _, _ in parts} == set(parts[0][0]["names"])
+
+    def names(self, parts: Sequence[Parts]) -> list[str]:
+        """The tensors of the parts."""
+        return [of["part"] for of, _, _ in parts]
+
+
+class _TakesPartsByPlace(_TakesParts):
+    """Takes the first message for that of the first name, if it has as many bytes."""
+
+    def complete(self, parts: Sequence[Parts]) -> bool:
+        return super().complete(parts) and [_kind(self.tensors[of["part"]]) for of, _, _ in parts] == [
+            _kind(self.tensors[name]) for name in parts[0][0]["names"]
+        ]
+
+    def names(self, parts: Sequence[Parts]) -> list[str]:
+        return list(parts[0][0]["names"])
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
 class _ReadsARun(Sender):
     """Reads as many elements as a tensor has from where it begins, whatever its strides."""
 
@@ -517,5 +587,29 @@ FAULTS = (
         cell=_CELL,
         wrap=design(_ReadsARun, _Unverified),
         says="apply version 1, made of 0: taken, and holds model.embed_tokens.weight",
+    ),
+    Fault(
+        id="delta-experts-that-changed",
+        bug="W4 in a delta: experts that did not change are left out, and the others taken for the first ones",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_ChangedExperts),
+        says="some tensors changed: apply version 14",
+    ),
+    Fault(
+        id="delta-message-taken-twice",
+        bug="SkyRL#1903 in kind: a message that is sent again is applied again, and its exclusive or goes back",
+        rules=("DLT-005",),
+        cell=_CELL,
+        wrap=design(_InParts, _TakesParts),
+        says="message 1 twice: taken",
+    ),
+    Fault(
+        id="delta-messages-by-place",
+        bug="W4 in a delta: messages that overtake each other are taken for each other's tensors",
+        rules=("DLT-005",),
+        cell=_CELL,
+        wrap=design(_InParts, _TakesPartsByPlace),
+        says="before the one before it: taken",
     ),
 )

@@ -57,9 +57,9 @@ def _phase(case: Case, phases: Iterable[str], message: str) -> Outcome:
 
 def _whose(case: Case, sample: dict[str, Any]) -> str:
     """Which weights explain a sample."""
-    found = [name for name in ("checkpoint", "second") if off(expected(case).dir / name, sample) <= CLOSE]
-    names = {"checkpoint": "the first weights give them", "second": "the second weights give them"}
-    return names[found[0]] if found else "neither the first nor the second weights give them"
+    named = {"checkpoint": "first", "second": "second", "third": "third"}
+    found = [told for name, told in named.items() if off(expected(case).dir / name, sample) <= CLOSE]
+    return f"the {found[0]} weights give them" if found else "neither the first nor the second weights give them"
 
 
 @judges("SYN-001")
@@ -82,7 +82,7 @@ def new_weights_are_used(case: Case) -> Outcome:
 
 @judges("SYN-003")
 def old_weights_are_gone(case: Case) -> Outcome:
-    """Prompts that the engine has not seen, after an update back to the first weights, and one to the second again."""
+    """Prompts that the engine has not seen, after an update back to the first weights, and one to others."""
     return _phase(case, ("back", "again"), "after a later update")
 
 

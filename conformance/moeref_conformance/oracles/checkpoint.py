@@ -27,8 +27,8 @@ from moeref_conformance.oracles import mtp_names, published, quantised, recipes,
 from moeref_conformance.oracles.dialect import as_published, of_5
 from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkpoint
 
-#: Other weights of the same model, where an engine is updated.
-SECOND = "second"
+#: Other weights of the same model, by their folder, and what they are drawn from, where an engine is updated.
+OTHERS = {"second": 97, "third": 95}
 #: What engines read of a generation_config.json, besides where samples end: with each of these samples differ.
 SAMPLING = {
     "do_sample": True,
@@ -94,8 +94,7 @@ def _read(final: Path, routes: bool) -> Expected:
     checkpoints = ("checkpoint", "checkpoint_extra", "checkpoint_missing", "checkpoint_unlike")
     folders = {"hf_config": "config", **{k: k for k in checkpoints}}
     inputs = {key: str(final / folder) for key, folder in folders.items()}
-    if (final / SECOND).is_dir():
-        inputs[SECOND] = str(final / SECOND)
+    inputs |= {other: str(final / other) for other in OTHERS if (final / other).is_dir()}
     inputs["tokens"] = str(final / "tokens.safetensors")
     answers = _ANSWERS[final]
     made = Expected(dir=final, inputs=inputs, **vars(answers))
@@ -134,9 +133,10 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         _edited(folder / "decoder", main, add=mtp)
         shutil.rmtree(folder / "decoder")
     if cell.backend == ENGINE:
-        _fill(model, dtype, _generator(97), bias=FAR)
-        _save(model, cell, folder / SECOND)
-        _give_sampling_parameters(main, folder / SECOND)
+        for other, stream in OTHERS.items():
+            _fill(model, dtype, _generator(stream), bias=FAR)
+            _save(model, cell, folder / other)
+        _give_sampling_parameters(main, *(folder / other for other in OTHERS))
     plain = _in_fp8(cell, main) if cell.fp8_checkpoint else None
     (folder / "config").mkdir()
     shutil.copy(main / "config.json", folder / "config" / "config.json")

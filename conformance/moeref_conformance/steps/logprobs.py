@@ -6,12 +6,12 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Logprobs, TokenLogprobs
-from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_ROUTES, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import last_experts, negated
-from moeref_conformance.steps.replay import given, under
+from moeref_conformance.steps.replay import given, in_turns, under
 from moeref_conformance.steps.tensors import module_tensors
 
 
@@ -65,11 +65,12 @@ def _changed(context: Context) -> list[torch.Tensor]:
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
-    """As `logprobs`, under given routes. None without them."""
+    """As `logprobs`, under given routes, those of a sample in turns. None without them."""
     if not _routed(context.cell) or "replay" not in context.claims.facets:
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
-    saved = _checked(under(facet.logprobs, tokens_BS, TEMPERATURE, routes=given(context, ROUTES)))
+    routes = in_turns(given(context, ROUTES), given(context, OTHER_ROUTES))
+    saved = _checked(under(facet.logprobs, tokens_BS, TEMPERATURE, routes=routes))
     if saved:
         context.save("replayed_logprobs", saved)
     return {"has": bool(saved)}

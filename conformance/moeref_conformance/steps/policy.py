@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Policy
-from moeref_conformance.contract.requests.logprobs import OTHER_TEMPERATURE, ROUTES, TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
@@ -86,11 +86,12 @@ def _asked(
     return replay.under(facet.policy_gradients, *arguments, routes=_routes(context))
 
 
-def _routes(context: Context) -> list[replay.Routes]:
-    """Those of the rows of this rank's step."""
-    cell, of_all = context.cell, replay.given(context, ROUTES)
+def _routes(context: Context) -> list[replay.Sample]:
+    """Those of the rows of this rank's step, of one of them in turns."""
+    cell, of_all, recomputed = context.cell, *(replay.given(context, name) for name in (ROUTES, OTHER_ROUTES))
     own = topology.replica_rows(cell, context.rank, len(of_all))
-    return [of_all[own[number]] for number in gradients.order(len(own), cell)]
+    rows = [own[number] for number in gradients.order(len(own), cell)]
+    return replay.in_turns([of_all[row] for row in rows], [recomputed[row] for row in rows])
 
 
 FACET = Facet(

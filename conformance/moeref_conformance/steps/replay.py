@@ -27,6 +27,8 @@ from moeref_conformance.steps.observed_routes import moe_layers, observed
 from moeref_conformance.steps.recompute import recomputing
 
 Routes = np.ndarray[Any, Any]
+#: Routes of a sample, whole or in turns.
+Sample = Routes | list[Turn]
 
 
 def run(replay: Replay, context: Context) -> None:
@@ -101,7 +103,7 @@ class _Phases:
         if length := shorter(self.tokens_BS.shape[1], self._cell):
             begun = [sent_again(a[row][: length - 1], b[row]) for row in range(self._cell.rows)]
             self._take(SHORTER, replay.replay, self._one_BS[:, :length].contiguous(), begun)
-        self._take("step-a", replay.step, rows_BS, [a[row] for row in self._own])
+        self._take("step-a", replay.step, rows_BS, in_turns(*([of[row] for row in self._own] for of in (a, b))))
         with self._recomputed(self._chunks):
             self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own])
         self._take("native-after", self._forward.logits, self._one_BS)
@@ -134,6 +136,11 @@ def resumed(whole: Routes, recomputed: Routes) -> list[Turn]:
     cut = len(whole) // 2
     later = np.concatenate([recomputed[cut - 2 : cut], whole[cut:]])
     return [Turn(0, whole[:cut]), Turn(cut - 2, later)]
+
+
+def in_turns(whole: Sequence[Routes], recomputed: Sequence[Routes]) -> list[Sample]:
+    """The same routes; those of the first sample come as the turns of a rollout that was interrupted."""
+    return [resumed(whole[0], recomputed[0]), *whole[1:]]
 
 
 def sent_again(whole: Routes, recomputed: Routes) -> list[Turn]:

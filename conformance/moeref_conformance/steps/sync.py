@@ -121,7 +121,7 @@ def said(given: Sequence[list[int]], sampled: Any, numbers: range) -> list[dict[
 
 
 def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
-    """To the second weights, back, and to the second again: what an engine was opened with is not what it had.
+    """To the second weights, back, and to third ones: what an engine was opened with, or had two updates before.
 
     After each update prompts that are new, and one that was there from the start. A turn goes on behind a sample.
     """

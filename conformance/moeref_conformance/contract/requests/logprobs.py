@@ -11,3 +11,5 @@ OTHER_TEMPERATURE = 1.3
 CHANGED = "changed-"
 #: The set of routes under which they are asked for in cells with replay R3.
 ROUTES = "a"
+#: Those that an engine computed where it ran a part of a sample again.
+OTHER_ROUTES = "b"

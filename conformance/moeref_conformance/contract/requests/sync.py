@@ -5,10 +5,8 @@ from __future__ import annotations
 #: Versions by the phase that they begin with; one is left out, as where a trainer took steps without an update.
 VERSIONS = {"first": 0, "second": 1, "back": 3, "again": 4}
 #: Input with the weights that are served in a phase, after an update, and in a turn behind a sample of the first ones.
-WEIGHTS = {
-    **dict.fromkeys(("first", "cached", "turn", "back"), "checkpoint"),
-    **dict.fromkeys(("second", "again"), "second"),
-}
+#: The last ones are new: an engine with two buffers may have those of two updates before.
+WEIGHTS = {**dict.fromkeys(("first", "cached", "turn", "back"), "checkpoint"), "second": "second", "again": "third"}
 #: Tokens that are sampled where an update comes on the way.
 LONG = 12
 #: Temperatures besides 1 that samples are asked at, by the names of their records. The kit's models tell all tokens

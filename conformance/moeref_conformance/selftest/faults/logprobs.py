@@ -12,6 +12,7 @@ from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
 from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet, inventory
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.routes import later_turns_hold
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,18 @@ def _without_routes(session: Session, cell: Cell, world: World) -> Any:
     """Routes are given to steps, and not to the forward of logprobs."""
     good: Any = session.logprobs
     return facet(session, "logprobs", logprobs=lambda tokens_BS, temperature, *_: good.logprobs(tokens_BS, temperature))
+
+
+def _under_later_turns(session: Session, cell: Cell, world: World) -> Any:
+    """Of a resumed rollout the routes that were computed last are taken."""
+    good: Any = session.logprobs
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> TokenLogprobs | None:
+        given = [[later_turns_hold(sample) for sample in of_all] for of_all in routes if of_all]
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, temperature, *given)
+        return found
+
+    return facet(session, "logprobs", logprobs=logprobs)
 
 
 def _of_weights_set_aside(session: Session, cell: Cell, world: World) -> Any:
@@ -215,6 +228,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", replay="R3"),
         wrap=_without_routes,
         diagnosis="those of the routers' own choice",
+    ),
+    Fault(
+        id="logprobs-of-routes-computed-again",
+        bug="miles#3277 in kind: logprobs are of the routes that an engine computed where it went on with a rollout",
+        rules=("LGP-004",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_under_later_turns,
+        one_rank=True,
+        says="under given routes, logprobs differ",
     ),
     Fault(
         id="logprobs-of-weights-set-aside",

@@ -16,6 +16,7 @@ from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.routes import later_turns_hold
 
 Gradients = dict[tuple[int, str], torch.Tensor]
 Wrap = Callable[[Session, Cell, World], Any]
@@ -314,6 +315,15 @@ FAULTS = (
         rules=("GRD-005",),
         cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
         wrap=_under(_of_the_first_microbatch),
+        one_rank=True,
+        says="replayed_policy: the gradient of",
+    ),
+    Fault(
+        id="policy-routes-computed-again",
+        bug="miles#3277 in kind: a policy's step takes routes that an engine computed where it went on with a rollout",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_under(lambda routes, cell, world: [later_turns_hold(sample) for sample in routes]),
         one_rank=True,
         says="replayed_policy: the gradient of",
     ),

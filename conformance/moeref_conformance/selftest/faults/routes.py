@@ -148,9 +148,22 @@ def _last_turn_alone(sample: Any, tokens: int) -> Any:
     return joined(sample[-1:], tokens)[: tokens - 1] if isinstance(sample, list) else sample
 
 
-def _later_turns_hold(sample: Any, tokens: int) -> Any:
+def later_turns_hold(sample: Any, tokens: int = 0) -> Any:
     """Rows that the resumed engine recomputed replace those of the sampled tokens."""
-    return joined(sample[::-1], tokens)[: tokens - 1] if isinstance(sample, list) else sample
+    if not isinstance(sample, list):
+        return sample
+    rows = max(turn.start + len(turn.routes) for turn in sample)
+    return joined(sample[::-1], rows)
+
+
+def _later_turns_hold_in_steps(session: Session, cell: Cell, world: World) -> Any:
+    """The same in training steps alone."""
+    good: Any = session.replay
+
+    def step(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+        return good.step(tokens_BS, routes and [later_turns_hold(sample) for sample in routes])
+
+    return facet(session, "replay", step=step)
 
 
 def _to_the_first(rows: Rows) -> Rows:
@@ -350,8 +363,17 @@ FAULTS = (
         bug="R14 in kind: rows that were recomputed when a rollout was resumed overwrite those of the sampled tokens",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
-        wrap=sending(_later_turns_hold),
+        wrap=sending(later_turns_hold),
         says="replay-a: token 5 of sample 0",
+        one_rank=True,
+    ),
+    Fault(
+        id="resumed-routes-overwrite-in-steps",
+        bug="R14 in kind: forwards join the turns of a rollout, and steps take what was computed last",
+        rules=("RPL-001",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_later_turns_hold_in_steps,
+        says="step-a: token 5 of sample 0",
         one_rank=True,
     ),
     Fault(

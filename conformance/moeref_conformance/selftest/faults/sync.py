@@ -313,6 +313,26 @@ class _OpenedAgain(_Wrong):
         self.later = True
 
 
+class _TwoBuffers(_Wrong):
+    """Fills two buffers in turn, and reads one that is filled again before it is."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.buffers = list[dict[str, torch.Tensor]]()
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        held, filled = self.buffers, dict[str, torch.Tensor]()
+        self.buffers = [*held[-1:], filled]
+        read = held[0] if len(held) > 1 else {}
+
+        def passed() -> Iterator[Named]:
+            for name, tensor in tensors:
+                filled[name] = tensor.clone()
+                yield name, read.get(name, tensor)
+
+        self.good.update(passed(), version)
+
+
 class _PairsInABucket(_Wrong):
     """What the engine holds as one tensor is put together within a bucket: of two parts in two the first is lost."""
 
@@ -1408,6 +1428,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_OpenedAgain),
         says="after a later update: logprobs are",
+    ),
+    Fault(
+        id="weights-of-two-updates-before",
+        bug="ms-swift#10204 in kind: one of two buffers is read before it is filled again",
+        rules=("SYN-003",),
+        cell=QWEN,
+        wrap=engine(_TwoBuffers),
+        says="the second weights give them",
     ),
     Fault(
         id="halves-in-two-buckets",

@@ -296,7 +296,8 @@ class _ChangedExperts(Sender):
         experts = [name for name in sorted(values) if ".experts." in name and name.endswith(".weight")]
         sent = [name for name in experts if values[name].numel()]
         placed = {name: name for name in values.keys() - experts} | dict(zip(sent, experts, strict=False))
-        return super().sealed((header, *({placed[name]: of[name] for name in placed} for of in (positions, values))))
+        where, sent_values = ({placed[name]: of[name] for name in placed} for of in (positions, values))
+        return super().sealed((header, where, sent_values))
 
 
 class _InParts(Differences):

@@ -154,7 +154,7 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
         return findings
     native = oracle(case, "native").experts
     if case.cell.replay == "R3":
-        for phase in ("native-between", "native-after"):
+        for phase in ("native-before", "native-between", "native-after"):
             findings += _against(case, phase, _first(case, native), whose="the router chooses")
         return [*findings, *_after_refusals(case)]
     recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]

@@ -1,8 +1,8 @@
 """Facet `replay`: forwards and training steps under given or recorded routes, observed at the experts.
 
 Data-parallel replicas take rows and routes of their own, except in the phases `SHARED`. Between them come forwards that
-are not replayed, other routes, and changed routers, as in a training run. The first forward, which is not replayed, is
-the step `forward`.
+are not replayed, other routes, and changed routers, as in a training run. Logprobs, which are asked for before, are of
+forwards under routes too.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ class _Phases:
     def given(self, a: list[Routes], b: list[Routes]) -> None:
         """R3: routes that an engine sends, two sets of them; there is more than one sample."""
         replay, rows_BS = self._replay, self._rows_BS
+        self._take("native-before", self._forward.logits, self._one_BS)
         self._take("replay-a", replay.replay, self.tokens_BS, [resumed(a[0], b[0]), *a[1:-1], aborted(a[-1])])
         self._take("native-between", self._forward.logits, self._one_BS)
         if length := shorter(self.tokens_BS.shape[1], self._cell):

@@ -8,8 +8,8 @@ WHOLE = "whole-"
 SHORTER = "shorter-a"
 #: Phases of each mode, in order. A phase that ends in `-a` or `-b` takes the route set of that name.
 PHASES = {
-    "R3": ("replay-a", "native-between", SHORTER, "step-a", "recompute-b", "native-after"),
+    "R3": ("native-before", "replay-a", "native-between", SHORTER, "step-a", "recompute-b", "native-after"),
     "R2": ("record", "replay", "changed-native", "recompute", "record-changed", "step-changed"),
 }
 #: Phases in which all data-parallel replicas take the same rows. In the others each takes `topology.replica_rows`.
-SHARED = frozenset({"replay-a", "native-between", SHORTER, "native-after", "changed-native"})
+SHARED = frozenset({"native-before", "replay-a", "native-between", SHORTER, "native-after", "changed-native"})

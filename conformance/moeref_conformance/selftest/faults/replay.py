@@ -148,6 +148,28 @@ def _left_on(session: Session, cell: Cell, world: World) -> Any:
     return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
 
 
+def _left_on_by_logprobs(session: Session, cell: Cell, world: World) -> Any:
+    """After logprobs under routes the last of these are replayed in forwards, until others are given."""
+    replaying: Any = session.replay
+    asked: Any = session.logprobs
+    native: Any = session.forward
+    left: list[Any] = []
+
+    def logprobs(tokens_BS: Any, temperature: float, routes: Sequence[Any] | None = None) -> Any:
+        left[:] = routes[-1:] if routes else []
+        return asked.logprobs(tokens_BS, temperature, routes)
+
+    def replay(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
+        left.clear()
+        return replaying.replay(tokens_BS, routes)
+
+    def logits(tokens_BS: Any) -> Any:
+        return replaying.replay(tokens_BS, left * len(tokens_BS)) if left else native.logits(tokens_BS)
+
+    swapped = facet(session, "logprobs", logprobs=logprobs)
+    return facet(facet(swapped, "replay", replay=replay), "forward", logits=logits)
+
+
 def _left_on_by_an_error(session: Session, cell: Cell, world: World) -> Any:
     """The action is taken back after a forward, and not where one raises: the last routes are replayed on."""
     replaying: Any = session.replay
@@ -408,6 +430,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=_left_on,
         says="native-between: ",
+        one_rank=True,
+    ),
+    Fault(
+        id="replay-left-on-by-logprobs",
+        bug="SkyRL#1908 in kind: routes that old logprobs were computed under stay for the forwards behind them",
+        rules=("RPL-002",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_left_on_by_logprobs,
+        says="native-before: ",
         one_rank=True,
     ),
     Fault(

@@ -282,8 +282,12 @@ def _of_groups(cell: Cell) -> dict[str, Any]:
 
 
 def _of_batch(cell: Cell) -> dict[str, Any]:
-    """What microbatches of several samples change. Experts are in the last layer under any number of layers."""
+    """What microbatches of several samples change. Experts are in the last layer under any number of layers.
+
+    Adapters, which are trained where there is a loss mask, are of latent queries too.
+    """
     alike = cell.batch == "single" or (cell.family == "qwen3_moe" and cell.layers < 3)
+    alike = alike or (cell.family == "deepseek_v3" and cell.loss_mask)
     if alike:
         return {}
     return _kinds(cell) if cell.family in _OTHER_KIND else _SEVERAL.get(cell.family, {})

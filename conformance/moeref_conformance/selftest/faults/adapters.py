@@ -390,6 +390,15 @@ FAULTS = (
         says="was never sent",
     ),
     Fault(
+        id="adapters-of-latent-queries-left-out",
+        bug="sglang#25001 in kind: of latent attention's linears those behind the queries' latent get no adapter",
+        rules=("LRA-001",),
+        cell=cell("deepseek_v3", "one", layers=3, batch="pairs", loss_mask=True),
+        wrap=sent(lambda name, tensor: None if ".q_b_proj." in name else (name, tensor)),
+        one_rank=True,
+        says="was never sent",
+    ),
+    Fault(
         id="adapters-by-local-number",
         bug="SkyRL#1816 in kind: experts are named by their number on the rank that holds them",
         rules=("LRA-001",),

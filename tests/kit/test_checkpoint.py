@@ -141,7 +141,7 @@ def test_the_mtp_layer_of_qwen3_next_is_apart_and_like_the_last(work: Path) -> N
     assert {name for name in made.tensors if name.startswith("mtp.")} == parts | around
     assert made.tensors["mtp.fc.weight"].shape == (40, 80)
     left_out = expected(replace(cell("qwen3_next", layers=4), mtp_left_out=True), work)
-    assert (left_out.left_out, left_out.config["num_nextn_predict_layers"]) == ("mtp.", 1)
+    assert (left_out.left_out, left_out.config["num_nextn_predict_layers"]) == (("mtp.",), 1)
 
 
 def test_scales_in_fp8_are_in_another_file_than_their_weights(work: Path) -> None:

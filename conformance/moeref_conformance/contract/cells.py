@@ -51,6 +51,8 @@ ADAPTER_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
+#: Multi-token prediction layers of checkpoints whose model is built without, by families that have more than one there.
+LEFT_OUT = {"glm4_moe": 2}
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 
@@ -216,8 +218,8 @@ class Cell:
 
     @property
     def checkpoint_mtp(self) -> int:
-        """Multi-token prediction layers of the checkpoint: the model's, or one that it leaves out."""
-        return self.mtp + self.mtp_left_out
+        """Multi-token prediction layers of the checkpoint: the model's, or those that it leaves out."""
+        return self.mtp + (LEFT_OUT.get(self.family, 1) if self.mtp_left_out else 0)
 
     @property
     def rows(self) -> int:

@@ -58,7 +58,7 @@ class _Answers:
     missing: str
     extra: str
     unlike: str
-    left_out: str
+    left_out: tuple[str, ...]
     plain: Mapping[str, torch.Tensor] | None = None
 
 
@@ -153,7 +153,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     if (main / INDEX).exists() and cell.backend != ENGINE:  # there updates are judged, not what a loader reads first
         norm = "model.norm.weight"
         save_file({norm: tensors[norm].flip(0)}, main / LEFT_OVER, metadata={"format": "pt"})
-    left_out = mtp_names.prefix(cell.family, cell.layers) if cell.mtp_left_out else ""
+    left_out = mtp_names.prefixes(cell.family, cell.layers, cell.checkpoint_mtp) if cell.mtp_left_out else ()
     return _Answers(logits_BSV if plain is None else torch.empty(0), missing, extra, unlike, left_out, plain)
 
 

@@ -27,7 +27,7 @@ class Expected:
 
     `dir` holds the `inputs` and nothing else; ranks get copies of them (see `steps.run.run_rank`). `missing` is the
     tensor that `checkpoint_missing` lacks, `extra` the one that `checkpoint_extra` has too many, `unlike` the one that
-    `checkpoint_unlike` has in another shape. Tensors with the prefix `left_out` are in the files and not in the model.
+    `checkpoint_unlike` has in another shape. Tensors with a prefix of `left_out` are in the files and not in the model.
     `logits_BSV` are in fp32, by transformers' own module with eager attention; the weights are the checkpoint's.
     `plain` has the tensors of a checkpoint in FP8 as they are loaded; no logits are expected of it.
     """
@@ -37,7 +37,7 @@ class Expected:
     missing: str
     extra: str = EXTRA
     unlike: str = ""
-    left_out: str = ""
+    left_out: tuple[str, ...] = ()
     plain: Mapping[str, torch.Tensor] | None = field(default=None, repr=False, compare=False)
     logits_BSV: torch.Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
@@ -50,7 +50,7 @@ class Expected:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of the model by Hugging Face name, in the order of their names."""
         found = self.plain if self.plain is not None else read_checkpoint(self.dir / "checkpoint")
-        return {name: of for name, of in found.items() if not (self.left_out and name.startswith(self.left_out))}
+        return {name: of for name, of in found.items() if not name.startswith(self.left_out)}
 
     @cached_property
     def left_over(self) -> dict[str, torch.Tensor]:

@@ -32,9 +32,9 @@ def in_files(family: str, layers: int, number: int, rest: str) -> str:
     return f"mtp.{_AROUND[module]}.{kind}" if module in _AROUND else f"mtp.layers.{number}.{rest}"
 
 
-def prefix(family: str, layers: int) -> str:
-    """What the names of all tensors of the first layer begin with."""
-    return "mtp." if family in APART else f"model.layers.{layers}."
+def prefixes(family: str, layers: int, count: int) -> tuple[str, ...]:
+    """What the names of all tensors of so many layers behind the decoder's begin with."""
+    return ("mtp.",) if family in APART else tuple(f"model.layers.{layers + number}." for number in range(count))
 
 
 def standard(family: str, layers: int, name: str) -> str:

@@ -94,9 +94,13 @@ _SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
-#: Experts as published ones: gate and up together are less than the hidden size, and divide by 8 ranks as all widths
-#: do. In fused files, so that a side that is told by its length shows; other experts are wide.
-_NARROW = {"qwen3_moe": {"moe_intermediate_size": 16}}
+#: In fused files. Qwen3's experts are as published ones: gate and up together are less than the hidden size, so that a
+#: side that is told by its length shows, and divide by 8 ranks as all widths do; other experts are wide. Mixtral's heads
+#: are as published ones: their width is null, and the hidden size holds all of them.
+_FUSED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 16},
+    "mixtral": {"hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": None},
+}
 
 
 #: What layers without full attention have, by families whose config names the kind of each layer.
@@ -295,7 +299,7 @@ def _of_batch(cell: Cell) -> dict[str, Any]:
 
 def _of_files(cell: Cell) -> dict[str, Any]:
     """What files with fused experts change."""
-    return _NARROW.get(cell.family, {}) if cell.expert_format == "fused" and not cell.precision else {}
+    return _FUSED.get(cell.family, {}) if cell.expert_format == "fused" and not cell.precision else {}
 
 
 def _served(values: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,18 @@ def _no_expert_offset(row: NameRow, tensors: Tensors, cell: Cell) -> torch.Tenso
     return torch.cat([tensors[re.sub(r"experts\.\d+", f"experts.{local[1]}", name)] for name in row.hf])
 
 
+def _width_of_heads_read(session: Any, cell: Cell, world: World) -> Any:
+    """A config that says nothing of the width of heads is foreseen, and not one that says null."""
+
+    def load(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        if config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) < 1:
+            raise ValueError("heads have no width")
+        session.export.load(folder)
+
+    return border.facet(session, "export", load=load)
+
+
 def _of_layer(name: str, layer: int) -> str:
     return re.sub(r"layers\.\d+", f"layers.{layer}", name)
 
@@ -391,6 +403,15 @@ def _of_a_layer_that_begins_alike(row: NameRow, tensors: Tensors, cell: Cell) ->
 
 
 FAULTS = (
+    Fault(
+        id="width-of-heads-null",
+        bug="mbridge#39: head_dim is in the config and null, and what would stand for it is for a config without",
+        rules=("RUN-001",),
+        cell=cell("mixtral", "one", expert_format="fused"),
+        wrap=_width_of_heads_read,
+        says="TypeError",
+        one_rank=True,
+    ),
     Fault(
         id="every-file-of-the-folder-read",
         bug="sglang#35107, Blaizzy/mlx-vlm#1464: files that the index does not name are read too",

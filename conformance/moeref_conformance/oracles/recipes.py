@@ -95,8 +95,8 @@ _SEVERAL: dict[str, dict[str, Any]] = {
 
 
 #: In fused files. Qwen3's experts are as published ones: gate and up together are less than the hidden size, so that a
-#: side that is told by its length shows, and divide by 8 ranks as all widths do; other experts are wide. Mixtral's heads
-#: are as published ones: their width is null, and the hidden size holds all of them.
+#: side that is told by its length shows, and divide by 8 ranks as all widths do; other experts are wide. The heads of
+#: Mixtral are as published ones: their width is null, and the hidden size holds all of them.
 _FUSED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 16},
     "mixtral": {"hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": None},

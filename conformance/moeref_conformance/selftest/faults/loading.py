@@ -405,7 +405,7 @@ def _of_a_layer_that_begins_alike(row: NameRow, tensors: Tensors, cell: Cell) ->
 FAULTS = (
     Fault(
         id="width-of-heads-null",
-        bug="mbridge#39: head_dim is in the config and null, and what would stand for it is for a config without",
+        bug="ISEEKYAN/mbridge#39: the config has a head_dim of null; what stands for it is for a config without one",
         rules=("RUN-001",),
         cell=cell("mixtral", "one", expert_format="fused"),
         wrap=_width_of_heads_read,

@@ -113,6 +113,8 @@ def _make(cell: Cell, folder: Path) -> _Answers:
         tokens_BS = torch.randint(0, model.config.vocab_size, recipes.rows(cell), generator=_generator(0))
         # The first id, which code takes for padding, and the last, at the end of the last shard.
         tokens_BS[0, 1], tokens_BS[-1, 2] = 0, model.config.vocab_size - 1
+        if cell.loss_mask:  # where the first row has it, nothing is trained on
+            tokens_BS[-1, 1] = 0
         for row_S, length in zip(tokens_BS, recipes.lengths(cell), strict=True):
             row_S[length:] = -1
         _fill(model, dtype, _generator(attempt), bias=NEAR if cell.backend == ENGINE else _far(model.config))

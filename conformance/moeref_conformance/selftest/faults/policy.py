@@ -80,6 +80,20 @@ def _advantages_of_the_first_call(session: Session, cell: Cell, world: World) ->
     return facet(session, "policy", policy_gradients=policy_gradients)
 
 
+def _entropy_at_temperature_1(session: Session, cell: Cell, world: World) -> Any:
+    """What the entropies add to the gradients is that of a temperature of 1."""
+    good: Any = session.policy
+
+    def policy_gradients(*asked: Any) -> Any:
+        *rows, temperature, entropy = asked
+        of_logprobs, left, both = (
+            good.policy_gradients(*rows, *more) for more in ((temperature, 0.0), (1.0, 0.0), (1.0, entropy))
+        )
+        return {key: gradient + both[key] - left[key] for key, gradient in of_logprobs.items()}
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
 def _rows(session: Session) -> int:
     """Rows of the head on this rank."""
     chunks = session.export.chunks() if session.export else ()
@@ -229,6 +243,33 @@ FAULTS = (
         rules=("GRD-004",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_advantages_of_the_first_call,
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="advantages-in-bf16",
+        bug="slime#245 in kind: what belongs to the tokens of a batch is cast to the dtype of models",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_asked(lambda asked: replace(asked, advantages_BS=asked.advantages_BS.bfloat16().float())),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-entropy-at-temperature-1",
+        bug="NeMo-RL#935 in kind: a bonus for entropies is of logits that the temperature does not divide",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_entropy_at_temperature_1,
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-leaves-out-the-padding-id",
+        bug="TRL#6357, TRL#4970: padding is told by its id, and a sampled token of that id is not trained on",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_asked(lambda asked: replace(asked, mask_BS=asked.mask_BS & (asked.tokens_BS != 0))),
         one_rank=True,
         says="policy: the gradient of",
     ),

@@ -167,13 +167,30 @@ def test_logprobs_that_are_off_by_1_percent_are_found(model: Model, rule: str, w
         assert len(judged({which: moved}).findings) == found
 
 
-@pytest.mark.parametrize(("rounded", "found"), [(50, 0), (51, 1), (100, 1), (0, 0)])
-def test_half_of_the_logprobs_may_be_numbers_of_bf16(model: Model, rounded: int, found: int) -> None:
-    values = torch.linspace(-7.001, -3.001, 100).sub(2**-20)
+@pytest.mark.parametrize(("rounded", "found"), [(0.5, 0), (0.55, 1), (1, 1), (0, 0)])
+def test_half_of_the_logprobs_may_be_numbers_of_bf16(model: Model, rounded: float, found: int) -> None:
+    values = of_logits(model, model.exact.logits_BSV)["logprobs"].flatten()
     assert not bool((values == values.bfloat16()).any())
-    values[:rounded] = values[:rounded].bfloat16()
-    outcome = model.judged("LGP-003", logprobs=({"has": True}, {"logprobs": values[None]}))
+    few = int(rounded * len(values))
+    values[:few] = values[:few].bfloat16()
+    found_BS = values.view(len(model.want.tokens_BS), -1)
+    outcome = model.judged("LGP-003", logprobs=({"has": True}, {"logprobs": found_BS}))
     assert len(outcome.findings) == found
+
+
+@pytest.mark.parametrize(("which", "off"), [("logprobs", 0.05), ("entropies", 0.005)])
+def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, off: float) -> None:
+    right = of_logits(model, model.exact.logits_BSV)
+
+    def findings(far: float, by: float) -> int:
+        values = right[which].flatten().clone()
+        values[: int(far * len(values))] += by
+        found = {**right, which: values.view_as(right[which])}
+        return len(model.judged("LGP-003", logprobs=({"has": True}, found)).findings)
+
+    assert [findings(share, off) for share in (0.4, 0.6, 1)] == [0, 1, 1]
+    assert findings(1, off / 2) == 0
+    assert findings(0.1, float("nan")) == 1
 
 
 def test_a_norm_is_that_of_all_gradients(model: Model) -> None:

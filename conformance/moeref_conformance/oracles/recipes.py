@@ -259,9 +259,12 @@ def rows(cell: Cell) -> tuple[int, int]:
 
 
 def lengths(cell: Cell) -> list[int]:
-    """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, which divide over nothing."""
+    """Tokens of each sequence: all of `rows`, or of packed ones unequal odd numbers, which divide over nothing.
+
+    The order by length, up or down, is not its own inverse.
+    """
     number, longest = rows(cell)
-    return [longest, 5, longest - 4, 3] if cell.batch == "packed" else [longest] * number
+    return [longest - 4, 5, longest, 3] if cell.batch == "packed" else [longest] * number
 
 
 def trained(tokens_BS: torch.Tensor) -> torch.Tensor:

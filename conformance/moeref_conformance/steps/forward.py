@@ -66,15 +66,15 @@ def last_experts(context: Context) -> list[torch.Tensor]:
 
 
 @contextmanager
-def negated(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Negate these weights, as if trained since."""
+def negated(parameters: Sequence[torch.Tensor], factor: float = -1.0) -> Iterator[None]:
+    """Multiply these weights by a negative power of two, as if trained since."""
     for parameter in parameters:
-        parameter.data.neg_()
+        parameter.data.mul_(factor)
     try:
         yield
     finally:
         for parameter in parameters:
-            parameter.data.neg_()
+            parameter.data.div_(factor)
 
 
 FACET = Facet(

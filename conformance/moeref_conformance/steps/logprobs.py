@@ -6,7 +6,14 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, Logprobs, TokenLogprobs
-from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_ROUTES, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import (
+    CHANGED,
+    OTHER_ROUTES,
+    OTHER_TEMPERATURE,
+    ROUTES,
+    TEMPERATURE,
+    WIDER,
+)
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
@@ -30,7 +37,8 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     It is asked amid training. What it has changed of that is for the step `around`.
 
     Then weights are negated, where stages are one and a forward of them is judged: those of weights that were set aside
-    show, and a temperature that was kept: these are of another one. None under replay.
+    show, and a temperature that was kept: these are of another one. The head's become `WIDER` too, so that what holds
+    for tokens alone that are nearly alike shows. None under replay.
     """
     if context.cell.replay != "off":
         return None
@@ -38,15 +46,15 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     chunks = context.facet("export").chunks()
     found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, TEMPERATURE))
     saved = _checked(found)
-    changed = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else []
-    if changed:
-        with negated(changed):
+    experts, heads = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
+    if heads:
+        with negated(experts), negated(heads, WIDER):
             again = _checked(facet.logprobs(tokens_BS, OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)
     context.made["around_logprobs"] = left
-    return {"has": bool(saved), "changed": bool(changed)}
+    return {"has": bool(saved), "changed": bool(heads)}
 
 
 def around(facet: Logprobs, context: Context) -> list[list[str]] | None:
@@ -55,13 +63,13 @@ def around(facet: Logprobs, context: Context) -> list[list[str]] | None:
     return left
 
 
-def _changed(context: Context) -> list[torch.Tensor]:
-    """The second linears of the last layer's experts, and the head, which negates all logits; none where it is tied."""
+def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The second linears of the last layer's experts, and the head, on which all logits hang; none where it is tied."""
     tensors = module_tensors(context.facet("export").chunks())
     heads = [of for _, name, _, of in tensors if name.endswith("output_layer.weight")]
     experts = last_experts(context)
     right = context.cell.dtype == "float32" and not context.cell.tied
-    return [*experts, *heads] if experts and heads and right else []
+    return (experts, heads) if experts and heads and right else ([], [])
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:

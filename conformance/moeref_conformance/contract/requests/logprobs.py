@@ -7,6 +7,9 @@ TEMPERATURE = 0.7
 #: Of a later call, where samples were drawn with another one.
 OTHER_TEMPERATURE = 1.3
 
+#: By what the head is multiplied where weights have changed: probabilities from nearly 1 down to those that round to 0
+#: beside it, as trained models have them. A power of two, which a division takes back.
+WIDER = -64.0
 #: What the name of tensors begins with that are computed once weights have changed in place.
 CHANGED = "changed-"
 #: The set of routes under which they are asked for in cells with replay R3.

@@ -73,6 +73,18 @@ def _before(asked: Asked) -> TokenLogprobs:
     return replace(right, logprobs_BS=own_BS)
 
 
+def _in_order_of_length(asked: Asked) -> TokenLogprobs:
+    """Rows are sorted by length, and put back by the order in which they were sorted, not by its inverse."""
+    order_B = (asked.tokens_BS >= 0).sum(1).argsort(stable=True)
+    return TokenLogprobs(*(of_BS[order_B][order_B] for of_BS in vars(asked.right()).values()))
+
+
+def _clamped(asked: Asked) -> TokenLogprobs:
+    """No token is less likely than the 20th power of 1 / e."""
+    right = asked.right()
+    return replace(right, logprobs_BS=right.logprobs_BS.clamp_min(-20.0))
+
+
 def _rank_after_rank(asked: Asked) -> TokenLogprobs:
     """What CP ranks hold is joined as they come."""
     right, cp = asked.right(), asked.cell.layout.cp
@@ -196,6 +208,39 @@ FAULTS = (
         wrap=_made(lambda asked: asked.right((asked.logits_BSV / asked.temperature).bfloat16())),
         one_rank=True,
         diagnosis="computed in bfloat16",
+    ),
+    Fault(
+        id="temperature-left-out-in-bf16",
+        bug="NeMo-RL#935 in kind: the path that models in 16 bits take does not know the temperature",
+        rules=("LGP-003",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16"),
+        wrap=_made(lambda asked: asked.right(asked.logits_BSV)),
+        says="differ from transformers",
+    ),
+    Fault(
+        id="logprob-of-the-token-before-in-bf16",
+        bug="ms-swift#8427 in kind: the path that models in 16 bits take aligns logprobs and tokens otherwise",
+        rules=("LGP-003",),
+        cell=cell("glm4_moe", "one", dtype="bfloat16"),
+        wrap=_made(_before),
+        one_rank=True,
+        says="differ from transformers",
+    ),
+    Fault(
+        id="logprobs-put-back-by-the-order",
+        bug="SkyRL#1865 in kind: samples are sorted by length, and logprobs put back by the order, not by its inverse",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "one", batch="packed"),
+        wrap=_made(_in_order_of_length),
+        says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="logprobs-clamped",
+        bug="Soup#994 in kind: logprobs are clamped, which changes those of unlikely tokens alone",
+        rules=("LGP-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_made(_clamped),
+        says="logprobs differ from transformers by",
     ),
     Fault(
         id="logprobs-in-the-order-of-cp",

@@ -236,7 +236,7 @@ FAULTS = (
     ),
     Fault(
         id="logprobs-clamped",
-        bug="Soup#994 in kind: logprobs are clamped, which changes those of unlikely tokens alone",
+        bug="MakazhanAlpamys/Soup#994 in kind: logprobs are clamped, which changes those of unlikely tokens alone",
         rules=("LGP-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_clamped),

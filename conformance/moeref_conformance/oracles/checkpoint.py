@@ -103,6 +103,18 @@ def _read(final: Path, routes: bool) -> Expected:
     return made
 
 
+def _tokens(cell: Cell, vocab: int) -> torch.Tensor:
+    """The tokens [B, S] of the cell's variant, -1 behind the end of a sample."""
+    tokens_BS = torch.randint(0, vocab, recipes.rows(cell), generator=_generator(0))
+    # The first id, which code takes for padding, and the last, at the end of the last shard.
+    tokens_BS[0, 1], tokens_BS[-1, 2] = 0, vocab - 1
+    if cell.loss_mask:  # where the first row has it, nothing is trained on
+        tokens_BS[-1, 1] = 0
+    for row_S, length in zip(tokens_BS, recipes.lengths(cell), strict=True):
+        row_S[length:] = -1
+    return tokens_BS
+
+
 def _make(cell: Cell, folder: Path) -> _Answers:
     """Write the inputs of the cell's variant to `folder`."""
     if cell.dtype not in published.DTYPES:
@@ -110,13 +122,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
     dtype = published.DTYPES[cell.dtype]
     for attempt in range(1, 50):
         model = recipes.model(cell)
-        tokens_BS = torch.randint(0, model.config.vocab_size, recipes.rows(cell), generator=_generator(0))
-        # The first id, which code takes for padding, and the last, at the end of the last shard.
-        tokens_BS[0, 1], tokens_BS[-1, 2] = 0, model.config.vocab_size - 1
-        if cell.loss_mask:  # where the first row has it, nothing is trained on
-            tokens_BS[-1, 1] = 0
-        for row_S, length in zip(tokens_BS, recipes.lengths(cell), strict=True):
-            row_S[length:] = -1
+        tokens_BS = _tokens(cell, model.config.vocab_size)
         _fill(model, dtype, _generator(attempt), bias=NEAR if cell.backend == ENGINE else _far(model.config))
         logits_BSV, margin = _forward(model, tokens_BS)
         # In FP8 routes change whatever the margin is; nothing compares logits there.

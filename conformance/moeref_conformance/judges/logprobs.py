@@ -154,7 +154,7 @@ def entropies_are_transformers(case: Case) -> Outcome:
 
 @judges("LGP-003")
 def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
-    """In bf16, where rounding turns routes and so changes logits. On a CPU half of them are near transformers' nonetheless."""
+    """In bf16, where rounding turns routes and so changes logits. On a CPU half of them are near transformers'."""
     yield from without(case, "logprobs")
     held = {one.rank: one.tensors("logprobs") for one in records(case, "logprobs") if one.value("logprobs")["has"]}
     yield from without_logits(case, "logprobs", held, "logprobs")

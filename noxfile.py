@@ -420,6 +420,13 @@ def mutants_kit(session: nox.Session) -> None:
 
 
 @nox.session(python=PYTHON, default=False)
+def mutants_target(session: nox.Session) -> None:
+    """Change moeref bit by bit and list what no cell notices; `-- megatron.lora --sample 30` selects and draws."""
+    install(session, "-e", ".[kit]", groups=("test",))
+    session.run("python", "-m", "tests.kit.mutate_target", *session.posargs, env=ENV)
+
+
+@nox.session(python=PYTHON, default=False)
 def traces(session: nox.Session) -> None:
     """Try 10,000 random traces of tokens, and 1,000 of weight updates in which any call may fail."""
     install(session, "-e", ".[kit]", groups=("test",))

@@ -94,8 +94,15 @@ def change(node: ast.AST) -> str:
             node.value = not value
         case ast.Constant(value=int(value)):
             node.value = value + 1
-        case ast.Expr(value=ast.YieldFrom() | ast.Yield() as value):
-            # Without the finding. Its names stay, so that the code has the variables of the function that gets it.
+        case ast.AugAssign(op=op) if type(op) in _OTHER:
+            node.op = _OTHER[type(op)]()
+        case (
+            ast.If(test=ast.Name() | ast.Attribute() | ast.Call() as test)
+            | ast.IfExp(test=ast.Name() | ast.Attribute() | ast.Call() as test)
+        ):
+            node.test = ast.UnaryOp(ast.Not(), test)
+        case ast.Expr(value=ast.YieldFrom() | ast.Yield() | ast.Call() as value):
+            # Without the finding or the call. Names stay, so that the code has its function's variables.
             node.value = ast.BoolOp(ast.And(), [ast.Constant(None), value])
         case _:
             return ""

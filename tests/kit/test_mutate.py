@@ -75,6 +75,20 @@ def test_a_change_reaches_the_inside_of_a_decorator(module) -> None:  # type: ig
     assert module.over(2, 1) == 2
 
 
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("x += y", "x += y → x -= y"),
+        ("if a.b: return", "if a.b:\n    return → if not a.b:\n    return"),
+        ("x = y if f() else z", "y if f() else z → y if not f() else z"),
+        ("f(x)", "f(x) → None and f(x)"),
+    ],
+)
+def test_what_is_done_and_when_is_changed(code: str, text: str) -> None:
+    (statement,) = ast.parse(f"def f():\n    {code}").body
+    assert text in [mutate.change(node) for node in ast.walk(statement)]
+
+
 @pytest.mark.parametrize("code", ["a.b", "'text'", "x = y", "return None"])
 def test_other_code_is_left_alone(code: str) -> None:
     (statement,) = ast.parse(f"def f():\n    {code}").body

@@ -1,0 +1,48 @@
+"""Changes of moeref: cells judge them, and a cell that is red by itself is no judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from moeref_conformance.worlds.forked import ForkedWorld
+
+from moeref.megatron import lora
+from tests.kit import mutate_target
+from tests.kit.mutate import Mutant, mutants
+from tests.kit.shared_world import Shared
+
+CELL = "qwen3_moe+loss-mask/one/gloo"
+
+
+@pytest.fixture(scope="module")
+def cells(shared_world: ForkedWorld, variants: Path) -> Iterator[mutate_target.Cells]:
+    with Shared(shared_world, "moeref", grace=1.0, entry="tests.kit.mutate_target:run") as world:
+        held = mutate_target.Cells(world, variants)
+        held.look([cell for cell in mutate_target.MATRIX.cells if cell.id == CELL], [lora.__name__])
+        yield held
+
+
+def _mutant(text: str) -> Mutant:
+    return next(mutant for mutant in mutants(lora) if mutant.text.startswith(text))
+
+
+@pytest.mark.ranks
+def test_a_change_is_noticed_in_a_cell_that_reaches_it(cells: mutate_target.Cells) -> None:
+    mutant = _mutant("self.weight + self._lora.scale")
+    assert cells.reaching(mutant) == [CELL]
+    assert cells.notices(mutant).startswith(f"{CELL}: LRA-")
+
+
+@pytest.mark.ranks
+def test_a_change_that_makes_no_difference_is_left(cells: mutate_target.Cells) -> None:
+    assert cells.notices(_mutant("sharding == 'row' → sharding != 'row'")) == ""
+
+
+def test_all_cells_that_are_asked_by_default_are_in_the_matrix() -> None:
+    assert set(mutate_target.CELLS) <= {cell.id for cell in mutate_target.MATRIX.cells}
+
+
+def test_a_change_that_a_function_cannot_take_is_left_out() -> None:
+    assert _mutant("self.weight + self._lora.scale") in list(mutate_target.changeable([lora]))

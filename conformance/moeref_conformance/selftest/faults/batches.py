@@ -15,6 +15,7 @@ import torch.distributed as dist
 from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.routes import in_one
 
 
 def _sequence_first(session: Session, cell: Cell, world: World) -> Any:
@@ -73,7 +74,8 @@ def _samples_in_a_row(session: Session, cell: Cell, world: World) -> Any:
 
     def packed(routes: Sequence[Any]) -> list[Any]:
         """Routes that, taken in turns, come in the order of `routes` one after the other."""
-        pairs = [np.concatenate(pair) for pair in zip(routes[::2], routes[1::2], strict=True)]
+        samples = list(map(in_one, routes))
+        pairs = [np.concatenate(pair) for pair in zip(samples[::2], samples[1::2], strict=True)]
         return [pair_TLK[first :: cell.rows] for pair_TLK in pairs for first in range(cell.rows)]
 
     return facet(session, "replay", step=lambda tokens_BS, routes: good.step(tokens_BS, packed(routes)))
@@ -137,7 +139,7 @@ def _routes_without_padding(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.replay
 
     def late(routes: Sequence[Any]) -> list[Any]:
-        return [np.roll(sample, number % cell.rows, axis=0) for number, sample in enumerate(routes)]
+        return [np.roll(in_one(sample), number % cell.rows, axis=0) for number, sample in enumerate(routes)]
 
     return facet(session, "replay", step=lambda tokens_BS, routes: good.step(tokens_BS, late(routes)))
 

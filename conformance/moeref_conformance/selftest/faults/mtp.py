@@ -20,6 +20,7 @@ from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 from moeref_conformance.selftest import border
 from moeref_conformance.selftest.border import described, each_chunk, facet, rearranged
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.routes import in_one
 
 
 def _experts_of_the_decoder(meta: TensorMeta) -> TensorMeta:
@@ -138,7 +139,7 @@ def _replayed_too(session: Any, cell: Cell, world: World) -> Any:
         with ExitStack() as stack:
             for chunk in session.export.chunks():
                 routers = [module.router_replay for name, module in chunk.named_modules() if _routes_mtp(name, module)]
-                arm = partial(_arm, routers, iter(routes))
+                arm = partial(_arm, routers, map(in_one, routes))
                 stack.callback(chunk.register_forward_pre_hook(arm).remove)
                 for router in routers:
                     stack.callback(router.clear_router_replay_action)

@@ -150,10 +150,16 @@ def _last_turn_alone(sample: Any, tokens: int) -> Any:
 
 def later_turns_hold(sample: Any, tokens: int = 0) -> Any:
     """Rows that the resumed engine recomputed replace those of the sampled tokens."""
-    if not isinstance(sample, list):
-        return sample
-    rows = max(turn.start + len(turn.routes) for turn in sample)
-    return joined(sample[::-1], rows)
+    return joined(sample[::-1], _rows(sample)) if isinstance(sample, list) else sample
+
+
+def in_one(sample: Any) -> Any:
+    """The routes of a sample as one array, also of one that comes in turns."""
+    return joined(sample, _rows(sample)) if isinstance(sample, list) else sample
+
+
+def _rows(turns: Sequence[Turn]) -> int:
+    return max(turn.start + len(turn.routes) for turn in turns)
 
 
 def _later_turns_hold_in_steps(session: Session, cell: Cell, world: World) -> Any:

@@ -167,7 +167,8 @@ class Gradients(Protocol):
         """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
         pass and all reductions over ranks; no optimizer step, and the weights stay as they are. Where steps follow
         each other, between which weights may change in place, each returns its own gradients alone; they need not have
-        the same number of microbatches.
+        the same number of microbatches, and layers of some are recomputed in the backward pass, as the config of the
+        model's chunks then says.
 
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
         the unpadded vocabulary, the first token of a row following its last, and nothing else but the cell's
@@ -248,12 +249,12 @@ class Optimizer(Protocol):
         target claims `optimizer_saves`.
 
         `folder` is empty, and this rank's own: ranks that write together agree on one of theirs. The model's weights
-        and buffers need not be in it: the kit brings them back.
+        and buffers need not be in it: the kit brings them back. They stay as they are.
         """
 
     def restore(self, folder: Path) -> None:
-        """Go on as the optimizer that was saved to this folder. Called behind `make`, with the weights of then; they
-        may be streamed before the next step."""
+        """Go on as the optimizer that was saved to this folder. Called behind `make`, with the weights of then. These
+        stay as they are, and may be streamed before the next step."""
 
 
 @runtime_checkable
@@ -289,7 +290,8 @@ class Adapters(Protocol):
 
     def step(self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
         """Take a training step with the loss of `Gradients.gradients`, whose rows and mask these are. Each lora_A and
-        lora_B becomes less by `rate` times its gradient: without momentum, clipping or decay.
+        lora_B becomes less by `rate` times its gradient: without momentum, clipping or decay. Layers of some steps are
+        recomputed in the backward pass, as the config of the chunks then says.
         """
 
     def chunks(self) -> Sequence[torch.nn.Module]:

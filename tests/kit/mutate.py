@@ -425,16 +425,26 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, most))
 
 
-def main(words: list[str]) -> int:
-    """Try mutants of packages of the kit, and print those that no test sees."""
-    parser = argparse.ArgumentParser(prog="python -m tests.kit.mutate", description=main.__doc__)
-    parser.add_argument("packages", nargs="*", default=["judges", "oracles"])
+def command(name: str, about: str | None, packages: list[str]) -> argparse.ArgumentParser:
+    """The words of a command that tries mutants: `packages` unless others are named, and how many are drawn."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.kit.{name}", description=about)
+    parser.add_argument("packages", nargs="*", default=packages)
     parser.add_argument("--sample", type=int, default=0, help="how many mutants; all if it is not said")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    asked = parser.parse_args(words)
-    modules = [module for package in asked.packages for module in _modules(package)]
+    return parser
+
+
+def drawn(found: list[Mutant], asked: argparse.Namespace) -> list[Mutant]:
+    """The mutants of the sample that a command asks for."""
+    return random.Random(asked.seed).sample(found, min(asked.sample or len(found), len(found)))
+
+
+def main(words: list[str]) -> int:
+    """Try mutants of packages of the kit, and print those that no test sees."""
+    asked = command("mutate", main.__doc__, ["judges", "oracles"]).parse_args(words)
+    modules = modules_of(KIT, asked.packages)
     found = [mutant for module in modules for mutant in mutants(module)]
-    chosen = random.Random(asked.seed).sample(found, min(asked.sample or len(found), len(found)))
+    chosen = drawn(found, asked)
     with recorded([module.__name__ for module in modules]) as (benches, checks):
         print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
         limit_memory()
@@ -457,11 +467,14 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _modules(package: str) -> list[ModuleType]:
-    """The modules of a package of the kit, or the one module that is named."""
-    root = importlib.import_module(f"{KIT}.{package}")
-    names = [f"{root.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(root, "__path__", []))]
-    return [importlib.import_module(name) for name in names] or [root]
+def modules_of(root: str, packages: Collection[str]) -> list[ModuleType]:
+    """The modules of packages of `root`; what is named may be one module."""
+    found: list[ModuleType] = []
+    for package in packages:
+        named = importlib.import_module(f"{root}.{package}")
+        names = [f"{named.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(named, "__path__", []))]
+        found += [importlib.import_module(name) for name in names] or [named]
+    return found
 
 
 if __name__ == "__main__":

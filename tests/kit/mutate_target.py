@@ -6,21 +6,16 @@ change that is left makes no difference, or the difference is one that nothing a
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import importlib
 import json
-import pkgutil
-import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 
 from moeref_conformance.contract.api import Cell, Target, World
 from moeref_conformance.plan import matrix
@@ -29,7 +24,7 @@ from moeref_conformance.targets.moeref import MoerefTarget
 from moeref_conformance.worlds.forked import ForkedWorld
 
 from tests.kit.bench import Bench
-from tests.kit.mutate import Mutant, applied, mutants, reached
+from tests.kit.mutate import Mutant, applied, command, drawn, modules_of, mutants, reached
 
 MATRIX = matrix.load("cpu")
 #: Every facet of a model, and every axis of a layout, in few ranks.
@@ -64,39 +59,38 @@ def run(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], fol
 
 @dataclass
 class Cells:
-    """Cells in the order of their seconds, each with the functions that its ranks reach."""
+    """The cells that judge changes, each with the functions that its ranks reach."""
 
     world: ForkedWorld
     inputs: Path
-    found: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    found: dict[Cell, set[tuple[str, str]]] = field(default_factory=dict)
 
     def look(self, cells: list[Cell], modules: list[str]) -> None:
-        """Run each cell once. Raises RuntimeError for one that is red without a change."""
-        seconds = dict[str, float]()
+        """Run each cell once, and keep them, fast ones first. Raises RuntimeError for one that is red by itself."""
+        seconds = dict[Cell, float]()
         for number, cell in enumerate(cells, 1):
             began = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 if red := self._red(cell, REACHED + json.dumps(modules), Path(folder)):
                     raise RuntimeError(f"{cell.id} is red without a change: {', '.join(red)}")
                 seen = [json.loads(file.read_text()) for file in Path(folder).rglob(SEEN)]
-            self.found[cell.id] = {(module, function) for one in seen for module, function in one}
-            seconds[cell.id] = time.monotonic() - began
+            self.found[cell] = {(module, function) for one in seen for module, function in one}
+            seconds[cell] = time.monotonic() - began
             print(f"{number}/{len(cells)} cells pass without a change", file=sys.stderr, flush=True)
-        self.found = {name: self.found[name] for name in sorted(seconds, key=seconds.__getitem__)}
+        self.found = {cell: self.found[cell] for cell in sorted(seconds, key=seconds.__getitem__)}
 
-    def reaching(self, mutant: Mutant) -> list[str]:
-        """The cells whose ranks run the function of a change, those that took the fewest seconds first."""
-        return [name for name, functions in self.found.items() if (mutant.module, mutant.function) in functions]
+    def reaching(self, mutant: Mutant) -> list[Cell]:
+        """The cells whose ranks run the function of a change."""
+        return [cell for cell, functions in self.found.items() if (mutant.module, mutant.function) in functions]
 
-    def notices(self, mutant: Mutant) -> str:
-        """The cell, and the rules, by which a change is noticed first; empty if none does."""
+    def notices(self, mutant: Mutant) -> tuple[str, list[str]] | None:
+        """The first cell that notices a change, and its red rules; None if no cell does."""
         tag = CHANGED + json.dumps([mutant.module, mutant.function, mutant.node])
-        by_id = {cell.id: cell for cell in MATRIX.cells}
-        for name in self.reaching(mutant):
+        for cell in self.reaching(mutant):
             with tempfile.TemporaryDirectory() as folder:
-                if red := self._red(by_id[name], tag, Path(folder)):
-                    return f"{name}: {', '.join(red)}"
-        return ""
+                if red := self._red(cell, tag, Path(folder)):
+                    return cell.id, red
+        return None
 
     def _red(self, cell: Cell, tag: str, folder: Path) -> list[str]:
         """The red rules of the matrix in a cell. The one-rank run that layouts are compared with has the tag too."""
@@ -105,25 +99,23 @@ class Cells:
         return [rule for rule, of in outcomes.items() if of.findings and rule in MATRIX.rules[cell.id]]
 
 
-def changeable(modules: list[ModuleType]) -> Iterator[Mutant]:
-    """The changes that a function takes: one of other variables cannot be put into it."""
-    for module in modules:
-        for mutant in mutants(module):
-            with suppress(LookupError, ValueError), applied(mutant):
-                yield mutant
+def can_be_applied(mutant: Mutant) -> bool:
+    """Whether the function is there and takes the code, which it does not if that has other variables."""
+    try:
+        with applied(mutant):
+            return True
+    except (LookupError, ValueError):
+        return False
 
 
 def main(words: list[str]) -> int:
     """Try mutants of moeref's modules in cells, and print those that no cell notices."""
-    parser = argparse.ArgumentParser(prog="python -m tests.kit.mutate_target", description=main.__doc__)
-    parser.add_argument("packages", nargs="*", default=["megatron", "replay", "exporter", "bridge"])
+    parser = command("mutate_target", main.__doc__, ["megatron", "replay", "exporter", "bridge"])
     parser.add_argument("--cell", action="append", help=f"a pattern; {len(CELLS)} cells if none is said")
-    parser.add_argument("--sample", type=int, default=0, help="how many mutants; all if it is not said")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
     asked = parser.parse_args(words)
     patterns = asked.cell or CELLS
     cells = [cell for cell in MATRIX.cells if any(fnmatch.fnmatchcase(cell.id, pattern) for pattern in patterns)]
-    modules = [module for package in asked.packages for module in _modules(package)]
+    modules = modules_of("moeref", asked.packages)
     with (
         tempfile.TemporaryDirectory() as inputs,
         ForkedWorld("moeref", entry="tests.kit.mutate_target:run", grace=1.0, deadline=DEADLINE) as world,
@@ -131,13 +123,14 @@ def main(words: list[str]) -> int:
         world.start()
         held = Cells(world, Path(inputs))
         held.look(cells, [module.__name__ for module in modules])
-        found = [mutant for mutant in changeable(modules) if held.reaching(mutant)]
-        chosen = random.Random(asked.seed).sample(found, min(asked.sample or len(found), len(found)))
+        found = [mutant for module in modules for mutant in mutants(module) if held.reaching(mutant)]
+        found = [mutant for mutant in found if can_be_applied(mutant)]
+        chosen = drawn(found, asked)
         print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
         left, by = 0, Counter[str]()
         for number, mutant in enumerate(chosen, 1):
             if noticed := held.notices(mutant):
-                by[noticed.partition(": ")[2].partition(",")[0]] += 1
+                by[noticed[1][0]] += 1
             else:
                 left += 1
                 print(f"{mutant.module}: {mutant.function}: {mutant.text}", flush=True)
@@ -145,13 +138,6 @@ def main(words: list[str]) -> int:
     print("noticed first by " + ", ".join(f"{rule} {times}" for rule, times in by.most_common()))
     print(f"{left} of {len(chosen)} left")
     return 0
-
-
-def _modules(package: str) -> list[ModuleType]:
-    """The modules of a package of moeref, or the one module that is named."""
-    root = importlib.import_module(f"moeref.{package}")
-    names = [f"{root.__name__}.{info.name}" for info in pkgutil.iter_modules(getattr(root, "__path__", []))]
-    return [importlib.import_module(name) for name in names] or [root]
 
 
 if __name__ == "__main__":

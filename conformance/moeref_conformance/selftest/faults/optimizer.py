@@ -36,6 +36,12 @@ def _copies_of(tensors: Named) -> Named:
     return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
+def _write(session: Any, tensors: Named) -> None:
+    held = _held(session)
+    for key, tensor in tensors.items():
+        held[key].copy_(tensor)
+
+
 def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
     """A fault's `wrap` that passes the weights of a rank through `change` after each step."""
 
@@ -60,8 +66,7 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
 
         def step(tokens_BS: torch.Tensor, rate: float) -> float | None:
             held = _copies(session)
-            for key, tensor in right.items():  # the good optimizer goes on from its own weights
-                _held(session)[key].copy_(tensor)
+            _write(session, right)  # the good optimizer goes on from its own weights
             before = _copies(session)
             norm: float | None = good.step(tokens_BS, rate)
             right.update(_copies(session))
@@ -413,12 +418,6 @@ def _late_by_a_step(which: str) -> Callable[[Session, Cell, World], Any]:
         return facet(session, "optimizer", **{which: late, "step": step})
 
     return wrap
-
-
-def _write(session: Any, tensors: Named) -> None:
-    held = _held(session)
-    for key, tensor in tensors.items():
-        held[key].copy_(tensor)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what runs without a GPU, benches apart.
 
-    Tests that start rank processes are two groups of about the same length, each on one xdist worker with one world.
+    Tests that start rank processes are two groups, those of faults and all others, each on one xdist worker.
     """
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("gpu", "bench", "engine", "long", "slow", "sync")):

@@ -249,7 +249,7 @@ class Optimizer(Protocol):
         target claims `optimizer_saves`.
 
         `folder` is empty, and this rank's own: ranks that write together agree on one of theirs. The model's weights
-        and buffers need not be in it: the kit brings them back. They stay as they are.
+        and buffers need not be in it: the kit brings them back. Saving leaves the model's own as they are.
         """
 
     def restore(self, folder: Path) -> None:

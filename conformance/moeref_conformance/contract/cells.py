@@ -51,7 +51,7 @@ ADAPTER_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("gate_proj", "up_proj", "down_proj"),
 )
-#: Multi-token prediction layers of checkpoints whose model is built without, by families that have more than one there.
+#: How many multi-token prediction layers the checkpoint has where the model is built without them, by family; else 1.
 LEFT_OUT = {"glm4_moe": 2}
 #: FP8 recipes by Megatron-Core's names.
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")

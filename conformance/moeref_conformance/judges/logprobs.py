@@ -59,7 +59,7 @@ def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
 
 
 def _limit(how: str) -> float:
-    """What logits are off counts as often as the head is multiplied."""
+    """The tolerance: errors of logits grow with the head."""
     return LIMIT * (abs(WIDER) if how == CHANGED else 1)
 
 

@@ -13,7 +13,7 @@ REPLAYED = ("replayed_policy", "recomputed_policy")
 def advantages(tokens_BS: torch.Tensor) -> torch.Tensor:
     """The advantage of each token [B, S], in fp32: of both signs, and another one for neighbours in row and column.
 
-    None but 0 is a number of bf16.
+    bf16 holds none of them exactly but 0.
     """
     rows, length = tokens_BS.shape
     of_rows_B1, of_places_S = 5 * torch.arange(rows)[:, None], 3 * torch.arange(length)

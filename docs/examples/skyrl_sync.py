@@ -1,6 +1,6 @@
 """SkyRL's weight sync by deltas as a target of the kit's facet `sync`: its sender, its worker, its end in vLLM.
 
-    .venv/bin/nox -s sync -- --target docs.examples.skyrl_sync:target --cell qwen3_moe+L4/one/engine
+    .venv/bin/nox -s sync -- --target docs.examples.skyrl_sync:target --cell qwen3_moe/one/engine
 
 What runs is SkyRL's own: `DeltaWeightTransferSender` with its publisher in the trainer's process, in vLLM's worker
 `NewInferenceWorkerWrap` and `DeltaWeightTransferEngine`. `Client` stands for its HTTP client, which sends the same

@@ -1,6 +1,6 @@
 """vLLM's own way to new weights as a target of the kit's facet `sync`: `reload_weights` of a folder.
 
-    .venv/bin/nox -s sync -- --target docs.examples.vllm_reload:target --cell qwen3_moe+L4/one/engine
+    .venv/bin/nox -s sync -- --target docs.examples.vllm_reload:target --cell qwen3_moe/one/engine
 
 Around it is what a careful user calls: pause, reload, reset the prefix cache, count the version, resume. On a CPU new
 experts stay unpacked, which the first rule about new weights finds and the others need not tell again; `:packed` has

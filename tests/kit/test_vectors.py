@@ -17,7 +17,7 @@ from moeref.layout import Layout
 
 pytestmark = pytest.mark.cpu
 GOLDEN = Path(__file__).parents[1] / "golden" / "vectors"
-CELLS = ("qwen3_moe/pp2-vpp2/gloo", "qwen3_moe/tp2-pp2-ep2-etp1/gloo", "qwen3_moe+R3/tp2-ep2/gloo")
+CELLS = ("qwen3_moe+L8/pp2-vpp2/gloo", "qwen3_moe/tp2-pp2-ep2-etp1/gloo", "qwen3_moe+R3/tp2-ep2/gloo")
 FILES = {cell: GOLDEN / f"{cell.replace('/', '__')}.json" for cell in CELLS}
 
 
@@ -80,11 +80,11 @@ def test_padding_splits_and_nothing_shorter_does(cell: str) -> None:
 
 def test_routes_are_there_where_an_engine_sends_them() -> None:
     sent = golden("qwen3_moe+R3/tp2-ep2/gloo")["routes"]
-    assert [sample["shape"] for sample in sent] == [[15, 8, 3], [15, 8, 3]]
+    assert [sample["shape"] for sample in sent] == [[15, 4, 3], [15, 4, 3]]
     rows = [row for sample in sent for token in sample["experts"] for row in token]
     assert all(len(set(row)) == 3 or set(row) == {-1} for row in rows)
     assert {-1} in map(set, rows)
-    assert golden("qwen3_moe/pp2-vpp2/gloo")["routes"] == []
+    assert golden("qwen3_moe+L8/pp2-vpp2/gloo")["routes"] == []
 
 
 def test_a_folder_that_exists_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,8 +51,10 @@ def check_split(where: str, cell: Cell) -> None:
     layout = cell.layout
     if layout.pipeline_layout is None and layout.first is None and layout.last is None:
         counted = cell.layers + layout.embedding + layout.loss
-        if counted % (layout.pp * layout.vpp):
-            raise BadInput(f"{where}: {counted} layers do not divide over pp·vpp={layout.pp * layout.vpp} stages")
+        stages = layout.pp * layout.vpp
+        if counted % stages:
+            why = f"{counted} layers do not divide over pp·vpp={stages} stages"
+            raise BadInput(f"{where}: {why}: give the layout `layers`")
 
 
 def _from_text(where: str, text: str) -> dict[str, Any]:

@@ -40,6 +40,24 @@ def _replicas_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
     return mock.patch.object(DistributedDataParallel, "finish_grad_sync", nothing)
 
 
+def _tied_before_replicas(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Replicas own parts of the gradient: of two stages' copies of the tied weight one is a replica's own alone."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+
+    good = DistributedDataParallel.finish_grad_sync
+
+    def synchronised(self: Any, *args: Any, **kwargs: Any) -> None:
+        replica, stage = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        tied = [of for of in self.module.parameters() if getattr(of, "shared_embedding", False)]
+        own = [(of, of.main_grad.clone()) for of in tied if replica != stage]
+        good(self, *args, **kwargs)
+        for of, gradient in own:
+            of.main_grad.copy_(gradient)
+
+    return mock.patch.object(DistributedDataParallel, "finish_grad_sync", synchronised)
+
+
 def _shares_of_groups_alone(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """The outputs of `linear_qkv` are gathered by the function whose backward cuts a gradient instead of summing it."""
     from megatron.core import tensor_parallel
@@ -105,6 +123,14 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "pp2", tied=True),
         wrap=each_chunk(_untied),
+        says="embedding.word_embeddings.weight",
+    ),
+    Fault(
+        id="tied-gradients-of-parts",
+        bug="Megatron-LM#844 in kind: gradients are cut over replicas before stages sum those of a tied weight",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "pp2", world_size=4, tied=True),
+        patch=_tied_before_replicas,
         says="embedding.word_embeddings.weight",
     ),
     Fault(

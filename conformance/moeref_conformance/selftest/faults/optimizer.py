@@ -338,6 +338,14 @@ def _then_of_the_weights(good: Any, own: Any, given: Any) -> None:
     own.reload_model_params()
 
 
+def _but_for_fp32(good: Any, own: Any, given: Any) -> None:
+    """Parameters that are fp32 in a model in bf16 are not given their moments."""
+    good(own, given)
+    for group in own.fp32_from_fp32_groups:
+        for parameter in group:
+            own.optimizer.state.pop(parameter, None)
+
+
 def _first_of_the_chain(good: Any, own: Any, given: Any) -> None:
     """Of the optimizers of dense layers and of experts the first alone is given its state."""
     own.chained_optimizers[0].load_state_dict(given[0])
@@ -514,6 +522,14 @@ FAULTS = (
         diagnosis="moments are lost",
     ),
     Fault(
+        id="fp32-parameters-not-restored",
+        bug="Megatron-LM#5835, Megatron-LM#2777 in kind: groups of bf16 and fp32 parameters, whose states are mixed up",
+        rules=("OPT-004",),
+        cell=cell("qwen3_5_moe_text", "one", dtype="bfloat16", optimizer_step=True),
+        patch=_restoring(_with_masters, _but_for_fp32),
+        says="A_log",
+    ),
+    Fault(
         id="all-ranks-restore-the-first-s",
         bug="transformers#48569 in kind: one name for the files of all ranks, whose shards are of one size",
         rules=("OPT-004",),
@@ -653,6 +669,15 @@ FAULTS = (
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_after(_kept(lambda chunk, name: name.endswith("router.weight"))),
+        diagnosis="not moved at all",
+    ),
+    Fault(
+        id="fp32-parameters-in-no-group",
+        bug="reported nowhere: an optimizer of master weights knows bf16 parameters alone, and decays in fp32 stand still",
+        rules=("OPT-002",),
+        cell=cell("qwen3_5_moe_text", "one", dtype="bfloat16", optimizer_step=True),
+        wrap=_after(_kept(lambda chunk, name: name.endswith("A_log"))),
+        says="A_log",
         diagnosis="not moved at all",
     ),
     Fault(

@@ -1,10 +1,12 @@
 """Facet `adapters`: adapters are attached, take two steps, are sent and merged, and logits are asked for in between.
 
-The second step recomputes forwards: behind a frozen embedding nothing that goes into the first layer needs a gradient.
+Before the second step merged weights are sent and the base's logits computed, as RL does between steps. It recomputes
+forwards: behind a frozen embedding nothing that goes into the first layer needs a gradient.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,6 +41,9 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
         with recomputing(cell)(adapters.chunks()) if phase == "step2" else nullcontext():
             adapters.step(rows_BS, mask_BS, rate)
         sent[phase] = _sent(adapters, phase, saved)
+        if phase == "step1":
+            deque(adapters.merged(), maxlen=0)
+            adapters.logits(of_all, base=True)
     _logits(adapters.logits(of_all), "trained", saved)
     _logits(adapters.logits(of_all, base=True), "base", saved)
     merged = _merged(adapters, saved)

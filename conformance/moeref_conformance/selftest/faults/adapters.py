@@ -246,7 +246,7 @@ def _counted_by_each_rank(session: Session, cell: Cell, world: World) -> Any:
 
 
 def _merged_stays(session: Session, cell: Cell, world: World) -> Any:
-    """Once weights were merged, adapters count in the weights and beside them."""
+    """Once weights were merged, adapters count in the weights and beside them, until a step takes them apart."""
     good: Any = session.adapters
     twice, merges = _Counted(session, 2.0), list[bool]()
 
@@ -257,7 +257,11 @@ def _merged_stays(session: Session, cell: Cell, world: World) -> Any:
     def logits(tokens_BS: torch.Tensor, base: bool = False) -> Any:
         return (twice if merges else good).logits(tokens_BS, base)
 
-    return facet(session, "adapters", attach=twice.attach, merged=merged, logits=logits)
+    def step(*asked: Any) -> None:
+        merges.clear()
+        good.step(*asked)
+
+    return facet(session, "adapters", attach=twice.attach, merged=merged, logits=logits, step=step)
 
 
 def _subtracted(session: Session, cell: Cell, world: World) -> Any:
@@ -294,6 +298,34 @@ def _folded_in_place(session: Session, cell: Cell, world: World) -> Any:
 def _reference_with_adapters(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.adapters
     return facet(session, "adapters", logits=lambda tokens_BS, base=False: good.logits(tokens_BS))
+
+
+def _frozen_behind_a_reference(session: Session, cell: Cell, world: World) -> Any:
+    """Adapters that were off for a reference train no more."""
+    good: Any = session.adapters
+    asked = list[bool]()
+
+    def logits(tokens_BS: torch.Tensor, base: bool = False) -> Any:
+        asked.extend([base] * base)
+        return good.logits(tokens_BS, base)
+
+    def step(tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
+        good.step(tokens_BS, mask_BS, 0.0 if asked else rate)
+
+    return facet(session, "adapters", logits=logits, step=step)
+
+
+def _merged_once(session: Session, cell: Cell, world: World) -> Any:
+    """Merged weights are those of the first time."""
+    good: Any = session.adapters
+    first = list[Any]()
+
+    def merged() -> Merged:
+        if not first:
+            first.extend(good.merged())
+        yield from first
+
+    return facet(session, "adapters", merged=merged)
 
 
 def _each_its_own(session: Session, cell: Cell, world: World) -> Any:
@@ -591,6 +623,7 @@ FAULTS = (
         id="merge-subtracted",
         bug="PEFT's unmerge in kind: what was added is subtracted, and the base is rounded with each export",
         rules=("LRA-004",),
+        also=("LRA-005",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_subtracted,
         one_rank=True,
@@ -604,6 +637,24 @@ FAULTS = (
         wrap=_reference_with_adapters,
         one_rank=True,
         says="base: logits differ",
+    ),
+    Fault(
+        id="adapters-frozen-behind-a-reference",
+        bug="huggingface/peft#3447 in kind: adapters that were off for a reference come back with other marks",
+        rules=("LRA-002",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_frozen_behind_a_reference,
+        one_rank=True,
+        diagnosis="not moved",
+    ),
+    Fault(
+        id="merged-of-the-first-sync",
+        bug="verl#7495 in kind: what each sync sends of a policy with adapters is the same, byte for byte",
+        rules=("LRA-005",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_merged_once,
+        one_rank=True,
+        says="is not the sum",
     ),
     Fault(
         id="routers-trained-beside-adapters",

@@ -28,8 +28,8 @@ from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
-    Behind the first one weights are sent and logits computed, as RL does between steps. Behind the last one the
-    checkpoint is loaded again, unless the target refuses to load twice; then the parameters hold what they did before.
+    Between them weights are sent and logits computed, as RL does. Behind the last one the checkpoint is loaded again,
+    unless the target refuses to load twice; then the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
@@ -38,7 +38,7 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
         norm = optimizer.step(_rows(context, step == of_one_microbatch(cell)), rate)
         norms[step] = None if norm is None else float(norm)
         saved |= {f"{step}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
-        if step == STILL:
+        if len(norms) < len(rates(cell)):
             deque(context.facet("export").stream(), maxlen=0)
             if "forward" in context.claims.facets:
                 context.facet("forward").logits(tokens_BS)

@@ -201,6 +201,38 @@ def _counting_streams(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "export", stream=stream)
 
 
+def _counting_forwards(session: Session, cell: Cell, world: World) -> Any:
+    good: Any = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        found = good.logits(tokens_BS)
+        torch.optim.Adam.forwards += 1  # type: ignore[attr-defined]
+        return found
+
+    return facet(session, "forward", logits=logits)
+
+
+@contextmanager
+def _rebuilt_behind_forwards(cell: Cell, world: World) -> Iterator[None]:
+    """The first step behind a forward that is no training step begins from the weights, as bf16 has them."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    good, seen = MixedPrecisionOptimizer.step_with_ready_grads, dict[int, int]()
+    adam: Any = torch.optim.Adam
+
+    def step(self: Any) -> Any:
+        if seen.setdefault(id(self), adam.forwards) != adam.forwards:
+            self.reload_model_params()
+        seen[id(self)] = adam.forwards
+        return good(self)
+
+    with (
+        mock.patch.object(adam, "forwards", 0, create=True),
+        mock.patch.object(MixedPrecisionOptimizer, "step_with_ready_grads", step),
+    ):
+        yield
+
+
 @contextmanager
 def _without_moments(cell: Cell, world: World) -> Iterator[None]:
     """The first step of Adam behind a stream is as its very first one."""
@@ -596,6 +628,16 @@ FAULTS = (
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         patch=_without_masters,
+        one_rank=True,
+        diagnosis="small steps are lost",
+    ),
+    Fault(
+        id="masters-rebuilt-behind-a-forward",
+        bug="SkyRL#1898 (review) in kind: weights that made room for others' logprobs come back, masters made of them",
+        rules=("OPT-002",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
+        patch=_rebuilt_behind_forwards,
+        wrap=_counting_forwards,
         one_rank=True,
         diagnosis="small steps are lost",
     ),

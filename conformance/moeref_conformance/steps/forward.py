@@ -65,6 +65,12 @@ def last_experts(context: Context) -> list[torch.Tensor]:
     return [of for layer, of in found if layer == last]
 
 
+def heads(context: Context) -> list[torch.Tensor]:
+    """The head on this rank, on which all logits hang; none where it is tied."""
+    tensors = module_tensors(context.facet("export").chunks())
+    return [] if context.cell.tied else [of for _, name, _, of in tensors if name.endswith("output_layer.weight")]
+
+
 @contextmanager
 def negated(parameters: Sequence[torch.Tensor], factor: float = -1.0) -> Iterator[None]:
     """Multiply these weights by a negative power of two, as if trained since."""

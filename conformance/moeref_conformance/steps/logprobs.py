@@ -17,9 +17,8 @@ from moeref_conformance.contract.requests.logprobs import (
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
-from moeref_conformance.steps.forward import last_experts, negated
+from moeref_conformance.steps.forward import heads, last_experts, negated
 from moeref_conformance.steps.replay import given, in_turns, under
-from moeref_conformance.steps.tensors import module_tensors
 
 
 def asked(cell: Cell) -> bool:
@@ -46,15 +45,15 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     chunks = context.facet("export").chunks()
     found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, TEMPERATURE))
     saved = _checked(found)
-    experts, heads = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
-    if heads:
-        with negated(experts), negated(heads, WIDER):
+    experts, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
+    if head:
+        with negated(experts), negated(head, WIDER):
             again = _checked(facet.logprobs(tokens_BS, OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)
     context.made["around_logprobs"] = left
-    return {"has": bool(saved), "changed": bool(heads)}
+    return {"has": bool(saved), "changed": bool(head)}
 
 
 def around(facet: Logprobs, context: Context) -> list[list[str]] | None:
@@ -65,11 +64,8 @@ def around(facet: Logprobs, context: Context) -> list[list[str]] | None:
 
 def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The second linears of the last layer's experts, and the head, on which all logits hang; none where it is tied."""
-    tensors = module_tensors(context.facet("export").chunks())
-    heads = [of for _, name, _, of in tensors if name.endswith("output_layer.weight")]
-    experts = last_experts(context)
-    right = context.cell.dtype == "float32" and not context.cell.tied
-    return (experts, heads) if experts and heads and right else ([], [])
+    experts, head = last_experts(context), heads(context)
+    return (experts, head) if experts and head and context.cell.dtype == "float32" else ([], [])
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:

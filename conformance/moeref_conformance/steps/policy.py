@@ -13,6 +13,7 @@ from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, OTHER_TE
 from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.forward import heads, last_experts, negated
 from moeref_conformance.steps.recompute import recomputing
 
 
@@ -46,13 +47,15 @@ def recomputed(facet: Policy, context: Context) -> None:
 def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
     """`gradients.of_no_token` of a policy's loss, under routes where they are given.
 
-    It is the first step, at other advantages and another temperature and entropy, so that what is kept of a call shows.
+    It is the first step, at other advantages and another temperature and entropy, and with other weights, so that what
+    is kept of a call shows.
     """
 
     def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
         return _asked(facet, context, rows_BS, none_BS, -advantages(rows_BS), TEMPERATURE, 2 * ENTROPY)
 
-    return gradients.of_no_token(ask, context)
+    with negated(last_experts(context)), negated(heads(context)):
+        return gradients.of_no_token(ask, context)
 
 
 def _routed(context: Context) -> bool:

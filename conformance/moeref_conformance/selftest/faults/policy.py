@@ -17,6 +17,7 @@ from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.routes import later_turns_hold
+from moeref_conformance.selftest.faults.steps import with_first
 
 Gradients = dict[tuple[int, str], torch.Tensor]
 Wrap = Callable[[Session, Cell, World], Any]
@@ -243,6 +244,15 @@ FAULTS = (
         rules=("GRD-004",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_advantages_of_the_first_call,
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="policy-head-of-the-first-call",
+        bug="prime-rl#2438 (review): a copy of the head in fp32 is made at its first use, and never made again",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=with_first("policy", "policy_gradients", "output_layer.weight"),
         one_rank=True,
         says="policy: the gradient of",
     ),

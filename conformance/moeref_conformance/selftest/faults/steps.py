@@ -94,22 +94,29 @@ def _gradients_of_the_idle_unset(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=gradients)
 
 
-def _with_experts_of_the_first_step(session: Any, cell: Cell, world: World) -> Any:
-    """Steps compute with copies of experts' weights that the first one has made; other forwards do not."""
-    good: Any = session.gradients
-    kept: dict[tuple[int, str], torch.Tensor] = {}
+def with_first(name: str, method: str, part: str) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: a facet's method computes with copies that its first call made of weights of this name.
 
-    def gradients(*asked: Any) -> Any:
-        experts = {key: tensor for key, tensor in inventory(session).items() if ".experts." in key[1]}
-        now = {key: tensor.clone() for key, tensor in experts.items()}
-        for key, tensor in experts.items():
-            tensor.copy_(kept.setdefault(key, now[key]))
-        answer = good.gradients(*asked)
-        for key, tensor in experts.items():
-            tensor.copy_(now[key])
-        return answer
+    Other calls do not.
+    """
 
-    return facet(session, "gradients", gradients=gradients)
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good: Callable[..., Any] = getattr(getattr(session, name), method)
+        kept: dict[tuple[int, str], torch.Tensor] = {}
+
+        def call(*asked: Any) -> Any:
+            held = {key: tensor for key, tensor in inventory(session).items() if part in key[1]}
+            now = {key: tensor.clone() for key, tensor in held.items()}
+            for key, tensor in held.items():
+                tensor.copy_(kept.setdefault(key, now[key]))
+            answer = good(*asked)
+            for key, tensor in held.items():
+                tensor.copy_(now[key])
+            return answer
+
+        return facet(session, name, **{method: call})
+
+    return wrap
 
 
 def _experts_added_up(session: Any, cell: Cell, world: World) -> Any:
@@ -270,7 +277,16 @@ FAULTS = (
         bug="Primus#983: nothing that caches of quantised experts see tells that weights moved: steps have the first",
         rules=("GRD-001",),
         cell=cell("qwen3_moe", "ep2"),
-        wrap=_with_experts_of_the_first_step,
+        wrap=with_first("gradients", "gradients", ".experts."),
+        says="the gradient of",
+    ),
+    Fault(
+        id="head-of-the-first-step",
+        bug="prime-rl#2438 (review) in kind: a copy of the head is made in the first step, and never made again",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=with_first("gradients", "gradients", "output_layer.weight"),
+        one_rank=True,
         says="the gradient of",
     ),
     Fault(

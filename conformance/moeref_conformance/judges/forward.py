@@ -31,7 +31,7 @@ from moeref_conformance.judges.common import (
     within,
     without,
 )
-from moeref_conformance.oracles.routed import with_last_experts_negated
+from moeref_conformance.oracles.routed import of_changed_weights
 
 #: The largest difference seen on three kinds of CPU is 2.2e-6, of Qwen3-Next under TP and EP.
 TRANSFORMERS = 2e-5
@@ -45,13 +45,13 @@ def _logits(run: Observation) -> dict[int, torch.Tensor]:
 
 
 def _shorter(run: Observation) -> Iterator[tuple[int, int, bool, torch.Tensor | None]]:
-    """Of the ranks that have logits, and were asked for those of a shorter sequence: rank, its length, whether experts
-    were negated, and its logits."""
+    """Of the ranks that have logits, and were asked for those of a shorter sequence: rank, its length, whether weights
+    had changed, and its logits."""
     for record in run.ranks:
         value = record.value("forward") if record.has("forward") else {"has": False}
         if value["has"] and value.get("shorter"):
             found = record.tensors("forward").get("shorter")
-            yield record.rank, value["shorter"], bool(value.get("negated")), found
+            yield record.rank, value["shorter"], bool(value.get("changed")), found
 
 
 def _holders(case: Case) -> list[Finding]:
@@ -98,9 +98,9 @@ def _judge(case: Case, want: torch.Tensor, whose: str, limit: float, shorter: bo
     findings, compared = _holders(case), _Comparison(case, whose, limit)
     for rank, got in _logits(observed(case)).items():
         findings += compared.of(rank, want, got)
-    for rank, length, negated, again in _shorter(observed(case)) if shorter else ():
-        what = f"logits of the first {length} tokens alone" + (", with experts negated," if negated else "")
-        of_all = with_last_experts_negated(expected(case)) if negated else want
+    for rank, length, anew, again in _shorter(observed(case)) if shorter else ():
+        what = f"logits of the first {length} tokens alone" + (", once weights have changed," if anew else "")
+        of_all = of_changed_weights(expected(case)) if anew else want
         if again is None:
             findings.append(finding(case, rank, "forward", f"no {what}"))
         else:

@@ -32,7 +32,7 @@ from moeref_conformance.judges.common import (
 )
 from moeref_conformance.judges.observed_routes import oracle
 from moeref_conformance.oracles import logprobs
-from moeref_conformance.oracles.routed import with_last_experts_negated
+from moeref_conformance.oracles.routed import of_changed_weights
 
 #: FWD-001's for logits, at the temperature that they are divided by.
 LIMIT = 5e-5
@@ -54,8 +54,8 @@ def _wanted(case: Case, of: str) -> dict[str, torch.Tensor]:
 
 
 def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
-    """Those of weights of which the last experts are negated, and the head is multiplied by `WIDER`."""
-    return logprobs.of_tokens(expected(case), temperature, WIDER * with_last_experts_negated(expected(case)))
+    """Those of weights that have changed, with a head that is multiplied by `WIDER`."""
+    return logprobs.of_tokens(expected(case), temperature, WIDER * of_changed_weights(expected(case)))
 
 
 def _limit(how: str) -> float:

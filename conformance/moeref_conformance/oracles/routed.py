@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import shutil
 import tempfile
 import threading
@@ -23,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
+from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
 from moeref_conformance.oracles.dialect import as_named
@@ -132,7 +132,7 @@ def write(expected: Expected) -> Path:
 #: Cells are judged in several threads.
 _ONE_AT_A_TIME = threading.Lock()
 _DONE: dict[tuple[Any, ...], Routed] = {}
-_OF_NEGATED: dict[str, torch.Tensor] = {}
+_OF_CHANGED: dict[str, torch.Tensor] = {}
 
 
 def under(
@@ -358,26 +358,33 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _negated(model: Any, which: str = r"\.(gate|router)\.weight$") -> Any:
-    """A copy of the module whose routers have their weight negated, or the parameters `which` have."""
+def _negated(model: Any) -> Any:
+    """A copy of the module whose routers have their weight negated."""
     other = copy.deepcopy(model)
     for name, parameter in other.named_parameters():
-        if re.search(which, name):
+        if name.endswith((".gate.weight", ".router.weight")):
             parameter.data.neg_()
     return other
 
 
-def with_last_experts_negated(expected: Expected) -> torch.Tensor:
-    """Logits in fp32 where the second linears of the last layer's experts are negated; no route depends on them."""
-    last = int(expected.config["num_hidden_layers"]) - 1
-    which = rf"\.layers\.{last}\.(mlp|block_sparse_moe)\.experts\.(\d+\.)?(down_proj|w2)"
+def with_last_layer_changed(model: Any) -> Any:
+    """A copy of the module whose last layer has its weights multiplied by FACTOR, but for what is `KEPT`."""
+    other, last = copy.deepcopy(model), f".layers.{model.config.num_hidden_layers - 1}."
+    for name, parameter in other.named_parameters():
+        if last in name and not KEPT.search(name):
+            parameter.data.mul_(FACTOR)
+    return other
+
+
+def of_changed_weights(expected: Expected) -> torch.Tensor:
+    """Logits in fp32 `with_last_layer_changed`."""
     with _ONE_AT_A_TIME:
-        if expected.digest not in _OF_NEGATED:
-            model = _negated(_model(str(expected.inputs["checkpoint"]), torch.float32), which)
+        if expected.digest not in _OF_CHANGED:
+            model = with_last_layer_changed(_model(str(expected.inputs["checkpoint"]), torch.float32))
             with torch.no_grad():
                 logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
-            _OF_NEGATED[expected.digest] = logits_BSV.contiguous()
-        return _OF_NEGATED[expected.digest]
+            _OF_CHANGED[expected.digest] = logits_BSV.contiguous()
+        return _OF_CHANGED[expected.digest]
 
 
 @contextmanager

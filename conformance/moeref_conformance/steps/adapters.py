@@ -1,12 +1,14 @@
 """Facet `adapters`: adapters are attached, take two steps, are sent and merged, and logits are asked for in between.
 
 Before the second step merged weights are sent and the base's logits computed, as RL does between steps. It recomputes
-forwards: behind a frozen embedding nothing that goes into the first layer needs a gradient.
+forwards: behind a frozen embedding nothing that goes into the first layer needs a gradient. What came at last, and what
+was merged, is zeroed by its receiver, which may scale a factor in place.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,16 +48,17 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
             adapters.logits(of_all, base=True)
     _logits(adapters.logits(of_all), "trained", saved)
     _logits(adapters.logits(of_all, base=True), "base", saved)
-    merged = _merged(adapters, saved)
-    sent["again"] = _sent(adapters, "again", saved)
+    own = not context.claims.lends
+    merged = _merged(adapters, saved, own)
+    sent["again"] = _sent(adapters, "again", saved, own)
     _logits(adapters.logits(of_all), "after", saved)
     context.save("adapters", saved)
     return {"sent": sent, "merged": merged, "attached": attached, "left": _digests(adapters)}
 
 
-def _sent(adapters: Adapters, phase: str, saved: dict[str, torch.Tensor]) -> list[str]:
-    """The names of what this rank is given, whose tensors are saved."""
-    names = list[str]()
+def _sent(adapters: Adapters, phase: str, saved: dict[str, torch.Tensor], own: bool = False) -> list[str]:
+    """The names of what this rank is given, whose tensors are saved, and if they are its own then zeroed."""
+    names, given = list[str](), list[torch.Tensor]()
     for name, tensor in adapters.stream():
         if not isinstance(name, str) or not (tensor is None or isinstance(tensor, torch.Tensor)):
             what = f"{type(name).__name__}, {type(tensor).__name__}"
@@ -63,17 +66,27 @@ def _sent(adapters: Adapters, phase: str, saved: dict[str, torch.Tensor]) -> lis
         if tensor is not None:
             names.append(name)
             saved[free_key(saved, f"{phase}.{name}")] = copied(tensor)
+            given.append(tensor)
+    _zero(given if own else ())
     return names
 
 
-def _merged(adapters: Adapters, saved: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """The metadata of what this rank is given, whose tensors are saved."""
-    rows = []
+def _zero(given: Sequence[torch.Tensor]) -> None:
+    """Once all came: names may share a tensor. inference_mode may also write to inference tensors."""
+    with torch.inference_mode():
+        for tensor in given:
+            tensor.detach().zero_()
+
+
+def _merged(adapters: Adapters, saved: dict[str, torch.Tensor], own: bool) -> list[dict[str, Any]]:
+    """The metadata of what this rank is given, whose tensors are saved, and if they are its own then zeroed."""
+    rows, given = [], list[torch.Tensor]()
     for meta, tensor in items(adapters.merged(), "adapters.merged"):
         if tensor is not None:
             rows.append(to_plain(meta))
             saved[free_key(saved, f"merged.{meta.name}")] = copied(tensor)
-        del tensor
+            given.append(tensor)
+    _zero(given if own else ())
     return rows
 
 

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Forward
+from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.tensors import module_tensors
 
-_SECOND_LINEAR = re.compile(r"decoder\.layers\.(\d+)\.mlp\.experts\..*linear_fc2\.")
+_OF_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.(.+)")
 
 
 def logits(forward: Forward, context: Context) -> dict[str, int]:
@@ -24,8 +25,8 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     The first forwards come amid training. What they have changed of that is for the step `around`.
 
     A target that keeps something of one forward, such as the cosines of its positions, may be wrong in a longer one or
-    in a shorter one. In the last one weights are `negated`, where stages are one: others that were kept show. Under
-    replay the facet `replay` has a shorter one.
+    in a shorter one. In the last one weights are `scaled`, where stages are one: others that were kept show. Under replay
+    the facet `replay` has a shorter one.
     """
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     length = shorter(tokens_BS.shape[1], context.cell) if context.cell.replay == "off" else 0
@@ -38,15 +39,15 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
 
     logits_BSV, left = amid_training(context.facet("export").chunks(), both)
     found = {"logits": logits_BSV}
-    last = last_experts(context) if length else []
+    last = last_layer(context) if length else []
     if length:
-        with negated(last):
+        with scaled(last):
             found["shorter"] = forward.logits(first_BS)
     saved = {name: logits_BSV for name, logits_BSV in found.items() if logits_BSV is not None}
     if saved:
         context.save("forward", saved)
     context.made["around_forward"] = left
-    return {"has": "logits" in saved, "shorter": length, "negated": len(last)}
+    return {"has": "logits" in saved, "shorter": length, "changed": len(last)}
 
 
 def around(forward: Forward, context: Context) -> list[list[str]]:
@@ -55,14 +56,14 @@ def around(forward: Forward, context: Context) -> list[list[str]]:
     return left
 
 
-def last_experts(context: Context) -> list[torch.Tensor]:
-    """The second linears of the last layer's experts on this rank, on which no route depends; none under PP."""
+def last_layer(context: Context) -> list[torch.Tensor]:
+    """The parameters of the decoder's last layer on this rank, but for what is `KEPT`; none under PP."""
     if context.cell.layout.pp > 1:
         return []
     tensors = module_tensors(context.facet("export").chunks())
-    found = [(int(m[1]), of) for _, name, _, of in tensors if (m := _SECOND_LINEAR.search(name))]
-    last = max((layer for layer, _ in found), default=0)
-    return [of for layer, of in found if layer == last]
+    named = [(m, of) for _, name, kind, of in tensors if kind == "parameter" and (m := _OF_LAYER.search(name))]
+    last = max((int(m[1]) for m, _ in named), default=0)
+    return [of for m, of in named if int(m[1]) == last and not KEPT.search(m[2])]
 
 
 def heads(context: Context) -> list[torch.Tensor]:
@@ -72,8 +73,8 @@ def heads(context: Context) -> list[torch.Tensor]:
 
 
 @contextmanager
-def negated(parameters: Sequence[torch.Tensor], factor: float = -1.0) -> Iterator[None]:
-    """Multiply these weights by a negative power of two, as if trained since."""
+def scaled(parameters: Sequence[torch.Tensor], factor: float = FACTOR) -> Iterator[None]:
+    """Multiply these weights by a power of two, as if trained since."""
     for parameter in parameters:
         parameter.data.mul_(factor)
     try:

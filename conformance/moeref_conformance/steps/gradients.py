@@ -13,7 +13,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Gradients
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, answer
-from moeref_conformance.steps.forward import heads, last_experts, negated
+from moeref_conformance.steps.forward import heads, last_layer, scaled
 from moeref_conformance.steps.recompute import recomputing
 
 
@@ -47,8 +47,8 @@ def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
 def twice(cell: Cell) -> bool:
     """Whether a cell takes two steps, to see that the second one begins without what is left of the first.
 
-    Gradients may be left, copies of weights, which are others in the first step, where those of the last experts and
-    the head are negated, and numbers of tokens and microbatches, which are less there.
+    Gradients may be left, copies of weights, which are others in the first step, where those of the last layer and the
+    head are `scaled`, and numbers of tokens and microbatches, which are less there.
 
     On one rank, and on two with EP or ETP, where Megatron keeps gradients of experts in buffers of their own.
     """
@@ -89,7 +89,7 @@ def step(facet: Gradients, context: Context) -> None:
         if "forward" in context.claims.facets:  # an evaluation, whose tokens do not count
             context.facet("forward").logits(other_BS)
     elif twice(cell):
-        with negated(last_experts(context)), negated(heads(context)):
+        with scaled([*last_layer(context), *heads(context)]):
             found = facet.gradients(*(of_BS[: cell.rows] for of_BS in (rows_BS, *mask)))  # one microbatch
         first = {f"{FIRST}{name}": tensor.clone() for name, tensor in by_name(found).items()}
     with recomputing(cell)(context.facet("export").chunks()) if recomputes(cell) else nullcontext():

@@ -17,7 +17,7 @@ from moeref_conformance.contract.requests.logprobs import (
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
-from moeref_conformance.steps.forward import heads, last_experts, negated
+from moeref_conformance.steps.forward import heads, last_layer, scaled
 from moeref_conformance.steps.replay import given, in_turns, under
 
 
@@ -35,7 +35,7 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
 
     It is asked amid training. What it has changed of that is for the step `around`.
 
-    Then weights are negated, where stages are one and a forward of them is judged: those of weights that were set aside
+    Then weights are `scaled`, where stages are one and a forward of them is judged: those of weights that were set aside
     show, and a temperature that was kept: these are of another one. The head's become `WIDER` too, so that what holds
     for tokens alone that are nearly alike shows. None under replay.
     """
@@ -45,9 +45,9 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     chunks = context.facet("export").chunks()
     found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, TEMPERATURE))
     saved = _checked(found)
-    experts, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
+    layer, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
     if head:
-        with negated(experts), negated(head, WIDER):
+        with scaled(layer), scaled(head, WIDER):
             again = _checked(facet.logprobs(tokens_BS, OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
@@ -63,9 +63,9 @@ def around(facet: Logprobs, context: Context) -> list[list[str]] | None:
 
 
 def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The second linears of the last layer's experts, and the head, on which all logits hang; none where it is tied."""
-    experts, head = last_experts(context), heads(context)
-    return (experts, head) if experts and head and context.cell.dtype == "float32" else ([], [])
+    """Parameters of the last layer, and the head, on which all logits hang; none where it is tied."""
+    layer, head = last_layer(context), heads(context)
+    return (layer, head) if layer and head and context.cell.dtype == "float32" else ([], [])
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:

@@ -13,7 +13,7 @@ from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, OTHER_TE
 from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
 from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
-from moeref_conformance.steps.forward import heads, last_experts, negated
+from moeref_conformance.steps.forward import heads, last_layer, scaled
 from moeref_conformance.steps.recompute import recomputing
 
 
@@ -54,7 +54,7 @@ def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
     def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
         return _asked(facet, context, rows_BS, none_BS, -advantages(rows_BS), TEMPERATURE, 2 * ENTROPY)
 
-    with negated(last_experts(context)), negated(heads(context)):
+    with scaled([*last_layer(context), *heads(context)]):
         return gradients.of_no_token(ask, context)
 
 

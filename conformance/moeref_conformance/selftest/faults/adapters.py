@@ -245,6 +245,24 @@ def _counted_by_each_rank(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "adapters", attach=each.attach, logits=each.logits, step=each.step)
 
 
+def _lent(call: str) -> Change:
+    """A fault's `wrap` that sends tensors of the model itself, where it holds what is sent in one piece."""
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        good: Any = session.adapters
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            held = (parameter.detach() for chunk in good.chunks() for parameter in chunk.parameters())
+            return next((of for of in held if of.shape == tensor.shape and torch.equal(of, tensor)), tensor)
+
+        def lending() -> Iterator[Any]:
+            return ((what, tensor if tensor is None else own(tensor)) for what, tensor in getattr(good, call)())
+
+        return facet(session, "adapters", **{call: lending})
+
+    return wrap
+
+
 def _merged_stays(session: Session, cell: Cell, world: World) -> Any:
     """Once weights were merged, adapters count in the weights and beside them, until a step takes them apart."""
     good: Any = session.adapters
@@ -609,6 +627,22 @@ FAULTS = (
         cell=cell("qwen3_moe", "etp2", loss_mask=True),
         wrap=_counted_by_each_rank,
         diagnosis="moved 2 times as far",
+    ),
+    Fault(
+        id="adapters-lent-unsaid",
+        bug="unsloth-zoo#942: an engine is given the factors themselves, scales them in place, and training goes on so",
+        rules=("LRA-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_lent("stream"),
+        says="after: logits differ by",
+    ),
+    Fault(
+        id="merged-base-lent-unsaid",
+        bug="unsloth-zoo#942 in kind: an engine is given the weights themselves where nothing is merged, and writes there",
+        rules=("LRA-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_lent("merged"),
+        says="of the base has changed",
     ),
     Fault(
         id="merge-not-undone",

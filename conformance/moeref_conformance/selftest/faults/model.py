@@ -93,21 +93,25 @@ def _biases_rounded(chunk: Any) -> None:
             module.register_forward_hook(leave)
 
 
-def _experts_of_the_first_forward(session: Any, cell: Cell, world: World) -> Any:
-    """Experts compute with copies of their weights that the first forward has made."""
-    kept: dict[tuple[int, str], torch.Tensor] = {}
+def _of_the_first_forward(part: str) -> Callable[[Any, Cell, World], Any]:
+    """Where its name contains `part`, forwards compute with the copy of a weight that the first one has made."""
 
-    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
-        experts = {key: tensor for key, tensor in inventory(session).items() if ".experts." in key[1]}
-        now = {key: tensor.clone() for key, tensor in experts.items()}
-        for key, tensor in experts.items():
-            tensor.copy_(kept.setdefault(key, now[key]))
-        found: torch.Tensor | None = session.forward.logits(tokens_BS)
-        for key, tensor in experts.items():
-            tensor.copy_(now[key])
-        return found
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        kept: dict[tuple[int, str], torch.Tensor] = {}
 
-    return facet(session, "forward", logits=logits)
+        def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+            held = {key: tensor for key, tensor in inventory(session).items() if part in key[1]}
+            now = {key: tensor.clone() for key, tensor in held.items()}
+            for key, tensor in held.items():
+                tensor.copy_(kept.setdefault(key, now[key]))
+            found: torch.Tensor | None = session.forward.logits(tokens_BS)
+            for key, tensor in held.items():
+                tensor.copy_(now[key])
+            return found
+
+        return facet(session, "forward", logits=logits)
+
+    return wrap
 
 
 FAULTS = (
@@ -116,8 +120,32 @@ FAULTS = (
         bug="Automodel#3606, Primus#983: copies of experts' weights are kept, whatever the optimizer does",
         rules=("FWD-001",),
         cell=cell("glm4_moe", "tp2-ep2-etp1", experts="grouped"),
-        wrap=_experts_of_the_first_forward,
-        says="with experts negated, differ from transformers",
+        wrap=_of_the_first_forward(".experts."),
+        says="once weights have changed, differ from transformers",
+    ),
+    Fault(
+        id="routers-of-the-first-forward",
+        bug="sglang#35883: a copy of the routers in fp32 is made once, and routes stay those of earlier weights",
+        rules=("FWD-001",),
+        cell=cell("glm4_moe", "tp2"),
+        wrap=_of_the_first_forward(".router.weight"),
+        says="once weights have changed, differ from transformers",
+    ),
+    Fault(
+        id="latents-of-the-first-forward",
+        bug="sglang#4961, vLLM#48251 in kind: what latent attention makes of a weight is made once",
+        rules=("FWD-001",),
+        cell=cell("deepseek_v3", "tp2", layers=3),
+        wrap=_of_the_first_forward(".linear_kv_up_proj.weight"),
+        says="once weights have changed, differ from transformers",
+    ),
+    Fault(
+        id="sinks-of-the-first-forward",
+        bug="sglang#29916: a copy of the sinks is made in the first forward, and stays as it is when they are updated",
+        rules=("FWD-001",),
+        cell=cell("gpt_oss", "one"),
+        wrap=_of_the_first_forward(".softmax_offset"),
+        says="once weights have changed, differ from transformers",
     ),
     Fault(
         id="frequencies-in-bf16",

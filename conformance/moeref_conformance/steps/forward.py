@@ -25,8 +25,8 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     The first forwards come amid training. What they have changed of that is for the step `around`.
 
     A target that keeps something of one forward, such as the cosines of its positions, may be wrong in a longer one or
-    in a shorter one. In the last one weights are `scaled`, where stages are one: others that were kept show. Under replay
-    the facet `replay` has a shorter one.
+    in a shorter one. In the last one weights are `scaled`, where stages are one: others that were kept show. Under
+    replay the facet `replay` has a shorter one.
     """
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     length = shorter(tokens_BS.shape[1], context.cell) if context.cell.replay == "off" else 0

@@ -35,9 +35,9 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
 
     It is asked amid training. What it has changed of that is for the step `around`.
 
-    Then weights are `scaled`, where stages are one and a forward of them is judged: those of weights that were set aside
-    show, and a temperature that was kept: these are of another one. The head's become `WIDER` too, so that what holds
-    for tokens alone that are nearly alike shows. None under replay.
+    Then weights are `scaled`, where stages are one and a forward of them is judged: those of weights that were set
+    aside show, and a temperature that was kept: these are of another one. The head's become `WIDER` too, so that what
+    holds for tokens alone that are nearly alike shows. None under replay.
     """
     if context.cell.replay != "off":
         return None

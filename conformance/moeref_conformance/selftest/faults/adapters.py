@@ -638,7 +638,7 @@ FAULTS = (
     ),
     Fault(
         id="merged-base-lent-unsaid",
-        bug="unsloth-zoo#942 in kind: an engine is given the weights themselves where nothing is merged, and writes there",
+        bug="unsloth-zoo#942 in kind: an engine is given the weights themselves where nothing is merged, and writes",
         rules=("LRA-004",),
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_lent("merged"),

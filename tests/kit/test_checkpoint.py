@@ -71,7 +71,7 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
     assert set(index["weight_map"]) == set(made.tensors)
     assert len(set(index["weight_map"].values())) >= 3
     last = {"mixtral": "block_sparse_moe.experts.7.w2.weight", "gpt_oss": "mlp.experts.down_proj_bias"}
-    assert f"model.layers.7.{last.get(family, 'mlp.experts.15.down_proj.weight')}" in made.tensors
+    assert f"model.layers.3.{last.get(family, 'mlp.experts.15.down_proj.weight')}" in made.tensors
 
 
 #: Keys that transformers writes and published files lack. They decide nothing, but for the width of Mixtral's heads.
@@ -120,13 +120,13 @@ def test_mtp_layers_are_like_the_last_and_hold_the_embedding_and_the_head(work: 
     assert made.config["num_nextn_predict_layers"] == 2
     assert torch.equal(made.logits_BSV, plain.logits_BSV)
     assert all(torch.equal(made.tensors[name], tensor) for name, tensor in plain.tensors.items())
-    parts = {n.removeprefix("model.layers.7.") for n in plain.tensors if n.startswith("model.layers.7.")}
+    parts = {n.removeprefix("model.layers.3.") for n in plain.tensors if n.startswith("model.layers.3.")}
     parts |= {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
     parts |= {"embed_tokens.weight", "shared_head.head.weight"}
     more = made.tensors.keys() - plain.tensors.keys()
-    assert more == {f"model.layers.{layer}.{part}" for layer in (8, 9) for part in parts}
-    assert torch.equal(made.tensors["model.layers.9.embed_tokens.weight"], made.tensors["model.embed_tokens.weight"])
-    assert made.tensors["model.layers.8.eh_proj.weight"].shape == (40, 80)
+    assert more == {f"model.layers.{layer}.{part}" for layer in (4, 5) for part in parts}
+    assert torch.equal(made.tensors["model.layers.5.embed_tokens.weight"], made.tensors["model.embed_tokens.weight"])
+    assert made.tensors["model.layers.4.eh_proj.weight"].shape == (40, 80)
     index = json.loads((made.dir / "checkpoint" / INDEX).read_text())
     assert set(index["weight_map"]) == set(made.tensors)
     with pytest.raises(ValueError, match="untied checkpoints"):
@@ -171,7 +171,7 @@ def test_every_kind_has_a_name(family: str, expert_format: str, work: Path, monk
     tensors = expected(one, work).tensors
     if expert_format == "fused" or family == "gpt_oss":
         one = replace(one, expert_format="fused")
-        tensors = {**tensors, "model.layers.7.mlp.experts.down_proj": torch.ones(1)}
+        tensors = {**tensors, "model.layers.3.mlp.experts.down_proj": torch.ones(1)}
     lacking, held = set(), set()
     for kinds, names in ((spoiled.missing_kinds(one), lacking), (spoiled.surplus_kinds(one), held)):
         for kind in kinds:

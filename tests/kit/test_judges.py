@@ -252,11 +252,11 @@ SPOILED: dict[str, tuple[str, Callable[[Run], None], str]] = {
         "in another shape, and nothing was raised on any rank",
     ),
     "missing: not raised on one rank": ("LOD-004", error(1, "refuse_missing", None), "nothing was raised"),
-    "missing: not named": ("LOD-004", error(3, "refuse_missing", "KeyError"), "does not name model.layers.3.input_"),
+    "missing: not named": ("LOD-004", error(3, "refuse_missing", "KeyError"), "does not name lm_head.weight"),
     "missing: the error names another": (
         "LOD-004",
         both(*(error(r, "refuse_missing", "no model.layers.3.mlp.gate.weight") for r in range(4))),
-        "does not name model.layers.3.input_layernorm.weight",
+        "does not name lm_head.weight",
     ),
     "fc1 halves swapped": (
         "LOD-001",

@@ -311,7 +311,7 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
 
     if cell.expert_format == "per_expert":
         logging.disable_progress_bar()
-        model.save_pretrained(folder, max_shard_size="800KB" if cell.dtype == "float32" else "400KB")
+        model.save_pretrained(folder, max_shard_size="400KB" if cell.dtype == "float32" else "200KB")
         path = folder / "config.json"
         path.write_text(json.dumps(as_published(json.loads(path.read_text())), indent=2) + "\n")
     elif cell.expert_format == "fused":

@@ -48,7 +48,7 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
             adapters.logits(of_all, base=True)
     _logits(adapters.logits(of_all), "trained", saved)
     _logits(adapters.logits(of_all, base=True), "base", saved)
-    own = not context.claims.lends
+    own = not context.claims.lends and context.claims.lasts == "stream"
     merged = _merged(adapters, saved, own)
     sent["again"] = _sent(adapters, "again", saved, own)
     _logits(adapters.logits(of_all), "after", saved)

@@ -623,9 +623,9 @@ FAULTS = (
         id="missing-norm-left-at-one",
         bug="B24 in kind: norms are initialised to one, which looks like a value",
         rules=("LOD-003",),
-        cell=cell("glm4_moe", "pp2", layers=4),
+        cell=cell("glm4_moe", "pp2", layers=6, experts="grouped"),
         wrap=_lacking_filled(_ones_for_norms),
-        says="lacks model.layers.3.input_layernorm.weight",
+        says="lacks model.layers.5.input_layernorm.weight",
     ),
     Fault(
         id="missing-values-zero",
@@ -671,9 +671,9 @@ FAULTS = (
         id="surplus-expert-skipped",
         bug="a loader that counts to the number of experts in the config never sees the others",
         rules=("LOD-002",),
-        cell=cell("qwen3_moe", "pp2-vpp2", layers=4),
+        cell=cell("qwen3_moe", "pp2", layers=6, norms="fused"),
         wrap=_surplus_skipped(".experts."),
-        says="the checkpoint has model.layers.3.mlp.experts.16.up_proj.weight",
+        says="the checkpoint has model.layers.5.mlp.experts.16.up_proj.weight",
     ),
     Fault(
         id="extra-tensor-skipped",

@@ -11,9 +11,6 @@ import torch
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.steps.observed_routes import moe_layers
 
-#: Of Megatron's blocks of layers: how many they have.
-_LAYERS = "num_layers_per_pipeline_rank"
-
 
 def recomputing(cell: Cell) -> Callable[[Sequence[torch.nn.Module]], AbstractContextManager[None]]:
     """How a cell's steps recompute forwards: whole layers, or where microbatches have two rows their experts alone.
@@ -28,24 +25,13 @@ def recomputing(cell: Cell) -> Callable[[Sequence[torch.nn.Module]], AbstractCon
 def full_recompute(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Recompute every layer's forward in the backward pass. All chunks share one config."""
     config: Any = chunks[0].config
-    layers = _from_one_input(chunks)
-    asked = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": layers}
+    asked = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     before = {name: getattr(config, name) for name in asked}
     vars(config).update(asked)
     try:
         yield
     finally:
         vars(config).update(before)
-
-
-def _from_one_input(chunks: Sequence[torch.nn.Module]) -> int:
-    """How many layers are recomputed together: two, which run in the order of a forward, else one.
-
-    megatron-core 0.16.1 takes numbers that divide the layers of each chunk, and MTP layers are recomputed one by one.
-    """
-    config: Any = chunks[0].config
-    blocks = [getattr(module, _LAYERS) for chunk in chunks for module in chunk.modules() if hasattr(module, _LAYERS)]
-    return 1 if config.mtp_num_layers or any(number % 2 for number in blocks) else 2
 
 
 @contextmanager

@@ -555,7 +555,7 @@ FAULTS = (
     ),
     Fault(
         id="fp32-parameters-not-restored",
-        bug="Megatron-LM#5835 in kind: states of a group with parameters in bf16 and in fp32 are mixed up in a save",
+        bug="Megatron-LM#5835, Megatron-LM#2777 in kind: groups of bf16 and fp32 parameters, whose states are mixed up",
         rules=("OPT-004",),
         cell=cell("qwen3_5_moe_text", "one", dtype="bfloat16", optimizer_step=True),
         patch=_restoring(_with_masters, _but_for_fp32),
@@ -715,7 +715,7 @@ FAULTS = (
     ),
     Fault(
         id="fp32-parameters-in-no-group",
-        bug="reported nowhere: an optimizer of master weights knows parameters in bf16 alone, and others stand still",
+        bug="reported nowhere: an optimizer of master weights knows bf16 parameters alone, and decays in fp32 stand still",
         rules=("OPT-002",),
         cell=cell("qwen3_5_moe_text", "one", dtype="bfloat16", optimizer_step=True),
         wrap=_after(_kept(lambda chunk, name: name.endswith("A_log"))),

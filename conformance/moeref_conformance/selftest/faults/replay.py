@@ -235,23 +235,6 @@ def _own_choice_in_the_backward(good: Any) -> Any:
     return get_replay_topk
 
 
-def _from_one_stack(good: Any) -> Any:
-    """Forwards put the routes of all layers on one stack, and what is recomputed takes them from its top."""
-    stack: dict[int, torch.Tensor] = {}
-
-    def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
-        match self.router_replay_action and self.router_replay_action.name:
-            case "REPLAY_FORWARD":
-                if id(self) in stack:  # no backward pass has taken those of the forward before
-                    stack.clear()
-                stack[id(self)] = self.target_topk_idx
-            case "REPLAY_BACKWARD":
-                self.replay_backward_list[0] = stack.popitem()[1]
-        return good(self, *args, **kwargs)
-
-    return get_replay_topk
-
-
 def _whole_layers_alone(session: Session, cell: Cell, world: World) -> Any:
     """Recomputed forwards are replayed where whole layers are recomputed, and not where MoE layers alone are."""
     good: Any = session.replay
@@ -484,15 +467,6 @@ FAULTS = (
         wrap=_left_on_by_an_error,
         says="after routes were refused",
         one_rank=True,
-    ),
-    Fault(
-        id="recomputed-from-the-last-layer",
-        bug="AReaL#1166 (review) in kind: one list of routes for all layers, taken back as layers that are alone are",
-        rules=("RPL-001",),
-        cell=cell("qwen3_moe", "one", replay="R3"),
-        patch=_router_replay_with("get_replay_topk", _from_one_stack),
-        one_rank=True,
-        says="recompute-b: token 0 of sample 0 went to other experts",
     ),
     Fault(
         id="recomputed-experts-not-replayed",

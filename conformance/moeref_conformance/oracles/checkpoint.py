@@ -311,7 +311,9 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
 
     if cell.expert_format == "per_expert":
         logging.disable_progress_bar()
-        model.save_pretrained(folder, max_shard_size="400KB" if cell.dtype == "float32" else "200KB")
+        # Several files; `sync` sends an engine file by file, and no module of it may lie in two.
+        size = (400 if cell.dtype == "float32" else 200) * (1 + (cell.backend == ENGINE))
+        model.save_pretrained(folder, max_shard_size=f"{size}KB")
         path = folder / "config.json"
         path.write_text(json.dumps(as_published(json.loads(path.read_text())), indent=2) + "\n")
     elif cell.expert_format == "fused":

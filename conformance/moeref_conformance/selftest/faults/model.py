@@ -133,7 +133,7 @@ FAULTS = (
     ),
     Fault(
         id="latents-of-the-first-forward",
-        bug="sglang#4961, vLLM#48251 in kind: what latent attention makes of a weight is made once",
+        bug="sglang#4961 in kind: what latent attention makes of a weight is made once",
         rules=("FWD-001",),
         cell=cell("deepseek_v3", "tp2", layers=3),
         wrap=_of_the_first_forward(".linear_kv_up_proj.weight"),

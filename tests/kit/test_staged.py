@@ -98,7 +98,8 @@ def real(shared_world: ForkedWorld) -> ForkedWorld:
     ],
 )
 def test_whole_cells(real: ForkedWorld, tmp_path: Path, variants: Path, family: str, layout: str, layers: int) -> None:
-    found = next(c for c in matrix.load("cpu").cells if (c.family, c.layout_name, c.backend) == (family, layout, "gloo"))
+    asked = family, layout, "gloo"
+    found = next(c for c in matrix.load("cpu").cells if (c.family, c.layout_name, c.backend) == asked)
     cell = replace(found, layers=layers, gradients=True)
     inputs, claims = expected(cell, variants).inputs, resolve("moeref").claims
     seen = []

@@ -715,7 +715,7 @@ FAULTS = (
     ),
     Fault(
         id="fp32-parameters-in-no-group",
-        bug="reported nowhere: an optimizer of master weights knows bf16 parameters alone, and decays in fp32 stand still",
+        bug="reported nowhere: an optimizer of master weights knows parameters in bf16 alone, and others stand still",
         rules=("OPT-002",),
         cell=cell("qwen3_5_moe_text", "one", dtype="bfloat16", optimizer_step=True),
         wrap=_after(_kept(lambda chunk, name: name.endswith("A_log"))),

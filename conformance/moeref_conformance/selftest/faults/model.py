@@ -10,9 +10,10 @@ from unittest import mock
 import torch
 
 from moeref_conformance.contract.api import Cell, World
-from moeref_conformance.selftest.border import Change, each_chunk, facet, inventory
+from moeref_conformance.selftest.border import Change, each_chunk
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import configured
+from moeref_conformance.selftest.faults.steps import with_first
 
 
 def _rotary(wrong: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -93,34 +94,13 @@ def _biases_rounded(chunk: Any) -> None:
             module.register_forward_hook(leave)
 
 
-def _of_the_first_forward(part: str) -> Callable[[Any, Cell, World], Any]:
-    """Where its name contains `part`, forwards compute with the copy of a weight that the first one has made."""
-
-    def wrap(session: Any, cell: Cell, world: World) -> Any:
-        kept: dict[tuple[int, str], torch.Tensor] = {}
-
-        def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
-            held = {key: tensor for key, tensor in inventory(session).items() if part in key[1]}
-            now = {key: tensor.clone() for key, tensor in held.items()}
-            for key, tensor in held.items():
-                tensor.copy_(kept.setdefault(key, now[key]))
-            found: torch.Tensor | None = session.forward.logits(tokens_BS)
-            for key, tensor in held.items():
-                tensor.copy_(now[key])
-            return found
-
-        return facet(session, "forward", logits=logits)
-
-    return wrap
-
-
 FAULTS = (
     Fault(
         id="experts-of-the-first-forward",
         bug="Automodel#3606, Primus#983: copies of experts' weights are kept, whatever the optimizer does",
         rules=("FWD-001",),
         cell=cell("glm4_moe", "tp2-ep2-etp1", experts="grouped"),
-        wrap=_of_the_first_forward(".experts."),
+        wrap=with_first("forward", "logits", ".experts."),
         says="once weights have changed, differ from transformers",
     ),
     Fault(
@@ -128,7 +108,7 @@ FAULTS = (
         bug="sglang#35883: a copy of the routers in fp32 is made once, and routes stay those of earlier weights",
         rules=("FWD-001",),
         cell=cell("glm4_moe", "tp2"),
-        wrap=_of_the_first_forward(".router.weight"),
+        wrap=with_first("forward", "logits", ".router.weight"),
         says="once weights have changed, differ from transformers",
     ),
     Fault(
@@ -136,7 +116,7 @@ FAULTS = (
         bug="sglang#4961 in kind: what latent attention makes of a weight is made once",
         rules=("FWD-001",),
         cell=cell("deepseek_v3", "tp2", layers=3),
-        wrap=_of_the_first_forward(".linear_kv_up_proj.weight"),
+        wrap=with_first("forward", "logits", ".linear_kv_up_proj.weight"),
         says="once weights have changed, differ from transformers",
     ),
     Fault(
@@ -144,7 +124,7 @@ FAULTS = (
         bug="sglang#29916: a copy of the sinks is made in the first forward, and stays as it is when they are updated",
         rules=("FWD-001",),
         cell=cell("gpt_oss", "one"),
-        wrap=_of_the_first_forward(".softmax_offset"),
+        wrap=with_first("forward", "logits", ".softmax_offset"),
         says="once weights have changed, differ from transformers",
     ),
     Fault(

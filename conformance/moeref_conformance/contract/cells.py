@@ -120,7 +120,7 @@ class Cell:
     backend: str = axis("gloo", choices=(*BACKENDS, ANY_GPU), claim="backends", shown="", required=True)
     #: A tiny model with random weights, or a published one, of which only the config is used.
     size: str = axis(TINY, choices=tuple(published()), shown="")
-    #: Decoder layers. Uneven layouts ask for another number than the default.
+    #: Decoder layers. Layouts of many or uneven stages ask for another number than the default.
     layers: int = axis(4, shown="L{}", of_size=True, in_grid=False)
     #: Dtype of the checkpoint and of the Megatron parameters.
     dtype: str = axis("float32", choices=("float32", "bfloat16"), claim="dtypes", of_size=True)

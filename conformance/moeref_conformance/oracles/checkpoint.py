@@ -311,9 +311,9 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
 
     if cell.expert_format == "per_expert":
         logging.disable_progress_bar()
-        # Several files; `sync` sends an engine file by file, and no module of it may lie in two.
-        size = (400 if cell.dtype == "float32" else 200) * (1 + (cell.backend == ENGINE))
-        model.save_pretrained(folder, max_shard_size=f"{size}KB")
+        # Several files. An engine is sent them one after the other, and no module may lie in two.
+        kilobytes = 800 if cell.backend == ENGINE else 400
+        model.save_pretrained(folder, max_shard_size=f"{kilobytes if cell.dtype == 'float32' else kilobytes // 2}KB")
         path = folder / "config.json"
         path.write_text(json.dumps(as_published(json.loads(path.read_text())), indent=2) + "\n")
     elif cell.expert_format == "fused":

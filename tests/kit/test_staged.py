@@ -73,6 +73,8 @@ def test_beyond_gloo(toy: ForkedWorld, tmp_path: Path) -> None:
         assert here["average"] == [1.5, 4.0]
         assert here["float8"] == [[1.5, 1.5], [2.5, 2.5]]
         assert here["gathers coalesced"] == [[1.0, 2.0], [1.0, 1.0, 2.0, 2.0]]
+        assert here["gathers coalesced before"] != here["gathers coalesced"]
+        assert here["gathers coalesced on a device"] == here["gathers coalesced"]
         assert "strides [1, 4] must be contiguous" in here["strided"]
         assert "new_group" in here["split"]
         assert here["backend"] == ["staged", "StagedGroup", "staged"]

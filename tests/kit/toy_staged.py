@@ -261,6 +261,13 @@ def beyond(target: Target, cell: Cell, world: World, inputs: dict[str, str], fol
             dist.all_gather_into_tensor(out, torch.full((out.numel() // 2,), me + 1.0), async_op=True)
     manager.wait()
     told["gathers coalesced"] = [out.tolist() for out in outs]
+    outs = [torch.zeros(2), torch.zeros(4)]
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:  # as Transformer Engine's
+        for out in outs:
+            dist.all_gather_into_tensor(out, torch.full((out.numel() // 2,), me + 1.0), async_op=True)
+    told["gathers coalesced before"] = [out.tolist() for out in outs]
+    manager.wait()
+    told["gathers coalesced on a device"] = [out.tolist() for out in outs]
     outs = [torch.zeros(1), torch.zeros(2)]
     with _coalescing_manager(async_ops=True) as manager:
         for out in outs:

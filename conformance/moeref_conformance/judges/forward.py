@@ -21,6 +21,7 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     in_any_order,
+    left_by_forward,
     observed,
     only_last_stage,
     outcome,
@@ -158,4 +159,4 @@ def training_goes_on(case: Case) -> Iterator[Finding]:
     """What a forward has changed amid training, by kind."""
     yield from without(case, "around_forward")
     for rank, rows in values(case, "around_forward"):
-        yield from changed(case, rank, "around_forward", "forward", rows)
+        yield from changed(case, rank, "around_forward", "forward", left_by_forward(case, rows))

@@ -20,6 +20,7 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     in_any_order,
+    left_by_forward,
     once,
     outcome,
     records,
@@ -207,4 +208,4 @@ def training_goes_on(case: Case) -> Iterator[Finding]:
     """What log-probabilities have changed amid training, by kind."""
     yield from without(case, "around_logprobs")
     for rank, rows in values(case, "around_logprobs"):
-        yield from changed(case, rank, "around_logprobs", "call of logprobs", rows or [])
+        yield from changed(case, rank, "around_logprobs", "call of logprobs", left_by_forward(case, rows or []))

@@ -22,6 +22,7 @@ from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.dialect import as_named
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.published import COPIES
+from moeref_conformance.oracles.recipes import MAKING
 from moeref_conformance.oracles.routed import IGNORED, forcing, given_routes, labels, unlisted
 
 #: Megatron-Core's default of `mtp_loss_scaling_factor`, which the losses of all layers share.
@@ -206,7 +207,7 @@ def _model(expected: Expected, layers: int) -> Any:
     config.num_hidden_layers = layers
     apart = config.model_type in mtp_names.APART
     renamed = {r"^mtp\.layers\.0\.": f"model.layers.{decoder}."} if apart else None
-    with unlisted():
+    with unlisted(), MAKING:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

@@ -9,6 +9,7 @@ the sizes give, so that TP ranks share a group and cut it inside heads.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -316,6 +317,10 @@ def _served(values: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+#: transformers makes one model at a time: while one is loaded, its class ties no weights, in whatever thread.
+MAKING = threading.RLock()
+
+
 def model(cell: Cell) -> Any:
     """transformers' module of the cell's family, in eval mode, with random weights of its own.
 
@@ -350,4 +355,5 @@ def model(cell: Cell) -> Any:
         values = dialect.as_published({**values, "model_type": cell.family})
     config = config_of(**values)
     config._attn_implementation = "eager"
-    return model_of(config).eval()
+    with MAKING:
+        return model_of(config).eval()

@@ -27,7 +27,7 @@ from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
 from moeref_conformance.oracles.dialect import as_named
 from moeref_conformance.oracles.expected import Expected, read_checkpoint
-from moeref_conformance.oracles.recipes import IN_FP32
+from moeref_conformance.oracles.recipes import IN_FP32, MAKING
 
 #: Row of a route that the engine did not give.
 MISSING = -1
@@ -346,7 +346,7 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
     """transformers' module with the checkpoint's weights."""
     import transformers
 
-    with unlisted():
+    with unlisted(), MAKING:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             Path(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
         )

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
+from moeref_conformance.oracles.recipes import MAKING
+
 
 @lru_cache(maxsize=4)
 def model(folder: Path) -> Any:
     """transformers' module with the weights of a folder, in fp32."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with MAKING:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> torch.Tensor:

@@ -75,11 +75,19 @@ class Worlds(ExitStack):
         self._free: dict[str, queue.LifoQueue[RunsCells]] = {}
 
     def open(self, cells: Iterable[Cell]) -> None:
-        """Open as many worlds of each backend as run at the same time. This thread must live as long as they do."""
+        """Open as many worlds of each backend as run at the same time. This thread must live as long as they do.
+
+        All import the target at once. One that cannot ends the run here, and does not fail in every cell.
+        """
+        from moeref_conformance.worlds.forked import ForkedWorld
+
         for backend, number in sorted(Counter(map(self._parts.world_of, cells)).items()):
             self._free[backend] = queue.LifoQueue()
             for _ in range(min(self.plan.workers, number)):
                 self._free[backend].put(self.enter_context(self._parts.worlds[backend](self.plan)))
+        for world in [world for free in self._free.values() for world in free.queue]:
+            if isinstance(world, ForkedWorld):
+                world.start()
 
     def observe(self, cell: Cell, inputs: Mapping[str, str]) -> Observation:
         """Run a cell on copies of `inputs` and read its records.
@@ -172,7 +180,7 @@ def _world_with_ranks(
         return
     ready = started.pop() if started and started[0].backend == backend else None
     with ready or _rank_world(plan.settings, backend, coordinator) as world:
-        world.start()  # a target that cannot be imported ends the run here, and does not fail in every cell
+        world.begin()
         yield world
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from moeref_conformance.contract.api import Cell, Claims
-from moeref_conformance.contract.backends import RANK_BACKENDS
+from moeref_conformance.contract.backends import ENGINE, RANK_BACKENDS
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RunOutcome, signal_name
 from moeref_conformance.worlds import static
@@ -73,7 +73,7 @@ class _Server:
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         # As multiprocessing does: what can be imported here can be imported there.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-        if not RANK_BACKENDS[backend].on_gpu:
+        if not RANK_BACKENDS[backend].on_gpu and backend != ENGINE:  # whose engine may be on one
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "moeref_conformance.worlds.fork_server", str(os.getpid())]
         process = subprocess.Popen(
@@ -170,21 +170,30 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         self._refused = WorldError("this world is closed")  # another thread must not start it again
         self.close()
 
+    def begin(self) -> None:
+        """Start the fork server unless it is running. Several that are begun import side by side."""
+        self._begun()
+
     def start(self) -> dict[str, Any]:
         """Start the fork server unless it is running, and return its facts. Raises WorldError with its reason."""
         self._running()
         return self.facts
 
+    def _begun(self) -> _Server:
+        if self._server is None or self._server.process.poll() is not None:
+            if self._refused:
+                raise self._refused
+            self.close()
+            self.facts = {}
+            self._server = _Server.start(self.target_spec, self.entry, self.backend)
+        return self._server
+
     def _running(self) -> _Server:
-        if self._server is not None and self._server.process.poll() is None:
-            return self._server
-        if self._refused:
-            raise self._refused
-        self.close()
-        self.facts = {}
-        self._server = _Server.start(self.target_spec, self.entry, self.backend)
+        server = self._begun()
+        if server.ready:
+            return server
         try:
-            answer = self._server.receive(time.monotonic() + START_SECONDS)
+            answer = server.receive(time.monotonic() + START_SECONDS)
         except WorldError as error:
             self.close()
             raise WorldError(f"target {self.target_spec!r}: {error}") from error
@@ -193,9 +202,8 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
             why = f"target {self.target_spec!r} cannot be served: {answer}"
             self._refused = WorldError(why) if isinstance(answer, str) else BadTarget(str(answer))
             raise self._refused
-        self.facts = answer
-        self._server.ready = True
-        return self._server
+        self.facts, server.ready = answer, True
+        return server
 
     def run(self, cell: Cell, cell_dir: Path, inputs: dict[str, str], claims: Claims) -> RunOutcome:
         """Run one cell; records go to `<cell_dir>/rank0003/`.

@@ -123,6 +123,7 @@ class StagedGroup(dist.ProcessGroup):
         self.store = store
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self.force = force
+        self._together: list[dist.Work] | None = None
         kind = dist.ProcessGroup.BackendType.GLOO
         self._set_default_backend(kind)
         for device in ("cpu", "cuda"):  # torch looks up the backend of a device here
@@ -153,7 +154,7 @@ class StagedGroup(dist.ProcessGroup):
             trim()
             copies.deliver()
 
-        return StagedWork([self.gloo.allgather([outputs], [largest], *options)], deliver)
+        return self._kept(StagedWork([self.gloo.allgather([outputs], [largest], *options)], deliver))
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         """One all-gather for each pair of tensors."""
@@ -164,6 +165,19 @@ class StagedGroup(dist.ProcessGroup):
         """One reduce-scatter for each pair of tensors."""
         works = [self._reduce_scatter_base(out, x, *options) for out, x in zip(outputs, inputs, strict=True)]
         return StagedWork(works, lambda: None)
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        """From here on torch waits for the work of `_end_coalescing` instead of that of each call. gloo has neither."""
+        self._together = []
+
+    def _end_coalescing(self, _: torch.device) -> StagedWork:
+        works, self._together = self._together or [], None
+        return StagedWork(works, lambda: None)
+
+    def _kept(self, work: StagedWork) -> StagedWork:
+        if self._together is not None:
+            self._together.append(work)
+        return work
 
     def send(self, tensors: Any, to: int, tag: int) -> Any:
         """gloo sends a host copy, so the tensor may change at once."""
@@ -191,7 +205,7 @@ def _collective(name: str) -> Callable[..., Any]:
         copies = _Copies()
         host = [copies.host(arg, back=place == 0) for place, arg in enumerate(args)]
         if not average:
-            return StagedWork([real(*host)], copies.deliver)
+            return group._kept(StagedWork([real(*host)], copies.deliver))
         options = host[-1]
         options.reduceOp = dist.ReduceOp.SUM
 
@@ -200,7 +214,7 @@ def _collective(name: str) -> Callable[..., Any]:
                 out.div_(group.size())
             copies.deliver()
 
-        return StagedWork([real(*host)], divide)
+        return group._kept(StagedWork([real(*host)], divide))
 
     collective.__name__ = name
     collective.__doc__ = f"ProcessGroupGloo.{name} on host copies."

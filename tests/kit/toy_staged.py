@@ -233,6 +233,17 @@ def run_hasty(target: Target, cell: Cell, world: World, inputs: dict[str, str], 
     run(target, cell, world, inputs, folder, faulty=True)
 
 
+def gathers_coalesced(me: int, device: torch.device | None = None) -> list[list[list[float]]]:
+    """What two of them give, before the wait and after it."""
+    outs = [torch.zeros(2), torch.zeros(4)]
+    with _coalescing_manager(device=device, async_ops=True) as manager:
+        for out in outs:
+            dist.all_gather_into_tensor(out, torch.full((out.numel() // 2,), me + 1.0), async_op=True)
+    before = [out.tolist() for out in outs]
+    manager.wait()
+    return [before, [out.tolist() for out in outs]]
+
+
 def beyond(target: Target, cell: Cell, world: World, inputs: dict[str, str], folder: Path) -> None:
     """What gloo alone has not, and what staging must not do."""
     me, group = world.rank, dist.group.WORLD
@@ -255,19 +266,8 @@ def beyond(target: Target, cell: Cell, world: World, inputs: dict[str, str], fol
     dist.all_gather_into_tensor(small, torch.full((1, 2), me + 1.5).to(torch.float8_e4m3fn))
     told["float8"] = small.float().tolist()
 
-    outs = [torch.zeros(2), torch.zeros(4)]
-    with _coalescing_manager(async_ops=True) as manager:
-        for out in outs:
-            dist.all_gather_into_tensor(out, torch.full((out.numel() // 2,), me + 1.0), async_op=True)
-    manager.wait()
-    told["gathers coalesced"] = [out.tolist() for out in outs]
-    outs = [torch.zeros(2), torch.zeros(4)]
-    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:  # as Transformer Engine's
-        for out in outs:
-            dist.all_gather_into_tensor(out, torch.full((out.numel() // 2,), me + 1.0), async_op=True)
-    told["gathers coalesced before"] = [out.tolist() for out in outs]
-    manager.wait()
-    told["gathers coalesced on a device"] = [out.tolist() for out in outs]
+    told["gathers coalesced"] = gathers_coalesced(me)[1]
+    told["gathers coalesced on a device"] = gathers_coalesced(me, torch.device("cpu"))  # as Transformer Engine's
     outs = [torch.zeros(1), torch.zeros(2)]
     with _coalescing_manager(async_ops=True) as manager:
         for out in outs:

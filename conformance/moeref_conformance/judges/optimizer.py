@@ -214,8 +214,8 @@ def _interrupted_experts(case: Case, record: RankRecord, restored: Sequence[_Ste
     layers: dict[int | None, list[tuple[int, int, _Stepped]]] = {}
     for of in restored:
         if of.held.expert is not None and _on_record(of):
-            off = _elsewhere(case, of)
-            layers.setdefault(of.held.layer, []).append((int(off.sum()), off.numel(), of))
+            turned = _elsewhere(case, of)
+            layers.setdefault(of.held.layer, []).append((int(turned.sum()), turned.numel(), of))
     for found in layers.values():
         of = max(found, key=lambda one: one[0])[2]
         off, number = sum(one[0] for one in found), sum(one[1] for one in found)

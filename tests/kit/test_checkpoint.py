@@ -294,6 +294,20 @@ def test_a_model_is_tied_though_another_thread_loads_one(
     assert made[0].lm_head.weight is made[0].model.embed_tokens.weight
 
 
+def test_loading_leaves_the_default_dtype_of_all_threads(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = expected(cell("glm4_moe", dtype="bfloat16"), work).inputs["checkpoint"]
+    begin, seen = transformers.Glm4MoeForCausalLM.__init__, list[torch.dtype]()
+
+    def look(model: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(torch.get_default_dtype())
+        begin(model, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.Glm4MoeForCausalLM, "__init__", look)
+    model = routed._model.__wrapped__(folder, torch.bfloat16)
+    assert seen == [torch.float32]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
 def test_unknown_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="family llama has no recipe"):
         expected(cell("llama"), tmp_path)

@@ -26,7 +26,7 @@ from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
 from moeref_conformance.oracles.dialect import as_named
-from moeref_conformance.oracles.expected import Expected, read_checkpoint
+from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.recipes import IN_FP32, MAKING
 
 #: Row of a route that the engine did not give.
@@ -348,13 +348,16 @@ def _model(folder: str, dtype: torch.dtype) -> Any:
 
     with unlisted(), MAKING:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(folder), dtype=dtype, attn_implementation="eager", local_files_only=True
+            # Loaded in another dtype, that would be torch's default of all threads until then.
+            Path(folder),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
         )
     kept = IN_FP32.get(model.config.model_type, ())
-    held = read_checkpoint(Path(folder)) if kept else {}
     for name, parameter in model.named_parameters():
-        if name.endswith(kept):  # which `dtype` has rounded
-            parameter.data = held[name].float()
+        if not name.endswith(kept):
+            parameter.data = parameter.data.to(dtype)
     return model.eval()
 
 

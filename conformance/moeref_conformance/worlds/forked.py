@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from moeref_conformance.contract.api import Cell, Claims
-from moeref_conformance.contract.backends import ENGINE, RANK_BACKENDS
+from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RunOutcome, signal_name
 from moeref_conformance.worlds import static
@@ -73,7 +73,7 @@ class _Server:
         log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         # As multiprocessing does: what can be imported here can be imported there.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
-        if not RANK_BACKENDS[backend].on_gpu and backend != ENGINE:  # whose engine may be on one
+        if not RANK_BACKENDS[backend].on_gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "moeref_conformance.worlds.fork_server", str(os.getpid())]
         process = subprocess.Popen(

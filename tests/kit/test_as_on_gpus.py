@@ -147,3 +147,16 @@ def test_fused_attention_may_move_a_generator(ran: Callable[[Cell], Case], kerne
         for rule in ("FWD-003", "LGP-005"):
             assert bool(JUDGES[rule](on_gpu).findings) == seen
             assert JUDGES[rule](case).findings
+
+
+def test_no_step_in_bf16_is_longer_than_the_rate(ran: Callable[[Cell], Case]) -> None:
+    case = ran(cell("qwen3_moe", "one", dtype="bfloat16", optimizer_step=True))
+    file = records(case, "optimizer")[0].dir / "optimizer.safetensors"
+    tensors, name = load_file(file), "0:decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+    *_, last = rates(case.cell)
+    assert not JUDGES["OPT-002"](case).findings
+    tensors[f"{last}.{name}"][0, 0] += len(rates(case.cell)) * 2 * OPTIMIZER_RATE
+    save_file(tensors, file)
+    (found,) = JUDGES["OPT-002"](replace(case, made={})).findings
+    assert "elements moved further than" in found.message
+    assert found.local_name == name.partition(":")[2]

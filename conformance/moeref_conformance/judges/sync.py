@@ -350,7 +350,7 @@ def _not_the_likeliest(case: Case, samples: list[dict[str, Any]]) -> str:
     """What is wrong with the tokens of temperature 0; empty if nothing is."""
     short, number = 0, sum(len(sample["tokens"]) for sample in samples)
     for asked in ((_folder(case, 0), sample["prompt"], sample["tokens"]) for sample in samples):
-        short += int((sync.greatest(*asked) - sync.logprobs(*asked) > CLOSE).sum())
+        short += int((~(sync.greatest(*asked) - sync.logprobs(*asked) <= CLOSE)).sum())
     return f"{short} of {number} tokens are not the likeliest" if short else ""
 
 

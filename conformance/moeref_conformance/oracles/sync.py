@@ -27,7 +27,8 @@ def model(folder: Path) -> Any:
 
 def logprobs(folder: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """`logprobs_G` of the tokens that were sampled after a prompt, of logits that are divided by a temperature."""
-    return _logprobs(folder, prompt, sampled, temperature).gather(1, torch.tensor([*sampled])[:, None])[:, 0]
+    logprobs_GV = _logprobs(folder, prompt, sampled, temperature)
+    return logprobs_GV.gather(1, torch.tensor([*sampled]).clamp(0, logprobs_GV.shape[-1] - 1)[:, None])[:, 0]
 
 
 def greatest(folder: Path, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
@@ -62,9 +63,16 @@ Forward = tuple[torch.Tensor, list[list[frozenset[int]]]]
 
 
 def _forward(folder: Path, tokens: tuple[int, ...]) -> Forward:
-    """`logits_SV`, and by token and MoE layer the experts that it goes to. Several rules ask for the same."""
+    """`logits_SV`, and by token and MoE layer the experts that it goes to. Several rules ask for the same.
+
+    With a token that the model does not have, as of a row that pads its head, logits are NaN, and no expert is taken.
+    """
     with _ONE_AT_A_TIME:
-        return _run(folder, tokens)
+        rows = model(folder).config.vocab_size
+        if all(0 <= token < rows for token in tokens):
+            return _run(folder, tokens)
+        logits_SV, taken = _run(folder, (0,) * len(tokens))
+        return torch.full_like(logits_SV, torch.nan), [[frozenset()] * len(row) for row in taken]
 
 
 @lru_cache(maxsize=512)

@@ -906,6 +906,20 @@ def _at(change: Callable[[float], float]) -> type[_Wrong]:
     return _At
 
 
+class _BeyondTheVocabulary(_Wrong):
+    """The second sample ends with a token of the rows that pad the head: chance is one in many."""
+
+    numbers = 0
+
+    def sample(self, *asked: Any) -> Sequence[Sampled]:
+        found = list(self.good.sample(*asked))
+        before, self.numbers = self.numbers, self.numbers + len(found)
+        if before < 2 <= self.numbers and len(found) > 1:
+            rows = len(self.first["model.embed_tokens.weight"])
+            found[1] = replace(found[1], tokens=(*found[1].tokens[:-1], rows))
+        return found
+
+
 class _TemperatureOfBefore(_Wrong):
     """A temperature that was asked for is kept for all calls that name none."""
 
@@ -1500,5 +1514,13 @@ FAULTS = (
         cell=QWEN,
         wrap=_stays_paused_in_one_mode,
         says="the engine is still paused in mode",
+    ),
+    Fault(
+        id="tokens-beyond-the-vocabulary",
+        bug="rllm-org/rllm#751: a token is sampled of a row that pads the head, and the trainer's embedding has none",
+        rules=("SYN-001",),
+        cell=QWEN,
+        wrap=engine(_BeyondTheVocabulary),
+        says="logprobs are inf off",
     ),
 )

@@ -128,8 +128,9 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
     known, *fresh = prompts(context)
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         versions, written = [engine.version()], dict[str, list[str]]()
-        # Of unequal lengths, and in one batch: what an engine keeps of all tokens has to be cut where each begins.
-        sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3]])}
+        # Of unequal lengths, one shorter than a cache's block, and in one batch: what an engine keeps of all tokens has
+        # to be cut where each begins. Three: where graphs are of 1, 2, 4 … rows, the batch is filled up with one.
+        sampled = {"first": ask(engine, [known, fresh[0][: len(fresh[0]) * 2 // 3], fresh[0][-7:]])}
         sampled["cached"] = ask(engine, [known] * 4)
         others = tempered(engine, apart(fresh[0]))
         begun = others["low"][0]

@@ -906,6 +906,16 @@ def _at(change: Callable[[float], float]) -> type[_Wrong]:
     return _At
 
 
+class _PadsBatches(_Wrong):
+    """Runs a batch in the size of the next graph: the rows that fill it up write over the first row's first token."""
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        if not len(prompts) & len(prompts) - 1:
+            return list(self.good.sample(prompts, *asked))
+        (first, *row), *others = prompts
+        return list(self.good.sample([[(first or 2) - 1, *row], *others], *asked))
+
+
 class _BeyondTheVocabulary(_Wrong):
     """The second sample ends with a token of the rows that pad the head: chance is one in many."""
 
@@ -1305,7 +1315,7 @@ FAULTS = (
         rules=("SYN-011",),
         cell=QWEN,
         wrap=engine(_EvenlyCut),
-        says="first: routes have 130 rows",
+        says="first: routes have 90 rows",
     ),
     Fault(
         id="engine-route-with-an-expert-twice",
@@ -1514,6 +1524,13 @@ FAULTS = (
         cell=QWEN,
         wrap=_stays_paused_in_one_mode,
         says="the engine is still paused in mode",
+    ),
+    Fault(
+        id="padded-batches",
+        bug="vLLM#43810 in kind: rows that fill a batch up to the size of a graph are written over keys of another row",
+        rules=("SYN-001",),
+        cell=QWEN,
+        wrap=engine(_PadsBatches),
     ),
     Fault(
         id="tokens-beyond-the-vocabulary",

@@ -116,13 +116,15 @@ def _are(versions: list[Any], wanted: list[int]) -> bool:
 
 @judges("SYN-006")
 def tokens_have_the_version_that_made_them(case: Case) -> Iterable[Finding]:
-    """Each token of a sample that meets an update has the logprob of the weights that its label names."""
+    """Each token of a sample that meets an update, or precedes it, has the logprob of weights that its label names."""
     yield from unanswered(case, "sync_under_way")
     for rank, value in values(case, "sync_under_way"):
         for mode, found in value.items():
-            for sample in found["meanwhile"]:
-                if told := _mislabelled(case, sample, (0, 1)):
-                    yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {told}")
+            before = (("before the update ", _mislabelled(case, sample, (0,))) for sample in found["before"])
+            meanwhile = (("", _mislabelled(case, sample, (0, 1))) for sample in found["meanwhile"])
+            for when, told in (*before, *meanwhile):
+                if told:
+                    yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {when}{told}")
             if mode != "abort" and (fewest := min(len(one["tokens"]) for one in found["meanwhile"])) < LONG:
                 told = f"pause mode {mode}: a sample has {fewest} of {LONG} tokens, as if it were aborted"
                 yield finding(case, rank, "sync_under_way", told, expected=LONG, got=fewest)

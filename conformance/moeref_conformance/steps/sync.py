@@ -154,12 +154,13 @@ def under_way(sync: Sync, context: Context) -> dict[str, Any]:
     found = {}
     for mode in sync.modes():
         with sync.open(context.input("checkpoint"), mode) as engine:
-            ask(engine, [finished])
+            before = ask(engine, [finished])  # the last engine served other weights to that prompt
             meanwhile = engine.sample(given, LONG, lambda: update(engine, tensors(context.input("second")), 1))
             cut = said(given, meanwhile, range(1, LONG + 1))
             again = said(given[:1], engine.sample(given[:1], LONG), range(1, LONG + 1))
             then = [*ask(engine, [fresh, finished]), *again]
-            found[mode] = {"meanwhile": cut, "then": then, "amid": _amid(engine, context, apart(fresh)[1])}
+            amid = _amid(engine, context, apart(fresh)[1])
+            found[mode] = {"before": before, "meanwhile": cut, "then": then, "amid": amid}
     return found
 
 

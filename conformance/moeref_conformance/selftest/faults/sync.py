@@ -725,6 +725,28 @@ class _KeepsAfterAFailure(_Wrong):
         return [replace(one, logprobs=kept.logprobs) for one, kept in zip(found, old, strict=True)]
 
 
+def _kept_on_disk(session: Any, cell: Cell, world: World) -> Any:
+    """What engines keep of prompts outlives them, and is of the weights that the last one served. Updates empty it."""
+    kept: dict[tuple[int, ...], tuple[Any, Sampled]] = {}
+
+    class _Keeps(_Wrong):
+        def update(self, tensors: Iterable[Named], version: int) -> None:
+            kept.clear()
+            self.good.update(tensors, version)
+
+        def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
+            found = list(self.good.sample(prompts, tokens, *more))
+            if more:
+                return found
+            for number, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
+                of, before = kept.setdefault(tuple(prompt), (self, one))
+                if of is not self and len(before.tokens) == tokens:
+                    found[number] = replace(before, versions=one.versions)
+            return found
+
+    return engine(_Keeps)(session, cell, world)
+
+
 class _OncePerVersion(_Wrong):
     """Refuses a version that it has heard of, though its update failed."""
 
@@ -1524,6 +1546,14 @@ FAULTS = (
         cell=QWEN,
         wrap=_stays_paused_in_one_mode,
         says="the engine is still paused in mode",
+    ),
+    Fault(
+        id="cache-on-disk-kept-for-the-next-engine",
+        bug="sglang#24758: what an engine stored of prompts is found by the next one, which has other weights",
+        rules=("SYN-006",),
+        cell=QWEN,
+        wrap=_kept_on_disk,
+        says="before the update",
     ),
     Fault(
         id="padded-batches",

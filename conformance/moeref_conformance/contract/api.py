@@ -149,8 +149,9 @@ class Logprobs(Protocol):
         self, tokens_BS: torch.Tensor, temperature: float, routes: Sequence[Any] | None = None
     ) -> TokenLogprobs | None:
         """In fp32, over the unpadded vocabulary and of logits divided by `temperature`, on the ranks of the last stage;
-        elsewhere the same, or None. Of all positions, under context parallelism too. Tokens are as in `Forward.logits`;
-        what stands behind the end of a row counts for nothing. Of a model in bf16 too, the softmax is computed in fp32.
+        elsewhere the same, or None. Of all positions, under context parallelism too. Tokens are as in `Forward.logits`,
+        but each data-parallel replica may get the rows in an order of its own; what stands behind the end of a row
+        counts for nothing. Of a model in bf16 too, the softmax is computed in fp32.
 
         Logprobs are those of the weights as they are now. In a cell with replay R3, and in no other, `routes` are
         given, as in `Replay.replay`, and logprobs are of a forward under them.

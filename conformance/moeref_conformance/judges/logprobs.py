@@ -12,7 +12,14 @@ import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord
-from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, ROUTES, TEMPERATURE, WIDER
+from moeref_conformance.contract.requests.logprobs import (
+    CHANGED,
+    OTHER_TEMPERATURE,
+    ROUTES,
+    TEMPERATURE,
+    WIDER,
+    turned,
+)
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     changed,
@@ -59,6 +66,11 @@ def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
     return logprobs.of_tokens(expected(case), temperature, WIDER * of_changed_weights(expected(case)))
 
 
+def _of_rank(case: Case, rank: int, of_BS: torch.Tensor, how: str) -> torch.Tensor:
+    """Of the rows as a rank was asked for them."""
+    return turned(of_BS, case.cell, rank) if how == CHANGED else of_BS
+
+
 def _limit(how: str) -> float:
     """The tolerance: errors of logits grow with the head."""
     return LIMIT * (abs(WIDER) if how == CHANGED else 1)
@@ -90,13 +102,13 @@ class _Comparison:
 
     def of(self, which: str, name: str, how: str, held: Mapping[int, RankRecord] | None = None) -> Iterator[Finding]:
         """Findings of the tensors `name`, on the ranks `held`; without these on all that have values."""
-        case, step, want_BS = self.case, self.step, _wanted(self.case, how)[which]
+        case, step = self.case, self.step
         if held is None:
             held = self.held
             yield from without(case, step)
             yield from without_logits(case, step, held, which)
         for rank, record in held.items():
-            got_BS = record.tensors(step).get(name)
+            want_BS, got_BS = _of_rank(case, rank, _wanted(case, how)[which], how), record.tensors(step).get(name)
             if got_BS is None or got_BS.dtype != torch.float32 or got_BS.shape != want_BS.shape:
                 told = "none" if got_BS is None else f"{got_BS.dtype} {list(got_BS.shape)}"
                 message = f"{which} are {told}, expected torch.float32 {list(want_BS.shape)}"
@@ -110,28 +122,33 @@ class _Comparison:
 
     def _off(self, rank: int, which: str, how: str, got_BS: torch.Tensor, apart_BS: torch.Tensor) -> Finding:
         """The finding of a rank whose values differ too much."""
-        case, want_BS = self.case, _wanted(self.case, how)[which]
+        case, want_BS = self.case, _of_rank(self.case, rank, _wanted(self.case, how)[which], how)
         row, position = divmod(int(apart_BS.argmax()), apart_BS.shape[1])
         by = f"{float(apart_BS.max()):.2g} > {tolerance(case, _limit(how))}"
         message = f"{_HOW[how]}{which} differ from transformers by {by}, at token {position + 1} of row {row}"
         told = {"expected": float(want_BS[row, position]), "got": float(got_BS[row, position])}
-        return finding(case, rank, self.step, message, diagnosis=_diagnosis(case, which, how, got_BS), **told)
+        return finding(case, rank, self.step, message, diagnosis=_diagnosis(case, rank, which, how, got_BS), **told)
 
 
-def _diagnosis(case: Case, which: str, how: str, got_BS: torch.Tensor) -> str:
+def _diagnosis(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor) -> str:
     """What values that differ are."""
-    want_BS = _wanted(case, how)[which]
+
+    def own(of: dict[str, torch.Tensor]) -> torch.Tensor:
+        return _of_rank(case, rank, of[which], how)
 
     def near(want_BS: torch.Tensor, got_BS: torch.Tensor) -> bool:
         return bool(((distance(want_BS, got_BS) <= _limit(how)) | want_BS.isnan()).all())
 
-    if how == ROUTES and near(_wanted(case, "")[which], got_BS):
+    want_BS = own(_wanted(case, how))
+    if how == ROUTES and near(own(_wanted(case, "")), got_BS):
         return "those of the routers' own choice"
-    if how == CHANGED and near(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE)[which], got_BS):
+    if how == CHANGED and near(own(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE)), got_BS):
         return "those of the weights before"
-    if how == CHANGED and near(_changed(case, TEMPERATURE)[which], got_BS):
+    if how == CHANGED and near(own(_changed(case, TEMPERATURE)), got_BS):
         return f"those of the temperature of the call before, {TEMPERATURE}, not {OTHER_TEMPERATURE}"
-    if not how and near(logprobs.of_tokens(expected(case), 1.0)[which], got_BS):
+    if how == CHANGED and any(near(want_BS.roll(by, 0), got_BS) for by in range(1, len(want_BS))):
+        return "those of other rows, of the call before or of another replica"
+    if not how and near(own(logprobs.of_tokens(expected(case), 1.0)), got_BS):
         return f"those of a temperature of 1, not {TEMPERATURE}"
     if near(want_BS[:, :-1], got_BS[:, 1:]):
         return "those of the token before"

@@ -13,6 +13,7 @@ from moeref_conformance.contract.requests.logprobs import (
     ROUTES,
     TEMPERATURE,
     WIDER,
+    turned,
 )
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
@@ -37,7 +38,8 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
 
     Then weights are `scaled`, where stages are one and a forward of them is judged: those of weights that were set
     aside show, and a temperature that was kept: these are of another one. The head's become `WIDER` too, so that what
-    holds for tokens alone that are nearly alike shows. None under replay.
+    holds for tokens alone that are nearly alike shows. Rows are `turned`, so that tokens show that were kept or are
+    another replica's. None under replay.
     """
     if context.cell.replay != "off":
         return None
@@ -48,7 +50,7 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     layer, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
     if head:
         with scaled(layer), scaled(head, WIDER):
-            again = _checked(facet.logprobs(tokens_BS, OTHER_TEMPERATURE))
+            again = _checked(facet.logprobs(turned(tokens_BS, context.cell, context.rank), OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)

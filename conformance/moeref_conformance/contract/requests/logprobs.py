@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
+from moeref_conformance.contract.api import Cell
+from moeref_conformance.contract.topology import coords
+
 #: Logits are divided by it, as where samples were drawn with it.
 TEMPERATURE = 0.7
 #: Of a later call, where samples were drawn with another one.
@@ -16,3 +21,9 @@ CHANGED = "changed-"
 ROUTES = "a"
 #: Those that an engine computed where it ran a part of a sample again.
 OTHER_ROUTES = "b"
+
+
+def turned(rows_B: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
+    """Rows as a rank is asked for them once weights have changed: in another order than before, and than on other
+    data-parallel replicas, of which each has samples of its own in RL."""
+    return rows_B.roll(-1 - coords(cell.layout, rank)["dp"], 0)

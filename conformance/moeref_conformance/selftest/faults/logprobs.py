@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
 from moeref_conformance.contract.topology import coords
@@ -159,6 +160,26 @@ def _temperature_of_the_first(session: Session, cell: Cell, world: World) -> Any
     return facet(session, "logprobs", logprobs=logprobs)
 
 
+def _of_one_replica(asked: Asked) -> TokenLogprobs:
+    """What a rank has is sent to the whole world, and not to the ranks of its replica alone."""
+    right = asked.right()
+    for of_BS in vars(right).values():
+        dist.broadcast(of_BS, src=0)
+    return right
+
+
+def _of_the_first_tokens(session: Session, cell: Cell, world: World) -> Any:
+    """Tokens are kept by their shape."""
+    good: Any = session.logprobs
+    kept = dict[torch.Size, torch.Tensor]()
+
+    def logprobs(tokens_BS: torch.Tensor, *more: Any) -> TokenLogprobs | None:
+        found: TokenLogprobs | None = good.logprobs(kept.setdefault(tokens_BS.shape, tokens_BS), *more)
+        return found
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
 FAULTS = (
     Fault(
         id="temperature-left-out",
@@ -306,5 +327,22 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_temperature_of_the_first,
         diagnosis="those of the temperature of the call before",
+    ),
+    Fault(
+        id="logprobs-of-one-replica",
+        bug="Megatron-LM#7452 in kind: a group is not that of a replica, whose values others are given",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "tp2", world_size=4),
+        wrap=_made(_of_one_replica),
+        diagnosis="those of other rows",
+    ),
+    Fault(
+        id="logprobs-of-the-first-tokens",
+        bug="reported nowhere: a buffer of tokens is kept by its shape, and not filled again",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_of_the_first_tokens,
+        one_rank=True,
+        diagnosis="those of other rows",
     ),
 )

@@ -68,7 +68,7 @@ def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
 
 def _of_rank(case: Case, rank: int, of_BS: torch.Tensor, how: str) -> torch.Tensor:
     """Of the rows as a rank was asked for them."""
-    return turned(of_BS, case.cell, rank) if how == CHANGED else of_BS
+    return turned(of_BS, case.cell, rank) if how else of_BS
 
 
 def _limit(how: str) -> float:

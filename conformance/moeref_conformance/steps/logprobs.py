@@ -71,12 +71,13 @@ def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
-    """As `logprobs`, under given routes, those of a sample in turns. None without them."""
+    """As `logprobs`, under given routes, those of a sample in turns, and of rows that are `turned`. None without."""
     if not _routed(context.cell) or "replay" not in context.claims.facets:
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     routes = in_turns(given(context, ROUTES), given(context, OTHER_ROUTES))
-    saved = _checked(under(facet.logprobs, tokens_BS, TEMPERATURE, routes=routes))
+    order = turned(torch.arange(len(tokens_BS)), context.cell, context.rank).tolist()
+    saved = _checked(under(facet.logprobs, tokens_BS[order], TEMPERATURE, routes=[routes[row] for row in order]))
     if saved:
         context.save("replayed_logprobs", saved)
     return {"has": bool(saved)}

@@ -24,6 +24,6 @@ OTHER_ROUTES = "b"
 
 
 def turned(rows_B: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
-    """Rows as a rank is asked for them once weights have changed: in another order than before, and than on other
-    data-parallel replicas, of which each has samples of its own in RL."""
+    """Rows as a rank is asked for them under routes, and once weights have changed: in another order than before, and
+    than on other data-parallel replicas, of which each has samples of its own in RL."""
     return rows_B.roll(-1 - coords(cell.layout, rank)["dp"], 0)

@@ -124,6 +124,21 @@ def _under_later_turns(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "logprobs", logprobs=logprobs)
 
 
+def _under_routes_of_replica_0(session: Session, cell: Cell, world: World) -> Any:
+    """Rows are dealt out to the replicas, and routes are sent to all from the first one."""
+    from megatron.core import parallel_state
+
+    good: Any = session.logprobs
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> TokenLogprobs | None:
+        shared, group = [routes], parallel_state.get_data_parallel_group()
+        dist.broadcast_object_list(shared, dist.get_process_group_ranks(group)[0], group)
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, temperature, *shared[0])
+        return found
+
+    return facet(session, "logprobs", logprobs=logprobs)
+
+
 def _of_weights_set_aside(session: Session, cell: Cell, world: World) -> Any:
     """The weights of the first call are set aside, and put in place for each one."""
     good: Any = session.logprobs
@@ -344,5 +359,13 @@ FAULTS = (
         wrap=_of_the_first_tokens,
         one_rank=True,
         diagnosis="those of other rows",
+    ),
+    Fault(
+        id="logprobs-under-routes-of-replica-0",
+        bug="slime#2385 in kind: routes of logprobs are not dealt out to data-parallel replicas as their rows are",
+        rules=("LGP-004",),
+        cell=cell("qwen3_moe", "one", world_size=2, replay="R3"),
+        wrap=_under_routes_of_replica_0,
+        says="under given routes, ",
     ),
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 #: Of projects whose owner is known; another's issue is plain text.
 _OWNERS = {
     "Accio-Lab": ("Dressage",),
-    "allenai": ("OLMo-core",),
+    "allenai": ("OLMo-core", "open-instruct"),
     "AMD-AGI": ("Primus",),
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP", "DeepSeek-V3"),

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Cell, Sampled, World
 from moeref_conformance.contract.backends import ENGINE
+from moeref_conformance.contract.requests.sync import VERSIONS
 from moeref_conformance.selftest.border import Swapped, checkpoint, facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 
@@ -82,7 +83,17 @@ class _Silent(_Wrong):
 class _Once(_Silent):
     """Only the first update arrives: what finalises it is done once."""
 
-    after = 2
+    after = VERSIONS["back"]
+
+
+class _SetUpWithVersion1(_Silent):
+    """What takes updates is set up with that of version 1."""
+
+    ready = False
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.ready |= version == 1
+        (self.good if self.ready else super()).update(tensors, version)
 
 
 class _Late(_Wrong):
@@ -1038,7 +1049,7 @@ FAULTS = (
         rules=("SYN-005",),
         cell=QWEN,
         wrap=engine(_FloatVersion),
-        says="versions [0.0, 1.0, 3.0, 4.0] after opening and three updates",
+        says="versions [0.0, 2.0, 3.0, 5.0] after opening and three updates",
     ),
     Fault(
         id="logprob-of-another-token",
@@ -1078,6 +1089,14 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_Silent),
+        says="the first weights give them",
+    ),
+    Fault(
+        id="updates-from-version-1-on",
+        bug="open-instruct#1627: updates are set up in step 1, and a run that goes on begins behind it",
+        rules=("SYN-002",),
+        cell=QWEN,
+        wrap=engine(_SetUpWithVersion1),
         says="the first weights give them",
     ),
     Fault(

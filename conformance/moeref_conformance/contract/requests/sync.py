@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-#: Versions by the phase that they begin with. That of the first update is not 1, as where a run goes on, and one is
-#: left out later, as where a trainer took steps without an update. In other steps the first one is 1.
-VERSIONS = {"first": 0, "second": 2, "back": 3, "again": 5}
+#: Versions by the phase that they begin with. That of the first update is not 1, as where a run goes on, some are left
+#: out, as where a trainer took steps without an update, and the last is not the last as text. In other steps the first
+#: one is 1.
+VERSIONS = {"first": 0, "second": 2, "back": 9, "again": 10}
 #: Input with the weights that are served in a phase, after an update, and in a turn behind a sample of the first ones.
 #: The last ones are new: an engine with two buffers may have those of two updates before.
 WEIGHTS = {**dict.fromkeys(("first", "cached", "turn", "back"), "checkpoint"), "second": "second", "again": "third"}

@@ -86,6 +86,18 @@ class _Once(_Silent):
     after = VERSIONS["back"]
 
 
+class _LastByName(_Wrong):
+    """Has the weights of each version in a folder, and loads that whose name is the last."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.folders = dict[str, dict[str, torch.Tensor]]()
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.folders[str(version)] = {name: tensor.clone() for name, tensor in tensors}
+        self.good.update(self.folders[max(self.folders)].items(), version)
+
+
 class _SetUpWithVersion1(_Silent):
     """What takes updates is set up with that of version 1."""
 
@@ -1049,7 +1061,7 @@ FAULTS = (
         rules=("SYN-005",),
         cell=QWEN,
         wrap=engine(_FloatVersion),
-        says="versions [0.0, 2.0, 3.0, 5.0] after opening and three updates",
+        says="versions [0.0, 2.0, 9.0, 10.0] after opening and three updates",
     ),
     Fault(
         id="logprob-of-another-token",
@@ -1202,6 +1214,14 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_Once),
         says="the second weights give them",
+    ),
+    Fault(
+        id="last-version-by-name",
+        bug="nvidia-cosmos/cosmos-rl#232 in kind: of folders of steps the last by name is taken, not by number",
+        rules=("SYN-003",),
+        cell=QWEN,
+        wrap=engine(_LastByName),
+        says="the first weights give them",
     ),
     Fault(
         id="names-of-the-first-update",

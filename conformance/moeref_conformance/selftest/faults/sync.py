@@ -105,7 +105,8 @@ class _SetUpWithVersion1(_Silent):
 
     def update(self, tensors: Iterable[Named], version: int) -> None:
         self.ready |= version == 1
-        (self.good if self.ready else super()).update(tensors, version)
+        take = self.good.update if self.ready else super().update
+        take(tensors, version)
 
 
 class _Late(_Wrong):

@@ -102,8 +102,10 @@ def test_the_good_target_stays_green(bench: Bench, cell: Cell) -> None:
         # One rank is the one-rank run that its logits are compared with.
         untested |= (NATIVE - ({"FWD-002"} if cell.layout.world == 1 else set())) & outcomes.keys()
         untested |= {"RPL-008"} if cell.replay == "R2" else set()
-        # One microbatch adds nothing up.
+        # One microbatch of one replica adds nothing up.
+        groups = topology.groups(cell.layout)
         alone = len(topology.replica_rows(cell, 0, recipes.rows(cell)[0])) == cell.rows
+        alone = alone and all(len(groups[axis][0]) == 1 for axis in ("dp", "cp", "edp"))
         untested |= {"RPL-010"} if cell.replay == "R3" and alone else set()
     of_policies = {rule for rule in outcomes if rule in ("GRD-004", "GRD-005") or rule.startswith("LRA-")}
     untested |= of_policies if cell.mtp else set()

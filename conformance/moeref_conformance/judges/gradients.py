@@ -59,6 +59,7 @@ STEPS = ("gradients", "policy", *REPLAYED)
 #: What an error names that refuses a step which trains on no token, one of these at least.
 OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
 _BIAS = "e_score_correction_bias"
+_EXPERTS = ".experts"
 #: In fp32 a bias of about 8 holds a step of 0.001 to a part in a thousand.
 BIAS_STEPS_APART = 0.01
 
@@ -226,18 +227,19 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
 
 @judges("RPL-010")
 def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
-    """Of several microbatches, in a model in bf16: by the digits of each matrix, and of all experts of a layer.
+    """Of microbatches and replicas, in a model in bf16: by the digits of each matrix, and of all experts of a layer.
 
     An expert may have tokens of one microbatch alone. So has a row of the embedding, which is left out.
     """
-    if len(topology.replica_rows(case.cell, 0, len(expected(case).tokens_BS))) <= case.cell.rows:
-        return Outcome(untested="a replica has one microbatch, whose gradients are computed in bf16")
+    judged = _summed(case)
+    if not judged:
+        return Outcome(untested="gradients are of one microbatch of one replica, and computed in bf16")
     findings, most = without(case, "replay"), 0.0
     for record in records(case, "replay"):
         held = _matrices(_gradients(record, "step-a"))
         if not held:
             findings.append(finding(case, record.rank, "replay", "step-a: every gradient of a matrix is zero"))
-        for name, elements in held.items():
+        for name, elements in ((name, of) for name, of in held.items() if name.endswith(_EXPERTS) in judged):
             share = float((elements == elements.bfloat16()).double().mean())
             most = max(most, share)
             if share > ROUNDED:
@@ -247,14 +249,23 @@ def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
     return outcome(findings, met=f"{most:.0%} of a matrix are numbers of bfloat16, at most {ROUNDED:.0%}")
 
 
+def _summed(case: Case) -> set[bool]:
+    """Whether gradients of several microbatches or replicas are added up: of experts (True), of the rest (False)."""
+    rows = topology.replica_rows(case.cell, 0, len(expected(case).tokens_BS))
+    groups = topology.groups(case.cell.layout)
+    of_rest = len(groups["dp"][0]) * len(groups["cp"][0])
+    replicas = {True: len(groups["edp"][0]), False: of_rest}
+    return {experts for experts, number in replicas.items() if number * len(rows) > case.cell.rows}
+
+
 def _matrices(have: Have) -> dict[str, torch.Tensor]:
     """The elements but 0 of each matrix, but the embedding, by local name; those of a layer's experts are one."""
     found: dict[str, list[torch.Tensor]] = {}
     for key, of in have.items():
         name = key.partition(":")[2]
-        layer, is_expert, _ = name.partition(".experts.")
+        layer, is_expert, _ = name.partition(f"{_EXPERTS}.")
         if of.dim() == 2 and "word_embeddings" not in name and of.any():
-            found.setdefault(f"{layer}.experts" if is_expert else name, []).append(of[of != 0])
+            found.setdefault(f"{layer}{_EXPERTS}" if is_expert else name, []).append(of[of != 0])
     return {name: torch.cat(parts).double() for name, parts in found.items()}
 
 

@@ -361,6 +361,26 @@ def _added_in_bf16(part: str = "") -> Callable[[Session, Cell, World], Any]:
     return wrap
 
 
+def _reduced_in_bf16(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Gradients of all but experts go over replicas in bf16, and into buffers in fp32."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    good = DistributedDataParallel.finish_grad_sync
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        held = [of for of in self.module.parameters() if getattr(of, "allreduce", True)]
+
+        def rounded() -> None:
+            for of in held:
+                of.main_grad.copy_(of.main_grad.bfloat16())
+
+        rounded()
+        good(self, *args, **kwargs)
+        rounded()
+
+    return mock.patch.object(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
+
+
 FAULTS = (
     Fault(
         id="routes-of-an-earlier-forward",
@@ -600,5 +620,13 @@ FAULTS = (
         wrap=_added_in_bf16("output_layer"),
         one_rank=True,
         says="of the gradient of output_layer.weight",
+    ),
+    Fault(
+        id="replicas-added-in-bf16",
+        bug="Megatron-LM#6624 over ranks: gradients are reduced in bf16, and buffers hold what comes of it in fp32",
+        rules=("RPL-010",),
+        cell=cell("qwen3_moe", "tp2-ep2", replay="R3", dtype="bfloat16"),
+        patch=_reduced_in_bf16,
+        diagnosis="added up in bfloat16",
     ),
 )

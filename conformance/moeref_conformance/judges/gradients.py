@@ -60,6 +60,7 @@ STEPS = ("gradients", "policy", *REPLAYED)
 OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
 _BIAS = "e_score_correction_bias"
 _EXPERTS = ".experts"
+_VECTORS = "norms and other vectors"
 #: In fp32 a bias of about 8 holds a step of 0.001 to a part in a thousand.
 BIAS_STEPS_APART = 0.01
 
@@ -229,15 +230,16 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
 def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
     """Of microbatches and replicas, in a model in bf16: by the digits of each matrix, and of all experts of a layer.
 
-    An expert may have tokens of one microbatch alone. So has a row of the embedding, which is left out.
+    An expert may have tokens of one microbatch alone. So has a row of the embedding, which is left out. Norms and other
+    vectors are few elements each, and counted together.
     """
     judged = _summed(case)
     if not judged:
         return Outcome(untested="gradients are of one microbatch of one replica, and computed in bf16")
     findings, most = without(case, "replay"), 0.0
     for record in records(case, "replay"):
-        held = _matrices(_gradients(record, "step-a"))
-        if not held:
+        held = _digits(_gradients(record, "step-a"))
+        if not held.keys() - {_VECTORS}:
             findings.append(finding(case, record.rank, "replay", "step-a: every gradient of a matrix is zero"))
         for name, elements in ((name, of) for name, of in held.items() if name.endswith(_EXPERTS) in judged):
             share = float((elements == elements.bfloat16()).double().mean())
@@ -246,7 +248,7 @@ def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
                 message = f"step-a: {share:.0%} of {len(elements)} elements of the gradient of {name} are bfloat16's"
                 told = {"local_name": name, "diagnosis": "added up in bfloat16"}
                 findings.append(finding(case, record.rank, "replay", message, **told))
-    return outcome(findings, met=f"{most:.0%} of a matrix are numbers of bfloat16, at most {ROUNDED:.0%}")
+    return outcome(findings, met=f"{most:.0%} of a gradient are numbers of bfloat16, at most {ROUNDED:.0%}")
 
 
 def _summed(case: Case) -> set[bool]:
@@ -258,14 +260,22 @@ def _summed(case: Case) -> set[bool]:
     return {experts for experts, number in replicas.items() if number * len(rows) > case.cell.rows}
 
 
-def _matrices(have: Have) -> dict[str, torch.Tensor]:
-    """The elements but 0 of each matrix, but the embedding, by local name; those of a layer's experts are one."""
+def _digits(have: Have) -> dict[str, torch.Tensor]:
+    """The elements but 0 of each matrix, but the embedding, by local name; those of a layer's experts are one.
+
+    Those of all vectors outside of experts are one too.
+    """
     found: dict[str, list[torch.Tensor]] = {}
     for key, of in have.items():
         name = key.partition(":")[2]
         layer, is_expert, _ = name.partition(f"{_EXPERTS}.")
-        if of.dim() == 2 and "word_embeddings" not in name and of.any():
-            found.setdefault(f"{layer}{_EXPERTS}" if is_expert else name, []).append(of[of != 0])
+        if is_expert:
+            name = f"{layer}{_EXPERTS}"
+        elif of.dim() == 1:
+            name = _VECTORS
+        counts = of.dim() == 2 or name == _VECTORS
+        if counts and "word_embeddings" not in name and of.any():
+            found.setdefault(name, []).append(of[of != 0])
     return {name: torch.cat(parts).double() for name, parts in found.items()}
 
 

@@ -622,6 +622,15 @@ FAULTS = (
         says="of the gradient of output_layer.weight",
     ),
     Fault(
+        id="norms-added-in-bf16",
+        bug="ISEEKYAN/Megatron-LM#153: products of linears add up in fp32, and what has no such product does in bf16",
+        rules=("RPL-010",),
+        cell=cell("qwen3_moe", "one", replay="R3", dtype="bfloat16"),
+        wrap=_added_in_bf16("layernorm"),
+        one_rank=True,
+        says="of the gradient of norms and other vectors",
+    ),
+    Fault(
         id="replicas-added-in-bf16",
         bug="Megatron-LM#6624 over ranks: gradients are reduced in bf16, and buffers hold what comes of it in fp32",
         rules=("RPL-010",),

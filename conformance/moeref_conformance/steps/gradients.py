@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Gradients
 from moeref_conformance.contract.requests.gradients import FIRST
+from moeref_conformance.contract.requests.logprobs import TEMPERATURE
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, answer
 from moeref_conformance.steps.forward import heads, last_layer, scaled
 from moeref_conformance.steps.recompute import recomputing
@@ -71,10 +72,34 @@ def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
     return tokens_BS.gather(1, torch.where(at_S < lengths_B1, lengths_B1 - 1 - at_S, at_S))
 
 
-def step(facet: Gradients, context: Context) -> None:
+def answers(context: Context) -> dict[str, torch.Tensor]:
+    """Logits of the kit's tokens, and where steps are a policy's their logprobs, by name; none unless `twice`."""
+    cell, facets = context.cell, context.claims.facets
+    if not twice(cell):
+        return {}
+    tokens_BS, found = load_file(context.input("tokens"))["tokens"], dict[str, torch.Tensor | None]()
+    if "forward" in facets:
+        found["logits"] = context.facet("forward").logits(tokens_BS)
+    if "logprobs" in facets and "policy" in facets and cell.loss_mask and cell.replay == "off":
+        told = context.facet("logprobs").logprobs(tokens_BS, TEMPERATURE)
+        found["logprobs"] = None if told is None else told.logprobs_BS
+    here_BS = tokens_BS >= 0  # what stands behind the end of a row counts for nothing
+    where = {"logits": here_BS[..., None], "logprobs": here_BS[:, 1:]}
+    return {name: of.detach().cpu().where(where[name], 0.0) for name, of in found.items() if of is not None}
+
+
+def off(before: Mapping[str, torch.Tensor], context: Context) -> dict[str, float]:
+    """How far `answers` are off those of before a step, relative to the largest of each."""
+    after = answers(context)
+    both = {name: (of, after[name]) for name, of in before.items() if name in after}
+    return {name: float((now - of).abs().max() / of.abs().max().clamp_min(1e-30)) for name, (of, now) in both.items()}
+
+
+def step(facet: Gradients, context: Context) -> dict[str, Any]:
     """Save the gradients by `chunk:local`; where `twice`, and where tokens are counted, those of a second step.
 
-    Where `twice`, those of the first are saved too. In some cells the last step recomputes (`recomputes`).
+    Where `twice`, those of the first are saved too. In some cells the last step recomputes (`recomputes`). The value
+    says how far answers are `off` behind the steps.
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
@@ -82,7 +107,7 @@ def step(facet: Gradients, context: Context) -> None:
     rows_BS, *mask = [
         batch(of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask") if name in held
     ]
-    first = dict[str, torch.Tensor]()
+    first, before = dict[str, torch.Tensor](), answers(context)
     if cell.bias_update:
         other_BS = _backwards(rows_BS)  # the same tokens, counted twice, would not move a bias otherwise
         facet.gradients(other_BS)
@@ -95,6 +120,7 @@ def step(facet: Gradients, context: Context) -> None:
     with recomputing(cell)(context.facet("export").chunks()) if recomputes(cell) else nullcontext():
         found = facet.gradients(rows_BS, *mask)
     context.save("gradients", {**by_name(found), **first})
+    return {"off": off(before, context)}
 
 
 def by_name(gradients: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:

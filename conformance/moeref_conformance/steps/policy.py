@@ -22,13 +22,16 @@ def asked(cell: Cell) -> bool:
     return cell.loss_mask and not cell.router_loss and not cell.mtp and gradients.asked(cell)
 
 
-def step(facet: Policy, context: Context) -> None:
-    """Save the gradients by `chunk:local`; in cells with replay R3 none.
+def step(facet: Policy, context: Context) -> dict[str, Any] | None:
+    """Save the gradients by `chunk:local`, and say how far answers are off those before the first step of this loss.
 
-    Raises TypeError for anything but fp32 tensors by (chunk, local name).
+    Nothing in cells with replay R3. Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
-    if context.cell.replay != "R3":
-        _saved(facet, context, "policy")
+    before = context.made.pop("before_policy", {})
+    if context.cell.replay == "R3":
+        return None
+    _saved(facet, context, "policy")
+    return {"off": gradients.off(before, context)}
 
 
 def replayed(facet: Policy, context: Context) -> None:
@@ -54,6 +57,7 @@ def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
     def ask(rows_BS: torch.Tensor, none_BS: torch.Tensor) -> Any:
         return _asked(facet, context, rows_BS, none_BS, -advantages(rows_BS), TEMPERATURE, 2 * ENTROPY)
 
+    context.made["before_policy"] = gradients.answers(context)
     with scaled([*last_layer(context), *heads(context)]):
         return gradients.of_no_token(ask, context)
 

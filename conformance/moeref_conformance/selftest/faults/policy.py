@@ -67,6 +67,23 @@ def _asked(change: Callable[[Asked], Asked]) -> Callable[[Session, Cell, World],
     return wrap
 
 
+def _temperature_stays(session: Session, cell: Cell, world: World) -> Any:
+    """Logits that are asked for behind a step are divided by its temperature."""
+    good: Any = session.policy
+    forward: Any = session.forward
+    left = [1.0]
+
+    def policy_gradients(*asked: Any) -> Any:
+        left[0] = asked[3]
+        return good.policy_gradients(*asked)
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        logits_BSV = forward.logits(tokens_BS)
+        return None if logits_BSV is None else logits_BSV / left[0]
+
+    return facet(facet(session, "policy", policy_gradients=policy_gradients), "forward", logits=logits)
+
+
 def _advantages_of_the_first_call(session: Session, cell: Cell, world: World) -> Any:
     """They are kept by the shape of a batch."""
     good: Any = session.policy
@@ -203,6 +220,15 @@ def _temperature_of_logprobs(session: Session, cell: Cell, world: World) -> Any:
 
 
 FAULTS = (
+    Fault(
+        id="policy-temperature-stays",
+        bug="GMISWE/tinker-cloud#26 the other way round: the temperature of a step stays where logits are computed",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "one", loss_mask=True),
+        wrap=_temperature_stays,
+        one_rank=True,
+        says="behind the step logits are off",
+    ),
     Fault(
         id="logprob-gradient-of-the-owner",
         bug="ms-swift#9947, torchtitan#3822 in kind: only the rank that holds a token's logit has a gradient of it",

@@ -19,6 +19,33 @@ from moeref_conformance.selftest.faults.base import Fault, cell
 COEFFICIENT = 1e-3
 
 
+def _weights_of_the_first_step(session: Session, cell: Cell, world: World) -> Any:
+    """Weights that the first training step gathers are those of all forwards behind it."""
+    good: Any = session.gradients
+    forward: Any = session.forward
+    gathered = list[tuple[torch.nn.Parameter, torch.Tensor]]()
+
+    def exchanged() -> None:
+        for parameter, other in gathered:
+            now = parameter.data.clone()
+            parameter.data.copy_(other)
+            other.copy_(now)
+
+    def gradients(*given: torch.Tensor) -> Any:
+        if not gathered:
+            gathered.extend((of, of.data.clone()) for chunk in session.export.chunks() for of in chunk.parameters())  # type: ignore[union-attr]
+        return good.gradients(*given)
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        exchanged()
+        try:
+            return forward.logits(tokens_BS)
+        finally:
+            exchanged()
+
+    return facet(facet(session, "gradients", gradients=gradients), "forward", logits=logits)
+
+
 def _other_bias(
     bias: Callable[[Any, Any, Any, Any], Any],
 ) -> Callable[[Session, Cell, World], Any]:
@@ -264,6 +291,15 @@ def _equal_pipelines_alone(session: Session, cell: Cell, world: World) -> Any:
 
 
 FAULTS = (
+    Fault(
+        id="forwards-with-weights-of-the-first-step",
+        bug="Megatron-LM#6336: steps move weights, and forwards go on with those that were gathered before",
+        rules=("GRD-001",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_weights_of_the_first_step,
+        one_rank=True,
+        says="behind the step logits are off",
+    ),
     Fault(
         id="gradients-of-the-last-call",
         bug="SkyRL#2008: each forward_backward clears gradients, and accumulation over calls is lost",

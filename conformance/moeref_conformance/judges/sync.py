@@ -59,7 +59,7 @@ def _whose(case: Case, sample: dict[str, Any]) -> str:
     """Which weights explain a sample."""
     named = {"checkpoint": "first", "second": "second", "third": "third"}
     found = [told for name, told in named.items() if off(expected(case).dir / name, sample) <= CLOSE]
-    return f"the {found[0]} weights give them" if found else "neither the first nor the second weights give them"
+    return f"the {found[0]} weights give them" if found else "none of the weights that were sent give them"
 
 
 @judges("SYN-001")

@@ -1054,7 +1054,7 @@ FAULTS = (
         rules=("SYN-001",),
         cell=QWEN,
         wrap=_loads_swapped,
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="version-as-a-float",
@@ -1126,7 +1126,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_Later),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="offset-in-memory-ignored",
@@ -1134,7 +1134,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(sent(_from_the_start)),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="strides-ignored",
@@ -1142,7 +1142,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(sent(_without_strides)),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="norms-changed-where-the-trainer-has-them",
@@ -1166,7 +1166,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(sent(_without_one)),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="update-added-to-the-old",
@@ -1174,7 +1174,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(sent(lambda first, name, tensor: first[name] + tensor)),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="gate-and-up-swapped-on-the-way",
@@ -1182,7 +1182,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_SwapsOnTheWay),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="experts-in-their-first-places",
@@ -1190,7 +1190,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_Moved),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="experts-transposed-on-the-way",
@@ -1198,7 +1198,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(sent(_transposed)),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="bias-rounded-on-the-way",
@@ -1206,7 +1206,7 @@ FAULTS = (
         rules=("SYN-002",),
         cell=GLM,
         wrap=engine(sent(_bf16_bias)),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="second-update-dropped",
@@ -1230,7 +1230,7 @@ FAULTS = (
         rules=("SYN-003",),
         cell=QWEN,
         wrap=engine(_InTheFirstOrder),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="prefix-cache-kept",
@@ -1296,7 +1296,7 @@ FAULTS = (
         also=("SYN-010",),
         cell=QWEN,
         wrap=engine(_KeepsHalf),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="first-weights-after-a-failure",
@@ -1529,7 +1529,7 @@ FAULTS = (
         rules=("SYN-003",),
         cell=QWEN,
         wrap=engine(_PairsInABucket),
-        says="neither the first nor the second weights",
+        says="none of the weights that were sent",
     ),
     Fault(
         id="smaller-expert-into-a-corner",

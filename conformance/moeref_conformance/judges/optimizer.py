@@ -5,7 +5,7 @@ The gradient of one step is that of the first microbatch, and that of the others
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -211,17 +211,22 @@ def _interrupted(case: Case, record: RankRecord, of: _Stepped) -> Iterator[Findi
 
 def _interrupted_experts(case: Case, record: RankRecord, restored: Sequence[_Stepped]) -> Iterator[Finding]:
     """Layers of whose experts too many elements step otherwise: where a route turns, one has other tokens or none."""
-    layers: dict[int | None, list[tuple[int, int, _Stepped]]] = {}
-    for of in restored:
-        if of.held.expert is not None and _on_record(of):
-            turned = _elsewhere(case, of)
-            layers.setdefault(of.held.layer, []).append((int(turned.sum()), turned.numel(), of))
-    for found in layers.values():
-        of = max(found, key=lambda one: one[0])[2]
-        off, number = sum(one[0] for one in found), sum(one[1] for one in found)
+    for off, number, of in _of_layers(restored, lambda of: (int(_elsewhere(case, of).sum()), of.after[ON].numel())):
         if off > TURNED * number:
             message = f"{of.key} and other experts: {off} of {number} elements are elsewhere than without the restore"
             yield _found(case, record, of.key, of.held, message, diagnosis=_lost(of))
+
+
+def _of_layers(
+    stepped: Iterable[_Stepped], count: Callable[[_Stepped], tuple[int, int]]
+) -> Iterator[tuple[int, int, _Stepped]]:
+    """Both counts over all experts of a layer that are on record, and the expert that has the most of the first."""
+    layers: dict[int | None, list[tuple[int, int, _Stepped]]] = {}
+    for of in stepped:
+        if of.held.expert is not None and _on_record(of):
+            layers.setdefault(of.held.layer, []).append((*count(of), of))
+    for found in layers.values():
+        yield sum(one[0] for one in found), sum(one[1] for one in found), max(found, key=lambda one: one[0])[2]
 
 
 def _on_record(of: _Stepped) -> bool:
@@ -399,13 +404,7 @@ def _digit(of: _Stepped) -> torch.Tensor:
 
 def _experts(case: Case, record: RankRecord, stepped: Sequence[_Stepped]) -> Iterator[Finding]:
     """Experts of layers in which too many elements do not move where the formula has them: one may have no token."""
-    layers: dict[int | None, list[tuple[int, int, _Stepped]]] = {}
-    for of in stepped:
-        if of.held.expert is not None:
-            layers.setdefault(of.held.layer, []).append((*_astray(case, record.rank, of), of))
-    for found in layers.values():
-        of = max(found, key=lambda one: one[0])[2]
-        astray, sure = sum(one[0] for one in found), sum(one[1] for one in found)
+    for astray, sure, of in _of_layers(stepped, lambda of: _astray(case, record.rank, of)):
         if astray > TURNED * sure:
             message = f"{of.key} and other experts: {astray} of {sure} elements with a gradient did not move down it"
             yield _found(case, record, of.key, of.held, message, diagnosis=_said_of(of))

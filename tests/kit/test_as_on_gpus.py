@@ -1,4 +1,7 @@
-"""What right targets do on a GPU and not on a CPU, in the records of a run on a CPU: no rule calls it wrong."""
+"""What right targets do on a GPU or in bf16 alone, in the records of a run on a CPU: no rule calls it wrong.
+
+Each comes beside what is wrong there too, and found.
+"""
 
 from __future__ import annotations
 

@@ -142,8 +142,11 @@ def changed(case: Case, rank: int, step: str, call: str, rows: list[list[str]]) 
 
 
 def left_by_forward(case: Case, rows: list[list[str]]) -> list[list[str]]:
-    """Without generators where Transformer Engine computes on a GPU: its fused attention moves the one it is under,
-    Megatron's with sequence parallelism, though it drops nothing (`init_philox_state` in its attention.cpp)."""
+    """What a forward has changed, without generators where Transformer Engine computes on a GPU.
+
+    Its fused attention moves the generator that it runs under, though it drops nothing (`init_philox_state` in its
+    attention.cpp). With sequence parallelism that is Megatron's.
+    """
     moves = case.cell.kernels == "te" and in_any_order(case)
     return [row for row in rows if not (moves and row[0] == "generator")]
 

@@ -318,7 +318,7 @@ def _served(values: dict[str, Any]) -> dict[str, Any]:
 
 
 #: transformers makes one model at a time: while one is loaded, its class ties no weights, in whatever thread.
-MAKING = threading.RLock()
+MAKING = threading.Lock()
 
 
 def model(cell: Cell) -> Any:

@@ -24,6 +24,8 @@ OTHER_ROUTES = "b"
 
 
 def turned(rows_B: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
-    """Rows as a rank is asked for them under routes, and once weights have changed: in another order than before, and
-    than on other data-parallel replicas, of which each has samples of its own in RL."""
+    """Rows in the order in which a rank is asked for them under routes, and once weights have changed.
+
+    They are rolled by 1 and the number of the data-parallel replica: in RL each replica has samples of its own.
+    """
     return rows_B.roll(-1 - coords(cell.layout, rank)["dp"], 0)

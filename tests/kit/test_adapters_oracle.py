@@ -79,3 +79,17 @@ def test_a_checkpoint_of_its_own_weights_computes_the_same(want: Expected) -> No
     native, again = routed.under(want, "native"), routed.of_weights(want, want.tensors)
     assert torch.equal(again.logits_BSV, native.logits_BSV)
     assert all(torch.equal(again.gradients[n].nan_to_num(), g.nan_to_num()) for n, g in native.gradients.items())
+
+
+def test_experts_are_taken_apart_as_other_files_hold_them(
+    want: Expected, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fused = expected(
+        cell("glm4_moe", "one", expert_format="fused", loss_mask=True), tmp_path_factory.mktemp("fused")
+    ).tensors
+    apart = adapters.apart(fused)
+    assert apart.keys() == want.tensors.keys() != fused.keys()
+    assert all(torch.equal(of, want.tensors[name]) for name, of in apart.items())
+    again = adapters.together(apart, fused)
+    assert again.keys() == fused.keys()
+    assert all(torch.equal(of, fused[name]) for name, of in again.items())

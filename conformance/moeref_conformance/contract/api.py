@@ -273,8 +273,10 @@ class Adapters(Protocol):
 
         `modules` are those of `Claims.adapter_modules` in the order of `ADAPTER_MODULES`, and the model need not have
         all of them. Linears of a layer may share a lora_A or a lora_B, as parts of a fused linear do, or experts; each
-        of them is sent the same one. This facet is the last that is asked, and its first call is this one: another
-        model may be built here.
+        of them is sent the same one. Where files hold all experts as one tensor, each expert's linears have adapters of
+        their own all the same, under the names that other files have for them.
+
+        This facet is the last that is asked, and its first call is this one: another model may be built here.
         """
 
     def stream(self) -> Iterator[tuple[str, torch.Tensor | None]]:

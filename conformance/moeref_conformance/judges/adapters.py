@@ -84,16 +84,27 @@ def _together(of: list[RankRecord]) -> _Sent:
     return _Sent(of[0].rank, names, phases, metas, named("merged"))
 
 
+def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Tensors by the names of files, with each expert's linears by themselves."""
+    return oracle.apart(tensors) if case.cell.expert_format == "fused" else tensors
+
+
+@once
+def _weights(case: Case) -> Mapping[str, torch.Tensor]:
+    """All tensors of the checkpoint, each expert's linears by themselves."""
+    return _apart(case, expected(case).tensors)
+
+
 @once
 def _adapted(case: Case) -> list[str]:
     """The weights that have an adapter."""
-    return oracle.adapted(expected(case).tensors, request.modules(case.claims))
+    return oracle.adapted(_weights(case), request.modules(case.claims))
 
 
 @once
 def _whole(case: Case, sent: _Sent) -> list[str]:
     """The weights whose adapters are there, in their shape and dtype, in all streams before a merge."""
-    want = oracle.shapes(expected(case).tensors, _adapted(case))
+    want = oracle.shapes(_weights(case), _adapted(case))
 
     def there(name: str) -> bool:
         return all(
@@ -154,7 +165,7 @@ def every_linear_has_its_adapter(case: Case, sent: list[_Sent]) -> Outcome:
 
 
 def _named(case: Case, sent: _Sent) -> Iterator[Finding]:
-    want = oracle.shapes(expected(case).tensors, _adapted(case))
+    want = oracle.shapes(_weights(case), _adapted(case))
     for phase in request.PHASES:
         times = Counter(sent.names[phase])
         for name in sorted(want.keys() - times.keys()):
@@ -226,8 +237,8 @@ def _as_base(case: Case, phase: str, got: torch.Tensor) -> str:
 @once
 def _after(case: Case, sent: _Sent, phase: str) -> routed.OfWeights:
     """transformers with the adapters of a phase merged."""
-    tensors = expected(case).tensors
-    return routed.of_weights(expected(case), oracle.merged(tensors, sent.phases[phase], _whole(case, sent)))
+    merged = oracle.merged(_weights(case), sent.phases[phase], _whole(case, sent))
+    return routed.of_weights(expected(case), oracle.together(merged, expected(case).tensors))
 
 
 @judges("LRA-002")
@@ -240,7 +251,7 @@ def steps_follow_the_gradients(case: Case, sent: list[_Sent]) -> Outcome:
         ("fresh", "step1", routed.under(expected(case), "native").gradients),
         ("step1", "step2", _after(case, first, "step1").gradients),
     ):
-        alone = oracle.gradients(of_weights, first.phases[before], _whole(case, first))
+        alone = oracle.gradients(_apart(case, of_weights), first.phases[before], _whole(case, first))
         for names in shared:
             want = -request.RATES[after] * torch.stack([alone[name] for name in names]).sum(0)
             held, got = (first.phases[phase][names[0]].double() for phase in (before, after))
@@ -353,19 +364,10 @@ def merged_weights_are_sums(case: Case, sent: list[_Sent]) -> Outcome:
 
 def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
     """Findings of one receiver's merged weights, and how far others are off their limit."""
-    tensors, adapters, whole = expected(case).tensors, first.phases["step2"], set(_whole(case, first))
+    tensors, adapters, whole = _weights(case), first.phases["step2"], set(_whole(case, first))
     want, findings, worst = oracle.merged(tensors, adapters, sorted(whole)), list[Finding](), 0.0
-    for row in sent.metas:
-        name = row["name"]
-        if name not in want:
-            continue
-        got = sent.merged[name]
-        if got.shape != want[name].shape or got.dtype != want[name].dtype:
-            told = f"{dtype_name(got.dtype)} {list(got.shape)}"
-            findings.append(_found(case, sent.rank, name, f"{name} is {told} among the merged weights"))
-        elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
-            findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))
-        elif name not in whole:
+    for name, got in _as_announced(case, sent, findings):
+        if name not in whole:
             if (difference := compare(want[name], got)) is not None:
                 message = f"{name}, which has no adapter: {difference.text}"
                 findings.append(_found(case, sent.rank, name, message, **difference.told))
@@ -375,6 +377,25 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
             if far > 1:
                 findings.append(_not_the_sum(case, sent.rank, name, want[name] - tensors[name], got - tensors[name]))
     return findings, worst
+
+
+def _as_announced(case: Case, sent: _Sent, findings: list[Finding]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The merged weights with the shape and dtype of the checkpoint's, each expert's linears by themselves.
+
+    For others a finding is added.
+    """
+    for row in sent.metas:
+        name = row["name"]
+        if (want := expected(case).tensors.get(name)) is None:
+            continue
+        got = sent.merged[name]
+        if got.shape != want.shape or got.dtype != want.dtype:
+            told = f"{dtype_name(got.dtype)} {list(got.shape)}"
+            findings.append(_found(case, sent.rank, name, f"{name} is {told} among the merged weights"))
+        elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
+            findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))
+        else:
+            yield from _apart(case, {name: got}).items()
 
 
 def _not_the_sum(case: Case, rank: int, name: str, want: torch.Tensor, added: torch.Tensor) -> Finding:

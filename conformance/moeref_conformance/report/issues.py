@@ -41,6 +41,7 @@ _OWNERS = {
     "RLinf": ("RLinf",),
     "ROCm": ("ATOM",),
     "sgl-project": ("sglang",),
+    "thinking-machines-lab": ("tinker-cookbook",),
     "THUDM": ("slime",),
     "unslothai": ("unsloth", "unsloth-zoo"),
     "verl-project": ("verl",),

@@ -414,6 +414,18 @@ def _without_k_and_v(name: str, merged: torch.Tensor, base: torch.Tensor) -> tor
     return base if re.search(r"\.(k_proj|v_proj)\.", name) else merged
 
 
+def _fused_left_out(name: str, merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    return base if merged.dim() == 3 else merged
+
+
+def _up_on_gates(name: str, merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    if not name.endswith(".gate_up_proj"):
+        return merged
+    added = merged - base
+    gate, up = added.chunk(2, dim=1)
+    return base + torch.cat([gate + up, torch.zeros_like(up)], 1)
+
+
 def _embeddings_cut_off(session: Any, cell: Cell, world: World) -> None:
     """What comes from the embedding needs no gradient: a layer that is recomputed has none."""
     for chunk in session.adapters.chunks():
@@ -735,6 +747,23 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", loss_mask=True),
         wrap=_merged(_without_k_and_v),
         says="k_proj.weight is not the sum",
+    ),
+    Fault(
+        id="merged-without-experts-of-one-tensor",
+        bug="unsloth-zoo#885, #812: an expert's adapter is looked for by the name of a tensor that holds all experts",
+        rules=("LRA-005",),
+        cell=cell("glm4_moe", "one", expert_format="fused", loss_mask=True),
+        wrap=_merged(_fused_left_out),
+        one_rank=True,
+        diagnosis="without its adapter",
+    ),
+    Fault(
+        id="merged-up-on-rows-of-gates",
+        bug="tinker-cookbook#457: adapters of gate and up are both merged into the rows of gate of gate_up_proj",
+        rules=("LRA-005",),
+        cell=cell("glm4_moe", "ep2", expert_format="fused", loss_mask=True),
+        wrap=_merged(_up_on_gates),
+        says="up_proj.weight is not the sum",
     ),
     Fault(
         id="merged-in-bf16",

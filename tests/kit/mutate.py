@@ -356,7 +356,16 @@ def _checks(bench: Again, tests: ModuleType, rules: Collection[str]) -> list[Che
         Check(f"lost {rule}", partial(tests.test_tensors_that_are_not_on_record_are_findings, bench, rule), {rule})
         for rule in sorted((tests.MET.keys() & rules) - {*tests.VALUES})
     ]
-    return [*faults, *good, *steps, *lost, *otherwise]
+    shapes = [
+        Check(
+            f"{kind.__name__} {rule}",
+            partial(tests.test_tensors_of_another_shape_are_findings, bench, rule, kind),
+            {rule},
+        )
+        for rule in sorted((tests.MET.keys() & rules) - {*tests.VALUES, *tests.OF_ANY_SHAPE})
+        for kind in (tests.Cut, tests.Deeper)
+    ]
+    return [*faults, *good, *steps, *lost, *shapes, *otherwise]
 
 
 def _of_engines(bench: Again, tests: ModuleType) -> list[Check]:
@@ -364,10 +373,19 @@ def _of_engines(bench: Again, tests: ModuleType) -> list[Check]:
         Check(f"engine {cell.id}", partial(tests.test_a_good_engine_is_green, bench, cell), RULES)
         for cell in (tests.QWEN, tests.GLM)
     ]
-    return good + [
+    faults = [
         Check(name, partial(tests.test_a_fault_turns_its_rules_red, bench, fault), {*fault.rules, *fault.also})
         for name, fault in tests.ENGINES.items()
     ]
+    steps = [
+        Check(f"steps {rule}", partial(tests.test_a_record_without_a_step_is_no_pass, bench, rule), {rule})
+        for rule in sorted(rule for rule in RULES if rule.startswith("SYN-"))
+    ]
+    otherwise = [
+        Check(f"otherwise {said}", partial(tests.test_a_record_that_says_otherwise_is_found, bench, said), {rule})
+        for said, (rule, *_) in tests.OTHERWISE.items()
+    ]
+    return [*good, *faults, *steps, *otherwise]
 
 
 def outcome(check: Callable[[], object]) -> str:

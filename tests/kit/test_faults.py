@@ -218,6 +218,53 @@ class _Empty(RankRecord):
         return {} if step == self.lost else super().tensors(step)
 
 
+class Cut(_Empty):
+    """A record whose tensors of a step lack their last row, but for those that the kit's own hooks saw.
+
+    Recorded logits are as they were: RPL-005 compares others with them.
+    """
+
+    def shaped(self, of: torch.Tensor) -> torch.Tensor:
+        return of[:-1]
+
+    def tensors(self, step: str) -> dict[str, torch.Tensor]:
+        held = RankRecord.tensors(self, step)
+        if step != self.lost:
+            return held
+        given = {name for name, of in held.items() if of.dim() and (step != "replay" or _GIVEN.search(name))}
+        return {name: self.shaped(of) if name in given else of for name, of in held.items()}
+
+
+_GIVEN = re.compile(r"(?<!record\.)logits|gradients")
+
+
+class Deeper(Cut):
+    """The same, of a shape that broadcasts."""
+
+    def shaped(self, of: torch.Tensor) -> torch.Tensor:
+        return of[None]
+
+
+#: Rules that leave shapes to another one, such as QNT-002, that look for one value in a gradient, or that read what the
+#: kit's own hooks saw.
+OF_ANY_SHAPE = (
+    *("LRA-002", "LRA-005", "QNT-001", "QNT-004", "QNT-006", "QNT-008"),
+    *("RPL-001", "RPL-002", "RPL-003", "RPL-006", "RPL-010"),
+)
+
+
+@pytest.mark.parametrize("kind", [Cut, Deeper])
+@pytest.mark.parametrize("rule", sorted(MET.keys() - {*VALUES, *OF_ANY_SHAPE}))
+def test_tensors_of_another_shape_are_findings(bench: Bench, rule: str, kind: type[Cut]) -> None:
+    case = bench.case(MET[rule])
+    assert case.observation is not None
+    for step in RULES[rule].steps:
+        if record := next((record for record in case.observation.ranks[::-1] if record.tensors(step)), None):
+            other = kind(record.rank, record.dir)
+            other.lost = step
+            assert JUDGES[rule](spoiled(case, record.rank, other)).findings, f"passes with other tensors of {step}"
+
+
 @pytest.mark.parametrize("rule", sorted(MET.keys() - {*VALUES}))
 def test_tensors_that_are_not_on_record_are_findings(bench: Bench, rule: str) -> None:
     case = bench.case(MET[rule])

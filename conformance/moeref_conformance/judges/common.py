@@ -283,7 +283,12 @@ def tokens_of(case: Case) -> torch.Tensor:
 
 
 def distance(want: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
-    """How far every element is off, in fp64. NaN is never greater than a limit, so it counts as infinitely far."""
+    """How far every element is off, in fp64. NaN is never greater than a limit, so it counts as infinitely far.
+
+    ValueError for another shape: one that broadcasts would be compared with what it is not.
+    """
+    if want.shape != got.shape:
+        raise ValueError(f"{list(got.shape)} is compared with {list(want.shape)}")
     apart = (got.double() - want.double()).abs()
     return torch.where(apart.isnan(), torch.inf, apart)
 

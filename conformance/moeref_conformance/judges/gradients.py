@@ -412,8 +412,12 @@ def _pairs(
             held = placed.shard(record.rank, int(chunk), local, list(got.shape))
         except Unknown as error:
             findings.append(finding(case, record.rank, phase, str(error), local_name=local))
-        else:
+            continue
+        if got.shape == held.tensor.shape:
             found.append((key, held, held.tensor[: held.rows].double(), got[: held.rows].double()))
+        else:
+            message = f"{phase}: the gradient of {local} is {list(got.shape)}, what it is of {list(held.tensor.shape)}"
+            findings.append(finding(case, record.rank, phase, message, hf_name=_sources(held.hf)[0], local_name=local))
     return findings, found
 
 

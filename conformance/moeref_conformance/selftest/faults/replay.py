@@ -148,6 +148,32 @@ def _left_on(session: Session, cell: Cell, world: World) -> Any:
     return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
 
 
+def _chosen_as_recorded(session: Session, cell: Cell, world: World) -> Any:
+    """Once routes were recorded, forwards choose by the routers of then."""
+    export: Any = session.export
+    replaying: Any = session.replay
+    native: Any = session.forward
+    kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def record(tokens_BS: Any) -> Any:
+        named = (one for chunk in export.chunks() for one in chunk.named_parameters())
+        kept.update({of: of.detach().clone() for name, of in named if name.endswith("router.weight")})
+        return replaying.record(tokens_BS)
+
+    def logits(tokens_BS: Any) -> Any:
+        now = {of: of.detach().clone() for of in kept}
+        with torch.no_grad():
+            for of, then in kept.items():
+                of.copy_(then)
+            try:
+                return native.logits(tokens_BS)
+            finally:
+                for of, held in now.items():
+                    of.copy_(held)
+
+    return facet(facet(session, "replay", record=record), "forward", logits=logits)
+
+
 def _left_on_by_logprobs(session: Session, cell: Cell, world: World) -> Any:
     """After logprobs under routes the last of these are replayed in forwards, until others are given."""
     replaying: Any = session.replay
@@ -450,6 +476,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=_left_on,
         says="native-between: ",
+        one_rank=True,
+    ),
+    Fault(
+        id="recorded-routes-left-on",
+        bug="B15 in kind: what was recorded stays, and a forward outside of replay takes it once routers have changed",
+        rules=("RPL-002",),
+        cell=cell("qwen3_moe", "one", replay="R2"),
+        wrap=_chosen_as_recorded,
+        says="changed-native: layer 0 still takes the recorded routes",
         one_rank=True,
     ),
     Fault(

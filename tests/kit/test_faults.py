@@ -181,6 +181,12 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
         _refused_without_a_name,
         "the refusal does not name",
     ),
+    "one rank alone refuses a step on no token": (
+        "GRD-004",
+        "policy_on_no_token",
+        lambda value: value.update(refused="ValueError: no token"),
+        "refused a step that other ranks took",
+    ),
     "a matrix of one value": (
         "SED-007",
         "begun",
@@ -263,6 +269,24 @@ def test_tensors_of_another_shape_are_findings(bench: Bench, rule: str, kind: ty
             other = kind(record.rank, record.dir)
             other.lost = step
             assert JUDGES[rule](spoiled(case, record.rank, other)).findings, f"passes with other tensors of {step}"
+
+
+class _Surplus(_Empty):
+    """A record with a gradient of no parameter."""
+
+    def tensors(self, step: str) -> dict[str, torch.Tensor]:
+        return {**RankRecord.tensors(self, step), "0:decoder.layers.0.mlp.nothing.weight": torch.ones(2)}
+
+
+@pytest.mark.parametrize(("kind", "says"), [(Deeper, "the gradient of"), (_Surplus, "mlp.nothing.weight")])
+def test_gradients_are_judged_where_biases_are_updated(bench: Bench, kind: type[_Empty], says: str) -> None:
+    case = bench.case(cell("glm4_moe", "one", bias_update=True))
+    assert case.observation is not None
+    assert not JUDGES["GRD-001"](case).findings
+    other = kind(0, case.observation.ranks[0].dir)
+    other.lost = "gradients"
+    found = JUDGES["GRD-001"](spoiled(case, 0, other)).findings
+    assert any(says in finding.message for finding in found)
 
 
 @pytest.mark.parametrize("rule", sorted(MET.keys() - {*VALUES}))

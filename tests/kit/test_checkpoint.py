@@ -73,6 +73,9 @@ def test_per_expert_files_are_sharded_with_an_index(family: str, work: Path) -> 
     index = json.loads((made.dir / "checkpoint" / INDEX).read_text())
     assert set(index["weight_map"]) == set(made.tensors)
     assert len(set(index["weight_map"].values())) >= 3
+    place = {name.rpartition("self_attn.")[2]: file for name, file in index["weight_map"].items() if "layers.3" in name}
+    if "k_proj.weight" in place:  # the linears of latent attention Megatron has one by one
+        assert place["q_proj.weight"] == place["v_proj.weight"] != place["k_proj.weight"]
     last = {"mixtral": "block_sparse_moe.experts.7.w2.weight", "gpt_oss": "mlp.experts.down_proj_bias"}
     assert f"model.layers.3.{last.get(family, 'mlp.experts.15.down_proj.weight')}" in made.tensors
 

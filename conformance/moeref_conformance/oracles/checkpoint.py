@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,8 @@ SINGLE = "model.safetensors"
 #: For every token and layer the scores of the last chosen and the first unchosen expert differ by more than this, so
 #: that a sum in another order cannot change a route.
 MARGIN = 1e-5
+#: Of what a loader puts together, the parts that are in another file than the others.
+_APART = (".k_proj.", ".up_proj.", ".w3.", ".in_proj_ba.", ".in_proj_z.", ".gate_up_proj_bias")
 _BIAS = "e_score_correction_bias"
 _TO_LATENTS = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 #: Where the experts' biases lie: about where DeepSeek-V3's do, where bf16 has steps of 1/16, and most tokens take other
@@ -170,7 +172,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
 def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     """Put a checkpoint's linears into FP8, and return the tensors that it loads as.
 
-    The scales of a file's weights are in the file behind it, as where a shard ends between both.
+    The scales of a file's weights are in the file behind it.
     """
     if cell.family not in request.BLOCKS or cell.dtype != "bfloat16" or cell.replay != "off":
         known = f"{', '.join(request.BLOCKS)} in bf16, without replay"
@@ -178,15 +180,22 @@ def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     # Drawn scales are no powers of two.
     config = request.config(json.loads((folder / "config.json").read_text()), powers=False)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for file in folder.glob("*.safetensors"):
+        save_file(quantised.stored(config, load_file(file)), file, metadata={"format": "pt"})
+    _part(folder, lambda name: name.endswith(request.SCALES))
+    return quantised.loaded(config, read_checkpoint(folder))
+
+
+def _part(folder: Path, behind: Callable[[str], bool]) -> None:
+    """Put the tensors of each file that are `behind` into the next one, as where a shard ends before them."""
     files = sorted(folder.glob("*.safetensors"))
-    held = [quantised.stored(config, load_file(file)) for file in files]
+    held = [load_file(file) for file in files]
     shards = dict[Path, dict[str, torch.Tensor]]()
     for file, own, before in zip(files, held, held[-1:] + held[:-1], strict=True):
-        weights = {name: of for name, of in own.items() if not name.endswith(request.SCALES)}
-        shards[file] = weights | {name: of for name, of in before.items() if name.endswith(request.SCALES)}
+        shards[file] = {name: of for name, of in own.items() if not behind(name)}
+        shards[file] |= {name: of for name, of in before.items() if behind(name)}
         save_file(shards[file], file, metadata={"format": "pt"})
     _index(folder, shards)
-    return quantised.loaded(config, read_checkpoint(folder))
 
 
 def _give_sampling_parameters(*folders: Path) -> None:
@@ -305,6 +314,8 @@ def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
 def _save(model: Any, cell: Cell, folder: Path) -> None:
     """Per expert: transformers' own file writer, in several shards, and a config as published ones are.
 
+    Of what a loader puts together one part is in another file.
+
     Fused: the state_dict of transformers 5 in one file, and its config.
     """
     from transformers.utils import logging
@@ -314,6 +325,8 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
         # Several files. An engine is sent them one after the other, and no module may lie in two.
         kilobytes = 800 if cell.backend == ENGINE else 400
         model.save_pretrained(folder, max_shard_size=f"{kilobytes if cell.dtype == 'float32' else kilobytes // 2}KB")
+        if cell.backend != ENGINE:
+            _part(folder, lambda name: any(part in name for part in _APART))
         path = folder / "config.json"
         path.write_text(json.dumps(as_published(json.loads(path.read_text())), indent=2) + "\n")
     elif cell.expert_format == "fused":

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Cell, TensorMeta, World
+from moeref_conformance.contract.hf_files import weight_files
 from moeref_conformance.selftest import border
 from moeref_conformance.selftest.border import Pair, Tensors
 from moeref_conformance.selftest.faults.base import Fault, cell
@@ -93,6 +95,21 @@ def _left_as_built(*parts: str) -> border.Change:
     return wrap
 
 
+def _file_by_file(session: Any, cell: Cell, world: World) -> Any:
+    """A tensor of the model whose parts lie in more than one file is never put together, and stays as it was built."""
+
+    def load(folder: Path) -> None:
+        places = {name: file for file in weight_files(folder) for name in load_file(file)}
+        held = border.held(session, world)
+        parted = [tensor for row, tensor in held if len({places.get(name) for name in row.hf}) > 1]
+        before = [tensor.clone() for tensor in parted]
+        session.export.load(folder)
+        for tensor, old in zip(parted, before, strict=True):
+            tensor.copy_(old)
+
+    return border.facet(session, "export", load=load)
+
+
 FAULTS = (
     Fault(
         id="plan-of-fused-experts",
@@ -150,6 +167,16 @@ FAULTS = (
         also=("EXP-007", "FWD-001", "FWD-002"),
         cell=cell("qwen3_moe", "ep2", experts="grouped", norms="fused"),
         wrap=_left_as_built("layers.0.mlp.experts.linear_fc1"),
+        diagnosis="an initial value",
+        one_rank=True,
+    ),
+    Fault(
+        id="joined-file-by-file",
+        bug="EfficientMoE/MoE-Infinity#154, vLLM#58142 in kind: parts are put together within a file, and else dropped",
+        rules=("LOD-001", "EXP-002"),
+        also=("FWD-001",),
+        cell=cell("qwen3_moe", "tp2"),
+        wrap=_file_by_file,
         diagnosis="an initial value",
         one_rank=True,
     ),

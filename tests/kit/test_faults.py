@@ -181,12 +181,6 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
         _refused_without_a_name,
         "the refusal does not name",
     ),
-    "one rank alone refuses a step on no token": (
-        "GRD-004",
-        "policy_on_no_token",
-        lambda value: value.update(refused="ValueError: no token"),
-        "refused a step that other ranks took",
-    ),
     "a matrix of one value": (
         "SED-007",
         "begun",
@@ -269,6 +263,13 @@ def test_tensors_of_another_shape_are_findings(bench: Bench, rule: str, kind: ty
             other = kind(record.rank, record.dir)
             other.lost = step
             assert JUDGES[rule](spoiled(case, record.rank, other)).findings, f"passes with other tensors of {step}"
+
+
+def test_a_step_that_one_rank_alone_refuses_is_a_finding(bench: Bench) -> None:
+    case = bench.case(cell("qwen3_moe", "pp2"))
+    assert not JUDGES["GRD-003"](case).findings
+    alone = otherwise(case, "on_no_token", lambda value: value.update(refused="ValueError: no token"))
+    assert "refused a step that other ranks took" in JUDGES["GRD-003"](alone).findings[0].message
 
 
 class _Surplus(_Empty):

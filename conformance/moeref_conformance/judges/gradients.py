@@ -193,12 +193,16 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
 
 @judges("GRD-005")
 def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
-    """As GRD-004, where transformers takes the routes too. Tokens without one take transformers' own choice."""
+    """As GRD-004, where transformers takes the routes too. Tokens without one take transformers' own choice.
+
+    Logits behind a step are those of the routers' own choice.
+    """
     if no := _no_policy(case) or unmeasured(case):
         return no
     want = _of_policy(case, ROUTES)
     found = [_compared(case, step, {step: want}, _against) for step in REPLAYED]
     findings = [one for of in found for one in of.findings]
+    findings += [one for step in REPLAYED for one in _behind(case, step)]
     told = [f"{step}: {of.met}" for step, of in zip(REPLAYED, found, strict=True)]
     return outcome([*findings, *_on_no_token(case, "policy_on_no_token")], met="; ".join(told))
 

@@ -27,24 +27,27 @@ def step(facet: Policy, context: Context) -> dict[str, Any] | None:
 
     Nothing in cells with replay R3. Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
-    before = context.made.pop("before_policy", {})
     if context.cell.replay == "R3":
         return None
     _saved(facet, context, "policy")
-    return {"off": gradients.off(before, context)}
+    return _off(context)
 
 
-def replayed(facet: Policy, context: Context) -> None:
+def replayed(facet: Policy, context: Context) -> dict[str, Any] | None:
     """As `step`, under given routes; none without them."""
-    if _routed(context):
-        _saved(facet, context, REPLAYED[0])
+    if not _routed(context):
+        return None
+    _saved(facet, context, REPLAYED[0])
+    return _off(context)
 
 
-def recomputed(facet: Policy, context: Context) -> None:
+def recomputed(facet: Policy, context: Context) -> dict[str, Any] | None:
     """As `replayed`, where the backward pass recomputes what the forward computed."""
-    if _routed(context):
-        with recomputing(context.cell)(context.facet("export").chunks()):
-            _saved(facet, context, REPLAYED[1])
+    if not _routed(context):
+        return None
+    with recomputing(context.cell)(context.facet("export").chunks()):
+        _saved(facet, context, REPLAYED[1])
+    return _off(context)
 
 
 def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
@@ -65,6 +68,11 @@ def on_no_token(facet: Policy, context: Context) -> dict[str, Any]:
 def _routed(context: Context) -> bool:
     """Whether routes are given."""
     return context.cell.replay == "R3" and "replay" in context.claims.facets
+
+
+def _off(context: Context) -> dict[str, Any]:
+    """How far answers are off those before the first step of this loss, which is without routes of theirs."""
+    return {"off": gradients.off(context.made.get("before_policy", {}), context)}
 
 
 def _saved(facet: Policy, context: Context, name: str) -> None:

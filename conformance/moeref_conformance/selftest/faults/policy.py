@@ -194,6 +194,24 @@ def _under(change: Callable[[Sequence[Any], Cell, World], Sequence[Any] | None])
     return wrap
 
 
+def _left_on(session: Session, cell: Cell, world: World) -> Any:
+    """Behind a step under routes the last of these are replayed in forwards without any."""
+    replaying, native = session.replay, session.forward
+    good: Any = session.policy
+    left: list[Any] = []
+
+    def policy_gradients(*given: Any) -> Any:
+        left[:] = given[-1][-1:]
+        return good.policy_gradients(*given)
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        if not left:
+            return native.logits(tokens_BS)  # type: ignore[union-attr]
+        return replaying.replay(tokens_BS, left * len(tokens_BS))  # type: ignore[union-attr]
+
+    return facet(facet(session, "policy", policy_gradients=policy_gradients), "forward", logits=logits)
+
+
 def _of_the_first_microbatch(routes: Sequence[Any], cell: Cell, world: World) -> Sequence[Any]:
     """Every microbatch takes the routes of the first."""
     return [routes[number % cell.rows] for number in range(len(routes))]
@@ -411,6 +429,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2", replay="R3", loss_mask=True),
         wrap=_under(_on_the_first_stage),
         says="replayed_policy: the gradient of",
+    ),
+    Fault(
+        id="replay-left-on-by-a-policy-step",
+        bug="slime#1187 in kind: replay of an update is on for forwards that it is not meant for, those behind it",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
+        wrap=_left_on,
+        one_rank=True,
+        says="behind the step logits are off",
     ),
     Fault(
         id="policy-at-the-temperature-of-logprobs",

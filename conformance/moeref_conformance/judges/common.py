@@ -35,6 +35,8 @@ NATIVE = "in {} rounding turns routes: judged under given routes, where replay R
 #: How far the logits of two layouts may be apart in fp32, and on a GPU those of one layout.
 #: Largest differences seen: 2.4e-6 on three kinds of CPU (Qwen3-Next, TP and EP), and 2.1e-7 of one layout on an H100.
 LAYOUT = 1e-5
+#: How far logits and logprobs may be off behind a step or a call, relative to the largest.
+BEHIND = 1e-5
 #: In bf16 a target may be this many times as far from fp32 as transformers' own bf16 is under the same routes.
 #: Measured on one rank, TP2, EP2 and PP2, over two kinds of CPU: logits 0.8 to 1.2 times, gradients up to 1.4.
 ROUNDINGS = 2.0
@@ -139,6 +141,15 @@ def changed(case: Case, rank: int, step: str, call: str, rows: list[list[str]]) 
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         message = f"the {call} changed the {kind} of {found[0]}{more}"
         yield finding(case, rank, step, message, diagnosis=f"not as before the {call}: {kind}")
+
+
+def behind(case: Case, step: str, of: str = "step") -> Iterator[Finding]:
+    """Answers that are others behind a step, or the call that it records: they leave the weights as they are."""
+    for rank, value in values(case, step):
+        for name, far in ((value or {}).get("off") or {}).items():
+            if not far <= BEHIND:
+                message = f"behind the {of} {name} are off those before it by {far:.2g} of the largest"
+                yield finding(case, rank, step, message)
 
 
 def left_by_forward(case: Case, rows: list[list[str]]) -> list[list[str]]:

@@ -23,6 +23,7 @@ from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     NATIVE,
     ROUNDINGS,
+    behind,
     distance,
     expected,
     finding,
@@ -49,8 +50,6 @@ from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unkno
 from moeref_conformance.oracles.routed import apart
 
 LIMIT = 1e-4
-#: How far logits and logprobs may be off behind a step, relative to the largest.
-BEHIND = 1e-5
 #: In bf16, of one parameter: how many times as far from fp32 it may be as transformers' own tensors of its kind.
 #: Measured: gpt-oss up to 2.0 (in its first layer under TP2), Qwen3 1.2, DeepSeek-V3 1.4.
 OF_A_KIND = 3.0
@@ -76,16 +75,7 @@ def gradients_are_transformers(case: Case) -> Outcome:
         return no
     want = native_gradients(case, case.cell.router_loss)
     found = _compared(case, "gradients", {"gradients": want}, _against)
-    return outcome([*found.findings, *_behind(case, "gradients")], met=found.met)
-
-
-def _behind(case: Case, step: str) -> Iterator[Finding]:
-    """Answers that are others behind a step, which leaves the weights as they are."""
-    for rank, value in values(case, step):
-        for name, far in ((value or {}).get("off") or {}).items():
-            if not far <= BEHIND:
-                message = f"behind the step {name} are off those before it by {far:.2g} of the largest"
-                yield finding(case, rank, step, message)
+    return outcome([*found.findings, *behind(case, "gradients")], met=found.met)
 
 
 @judges("GRD-002")
@@ -187,7 +177,7 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
     if no := _no_policy(case) or unmeasured(case):
         return no
     found = _compared(case, "policy", {"policy": _of_policy(case, "")}, _against)
-    findings = [*found.findings, *_behind(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
+    findings = [*found.findings, *behind(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
     return outcome(findings, met=found.met)
 
 
@@ -202,7 +192,7 @@ def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
     want = _of_policy(case, ROUTES)
     found = [_compared(case, step, {step: want}, _against) for step in REPLAYED]
     findings = [one for of in found for one in of.findings]
-    findings += [one for step in REPLAYED for one in _behind(case, step)]
+    findings += [one for step in REPLAYED for one in behind(case, step)]
     told = [f"{step}: {of.met}" for step, of in zip(REPLAYED, found, strict=True)]
     return outcome([*findings, *_on_no_token(case, "policy_on_no_token")], met="; ".join(told))
 

@@ -22,6 +22,7 @@ from moeref_conformance.contract.requests.logprobs import (
 )
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
+    behind,
     changed,
     distance,
     expected,
@@ -222,7 +223,8 @@ def logprobs_under_routes_are_transformers(case: Case) -> Outcome:
 
 @judges("LGP-005")
 def training_goes_on(case: Case) -> Iterator[Finding]:
-    """What log-probabilities have changed amid training, by kind."""
-    yield from without(case, "around_logprobs")
+    """What log-probabilities have changed amid training, by kind, and in logits."""
+    yield from without(case, "around_logprobs", "logprobs")
+    yield from behind(case, "logprobs", "call of logprobs")
     for rank, rows in values(case, "around_logprobs"):
         yield from changed(case, rank, "around_logprobs", "call of logprobs", left_by_forward(case, rows or []))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -72,15 +72,16 @@ def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
     return tokens_BS.gather(1, torch.where(at_S < lengths_B1, lengths_B1 - 1 - at_S, at_S))
 
 
-def answers(context: Context) -> dict[str, torch.Tensor]:
+def answers(context: Context, names: Sequence[str] = ("logits", "logprobs")) -> dict[str, torch.Tensor]:
     """Logits of the kit's tokens, and where steps are a policy's their logprobs, by name; none unless `twice`."""
     cell, facets = context.cell, context.claims.facets
     if not twice(cell):
         return {}
     tokens_BS, found = load_file(context.input("tokens"))["tokens"], dict[str, torch.Tensor | None]()
-    if "forward" in facets:
+    if "forward" in facets and "logits" in names:
         found["logits"] = context.facet("forward").logits(tokens_BS)
-    if "logprobs" in facets and "policy" in facets and cell.loss_mask and cell.replay == "off":
+    of_policy = {"logprobs", "policy"} <= facets and cell.loss_mask and cell.replay == "off"
+    if of_policy and "logprobs" in names:
         told = context.facet("logprobs").logprobs(tokens_BS, TEMPERATURE)
         found["logprobs"] = None if told is None else told.logprobs_BS
     here_BS = tokens_BS >= 0  # what stands behind the end of a row counts for nothing
@@ -90,7 +91,11 @@ def answers(context: Context) -> dict[str, torch.Tensor]:
 
 def off(before: Mapping[str, torch.Tensor], context: Context) -> dict[str, float]:
     """How far `answers` are off those of before a step, relative to the largest of each."""
-    after = answers(context)
+    return apart(before, answers(context))
+
+
+def apart(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """How far answers are off those before, relative to the largest of each."""
     both = {name: (of, after[name]) for name, of in before.items() if name in after}
     return {name: float((now - of).abs().max() / of.abs().max().clamp_min(1e-30)) for name, (of, now) in both.items()}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from safetensors.torch import load_file
 
@@ -16,6 +18,7 @@ from moeref_conformance.contract.requests.logprobs import (
     turned,
 )
 from moeref_conformance.contract.requests.sequences import shorter
+from moeref_conformance.steps import gradients
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
 from moeref_conformance.steps.forward import heads, last_layer, scaled
@@ -31,8 +34,10 @@ def _routed(cell: Cell) -> bool:
     return cell.replay == "R3" and cell.dtype == "float32"
 
 
-def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
+def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
     """Whether this rank has logprobs; they and entropies are saved. Raises TypeError for an answer of another type.
+
+    The value says how far logits are `off` behind the calls, where steps of training say so too.
 
     It is asked amid training. What it has changed of that is for the step `around`.
 
@@ -44,7 +49,7 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     if context.cell.replay != "off":
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
-    chunks = context.facet("export").chunks()
+    chunks, before = context.facet("export").chunks(), _logits(context)
     found, left = amid_training(chunks, lambda: facet.logprobs(tokens_BS, TEMPERATURE))
     saved = _checked(found)
     layer, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
@@ -55,7 +60,12 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, bool] | None:
     if saved:
         context.save("logprobs", saved)
     context.made["around_logprobs"] = left
-    return {"has": bool(saved), "changed": bool(head)}
+    return {"has": bool(saved), "changed": bool(head), "off": gradients.apart(before, _logits(context))}
+
+
+def _logits(context: Context) -> dict[str, torch.Tensor]:
+    """Logits of the kit's tokens in fp32, by that name; none of more ranks than show what a call leaves."""
+    return gradients.answers(context, ("logits",)) if context.cell.dtype == "float32" else {}
 
 
 def around(facet: Logprobs, context: Context) -> list[list[str]] | None:

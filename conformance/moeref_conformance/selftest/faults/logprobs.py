@@ -175,6 +175,24 @@ def _temperature_of_the_first(session: Session, cell: Cell, world: World) -> Any
     return facet(session, "logprobs", logprobs=logprobs)
 
 
+def _temperature_stays(session: Session, cell: Cell, world: World) -> Any:
+    """Logits that are asked for behind logprobs are divided by their temperature."""
+    good: Any = session.logprobs
+    forward: Any = session.forward
+    left = [1.0]
+
+    def logprobs(tokens_BS: torch.Tensor, temperature: float, *routes: Any) -> TokenLogprobs | None:
+        left[0] = temperature
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, temperature, *routes)
+        return found
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        logits_BSV = forward.logits(tokens_BS)
+        return None if logits_BSV is None else logits_BSV / left[0]
+
+    return facet(facet(session, "logprobs", logprobs=logprobs), "forward", logits=logits)
+
+
 def _of_one_replica(asked: Asked) -> TokenLogprobs:
     """What a rank has is sent to the whole world, and not to the ranks of its replica alone."""
     right = asked.right()
@@ -342,6 +360,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_temperature_of_the_first,
         diagnosis="those of the temperature of the call before",
+    ),
+    Fault(
+        id="temperature-stays-behind-logprobs",
+        bug="GMISWE/tinker-cloud#26 the other way round: the temperature of a call for logprobs stays for forwards",
+        rules=("LGP-005",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_temperature_stays,
+        one_rank=True,
+        says="behind the call of logprobs logits are off",
     ),
     Fault(
         id="logprobs-of-one-replica",

@@ -16,7 +16,7 @@ from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
-from moeref_conformance.selftest.faults.routes import later_turns_hold
+from moeref_conformance.selftest.faults.routes import in_runs, later_turns_hold
 from moeref_conformance.selftest.faults.steps import with_first
 
 Gradients = dict[tuple[int, str], torch.Tensor]
@@ -210,6 +210,18 @@ def _left_on(session: Session, cell: Cell, world: World) -> Any:
         return replaying.replay(tokens_BS, left * len(tokens_BS))  # type: ignore[union-attr]
 
     return facet(facet(session, "policy", policy_gradients=policy_gradients), "forward", logits=logits)
+
+
+def _routes_in_runs(session: Session, cell: Cell, world: World) -> Any:
+    """Routes of a policy's step are cut over CP in runs, and tokens as Megatron cuts them."""
+    good: Any = session.policy
+    moved = in_runs(session, cell, world)
+
+    def policy_gradients(tokens_BS: torch.Tensor, *given: Any) -> Any:
+        *asked, routes = given
+        return good.policy_gradients(tokens_BS, *asked, [moved(sample, tokens_BS.shape[1]) for sample in routes])
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
 
 
 def _of_the_first_microbatch(routes: Sequence[Any], cell: Cell, world: World) -> Sequence[Any]:
@@ -428,6 +440,14 @@ FAULTS = (
         rules=("GRD-005",),
         cell=cell("qwen3_moe", "pp2", replay="R3", loss_mask=True),
         wrap=_under(_on_the_first_stage),
+        says="replayed_policy: the gradient of",
+    ),
+    Fault(
+        id="policy-routes-cut-in-runs",
+        bug="routes are cut over CP in runs, tokens zigzag, in the step of a policy alone",
+        rules=("GRD-005",),
+        cell=cell("qwen3_moe", "cp2", replay="R3", loss_mask=True),
+        wrap=_routes_in_runs,
         says="replayed_policy: the gradient of",
     ),
     Fault(

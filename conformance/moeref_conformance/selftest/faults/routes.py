@@ -110,7 +110,7 @@ def _neighbours(session: Session, cell: Cell, world: World) -> Callable[[Any, in
     return each_turn(moved)
 
 
-def _in_runs(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
+def in_runs(session: Session, cell: Cell, world: World) -> Callable[[Any, int], Any]:
     """Each CP rank takes one contiguous run of the rows as those at its zigzag positions."""
 
     def moved(rows: Rows) -> Rows:
@@ -334,7 +334,7 @@ FAULTS = (
         bug="routes are cut over CP in runs, tokens zigzag",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "cp2", replay="R3"),
-        wrap=sending_in(_in_runs),
+        wrap=sending_in(in_runs),
         diagnosis="the route of token",
     ),
     Fault(

@@ -33,6 +33,16 @@ def of_transformers(logits_TE: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
+    ("last", "ways"),
+    [(0, [-1.0, 0.0, 0.0, 1.0]), (1, [-1.0, math.nan, math.nan, 1.0]), (4, [math.nan] * 4)],
+)
+def test_biases_go_towards_the_mean_unless_tokens_that_may_count_decide(last: int, ways: list[float]) -> None:
+    """Four experts have 2, 1, 1 and 0 tokens, and each token more takes two of them."""
+    found = balancing.directions([{0, 1}, {0, 2}], 4, last)
+    torch.testing.assert_close(found, torch.tensor(ways, dtype=torch.float64), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
     ("kind", "parts"),
     [("aux_loss", PAIRS), ("seq_aux_loss", ((0,), (1,), (2,), (3,))), ("global_aux_loss", ((0, 1, 2, 3),))],
 )

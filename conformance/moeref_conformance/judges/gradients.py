@@ -45,7 +45,7 @@ from moeref_conformance.judges.observed_routes import (
     rounding,
     with_mtp,
 )
-from moeref_conformance.oracles import policy
+from moeref_conformance.oracles import balancing, policy
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
@@ -91,9 +91,8 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
     chosen = {**oracle(case, "native").experts, **(with_mtp(case, "native").experts if case.cell.mtp else {})}
     for layer, by_place in chosen.items():
         name = f"model.layers.{layer}.mlp.gate.{_BIAS}"
-        updated[name] = updated[name] + BIAS_UPDATE_RATE * _directions(
-            by_place, len(updated[name]), tokens - len(by_place)
-        )
+        ways_E = balancing.directions(by_place.values(), len(updated[name]), tokens - len(by_place))
+        updated[name] = updated[name] + BIAS_UPDATE_RATE * ways_E
     placed = Placement(case.cell, expected(case).config, updated)
     for record in records(case, "inventory", "gradients"):
         have = record.tensors("gradients")
@@ -101,18 +100,6 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
             held = _bias(placed, record.rank, item)
             if held is not None:
                 yield from _moved(case, record.rank, item["local"], held, have.get(f"{item['chunk']}:{item['local']}"))
-
-
-def _directions(by_place: Mapping[tuple[int, int], frozenset[int]], experts: int, last: int) -> torch.Tensor:
-    """Where the bias of each expert goes: up with fewer tokens than the mean.
-
-    `last` tokens more may count, whatever their experts, or none of them: NaN where they decide.
-    """
-    counts_E = torch.tensor([e for own in by_place.values() for e in own]).bincount(minlength=experts).double()
-    more = last * len(next(iter(by_place.values()))) / experts
-    ways = [(counts_E.mean() - counts_E).sign()]
-    ways += [(counts_E.mean() + more - counts_E - at_most).sign() for at_most in (0, last)]
-    return ways[0].where((ways[0] == ways[1]) & (ways[0] == ways[2]), torch.nan)
 
 
 def _bias(placed: Placement, rank: int, item: Mapping[str, Any]) -> ExpectedShard | None:

@@ -1,15 +1,15 @@
-"""Losses of routers, written apart from Megatron: by the formulas of their papers, over all tokens at once.
+"""Losses of routers, and where biases of experts go: by the formulas of papers, over all tokens, apart from Megatron.
 
 With E experts, f_i is the share of the tokens' top-k choices that are expert i, and P_i the mean of its scores.
 A layer's balancing loss is E · Σ f_i · P_i: in Switch Transformer (arXiv 2101.03961) over a microbatch, in DeepSeek-V3
 (arXiv 2412.19437) over a sample, in "Demons in the Detail" (arXiv 2501.11873) over all tokens of a step. The z-loss of
 ST-MoE (arXiv 2202.08906) is the mean of logsumexp² of the logits. Experts' bias, groups of experts and padding do not
-count.
+count in losses. The bias of an expert goes up with fewer tokens than the mean, down with more (arXiv 2408.15664).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -43,6 +43,18 @@ def added(
         for part in parts.get(kind, microbatches)
     ]
     return ROUTER_LOSS_COEFFICIENT * len(logits_LBSE) * torch.stack(found).mean()
+
+
+def directions(chosen: Collection[Collection[int]], experts: int, last: int) -> torch.Tensor:
+    """Where the bias of each expert goes: 1, 0 or -1. `chosen` are the experts of each token.
+
+    `last` tokens more may count, whatever their experts, or none of them: NaN where they decide.
+    """
+    counts_E = torch.tensor([expert for own in chosen for expert in own]).bincount(minlength=experts).double()
+    more = last * len(next(iter(chosen))) / experts
+    ways = [(counts_E.mean() - counts_E).sign()]
+    ways += [(counts_E.mean() + more - counts_E - at_most).sign() for at_most in (0, last)]
+    return ways[0].where((ways[0] == ways[1]) & (ways[0] == ways[2]), torch.nan)
 
 
 def _balancing(logits_TE: torch.Tensor, top_k: int, sigmoid: bool) -> torch.Tensor:

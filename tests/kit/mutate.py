@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -291,8 +291,8 @@ def reached(modules: Collection[str]) -> Iterator[Callable[[], set[tuple[str, st
 
 
 @contextmanager
-def recorded(modules: Collection[str]) -> Iterator[tuple[list[Again], list[Check]]]:
-    """Run the cells of faults once, of those whose rules can see a change of `modules`.
+def recorded(modules: Collection[str], prefixes: Sequence[str] = ("",)) -> Iterator[tuple[list[Again], list[Check]]]:
+    """Run the cells of faults once, of those whose rules can see a change of `modules` and have one of these prefixes.
 
     Gives what judges these records again, and the checks, which all pass. Cells of engines are run, by an engine of the
     tests, if a module of theirs is among `modules`.
@@ -309,7 +309,7 @@ def recorded(modules: Collection[str]) -> Iterator[tuple[list[Again], list[Check
         world = stack.enter_context(ForkedWorld("tests.kit.shared_world:target", entry="tests.kit.shared_world:run"))
         shared = stack.enter_context(Shared(world, "moeref_conformance.selftest.faulty:by_tag", grace=1.0))
         benches = [Again(shared, folder / "records", by_tag, inputs=folder / "inputs")]
-        rules = {rule for module in modules for rule in rules_of(module)}
+        rules = {rule for module in modules for rule in rules_of(module) if rule.startswith(tuple(prefixes))}
         checks = _checks(benches[0], test_faults, rules)
         if any(module.endswith(".sync") for module in modules):
             spec = "tests.kit.toy_engine:target"
@@ -459,11 +459,13 @@ def drawn(found: list[Mutant], asked: argparse.Namespace) -> list[Mutant]:
 
 def main(words: list[str]) -> int:
     """Try mutants of packages of the kit, and print those that no test sees."""
-    asked = command("mutate", main.__doc__, ["judges", "oracles"]).parse_args(words)
+    parser = command("mutate", main.__doc__, ["judges", "oracles"])
+    parser.add_argument("--rule", action="append", help="only faults of rules with this prefix; repeatable")
+    asked = parser.parse_args(words)
     modules = modules_of(KIT, asked.packages)
     found = [mutant for module in modules for mutant in mutants(module)]
     chosen = drawn(found, asked)
-    with recorded([module.__name__ for module in modules]) as (benches, checks):
+    with recorded([module.__name__ for module in modules], asked.rule or [""]) as (benches, checks):
         print(f"{len(chosen)} of {len(found)} mutants, seed {asked.seed}", flush=True)
         limit_memory()
         left, tries = Counter[str](), Counter(mutant.module for mutant in chosen)

@@ -452,7 +452,7 @@ FAULTS = (
     ),
     Fault(
         id="replay-left-on-by-a-policy-step",
-        bug="slime#1187 in kind: replay of an update is on for forwards that it is not meant for, those behind it",
+        bug="miles#2226 in kind: replay of an update is on for forwards that it is not meant for, those behind it",
         rules=("GRD-005",),
         cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
         wrap=_left_on,

@@ -121,3 +121,8 @@ def test_what_a_checkpoint_loads_as_has_the_numbers_of_its_files(family: str) ->
     again = oracle.stored(config, model)
     assert all(torch.equal(again[key].float(), of.float()) for key, of in files.items())
     assert float((model[name].float() - tensors[name]).abs().max()) < 0.1 * float(tensors[name].abs().max())
+
+
+def test_a_power_of_two_is_its_own_next_one() -> None:
+    scales = torch.tensor([0.25, 0.26, 0.5, 1.0, 1.5, 2.0])
+    assert oracle.next_power(scales).tolist() == [0.25, 0.5, 0.5, 1.0, 2.0, 2.0]

@@ -337,6 +337,24 @@ class _OpenedAgain(_Wrong):
         self.later = True
 
 
+class _EndsTheFirst(_Wrong):
+    """An update that comes amid another is refused, and ends that one, which returns as if it were done."""
+
+    busy = ended = False
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        if self.busy:
+            self.ended = True
+            raise RuntimeError("an update is under way")
+        self.busy, self.ended = True, False
+        try:
+            read = [(name, tensor.clone()) for name, tensor in tensors]
+        finally:
+            self.busy = False
+        if not self.ended:
+            self.good.update(iter(read), version)
+
+
 class _TwoBuffers(_Wrong):
     """Fills two buffers in turn, and reads one that is filled again before it is."""
 
@@ -1279,6 +1297,14 @@ FAULTS = (
         rules=("SYN-007",),
         cell=QWEN,
         wrap=engine(_Mixes),
+        says="after two updates at once",
+    ),
+    Fault(
+        id="second-update-ends-the-first",
+        bug="an update that comes amid another is refused, and with it ends the other, which says that it was taken",
+        rules=("SYN-007",),
+        cell=QWEN,
+        wrap=engine(_EndsTheFirst),
         says="after two updates at once",
     ),
     Fault(

@@ -209,16 +209,22 @@ def test_logprobs_on_other_stages_are_judged_too(bench: Bench) -> None:
 VALUES = ("DSP-009", "EXP-004", "EXP-005", "EXP-008", "EXP-009", "EXP-014", "LGP-005", "LOD-005", "OPT-003", "QNT-007")
 
 
-class _Empty(RankRecord):
-    """A record that has lost the tensors of a step."""
+class _Other(RankRecord):
+    """A record that has other tensors of a step: none."""
 
-    lost = ""
+    def __init__(self, whole: RankRecord, step: str) -> None:
+        super().__init__(whole.rank, whole.dir)
+        self.step = step
 
     def tensors(self, step: str) -> dict[str, torch.Tensor]:
-        return {} if step == self.lost else super().tensors(step)
+        held = super().tensors(step)
+        return self.instead(held) if step == self.step else held
+
+    def instead(self, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {}
 
 
-class Cut(_Empty):
+class Cut(_Other):
     """A record whose tensors of a step lack their last row, but for those that the kit's own hooks saw.
 
     Recorded logits are as they were: RPL-005 compares others with them.
@@ -227,11 +233,8 @@ class Cut(_Empty):
     def shaped(self, of: torch.Tensor) -> torch.Tensor:
         return of[:-1]
 
-    def tensors(self, step: str) -> dict[str, torch.Tensor]:
-        held = RankRecord.tensors(self, step)
-        if step != self.lost:
-            return held
-        given = {name for name, of in held.items() if of.dim() and (step != "replay" or _GIVEN.search(name))}
+    def instead(self, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        given = {name for name, of in held.items() if of.dim() and (self.step != "replay" or _GIVEN.search(name))}
         return {name: self.shaped(of) if name in given else of for name, of in held.items()}
 
 
@@ -260,9 +263,8 @@ def test_tensors_of_another_shape_are_findings(bench: Bench, rule: str, kind: ty
     assert case.observation is not None
     for step in RULES[rule].steps:
         if record := next((record for record in case.observation.ranks[::-1] if record.tensors(step)), None):
-            other = kind(record.rank, record.dir)
-            other.lost = step
-            assert JUDGES[rule](spoiled(case, record.rank, other)).findings, f"passes with other tensors of {step}"
+            other = spoiled(case, record.rank, kind(record, step))
+            assert JUDGES[rule](other).findings, f"passes with other tensors of {step}"
 
 
 def test_a_step_that_one_rank_alone_refuses_is_a_finding(bench: Bench) -> None:
@@ -272,21 +274,19 @@ def test_a_step_that_one_rank_alone_refuses_is_a_finding(bench: Bench) -> None:
     assert "refused a step that other ranks took" in JUDGES["GRD-003"](alone).findings[0].message
 
 
-class _Surplus(_Empty):
+class _Surplus(_Other):
     """A record with a gradient of no parameter."""
 
-    def tensors(self, step: str) -> dict[str, torch.Tensor]:
-        return {**RankRecord.tensors(self, step), "0:decoder.layers.0.mlp.nothing.weight": torch.ones(2)}
+    def instead(self, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**held, "0:decoder.layers.0.mlp.nothing.weight": torch.ones(2)}
 
 
 @pytest.mark.parametrize(("kind", "says"), [(Deeper, "the gradient of"), (_Surplus, "mlp.nothing.weight")])
-def test_gradients_are_judged_where_biases_are_updated(bench: Bench, kind: type[_Empty], says: str) -> None:
+def test_gradients_are_judged_where_biases_are_updated(bench: Bench, kind: type[_Other], says: str) -> None:
     case = bench.case(cell("glm4_moe", "one", bias_update=True))
     assert case.observation is not None
     assert not JUDGES["GRD-001"](case).findings
-    other = kind(0, case.observation.ranks[0].dir)
-    other.lost = "gradients"
-    found = JUDGES["GRD-001"](spoiled(case, 0, other)).findings
+    found = JUDGES["GRD-001"](spoiled(case, 0, kind(case.observation.ranks[0], "gradients"))).findings
     assert any(says in finding.message for finding in found)
 
 
@@ -298,9 +298,7 @@ def test_tensors_that_are_not_on_record_are_findings(bench: Bench, rule: str) ->
         for rank, record in enumerate(case.observation.ranks):
             if not record.tensors(step):
                 continue
-            empty = _Empty(record.rank, record.dir)
-            empty.lost = step
-            assert JUDGES[rule](spoiled(case, rank, empty)).findings, (
+            assert JUDGES[rule](spoiled(case, rank, _Other(record, step))).findings, (
                 f"passes without the tensors of step {step} of rank {rank}"
             )
 

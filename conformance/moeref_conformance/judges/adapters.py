@@ -85,7 +85,7 @@ def _together(of: list[RankRecord]) -> _Sent:
 
 
 def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Tensors by the names of files, with each expert's linears by themselves."""
+    """Tensors with each expert's linears by themselves, also of files that hold all experts as one tensor."""
     return oracle.apart(tensors) if case.cell.expert_format == "fused" else tensors
 
 
@@ -365,8 +365,9 @@ def merged_weights_are_sums(case: Case, sent: list[_Sent]) -> Outcome:
 def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
     """Findings of one receiver's merged weights, and how far others are off their limit."""
     tensors, adapters, whole = _weights(case), first.phases["step2"], set(_whole(case, first))
-    want, findings, worst = oracle.merged(tensors, adapters, sorted(whole)), list[Finding](), 0.0
-    for name, got in _as_announced(case, sent, findings):
+    want, worst = oracle.merged(tensors, adapters, sorted(whole)), 0.0
+    findings, found = _as_announced(case, sent)
+    for name, got in found.items():
         if name not in whole:
             if (difference := compare(want[name], got)) is not None:
                 message = f"{name}, which has no adapter: {difference.text}"
@@ -379,11 +380,12 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
     return findings, worst
 
 
-def _as_announced(case: Case, sent: _Sent, findings: list[Finding]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The merged weights with the shape and dtype of the checkpoint's, each expert's linears by themselves.
+def _as_announced(case: Case, sent: _Sent) -> tuple[list[Finding], dict[str, torch.Tensor]]:
+    """Findings for merged weights of another shape or dtype than the checkpoint's or the announced; and the others.
 
-    For others a finding is added.
+    Each expert's linears are by themselves.
     """
+    findings, found = list[Finding](), dict[str, torch.Tensor]()
     for row in sent.metas:
         name = row["name"]
         if (want := expected(case).tensors.get(name)) is None:
@@ -395,7 +397,8 @@ def _as_announced(case: Case, sent: _Sent, findings: list[Finding]) -> Iterator[
         elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
             findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))
         else:
-            yield from _apart(case, {name: got}).items()
+            found |= _apart(case, {name: got})
+    return findings, found
 
 
 def _not_the_sum(case: Case, rank: int, name: str, want: torch.Tensor, added: torch.Tensor) -> Finding:

@@ -22,7 +22,7 @@ TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",
 
 
 def apart(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Each expert's linears by themselves, as other files name them, of files that hold all experts as one tensor."""
+    """Split each tensor that holds all experts into their linears, under the names that per-expert files have."""
     found = dict[str, torch.Tensor]()
     for name, tensor in tensors.items():
         experts, _, held = name.rpartition(".")
@@ -36,7 +36,7 @@ def apart(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def together(tensors: Tensors, like: Tensors) -> dict[str, torch.Tensor]:
-    """What `apart` made of tensors that have the names and shapes of these."""
+    """Join what `apart` has split, into tensors with the names and shapes of those in `like`."""
     return {name: tensors[name] if name in tensors else _joined(tensors, name, len(of)) for name, of in like.items()}
 
 

@@ -64,7 +64,7 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
 
 
 def _logits(context: Context) -> dict[str, torch.Tensor]:
-    """Logits of the kit's tokens in fp32, by that name; none of more ranks than show what a call leaves."""
+    """Logits of the kit's tokens, by that name, in cells in fp32 that take a step twice; else nothing."""
     return gradients.answers(context, ("logits",)) if context.cell.dtype == "float32" else {}
 
 

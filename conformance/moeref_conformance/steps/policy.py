@@ -71,7 +71,7 @@ def _routed(context: Context) -> bool:
 
 
 def _off(context: Context) -> dict[str, Any]:
-    """How far answers are off those before the first step of this loss, which is without routes of theirs."""
+    """How far answers are off those before any step of this facet; they are asked for without routes."""
     return {"off": gradients.off(context.made.get("before_policy", {}), context)}
 
 

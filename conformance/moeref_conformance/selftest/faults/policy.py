@@ -16,6 +16,7 @@ from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.replay import replaying_left
 from moeref_conformance.selftest.faults.routes import in_runs, later_turns_hold
 from moeref_conformance.selftest.faults.steps import with_first
 
@@ -196,7 +197,6 @@ def _under(change: Callable[[Sequence[Any], Cell, World], Sequence[Any] | None])
 
 def _left_on(session: Session, cell: Cell, world: World) -> Any:
     """Behind a step under routes the last of these are replayed in forwards without any."""
-    replaying, native = session.replay, session.forward
     good: Any = session.policy
     left: list[Any] = []
 
@@ -204,12 +204,7 @@ def _left_on(session: Session, cell: Cell, world: World) -> Any:
         left[:] = given[-1][-1:]
         return good.policy_gradients(*given)
 
-    def logits(tokens_BS: torch.Tensor) -> Any:
-        if not left:
-            return native.logits(tokens_BS)  # type: ignore[union-attr]
-        return replaying.replay(tokens_BS, left * len(tokens_BS))  # type: ignore[union-attr]
-
-    return facet(facet(session, "policy", policy_gradients=policy_gradients), "forward", logits=logits)
+    return facet(replaying_left(session, left), "policy", policy_gradients=policy_gradients)
 
 
 def _routes_in_runs(session: Session, cell: Cell, world: World) -> Any:

@@ -131,10 +131,20 @@ def _all_chunks_armed(session: Session, cell: Cell, world: World) -> Any:
     return Swapped(session, replay=RouterReplayFacet(session))
 
 
+def replaying_left(session: Session, left: list[Any]) -> Any:
+    """The session, whose forwards replay the routes of one sample for all, where `left` has any."""
+    replaying: Any = session.replay
+    native: Any = session.forward
+
+    def logits(tokens_BS: Any) -> Any:
+        return replaying.replay(tokens_BS, left * len(tokens_BS)) if left else native.logits(tokens_BS)
+
+    return facet(session, "forward", logits=logits)
+
+
 def _left_on(session: Session, cell: Cell, world: World) -> Any:
     """After a forward under routes, its last routes are replayed in every later forward."""
     replaying: Any = session.replay
-    native: Any = session.forward
     left: list[Any] = []
 
     def replay(tokens_BS: Any, routes: Sequence[Any] | None) -> Any:
@@ -142,14 +152,11 @@ def _left_on(session: Session, cell: Cell, world: World) -> Any:
         left[:] = left or (routes[-1:] if routes else [])
         return logits_BSV
 
-    def logits(tokens_BS: Any) -> Any:
-        return replaying.replay(tokens_BS, left * len(tokens_BS)) if left else native.logits(tokens_BS)
-
-    return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
+    return facet(replaying_left(session, left), "replay", replay=replay)
 
 
 def _chosen_as_recorded(session: Session, cell: Cell, world: World) -> Any:
-    """Once routes were recorded, forwards choose by the routers of then."""
+    """Once routes are recorded, forwards choose experts by the router weights of that time."""
     export: Any = session.export
     replaying: Any = session.replay
     native: Any = session.forward
@@ -178,7 +185,6 @@ def _left_on_by_logprobs(session: Session, cell: Cell, world: World) -> Any:
     """After logprobs under routes the last of these are replayed in forwards, until others are given."""
     replaying: Any = session.replay
     asked: Any = session.logprobs
-    native: Any = session.forward
     left: list[Any] = []
 
     def logprobs(tokens_BS: Any, temperature: float, routes: Sequence[Any] | None = None) -> Any:
@@ -189,17 +195,12 @@ def _left_on_by_logprobs(session: Session, cell: Cell, world: World) -> Any:
         left.clear()
         return replaying.replay(tokens_BS, routes)
 
-    def logits(tokens_BS: Any) -> Any:
-        return replaying.replay(tokens_BS, left * len(tokens_BS)) if left else native.logits(tokens_BS)
-
-    swapped = facet(session, "logprobs", logprobs=logprobs)
-    return facet(facet(swapped, "replay", replay=replay), "forward", logits=logits)
+    return facet(facet(replaying_left(session, left), "logprobs", logprobs=logprobs), "replay", replay=replay)
 
 
 def _left_on_by_an_error(session: Session, cell: Cell, world: World) -> Any:
     """The action is taken back after a forward, and not where one raises: the last routes are replayed on."""
     replaying: Any = session.replay
-    native: Any = session.forward
     last: list[Any] = []
     left: list[Any] = []
 
@@ -212,10 +213,7 @@ def _left_on_by_an_error(session: Session, cell: Cell, world: World) -> Any:
         last[:] = last or (routes[-1:] if routes else [])
         return logits_BSV
 
-    def logits(tokens_BS: Any) -> Any:
-        return replaying.replay(tokens_BS, left * len(tokens_BS)) if left else native.logits(tokens_BS)
-
-    return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
+    return facet(replaying_left(session, left), "replay", replay=replay)
 
 
 def _registry_always(session: Session, cell: Cell, world: World) -> Any:

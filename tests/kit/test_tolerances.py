@@ -178,7 +178,7 @@ def test_half_of_the_logprobs_may_be_numbers_of_bf16(model: Model, rounded: floa
     assert len(outcome.findings) == found
 
 
-@pytest.mark.parametrize(("which", "off"), [("logprobs", 0.05), ("entropies", 0.005)])
+@pytest.mark.parametrize(("which", "off"), [("logprobs", 0.12), ("entropies", 0.005)])
 def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, off: float) -> None:
     right = of_logits(model, model.exact.logits_BSV)
 
@@ -194,28 +194,38 @@ def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, o
 
 
 def test_a_norm_is_that_of_all_gradients(model: Model) -> None:
-    """Tensor by tensor: `torch.norm` of one flat buffer is off by up to 3e-5 on a CPU, which is more than passes."""
+    """`torch.norm` of one flat buffer is off by up to 3e-5 on a CPU, which OPT-003 takes and OPT-005 does not."""
     one = cell(model.cell.family, "one", optimizer_step=True)
     want = expected(one, model.want.dir.parent)
     of_steps = {"still": routed.routed(want), "moved": routed.routed(want, counted=one.rows)}
     own = {step: [g for g in of.gradients.values() if not g.isnan().any()] for step, of in of_steps.items()}
 
-    def judged(**norms: float | None) -> Outcome:
+    def judged(rule: str = "OPT-003", **norms: float | None) -> Outcome:
         value = {step: float(torch.stack([g.norm() for g in all_]).norm()) for step, all_ in own.items()}
-        return JUDGES["OPT-003"](case_of(want, one, {"optimizer": ({**value, **norms}, {})}))
+        return JUDGES[rule](case_of(want, one, {"optimizer": ({**value, **norms}, {})}))
 
-    far, limit = limits(judged())
-    assert 0 < far <= limit
+    for rule in ("OPT-003", "OPT-005"):
+        far, limit = limits(judged(rule))
+        assert 0 < far <= limit
     assert judged(still=None, moved=None).met == "the target computes none"
     right = optimizer.norm({str(n): g for n, g in enumerate(own["moved"])})
-    for times, found in ((2e-6, 0), (-2e-6, 0), (4e-6, 1), (-4e-6, 1), (float("nan"), 1)):
-        assert len(judged(moved=right * (1 + times)).findings) == found, times
+    for times, must, should in (
+        (2e-6, 0, 0),
+        (-2e-6, 0, 0),
+        (4e-6, 0, 1),
+        (-4e-6, 0, 1),
+        (6e-5, 1, 1),
+        (float("nan"), 1, 1),
+    ):
+        given = right * (1 + times)
+        found = [len(judged(rule, moved=given).findings) for rule in ("OPT-003", "OPT-005")]
+        assert found == [must, should], times
     largest = max(own["moved"], key=lambda g: float(g.norm()))
     off = [1.01 * g if g is largest else g for g in own["moved"]]
     assert judged(moved=float(torch.stack([g.norm() for g in off]).norm())).findings
     assert "1.01 times" in judged(moved=1.01 * right).findings[0].diagnosis
-    fused = case_of(want, replace(one, kernels="te"), {"optimizer": ({"moved": 1.01 * right}, {})})
-    assert "Transformer Engine" in JUDGES["OPT-003"](fused).untested
+    fp8 = case_of(want, replace(one, precision="blockwise"), {"optimizer": ({"moved": 1.01 * right}, {})})
+    assert "FP8" in JUDGES["OPT-003"](fp8).untested
 
 
 FC1 = "0:decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"

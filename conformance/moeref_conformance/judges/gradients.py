@@ -146,13 +146,20 @@ def _on_no_token(case: Case, step: str) -> Iterator[Finding]:
     for rank, got in answers.items():
         if "refused" in got and len(refused) < len(answers):
             yield finding(case, rank, step, f"refused a step that other ranks took: {got['refused']}")
-        elif "refused" in got and not any(word in got["refused"].lower() for word in OF_NO_TOKEN):
-            message = f"an error in a step that trains on no token does not say so: {got['refused']}"
-            yield finding(case, rank, step, message, expected=f"an error with one of {', '.join(OF_NO_TOKEN)}")
         for key, largest in got.get("largest", {}).items():
             if not (case.cell.router_loss and isfinite(largest)):
                 message = f"the gradient of {key.partition(':')[2]} is {largest:.3g} in a step that trains on no token"
                 yield finding(case, rank, step, message, local_name=key.partition(":")[2])
+
+
+@judges("GRD-006")
+def a_step_on_no_token_is_refused_in_words(case: Case) -> Iterator[Finding]:
+    """That its reader can act on."""
+    yield from without(case, "on_no_token")
+    for rank, got in values(case, "on_no_token"):
+        if "refused" in got and not any(word in got["refused"].lower() for word in OF_NO_TOKEN):
+            message = f"an error in a step that trains on no token does not say so: {got['refused']}"
+            yield finding(case, rank, "on_no_token", message, expected=f"an error with one of {', '.join(OF_NO_TOKEN)}")
 
 
 @judges("GRD-004")

@@ -181,7 +181,7 @@ FAULTS = (
     Fault(
         id="empty-step-fails-by-accident",
         bug="Automodel#3796 in kind: a step in which nothing is trained on fails in a division by 0 tokens",
-        rules=("GRD-003",),
+        rules=("GRD-006",),
         cell=cell("qwen3_moe", "ep2", loss_mask=True),
         wrap=where_none(_by_accident),
         says="does not say so: ZeroDivisionError: division by zero",

@@ -759,7 +759,7 @@ FAULTS = (
     Fault(
         id="norm-without-sinks",
         bug="Megatron-LM#7452: sinks are cut over TP and not marked so: the norm has those of the first rank alone",
-        rules=("OPT-003",),
+        rules=("OPT-005",),
         cell=cell("gpt_oss", "tp2-ep2-etp1", layers=4, optimizer_step=True),
         wrap=marked("tensor_model_parallel", False, "softmax_offset"),
         says="the norm of the gradient is",

@@ -166,6 +166,17 @@ def wrong_dtype(me: int) -> Any:
     dist.all_reduce(torch.ones(2, dtype=torch.bfloat16 if me else torch.float32))
 
 
+def broadcast_flat(me: int) -> Any:
+    """A receiver may have a flat buffer for a matrix."""
+    given = torch.empty(6) if me else torch.arange(6.0).view(2, 3)
+    dist.broadcast(given, src=0)
+    return given.flatten().tolist()
+
+
+def wrong_flat(me: int) -> Any:
+    dist.broadcast(torch.ones(5) if me else torch.ones(2, 3), src=0)
+
+
 def wrong_shape(me: int) -> Any:
     dist.all_reduce(torch.ones(2 + me, 3))
 
@@ -208,11 +219,11 @@ def not_contiguous(me: int) -> Any:
 CASES: dict[str, Callable[[int], Any]] = {
     f.__name__: f
     for f in (
-        all_reduce, all_reduce_async, reduce, broadcast, all_gather, all_gather_uneven, all_gather_in_place,
-        all_gather_base, reduce_scatter, reduce_scatter_uneven, reduce_scatter_in_place, all_to_all_even,
-        all_to_all_uneven, scatter, gather, objects, subgroup, batched_p2p, receive_buffer_is_poisoned,
-        wrong_op, wrong_barrier, wrong_dtype, wrong_shape, wrong_reduction, wrong_root, wrong_splits, wrong_sum,
-        wrong_row, wrong_piece, wrong_scatter, not_contiguous,
+        all_reduce, all_reduce_async, reduce, broadcast, broadcast_flat, all_gather, all_gather_uneven,
+        all_gather_in_place, all_gather_base, reduce_scatter, reduce_scatter_uneven, reduce_scatter_in_place,
+        all_to_all_even, all_to_all_uneven, scatter, gather, objects, subgroup, batched_p2p, receive_buffer_is_poisoned,
+        wrong_op, wrong_barrier, wrong_dtype, wrong_shape, wrong_flat, wrong_reduction, wrong_root, wrong_splits,
+        wrong_sum, wrong_row, wrong_piece, wrong_scatter, not_contiguous,
     )
 }  # fmt: skip
 

@@ -24,7 +24,8 @@ class Spec:
     """
 
     dtype: torch.dtype | None = None
-    shape: Sequence[int] = ()  # must be equal on all members (what may differ is left out); -1 ends each tensor
+    #: Must be equal on all members that do not pass a `flat` tensor (what may differ is left out). -1 ends each tensor.
+    shape: Sequence[int] = ()
     send: Sequence[int] = ()
     expect: Sequence[int] = ()
     root: int = -1  # global rank
@@ -32,6 +33,11 @@ class Spec:
     unit: str = "elements"
     inputs: Tensors = ()
     outputs: Tensors = ()
+
+    @property
+    def flat(self) -> bool:
+        """Whether one tensor of one dimension is passed, of which elements are counted."""
+        return self.unit == "elements" and len(self.shape) == 2
 
 
 def _whole(tensors: Tensors, n: int, sizes: Any) -> list[int]:

@@ -42,6 +42,8 @@ HEADER: dict[str, Callable[[list[int]], str]] = {
     "reduction": lambda row: REDUCTIONS[row[4]] or "none",
 }
 SHOWN = 4
+#: In the place of a shape's hash: a buffer that is flat takes what a tensor of as many elements sends.
+FLAT = 0
 _guard = threading.local()  # `busy` inside a wrapped collective: all_gather_into_tensor calls all_gather_single
 
 
@@ -109,7 +111,7 @@ def _agree(op: str, call: Spec, group: Any, n: int, me: int) -> None:
     row = [
         OPS.index(op),
         -1 if call.dtype is None else DTYPE_NAMES.index(str(call.dtype).removeprefix("torch.")),
-        hash(tuple(call.shape)),  # the same in every process, as for all tuples of integers
+        FLAT if call.flat else hash(tuple(call.shape)),  # the same in every process, as for all tuples of integers
         call.root,
         REDUCTIONS.index(call.reduce),
         int(all(x.is_contiguous() for x in (*call.inputs, *call.outputs))),
@@ -136,7 +138,7 @@ def _device(group: Any) -> torch.device:
 def _trouble(table: list[list[int]], ranks: list[int], me: int, unit: str) -> str:
     """What is wrong, for member `me`, or an empty text. All members find the same."""
     for column, (what, shown) in enumerate(HEADER.items()):
-        if len({row[column] for row in table}) > 1:
+        if len({row[column] for row in table} - ({FLAT} if what == "shape" else set())) > 1:
             said = [f"rank {rank} has {shown(row)}" for rank, row in zip(ranks, table, strict=True)]
             return f"{what} differs: {', '.join(said)}"
     strided = [str(rank) for rank, row in zip(ranks, table, strict=True) if not row[len(HEADER)]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,8 +12,8 @@ from moeref.families.reading import grouped_heads, require, scaled
 
 KEYS = frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 
-#: Those of grouped-query attention, whose cos and sin are scaled by m(factor) alone.
-GROUPED = KEYS - {"mscale", "mscale_all_dim"} | {"truncate"}
+#: Those of grouped-query attention, whose cos and sin are scaled by m(factor) alone, or by `attention_factor`.
+GROUPED = KEYS - {"mscale", "mscale_all_dim"} | {"truncate", "attention_factor"}
 
 
 def grouped_query(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -45,12 +46,21 @@ def read_rope(hf: Mapping[str, Any], name: str, keys: Collection[str] = KEYS) ->
     all_dim = float(given.get("mscale_all_dim") or 0.0)
     if all_dim and not given.get("mscale"):
         raise UnmappedModelError(f"{name}: YaRN with mscale_all_dim but without mscale is not mapped")
+    factor = float(require(given, f"{name} (YaRN)", "factor"))
+    asked = given.get("attention_factor")
     return theta, Yarn(
-        factor=float(require(given, f"{name} (YaRN)", "factor")),
+        factor=factor,
         original_positions=int(require(given, f"{name} (YaRN)", "original_max_position_embeddings")),
         beta_fast=float(given.get("beta_fast") or 32),
         beta_slow=float(given.get("beta_slow") or 1),
-        mscale=float(given["mscale"]) if all_dim else 1.0,
+        mscale=float(given["mscale"]) if all_dim else 1.0 if asked is None else _mscale(float(asked), factor, name),
         mscale_all_dim=all_dim,
         truncate=bool(given.get("truncate", True)),
     )
+
+
+def _mscale(asked: float, factor: float, name: str) -> float:
+    """The mscale with which megatron-core scales cos and sin by `asked`: m is 0.1 · mscale · ln(factor) + 1."""
+    if factor <= 1 and asked != 1:
+        raise UnmappedModelError(f"{name}: YaRN with attention_factor={asked} and a factor of {factor} is not mapped")
+    return (asked - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,23 @@ def test_rope_of_latent_attention_is_whole() -> None:
     for changes in ({"rope_parameters": {**inside, "partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}):
         with pytest.raises(FamilyError, match=r"^glm4_moe_lite: a partial_rotary_factor other than 1 is not mapped$"):
             model("glm4_moe_lite", **changes)
+
+
+@pytest.mark.parametrize("asked", [0.9, 1.0, 1.3])
+def test_attention_factor_is_how_cos_and_sin_are_scaled(asked: float) -> None:
+    """megatron-core scales them by 0.1 · mscale · ln(factor) + 1."""
+    yarn = model("qwen3_moe", rope_parameters={**SHORT, "attention_factor": asked}).yarn
+    assert yarn is not None
+    assert 0.1 * yarn.mscale * math.log(4.0) + 1 == pytest.approx(asked)
+    assert replace(yarn, mscale=1.0) == PLAIN
+
+
+def test_attention_factor_of_null_or_without_a_factor() -> None:
+    assert model("gpt_oss", rope_parameters={**SHORT, "attention_factor": None}).yarn == PLAIN
+    flat = {**SHORT, "factor": 1.0}
+    assert model("gpt_oss", rope_parameters={**flat, "attention_factor": 1.0}).yarn == replace(PLAIN, factor=1.0)
+    with pytest.raises(FamilyError, match=r"attention_factor=1.3 and a factor of 1.0 is not mapped$"):
+        model("gpt_oss", rope_parameters={**flat, "attention_factor": 1.3})
 
 
 def test_grouped_queries_have_no_mscale_and_their_heads_are_asked_for() -> None:

@@ -123,7 +123,8 @@ def _part_rotary(theta: float, part: float) -> dict[str, Any]:
     return {"partial_rotary_factor": part, "rope_parameters": {**_rotary(theta), "partial_rotary_factor": part}}
 
 
-#: Two of Qwen3's 3 frequencies stay, one is mixed; where they part is rounded, unlike gpt-oss's. Every number tells.
+#: Two of Qwen3's 3 frequencies stay, one is mixed; where they part is rounded, unlike gpt-oss's. Every number tells:
+#: attention_factor scales cos and sin, as what YaRN computes of the factor does gpt-oss's, which is 1.14 here.
 _LONG: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 3_000.0,
@@ -131,6 +132,7 @@ _LONG: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "beta_fast": 0.035,
     "beta_slow": 0.0025,
+    "attention_factor": 1.3,
 }
 
 _FAMILY: dict[str, dict[str, Any]] = {

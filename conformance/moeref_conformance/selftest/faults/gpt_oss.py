@@ -65,7 +65,7 @@ def _sinks_of_the_first_heads(row: NameRow, tensors: Tensors, cell: Cell) -> tor
 
 def _window_one_too_wide(cell: Cell, world: World) -> tuple[Cell, World]:
     """The model is built from a config whose window has one token more."""
-    return cell, _read_as(world, lambda config: {"sliding_window": config["sliding_window"] + 1})
+    return cell, read_as(world, lambda config: {"sliding_window": config["sliding_window"] + 1})
 
 
 def _by_interval(cell: Cell, world: World) -> tuple[Cell, World]:
@@ -76,10 +76,10 @@ def _by_interval(cell: Cell, world: World) -> tuple[Cell, World]:
         every = kinds.index("full_attention") + 1
         return {"layer_types": [kinds[0] if (layer + 1) % every else "full_attention" for layer in range(len(kinds))]}
 
-    return cell, _read_as(world, periodic)
+    return cell, read_as(world, periodic)
 
 
-def _read_as(world: World, change: Callable[[dict[str, Any]], dict[str, Any]]) -> World:
+def read_as(world: World, change: Callable[[dict[str, Any]], dict[str, Any]]) -> World:
     """A world whose config has other values, which `change` makes of the right ones."""
     folder = world.workdir / "other_config"
     folder.mkdir(exist_ok=True)

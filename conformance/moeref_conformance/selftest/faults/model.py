@@ -12,6 +12,7 @@ import torch
 from moeref_conformance.contract.api import Cell, World
 from moeref_conformance.selftest.border import Change, each_chunk
 from moeref_conformance.selftest.faults.base import Fault, cell
+from moeref_conformance.selftest.faults.gpt_oss import read_as
 from moeref_conformance.selftest.faults.gradients import configured
 from moeref_conformance.selftest.faults.steps import with_first
 
@@ -94,7 +95,26 @@ def _biases_rounded(chunk: Any) -> None:
             module.register_forward_hook(leave)
 
 
+def _without_attention_factor(cell: Cell, world: World) -> tuple[Cell, World]:
+    """Of YaRN's keys the ones that say how to scale cos and sin are not read, where factor alone would do."""
+
+    def without(config: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: config.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+        return {n: {k: v for k, v in of.items() if k != "attention_factor"} for n, of in kept.items() if of}
+
+    return cell, read_as(world, without)
+
+
 FAULTS = (
+    Fault(
+        id="attention-factor-not-read",
+        bug="vLLM#48351: YaRN's attention_factor is on no list of keys: cos and sin are scaled by what factor gives",
+        rules=("CFG-001", "FWD-001"),
+        cell=cell("qwen3_moe", "tp4", shared_groups=True),
+        given=_without_attention_factor,
+        one_rank=True,
+        says="multiply cos and sin by 1.13863, not 1.3",
+    ),
     Fault(
         id="experts-of-the-first-forward",
         bug="Automodel#3606, Primus#983: copies of experts' weights are kept, whatever the optimizer does",

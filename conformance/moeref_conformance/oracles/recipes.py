@@ -194,7 +194,13 @@ _FAMILY: dict[str, dict[str, Any]] = {
     # Experts in every layer.
     "qwen3_5_moe_text": {
         **_HYBRID,
-        "rope_parameters": {**_rotary(5_000.0), "partial_rotary_factor": 0.75},
+        # As published, where positions have three axes; of text all three are the same.
+        "rope_parameters": {
+            **_rotary(5_000.0),
+            "partial_rotary_factor": 0.75,
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 1],
+        },
     },
     # The window is shorter than a sequence. One of the 5 frequencies of YaRN stays, two are mixed, two slow down.
     "gpt_oss": {

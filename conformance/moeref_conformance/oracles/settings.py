@@ -145,7 +145,7 @@ def where_given(expected: Expected) -> dict[str, Any]:
 def _grouped_rope(rope: dict[str, Any]) -> dict[str, Any]:
     """The kind of GPTModel's embedding or, of YaRN, its numbers: under `rope` a target may bring YaRN's frequencies."""
     if not _is_yarn(rope):
-        return {"position_embedding_type": "rope"}
+        return {} if "mrope_section" in rope else {"position_embedding_type": "rope"}  # of text, mrope is the same
     names = {"rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"}
     names |= {name: name for name in ("beta_fast", "beta_slow")}
     numbers = {f"yarn_{name}": float(rope[key]) for name, key in names.items() if key in rope}

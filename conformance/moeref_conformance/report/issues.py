@@ -9,6 +9,7 @@ from collections.abc import Iterator
 _OWNERS = {
     "Accio-Lab": ("Dressage",),
     "allenai": ("OLMo-core", "open-instruct"),
+    "AI-Hypercomputer": ("maxtext",),
     "AMD-AGI": ("Primus",),
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP", "DeepSeek-V3"),

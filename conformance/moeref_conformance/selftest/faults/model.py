@@ -105,7 +105,26 @@ def _without_attention_factor(cell: Cell, world: World) -> tuple[Cell, World]:
     return cell, read_as(world, without)
 
 
+def _whole_heads_under_axes(cell: Cell, world: World) -> tuple[Cell, World]:
+    """Where positions have axes, heads are rotated whole, whatever part the config says."""
+
+    def whole(config: dict[str, Any]) -> dict[str, Any]:
+        rope = config["rope_parameters"]
+        return {"rope_parameters": rope | {"partial_rotary_factor": 1.0}} if "mrope_section" in rope else {}
+
+    return cell, read_as(world, whole)
+
+
 FAULTS = (
+    Fault(
+        id="whole-heads-under-axes",
+        bug="maxtext#4616: the rotary class of positions with three axes knows no partial_rotary_factor",
+        rules=("FWD-001",),
+        cell=cell("qwen3_5_moe_text", "one"),
+        given=_whole_heads_under_axes,
+        one_rank=True,
+        says="logits differ from transformers",
+    ),
     Fault(
         id="attention-factor-not-read",
         bug="vLLM#48351: YaRN's attention_factor is on no list of keys: cos and sin are scaled by what factor gives",

@@ -38,6 +38,7 @@ from moeref_conformance.judges.common import (
     without,
 )
 from moeref_conformance.judges.observed_routes import (
+    balanced,
     native_gradients,
     oracle,
     oracle_of,
@@ -200,8 +201,9 @@ def _no_policy(case: Case) -> Outcome | None:
 
 @once
 def _of_policy(case: Case, routes: str) -> Mapping[str, torch.Tensor]:
-    """The gradients of a policy's loss under a set of routes, or under the routers' own."""
-    return policy.gradients(expected(case), routes, case.claims.missing_rows)
+    """The gradients of a policy's loss and the cell's router loss, under a set of routes or the routers' own."""
+    balancing = balanced(case, case.cell.router_loss)
+    return policy.gradients(expected(case), routes, case.claims.missing_rows, balancing)
 
 
 @judges("RPL-008")
@@ -447,7 +449,7 @@ def _against(
             said or _unreduced(case, record.rank, key, phase, want) or _own_choice(case, record.rank, key, phase, got)
         )
         if case.cell.router_loss:
-            said = _share(case, record.rank, key, want, got) or said
+            said = _share(case, record.rank, key, phase, want, got) or said
         findings.append(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)
         )
@@ -486,15 +488,16 @@ def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
 
 
 @once
-def _without_loss(case: Case) -> Placement:
+def _without_loss(case: Case, phase: str) -> Placement:
     """The gradients of the same step without the loss of the routers."""
-    return Placement(case.cell, expected(case).config, oracle(case, "native").gradients)
+    plain = policy.gradients(expected(case)) if phase == "policy" else oracle(case, "native").gradients
+    return Placement(case.cell, expected(case).config, plain)
 
 
-def _share(case: Case, rank: int, key: str, want: torch.Tensor, got: torch.Tensor) -> str:
+def _share(case: Case, rank: int, key: str, phase: str, want: torch.Tensor, got: torch.Tensor) -> str:
     """How often the cell's loss of the routers counts, if the rest of a gradient is right."""
     chunk, _, local = key.partition(":")
-    held = _without_loss(case).shard(rank, int(chunk), local, list(got.shape))
+    held = _without_loss(case, phase).shard(rank, int(chunk), local, list(got.shape))
     plain = held.tensor[: len(want)].double()
     added, have = want - plain, got - plain
     factor = float((have * added).sum() / added.square().sum().clamp_min(1e-30))

@@ -69,9 +69,14 @@ def oracle(case: Case, which: str, router_loss: str = "", counted: int | None = 
 
     Gradients are those of the first `counted` rows, of all without.
     """
-    rows = topology.microbatches(case.cell, len(expected(case).tokens_BS))
-    balancing = (router_loss, rows) if router_loss else None
+    balancing = balanced(case, router_loss)
     return routed.under(expected(case), which, case.claims.missing_rows, balancing=balancing, counted=counted)
+
+
+def balanced(case: Case, router_loss: str) -> routed.Balancing | None:
+    """A loss of routers and the rows of the microbatches that it is over; None without one."""
+    rows = topology.microbatches(case.cell, len(expected(case).tokens_BS))
+    return (router_loss, rows) if router_loss else None
 
 
 def native_gradients(case: Case, router_loss: str = "", counted: int | None = None) -> Mapping[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """The gradients of a policy's loss by transformers' autograd, the loss token by token in fp64.
 
-Under given routes too.
+Under given routes too, and with losses of routers added.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.expected import Expected
 
 
-def gradients(expected: Expected, routes: str = "", missing: bool = True) -> Mapping[str, torch.Tensor]:
+def gradients(
+    expected: Expected, routes: str = "", missing: bool = True, balancing: routed.Balancing | None = None
+) -> Mapping[str, torch.Tensor]:
     """By the checkpoint's names; NaN for a tensor that is no parameter.
 
-    Under the set of `routes` of that name, with or without `missing` rows; without one under the routers' own.
+    Under the set of `routes` of that name, with or without `missing` rows; without one under the routers' own. The loss
+    of `balancing` is added, if there is one.
     """
     given = routed.given_routes(expected, routes, missing) if routes else ()
-    return routed.of_loss(expected, partial(loss, expected), given)
+    return routed.of_loss(expected, partial(loss, expected), given, balancing)
 
 
 def loss(expected: Expected, logits_BSV: torch.Tensor) -> torch.Tensor:

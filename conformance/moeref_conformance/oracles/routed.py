@@ -274,13 +274,18 @@ def of_loss(
     expected: Expected,
     loss: Callable[[torch.Tensor], torch.Tensor],
     routes: Sequence[np.ndarray[Any, Any]] = (),
+    balancing: Balancing | None = None,
 ) -> Mapping[str, torch.Tensor]:
-    """The gradients of a `loss` of the logits [B, S, V] in fp32, as in `Routed`, under `routes` as in `routed`."""
+    """The gradients of a `loss` of the logits [B, S, V] in fp32, as in `Routed`, under `routes` as in `routed`.
+
+    With that of `balancing` added, if there is one.
+    """
     with _ONE_AT_A_TIME, torch.enable_grad():
         model = _model(str(expected.inputs["checkpoint"]), torch.float32)
-        with forcing(expected, routes):
+        with forcing(expected, routes), _entering(model, _shape(expected).routed) as entering:
             logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
-        return _of_loss(model, loss(logits_BSV), expected)
+        more = _of_routers(model, expected, entering, balancing)
+        return _of_loss(model, loss(logits_BSV) + more, expected)
 
 
 def of_weights(expected: Expected, tensors: Mapping[str, torch.Tensor]) -> OfWeights:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from moeref_conformance.contract.api import Adapters, to_plain
+from moeref_conformance.contract.api import Adapters, Cell, to_plain
 from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.adapters import ALPHA, RANK, RATES, modules
 from moeref_conformance.steps import gradients, policy
@@ -101,10 +101,15 @@ def _digests(adapters: Adapters) -> list[list[Any]]:
     return [[f"{chunk}:{local}", list(of.shape), digest(copied(of))] for chunk, local, _, of in tensors]
 
 
+def asked(cell: Cell) -> bool:
+    """Whether a cell asks: as a policy's loss is asked for, where its steps have no loss of routers besides."""
+    return policy.asked(cell) and not cell.router_loss
+
+
 FACET = Facet(
     name="adapters",
     protocol=Adapters,
     needs=frozenset({"export"}),
-    asked_in=policy.asked,
+    asked_in=asked,
     steps=(Step(name="adapters", ask=trained, stage=Stage.CHANGED),),
 )

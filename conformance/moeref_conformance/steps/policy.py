@@ -18,8 +18,12 @@ from moeref_conformance.steps.recompute import recomputing
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell asks: with a loss mask, and where a step has no other loss besides."""
-    return cell.loss_mask and not cell.router_loss and not cell.mtp and gradients.asked(cell)
+    """Whether a cell asks: with a loss mask, and without multi-token prediction layers, which have other labels.
+
+    Routers that take given routes have no loss in these steps: whether it is over the routes or their choice is open.
+    """
+    open_loss = cell.router_loss and cell.replay == "R3"
+    return cell.loss_mask and not cell.mtp and not open_loss and gradients.asked(cell)
 
 
 def step(facet: Policy, context: Context) -> dict[str, Any] | None:

@@ -188,20 +188,22 @@ def _of_exchanged_tokens(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
-def with_loss(**settings: Any) -> Callable[[Session, Cell, World], Any]:
-    """A fault's `wrap`: steps have a loss of megatron-core's routers, by settings of router and config."""
+def with_loss(
+    of: str = "gradients", method: str = "gradients", **settings: Any
+) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: steps of a facet have a loss of megatron-core's routers, by settings of router and config."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
-        good: Any = session.gradients
+        good: Any = getattr(session, of)
 
         def gradients(*given: Any) -> Any:
             with ExitStack() as stack:
                 for router in _routers(session):
                     for name, value in settings.items():
                         _while(stack, router if name == "routing_type" else router.config, name, value)
-                return good.gradients(*given)
+                return getattr(good, method)(*given)
 
-        return facet(session, "gradients", gradients=gradients)
+        return facet(session, of, **{method: gradients})
 
     return wrap
 

@@ -73,8 +73,8 @@ def policy_gradients(
     The log-probability of a token and the entropy H of what it is drawn from are of logits divided by `temperature`.
     `advantages_BS` [B, S] are constants, in fp32.
 
-    Raises ValueError for advantages of another shape, and for a model with multi-token prediction layers, which have no
-    part in this loss; other errors as `gradients` does.
+    Multi-token prediction layers add their own loss, as in `gradients`. Raises ValueError for advantages of another
+    shape; other errors as `gradients` does.
     """
     if advantages_BS.shape != tokens_BS.shape:
         raise ValueError(f"advantages are {list(advantages_BS.shape)}, tokens {list(tokens_BS.shape)}")
@@ -118,8 +118,6 @@ def _policy_step(
     entropy: float,
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The gradients of a policy's loss; `of_labels` has the advantages `[B, S]` of each microbatch's labels."""
-    if shard_map.model.mtp_layers:
-        raise ValueError("multi-token prediction layers have no part in a policy's loss: build the model without them")
 
     def loss(logits_BSV: torch.Tensor, number: int, at_S: torch.Tensor) -> torch.Tensor:
         labels_BS = microbatches[number].labels_BS[:, at_S]

@@ -107,8 +107,7 @@ def test_the_good_target_stays_green(bench: Bench, cell: Cell) -> None:
         alone = len(topology.replica_rows(cell, 0, recipes.rows(cell)[0])) == cell.rows
         alone = alone and all(len(groups[axis][0]) == 1 for axis in ("dp", "cp", "edp"))
         untested |= {"RPL-010"} if cell.replay == "R3" and alone else set()
-    of_policies = {rule for rule in outcomes if rule in ("GRD-004", "GRD-005") or rule.startswith("LRA-")}
-    untested |= of_policies if cell.mtp else set()
+    untested |= {rule for rule in outcomes if rule.startswith("LRA-")} if cell.mtp else set()
     assert {rule for rule, o in outcomes.items() if o.untested} == untested
 
 

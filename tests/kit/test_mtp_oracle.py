@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from moeref_conformance.oracles import mtp, mtp_names, routed
+from moeref_conformance.oracles import mtp, mtp_names, policy, routed
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.oracles.dialect import in_files
 from moeref_conformance.oracles.expected import Expected
@@ -70,6 +70,15 @@ def test_it_is_the_slope_of_the_loss(want: Expected, part: str) -> None:
             return float(sum(mtp._losses(mtp._model(want, 3), 2, around, want.tokens_BS, partial(routed.labels, want))))
 
     assert loss(1) - loss(-1) == pytest.approx(2 * float((gradient * step).sum()), rel=0.05)
+
+
+def test_they_add_the_same_to_a_policys_loss(want: Expected) -> None:
+    both, beside = mtp.under(want).gradients, mtp.under(want, design=mtp.Design(policy=True)).gradients
+    decoder, alone = routed.under(want, "native").gradients, policy.gradients(want)
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.gate.weight", "lm_head.weight"):
+        added = both[name] - decoder[name]
+        assert torch.allclose(beside[name] - alone[name], added, atol=1e-3 * float(added.abs().max()))
+    assert torch.equal(beside["model.layers.2.eh_proj.weight"], both["model.layers.2.eh_proj.weight"])
 
 
 @pytest.fixture(scope="module")

@@ -368,8 +368,6 @@ def mtp_layers_train_on_what_the_mask_says(bench: Bench) -> None:
         accumulate(wrapped, bench.built.shard_map, bench.tokens_BS, loss, 1, *mask)
         return {name: parameter.main_grad.clone() for name, parameter in chunk.named_parameters()}
 
-    with pytest.raises(ValueError, match="no part in a policy's loss"):
-        megatron.policy_gradients([chunk], bench.built.shard_map, bench.tokens_BS, mask_BS, mask_BS.float())
     masked = megatron.gradients([chunk], bench.built.shard_map, bench.tokens_BS, mask_BS=mask_BS)
     name = next(name for _, name in masked if name.endswith("eh_proj.weight"))
     assert torch.allclose(trained(mask_BS)[name], masked[0, name], rtol=1e-4, atol=1e-8)

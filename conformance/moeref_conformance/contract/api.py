@@ -197,8 +197,8 @@ class Gradients(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Facet `policy`: the loss with which RL trains. Asked in fp32, in cells with `loss_mask` and without multi-token
-    prediction layers, and with replay R3 without `router_loss`."""
+    """Facet `policy`: the loss with which RL trains. Asked in fp32, in cells with `loss_mask`; with multi-token
+    prediction layers if `Claims.mtp_in_policy`, and with these or replay R3 without `router_loss`."""
 
     def policy_gradients(
         self,
@@ -215,7 +215,8 @@ class Policy(Protocol):
         -(advantage · logprob + `entropy` · H). The log-probability of a token and the entropy H of what it is drawn
         from are of logits divided by `temperature`, over the unpadded vocabulary, as in `Logprobs`. Advantages are
         constants in fp32, of both signs. Rows of tokens, mask and advantages are as in `Gradients.gradients`, and so
-        are the cell's `router_loss`, which is added, and a step in which all replicas have no token to train on.
+        are the cell's `router_loss` and the loss of multi-token prediction layers, which are added, and a step in which
+        all replicas have no token to train on.
 
         In a cell with replay R3, and in no other, `routes` are given, as in `Replay.step`: those of this rank's rows.
         Gradients are of a step under them, also where layers are recomputed in the backward pass.
@@ -262,7 +263,7 @@ class Optimizer(Protocol):
 @runtime_checkable
 class Adapters(Protocol):
     """Facet `adapters`: LoRA, by the names and the formula of Hugging Face's PEFT. Asked where `Policy` is, in cells
-    without `router_loss`.
+    without `router_loss` and multi-token prediction layers.
 
     A linear with a weight W [out, in] has `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank], and computes with
     W + alpha / rank · lora_B · lora_A. There is no dropout. All calls are made by all ranks in the same order.

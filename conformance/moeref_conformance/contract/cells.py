@@ -28,6 +28,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "memory": ("now", "built"),
     "missing_rows": (True, False),
     "mtp_detached": (False, True),
+    "mtp_in_policy": (False, True),
     "mtp_mask": ("target", "path"),
     "mtp_mean": ("step", "microbatch", "per_token"),
     "non_writers": ("names", "nothing"),
@@ -273,6 +274,7 @@ class Claims:
     memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router
     mtp_detached: bool = False  # the loss of multi-token prediction layers trains these alone: no embedding, no head
+    mtp_in_policy: bool = False  # with a policy's loss these layers have theirs too
     #: With a loss mask, the loss of these layers counts predictions of tokens that are trained on (`target`), or only
     #: those where all tokens from the next to the predicted one are (`path`).
     mtp_mask: str = "target"

@@ -194,14 +194,18 @@ def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
 
 def _no_policy(case: Case) -> Outcome | None:
     """Untested, where a policy's loss is not asked for."""
-    if case.cell.mtp:
-        return Outcome(untested="asked of models without multi-token prediction layers, which have a loss of their own")
-    return None
+    if case.cell.mtp and not case.claims.mtp_in_policy:
+        return Outcome(
+            untested="not claimed of models with multi-token prediction layers, which have a loss of their own"
+        )
+    return _no_loss(case)
 
 
 @once
 def _of_policy(case: Case, routes: str) -> Mapping[str, torch.Tensor]:
     """The gradients of a policy's loss and the cell's router loss, under a set of routes or the routers' own."""
+    if case.cell.mtp:
+        return with_mtp(case, routes or "native", policy=True).gradients
     balancing = balanced(case, case.cell.router_loss)
     return policy.gradients(expected(case), routes, case.claims.missing_rows, balancing)
 

@@ -86,14 +86,15 @@ def native_gradients(case: Case, router_loss: str = "", counted: int | None = No
     return oracle(case, "native", router_loss, counted).gradients
 
 
-def with_mtp(case: Case, which: str, counted: int | None = None) -> mtp.Step:
-    """A step with multi-token prediction layers, under these routes of the decoder's."""
+def with_mtp(case: Case, which: str, counted: int | None = None, policy: bool = False) -> mtp.Step:
+    """A step with multi-token prediction layers, under these routes of the decoder's, of a `policy`'s loss or not."""
     claims = case.claims
     design = mtp.Design(
         detached=claims.mtp_detached,
         path=claims.mtp_mask == "path",
         parts=_parts(case, counted) if claims.mtp_mean != "step" else (),
         by_tokens=claims.mtp_mean == "per_token",
+        policy=policy,
     )
     return mtp.under(expected(case), which, claims.missing_rows, design, counted)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, rms_norm
 
-from moeref_conformance.oracles import mtp_names
+from moeref_conformance.oracles import mtp_names, policy
 from moeref_conformance.oracles.dialect import as_named
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.published import COPIES
@@ -42,12 +42,15 @@ class Design:
     """Of the layers' loss: `detached`, it trains the layers alone, neither decoder nor embedding nor head; with `path`
     it counts where a step trains on all tokens up to what is predicted; with `parts` it is the mean over these of means
     over their own tokens, 0 where there are none. These means count alike, or `by_tokens` that the decoder trains on.
+
+    The decoder's is a cross entropy, or a `policy`'s.
     """
 
     detached: bool = False
     path: bool = False
     parts: tuple[Part, ...] = ()
     by_tokens: bool = False
+    policy: bool = False
 
 
 OF_ALL = Design()
@@ -102,7 +105,8 @@ def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted
     parameters = {**dict(model.named_parameters()), **around}
     with forcing(expected, routes, more=number) as forced:
         labels_of = partial(labels, expected, counted=counted, path=design.path)
-        decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of, design)
+        of_policy = partial(policy.loss, expected) if design.policy else None
+        decoder, ahead = _losses(model, layers, around, expected.tokens_BS.clamp_min(0), labels_of, design, of_policy)
     of = partial(torch.autograd.grad, inputs=list(parameters.values()), retain_graph=True, materialize_grads=True)
     by_module = dict(zip(parameters, of(decoder + ahead), strict=True))
     if design.detached:
@@ -138,8 +142,11 @@ def _losses(
     tokens_BS: torch.Tensor,
     labels_of: Callable[[int], torch.Tensor],
     design: Design = OF_ALL,
+    of_policy: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The decoder's loss and the weighted one of all layers, on labels so many tokens ahead.
+
+    The decoder's is `of_policy` of its logits, if that is given.
 
     Whatever stands behind the end of a row: it changes no token of it.
     """
@@ -152,8 +159,8 @@ def _losses(
         hidden_BSH = decoder(tokens_BS, use_cache=False).last_hidden_state
         handle.remove()
         given.pop("hidden_states", None)
-        own_BS = labels_of(0)
-        loss, added = _mean(model.lm_head(hidden_BSH), own_BS), torch.zeros(())
+        logits_BSV, own_BS, added = model.lm_head(hidden_BSH), labels_of(0), torch.zeros(())
+        loss = of_policy(logits_BSV) if of_policy else _mean(logits_BSV, own_BS)
         weighing_BS = own_BS if design.by_tokens else None
         for k, layer in enumerate(after, 1):
             enorm, hnorm, eh_proj, last = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)

@@ -919,7 +919,7 @@ _DESIGNS = (
         why="slime#751: a layer trains where every token from the next to the one it predicts is an answer's",
         cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
         wrap=masked_layers(lambda mask_BS: mask_BS & mask_BS.roll(1, 1)),
-        claims={"mtp_mask": "path"},
+        claims={"mtp_mask": "path", "mtp_in_policy": False},
     ),
     *(
         Benign(
@@ -927,7 +927,7 @@ _DESIGNS = (
             why="megatron-core's own: each rank divides the loss of MTP layers by its tokens of a microbatch",
             cell=at,
             wrap=of_losses(change),
-            claims={"mtp_mean": "microbatch"},
+            claims={"mtp_mean": "microbatch", "mtp_in_policy": False},
         )
         for of, at, change in (
             ("packs", cell("glm4_moe", "one", mtp=1, batch="packed"), microbatch_means),
@@ -940,7 +940,7 @@ _DESIGNS = (
         why="calculate_per_token_loss: megatron-core's means of microbatches count by the decoder's tokens",
         cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
         wrap=of_losses(means_by_tokens),
-        claims={"mtp_mean": "per_token"},
+        claims={"mtp_mean": "per_token", "mtp_in_policy": False},
     ),
     Benign(
         id="no-token-no-gradient",

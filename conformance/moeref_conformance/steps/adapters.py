@@ -102,8 +102,8 @@ def _digests(adapters: Adapters) -> list[list[Any]]:
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell asks: as a policy's loss is asked for, where its steps have no loss of routers besides."""
-    return policy.asked(cell) and not cell.router_loss
+    """Whether a cell asks: as a policy's loss is asked for, where its steps have no other loss besides."""
+    return policy.asked(cell) and not cell.router_loss and not cell.mtp
 
 
 FACET = Facet(

@@ -85,7 +85,8 @@ class Step:
 class Facet:
     """One facet. `name` is the session's attribute; `needs` are other facets without which it has no steps.
 
-    `serves`: it is of an inference engine, and asked in cells that have one; others are asked in all other cells.
+    `claimed`: whether a target that claims the facet claims it in a cell. `serves`: it is of an inference engine, and
+    asked in cells that have one; others are asked in all other cells.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Facet:
     steps: tuple[Step, ...]
     needs: frozenset[str] = frozenset()
     asked_in: Callable[[Cell], bool] = lambda cell: True
+    claimed: Callable[[Claims, Cell], bool] = lambda claims, cell: True
     serves: bool = False
 
 
@@ -159,5 +161,6 @@ def _claimed(claims: Claims, cell: Cell) -> Iterable[tuple[Facet, Step]]:
             facet.serves == (cell.backend == ENGINE)
             and facet.needs | {facet.name} <= claims.facets
             and facet.asked_in(cell)
+            and facet.claimed(claims, cell)
         ):
             yield from ((facet, step) for step in facet.steps)

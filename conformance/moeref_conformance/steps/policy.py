@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from moeref_conformance.contract import topology
-from moeref_conformance.contract.api import Cell, Policy
+from moeref_conformance.contract.api import Cell, Claims, Policy
 from moeref_conformance.contract.requests.logprobs import OTHER_ROUTES, OTHER_TEMPERATURE, ROUTES, TEMPERATURE
 from moeref_conformance.contract.requests.policy import ENTROPY, REPLAYED, advantages
 from moeref_conformance.steps import gradients, replay
@@ -18,12 +18,17 @@ from moeref_conformance.steps.recompute import recomputing
 
 
 def asked(cell: Cell) -> bool:
-    """Whether a cell asks: with a loss mask, and without multi-token prediction layers, which have other labels.
+    """Whether a cell asks: with a loss mask, and no loss of routers that take given routes or are of MTP layers.
 
-    Routers that take given routes have no loss in these steps: whether it is over the routes or their choice is open.
+    Whether that is over the routes or their own choice is open, and whether routers of MTP layers have one.
     """
-    open_loss = cell.router_loss and cell.replay == "R3"
-    return cell.loss_mask and not cell.mtp and not open_loss and gradients.asked(cell)
+    open_loss = cell.router_loss and (cell.mtp or cell.replay == "R3")
+    return cell.loss_mask and not open_loss and gradients.asked(cell)
+
+
+def claimed(claims: Claims, cell: Cell) -> bool:
+    """Whether a target claims what a cell asks."""
+    return claims.mtp_in_policy or not cell.mtp
 
 
 def step(facet: Policy, context: Context) -> dict[str, Any] | None:
@@ -118,6 +123,7 @@ FACET = Facet(
     protocol=Policy,
     needs=frozenset({"export"}),
     asked_in=asked,
+    claimed=claimed,
     steps=(
         Step(name="policy_on_no_token", ask=on_no_token, stage=Stage.LOADED),
         Step(name="policy", ask=step, stage=Stage.LOADED),

@@ -636,6 +636,7 @@ class MoerefTarget:
         norms=frozenset({"separate", "fused"}),
         engine_routes=True,
         mtp=2,
+        mtp_in_policy=True,
         leaves_mtp_out=True,
         reads_fp8=True,
         experts=frozenset({"sequential", "grouped"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -175,9 +175,7 @@ def of_losses(change: Callable[[Step, Step, Cell], Step]) -> Callable[[Any, Cell
         good = session.gradients.gradients
 
         def decoder(*given: torch.Tensor) -> Any:
-            with ExitStack() as stack:
-                for chunk in session.export.chunks():
-                    stack.enter_context(mock.patch.object(chunk.config, "mtp_loss_scaling_factor", 0.0))
+            with _factor_0(session):
                 return good(*given)
 
         def layers(*given: torch.Tensor) -> Any:
@@ -185,6 +183,35 @@ def of_losses(change: Callable[[Step, Step, Cell], Step]) -> Callable[[Any, Cell
             return {key: both - alone[key] for key, both in good(*given).items()}
 
         return facet(session, "gradients", gradients=change(decoder, layers, cell))
+
+    return wrap
+
+
+@contextmanager
+def _factor_0(session: Any) -> Iterator[None]:
+    """The loss of MTP layers counts 0 times."""
+    with ExitStack() as stack:
+        for chunk in session.export.chunks():
+            stack.enter_context(mock.patch.object(chunk.config, "mtp_loss_scaling_factor", 0.0))
+        yield
+
+
+def _beside_a_policys(
+    often: Callable[[torch.Tensor], float], of_mask: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> Callable[[Any, Cell, World], Any]:
+    """A target's `wrap`: beside a policy's loss that of the layers counts `often(mask_BS)` times, with another mask."""
+
+    def wrap(session: Any, cell: Cell, world: World) -> Any:
+        good = session.policy.policy_gradients
+
+        def policy_gradients(rows_BS: torch.Tensor, mask_BS: torch.Tensor, *more: Any) -> Any:
+            other_BS = of_mask(mask_BS)
+            with _factor_0(session):
+                decoder, alone = (good(rows_BS, of_BS, *more) for of_BS in (mask_BS, other_BS))
+            both, share = good(rows_BS, other_BS, *more), often(mask_BS)
+            return {key: of + share * (both[key] - alone[key]) for key, of in decoder.items()}
+
+        return facet(session, "policy", policy_gradients=policy_gradients)
 
     return wrap
 
@@ -392,7 +419,7 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
         wrap=of_losses(_microbatch_means_masked_early),
-        claims={"mtp_mean": "microbatch"},
+        claims={"mtp_mean": "microbatch", "mtp_in_policy": False},
         one_rank=True,
     ),
     Fault(
@@ -401,7 +428,7 @@ FAULTS = (
         rules=("GRD-001",),
         cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
         wrap=of_losses(microbatch_means),
-        claims={"mtp_mean": "per_token"},
+        claims={"mtp_mean": "per_token", "mtp_in_policy": False},
         one_rank=True,
     ),
     Fault(
@@ -455,6 +482,33 @@ FAULTS = (
         claims={"mtp_detached": True},
         one_rank=True,
         says="the gradient of output_layer.weight is off",
+    ),
+    Fault(
+        id="mtp-beside-a-policys-left-out",
+        bug="Megatron-LM#5080: a policy's forward is given no labels, without which MTP layers have no loss",
+        rules=("GRD-004",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=_beside_a_policys(lambda mask_BS: 0.0),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="mtp-beside-a-policys-by-samples",
+        bug="NeMo-RL#3881 in kind: the loss of MTP layers is divided by samples, as a policy's of whole samples is",
+        rules=("GRD-004",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=_beside_a_policys(lambda mask_BS: float(mask_BS.sum() / mask_BS.any(1).sum())),
+        one_rank=True,
+        says="policy: the gradient of",
+    ),
+    Fault(
+        id="mtp-beside-a-policys-masked-early",
+        bug="miles#3219 in kind: a policy's mask is of labels, and MTP layers beside it shift it once more",
+        rules=("GRD-004",),
+        cell=cell("glm4_moe", "one", mtp=1, loss_mask=True),
+        wrap=_beside_a_policys(lambda mask_BS: 1.0, lambda mask_BS: mask_BS.roll(-1, 1)),
+        one_rank=True,
+        says="policy: the gradient of",
     ),
     Fault(
         id="mtp-shifted-without-padding",

@@ -122,13 +122,22 @@ FAULTS = (
     ),
     Fault(
         id="router-loss-beside-a-policys-of-each-microbatch",
-        bug="NVIDIA-NeMo/labs-molt#134: beside an RL loss that of routers is added up over microbatches, not averaged",
+        bug="NVIDIA-NeMo/labs-molt#134, NeMo-RL#3888: beside an RL loss that of routers is divided by another number",
         rules=("GRD-004",),
         cell=cell("qwen3_moe", "ep2", batch="pairs", loss_mask=True, router_loss="z_loss"),
         wrap=with_loss("policy", "policy_gradients", moe_z_loss_coeff=ROUTER_LOSS_COEFFICIENT * 2),
         one_rank=True,
         says="policy: the gradient of",
         diagnosis="z_loss counts 2 times",
+    ),
+    Fault(
+        id="router-loss-beside-a-policys-of-each-token",
+        bug="verl#6609: a policy's loss tells no number of tokens, and that of routers under CP is not divided by it",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "cp2", batch="pairs", loss_mask=True, router_loss="aux_loss"),
+        wrap=with_loss("policy", "policy_gradients", moe_aux_loss_coeff=ROUTER_LOSS_COEFFICIENT * 8),
+        says="policy: the gradient of",
+        diagnosis="aux_loss counts 8 times",
     ),
     Fault(
         id="bias-of-no-router",

@@ -219,7 +219,7 @@ class Policy(Protocol):
         all replicas have no token to train on.
 
         In a cell with replay R3, and in no other, `routes` are given, as in `Replay.step`: those of this rank's rows.
-        Gradients are of a step under them, also where layers are recomputed in the backward pass.
+        Gradients are of a step under them. In some cells layers are recomputed in the backward pass, as there.
         """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,11 +35,15 @@ def claimed(claims: Claims, cell: Cell) -> bool:
 def step(facet: Policy, context: Context) -> dict[str, Any] | None:
     """Save the gradients by `chunk:local`, and say how far answers are off those before the first step of this loss.
 
-    Nothing in cells with replay R3. Raises TypeError for anything but fp32 tensors by (chunk, local name).
+    Of several stages layers are recomputed. Nothing in cells with replay R3.
+
+    Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """
     if context.cell.replay == "R3":
         return None
-    _saved(facet, context, "policy")
+    recomputed = recomputing(context.cell) if context.cell.layout.pp > 1 else nullcontext
+    with recomputed(context.facet("export").chunks()):
+        _saved(facet, context, "policy")
     return _off(context)
 
 

@@ -169,6 +169,20 @@ def _left_out(step: Callable[[], Gradients], mask_BS: torch.Tensor) -> Gradients
     return step() if mask_BS.any() else {}
 
 
+def _recomputed_without_the_first(session: Session, cell: Cell, world: World) -> Any:
+    """The first layer's input needs no gradient, and where it is recomputed its parameters have none."""
+    good: Any = session.policy
+    export: Any = session.export
+
+    def policy_gradients(*asked: Any) -> Gradients:
+        found: Gradients = good.policy_gradients(*asked)
+        if export.chunks()[0].config.recompute_granularity != "full" or coords(cell.layout, world.rank)["pp"]:
+            return found
+        return {key: 0.0 * gradient if ".layers.0." in key[1] else gradient for key, gradient in found.items()}
+
+    return facet(session, "policy", policy_gradients=policy_gradients)
+
+
 def _none_by_zero(session: Session, cell: Cell, world: World) -> Any:
     """A step of no token divides by their number."""
     good: Any = session.policy
@@ -245,6 +259,15 @@ def _temperature_of_logprobs(session: Session, cell: Cell, world: World) -> Any:
 
 
 FAULTS = (
+    Fault(
+        id="policy-recomputed-without-its-first-layer",
+        bug="Megatron-Bridge#1750, verl#4566 in kind: the backward pass of layers that are recomputed misses the first",
+        rules=("GRD-004",),
+        cell=cell("qwen3_moe", "pp2", loss_mask=True),
+        wrap=_recomputed_without_the_first,
+        says="policy: the gradient of",
+        diagnosis="all zero",
+    ),
     Fault(
         id="policy-temperature-stays",
         bug="GMISWE/tinker-cloud#26 the other way round: the temperature of a step stays where logits are computed",

@@ -16,7 +16,7 @@ FROZEN = {
     "weights 1.0": "b348d239",
     "logits 1.0": "a789e42a",
     "logprobs 1.0": "ee18a13a",
-    "gradients 1.0": "ba50f1a7",
+    "gradients 1.0": "0a4f254c",
     "optimizer 1.0": "f110e1d1",
     "adapters 1.0": "b3e7623b",
     "settings 1.0": "de3552af",

@@ -49,20 +49,21 @@ def test_rope_of_latent_attention_is_whole() -> None:
             model("glm4_moe_lite", **changes)
 
 
+@pytest.mark.parametrize("factor", [1.5, 4.0])
 @pytest.mark.parametrize("asked", [0.9, 1.0, 1.3])
-def test_attention_factor_is_how_cos_and_sin_are_scaled(asked: float) -> None:
+def test_attention_factor_is_how_cos_and_sin_are_scaled(asked: float, factor: float) -> None:
     """megatron-core scales them by 0.1 · mscale · ln(factor) + 1."""
-    yarn = model("qwen3_moe", rope_parameters={**SHORT, "attention_factor": asked}).yarn
+    yarn = model("qwen3_moe", rope_parameters={**SHORT, "factor": factor, "attention_factor": asked}).yarn
     assert yarn is not None
-    assert 0.1 * yarn.mscale * math.log(4.0) + 1 == pytest.approx(asked)
-    assert replace(yarn, mscale=1.0) == PLAIN
+    assert 0.1 * yarn.mscale * math.log(factor) + 1 == pytest.approx(asked)
+    assert replace(yarn, mscale=1.0) == replace(PLAIN, factor=factor)
 
 
 def test_attention_factor_of_null_or_without_a_factor() -> None:
     assert model("gpt_oss", rope_parameters={**SHORT, "attention_factor": None}).yarn == PLAIN
     flat = {**SHORT, "factor": 1.0}
     assert model("gpt_oss", rope_parameters={**flat, "attention_factor": 1.0}).yarn == replace(PLAIN, factor=1.0)
-    with pytest.raises(FamilyError, match=r"attention_factor=1.3 and a factor of 1.0 is not mapped$"):
+    with pytest.raises(FamilyError, match=r"^gpt_oss: YaRN with attention_factor=1.3 and a factor of 1.0 is not"):
         model("gpt_oss", rope_parameters={**flat, "attention_factor": 1.3})
 
 

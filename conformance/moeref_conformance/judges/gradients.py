@@ -155,7 +155,7 @@ def _on_no_token(case: Case, step: str) -> Iterator[Finding]:
 
 @judges("GRD-006")
 def a_step_on_no_token_is_refused_in_words(case: Case) -> Iterator[Finding]:
-    """That its reader can act on."""
+    """In words that tell its reader what to change."""
     yield from without(case, "on_no_token")
     for rank, got in values(case, "on_no_token"):
         if "refused" in got and not any(word in got["refused"].lower() for word in OF_NO_TOKEN):

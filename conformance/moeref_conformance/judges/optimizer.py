@@ -141,12 +141,18 @@ def norms_are_the_models_to_the_last_parameters(case: Case) -> Outcome:
     return _norms(case, NEAR)
 
 
+@once
+def _right_norms(case: Case) -> Mapping[str, float]:
+    """The norm of transformers' gradients, by step."""
+    return {step: optimizer.norm(_trained(placed.tensors)) for step, placed in _gradients(case).items()}
+
+
 def _norms(case: Case, limit: float) -> Outcome:
     """How far norms of gradients are off those of the model."""
     if no := unmeasured(case):
         return no
     findings, worst, none = without(case, "optimizer"), 0.0, True
-    wants = {step: optimizer.norm(_trained(placed.tensors)) for step, placed in _gradients(case).items()}
+    wants = _right_norms(case)
     for rank, norms in values(case, "optimizer"):
         for step in (STILL, "moved"):
             got = norms.get(step)

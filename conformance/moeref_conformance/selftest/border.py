@@ -6,6 +6,7 @@ settings. Nothing here depends on how a target works inside.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,15 @@ class Swapped:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
+
+
+def read_as(world: World, change: Callable[[dict[str, Any]], dict[str, Any]]) -> World:
+    """A world whose config has other values, which `change` makes of the right ones."""
+    folder = world.workdir / "other_config"
+    folder.mkdir(exist_ok=True)
+    config = json.loads((world.hf_config / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change(config)))
+    return replace(world, hf_config=folder)
 
 
 def facet(session: Any, name: str, **methods: Any) -> Any:

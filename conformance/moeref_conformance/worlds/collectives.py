@@ -42,8 +42,8 @@ HEADER: dict[str, Callable[[list[int]], str]] = {
     "reduction": lambda row: REDUCTIONS[row[4]] or "none",
 }
 SHOWN = 4
-#: In the place of a shape's hash: a buffer that is flat takes what a tensor of as many elements sends.
-FLAT = 0
+#: In the place of a shape's hash, and in no other column: a buffer that is flat takes a tensor of as many elements.
+FLAT = torch.iinfo(torch.int64).min
 _guard = threading.local()  # `busy` inside a wrapped collective: all_gather_into_tensor calls all_gather_single
 
 
@@ -138,7 +138,7 @@ def _device(group: Any) -> torch.device:
 def _trouble(table: list[list[int]], ranks: list[int], me: int, unit: str) -> str:
     """What is wrong, for member `me`, or an empty text. All members find the same."""
     for column, (what, shown) in enumerate(HEADER.items()):
-        if len({row[column] for row in table} - ({FLAT} if what == "shape" else set())) > 1:
+        if len({row[column] for row in table} - {FLAT}) > 1:
             said = [f"rank {rank} has {shown(row)}" for rank, row in zip(ranks, table, strict=True)]
             return f"{what} differs: {', '.join(said)}"
     strided = [str(rank) for rank, row in zip(ranks, table, strict=True) if not row[len(HEADER)]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell, NameRow, TensorMeta, World
 from moeref_conformance.selftest import border
-from moeref_conformance.selftest.border import Pair, Tensors, each, loaded, rearranged
+from moeref_conformance.selftest.border import Pair, Tensors, each, loaded, read_as, rearranged
 from moeref_conformance.selftest.faults.base import Fault, cell
 
 _EXPERT = re.compile(r"local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)$")
@@ -77,15 +75,6 @@ def _by_interval(cell: Cell, world: World) -> tuple[Cell, World]:
         return {"layer_types": [kinds[0] if (layer + 1) % every else "full_attention" for layer in range(len(kinds))]}
 
     return cell, read_as(world, periodic)
-
-
-def read_as(world: World, change: Callable[[dict[str, Any]], dict[str, Any]]) -> World:
-    """A world whose config has other values, which `change` makes of the right ones."""
-    folder = world.workdir / "other_config"
-    folder.mkdir(exist_ok=True)
-    config = json.loads((world.hf_config / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change(config)))
-    return replace(world, hf_config=folder)
 
 
 FAULTS = (

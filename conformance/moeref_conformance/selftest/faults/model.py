@@ -10,9 +10,8 @@ from unittest import mock
 import torch
 
 from moeref_conformance.contract.api import Cell, World
-from moeref_conformance.selftest.border import Change, each_chunk
+from moeref_conformance.selftest.border import Change, each_chunk, read_as
 from moeref_conformance.selftest.faults.base import Fault, cell
-from moeref_conformance.selftest.faults.gpt_oss import read_as
 from moeref_conformance.selftest.faults.gradients import configured
 from moeref_conformance.selftest.faults.steps import with_first
 

@@ -128,14 +128,21 @@ class Devices(NamedTuple):
     backend: str = "gloo"
 
     @staticmethod
-    def of(world: int, workers: int, gpus: int) -> Devices:
+    def of(world: int, workers: int, gpus: int, nccl: bool = False) -> Devices:
         """One GPU a process, and NCCL between them. With fewer GPUs the engine has them, and a trainer of one rank one
-        of them too; of several it runs on the CPU, since NCCL takes one member a GPU. Without GPUs all do."""
+        of them too; of several it runs on the CPU, since NCCL takes one member a GPU. Without GPUs all do. `nccl`: also
+        between a rank and a worker that share a GPU."""
         if gpus >= world + workers:
             return Devices(range(world), range(world, world + workers), "nccl")
         if gpus < workers:
             return Devices()
-        return Devices(range(world if world == 1 else 0), range(workers))
+        return Devices(range(world if world == 1 else 0), range(workers), "nccl" if nccl and world == 1 else "gloo")
+
+    @property
+    def host(self) -> str | None:
+        """What the trainer calls its machine to NCCL, which takes two members on one GPU for two machines then, and
+        sends by sockets; None where no GPU is shared."""
+        return "trainer" if self.backend == "nccl" and {*self.ranks} & {*self.engine} else None
 
 
 @contextmanager
@@ -154,14 +161,14 @@ class Ranks:
     """The trainer's processes, forked from one that has imported Megatron. On GPUs each one imports it, since CUDA does
     not outlive a fork."""
 
-    def __init__(self, size: Size, meet: Path, *, on_gpus: bool = False) -> None:
-        context = mp.get_context("spawn" if on_gpus else "forkserver")
+    def __init__(self, size: Size, meet: Path, devices: Devices) -> None:
+        context = mp.get_context("spawn" if devices.ranks else "forkserver")
         context.set_forkserver_preload(["docs.examples.grpo_rank"])
         self._calls, self._processes = [], []
         self.control, far = context.Pipe()
         for rank in range(size.layout.world):
             mine, theirs = context.Pipe()
-            given = (rank, (size, str(meet)), theirs, far if rank == 0 else None)
+            given = (rank, (size, str(meet)), theirs, far if rank == 0 else None, devices.host)
             process = context.Process(target=_rank, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -196,15 +203,15 @@ def _rank(*arguments: Any) -> None:
 class Loop:
     """The controller: the engine in this process, the trainer in its ranks."""
 
-    def __init__(self, size: Size, *, prompts: int = 4, new: int = 10) -> None:
+    def __init__(self, size: Size, *, prompts: int = 4, new: int = 10, nccl: bool = False) -> None:
         self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         self.layout, self.model = size.layout, size.model
         workers = size.engine.get("tensor_parallel_size", 1)
         # Counted, since asking whether CUDA works would start it here with all GPUs.
-        devices = Devices.of(self.layout.world, workers, torch.cuda.device_count())
+        devices = Devices.of(self.layout.world, workers, torch.cuda.device_count(), nccl)
         with visible(devices.ranks):
-            self.ranks = Ranks(size, folder / "meet", on_gpus=bool(devices.ranks))
+            self.ranks = Ranks(size, folder / "meet", devices)
         self._stack.callback(self.ranks.close)
         with visible(devices.engine):
             from vllm import LLM
@@ -337,6 +344,7 @@ def main() -> None:
     parser.add_argument(
         "--engine", type=json.loads, default={}, help="more arguments of vllm.LLM for a tiny model, as JSON"
     )
+    parser.add_argument("--nccl", action="store_true", help="NCCL between a trainer's rank and an engine of one GPU")
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
     if asked.run:
@@ -347,15 +355,15 @@ def main() -> None:
     for dtype, steps in (("float32", asked.steps), ("bfloat16", 0)):
         with tempfile.TemporaryDirectory() as folder:
             size = Size.tiny(Path(folder), asked.family, Layout.parse(asked.layout), dtype, **asked.engine)
-            found[dtype] = loop_of(size, steps)
+            found[dtype] = loop_of(size, steps, nccl=asked.nccl)
         print(dtype, *(line for report in found[dtype] for line in report.lines()), sep="\n")
     if asked.picture:
         picture(found["float32"][:-1], found["bfloat16"][0], asked.picture)
 
 
-def loop_of(size: Size, steps: int, new: int = 24) -> list[Report]:
+def loop_of(size: Size, steps: int, new: int = 24, nccl: bool = False) -> list[Report]:
     """The reports of a loop, which is closed."""
-    with closing(Loop(size, prompts=8, new=new)) as loop:
+    with closing(Loop(size, prompts=8, new=new, nccl=nccl)) as loop:
         return run(loop, steps)
 
 

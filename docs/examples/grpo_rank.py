@@ -5,6 +5,7 @@ Shape suffixes: B rows (samples, each a microbatch), S tokens of a row, V vocabu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -123,8 +124,10 @@ def sampled(logits_SV: torch.Tensor, sample: engines.Sample) -> torch.Tensor:
     return logprobs_SV.gather(1, tokens_S[sample.prompt :, None])[:, 0]
 
 
-def main(rank: int, arguments: tuple[Any, ...], calls: Connection[Any, Any], control: Any) -> None:
-    """Answer calls until the controller goes."""
+def main(rank: int, arguments: tuple[Any, ...], calls: Connection[Any, Any], control: Any, host: str | None) -> None:
+    """Answer calls until the controller goes. `host`: see `Devices.host`."""
+    if host:
+        os.environ["NCCL_HOSTID"] = host
     torch.set_num_threads(1)
     me = Rank(rank, *arguments)
     while (call := calls.recv()) is not None:

@@ -46,7 +46,18 @@ GAPS = (
     ],
 )
 def test_logprobs_agree_after_each_step(family: str, layout: str, tmp_path: Path) -> None:
-    loop = Loop(Size.tiny(tmp_path, family, Layout.parse(layout)))
+    agree(family, layout, tmp_path)
+
+
+@pytest.mark.gpu
+def test_nccl_carries_weights_between_two_processes_of_one_gpu(tmp_path: Path) -> None:
+    agree("qwen3_moe", "tp=1", tmp_path, nccl=True)
+
+
+def agree(family: str, layout: str, tmp_path: Path, *, nccl: bool = False) -> None:
+    loop = Loop(Size.tiny(tmp_path, family, Layout.parse(layout)), nccl=nccl)
+    if nccl:
+        assert loop.place.backend == "nccl"
     try:
         first = loop.rollout()
         before, _ = loop.logprobs(first, True)

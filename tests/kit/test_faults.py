@@ -305,6 +305,32 @@ def test_tensors_that_are_not_on_record_are_findings(bench: Bench, rule: str) ->
             )
 
 
+class _Sent(_Other):
+    """A record of an optimizer's steps behind which one tensor is sent otherwise, or is not."""
+
+    to: torch.Tensor | None = None
+
+    def instead(self, held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        name = "sent.model.norm.weight"
+        assert name in held
+        others = {key: of for key, of in held.items() if key != name}
+        return others if self.to is None else {**others, name: self.to}
+
+
+@pytest.mark.parametrize(
+    ("to", "says"),
+    [(None, "was never sent"), (torch.ones(2), "in another shape"), (torch.ones(40), "is not what is sent")],
+)
+def test_what_is_sent_behind_a_step_is_judged(bench: Bench, to: torch.Tensor | None, says: str) -> None:
+    case = bench.case(cell("qwen3_moe", "one", optimizer_step=True))
+    assert case.observation is not None
+    assert not JUDGES["EXP-006"](case).findings
+    other = _Sent(case.observation.ranks[0], "optimizer")
+    other.to = to
+    (found,) = JUDGES["EXP-006"](spoiled(case, 0, other)).findings
+    assert says in found.message
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_two_faults_turn_the_rules_of_both_red(bench: Bench, pair: tuple[str, str]) -> None:
     first, second = (FAULTS[name] for name in pair)

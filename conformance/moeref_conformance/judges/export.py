@@ -12,8 +12,9 @@ import torch
 
 from moeref_conformance.contract.api import TensorMeta
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.records import RankRecord
+from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests.export import CHANGE
+from moeref_conformance.contract.requests.optimizer import MOVED, SENT, STILL
 from moeref_conformance.diagnosis.compare import compare
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
@@ -29,12 +30,14 @@ from moeref_conformance.judges.common import (
     names_text,
     once_each,
     outcome,
+    parameters,
     records,
     shape_and_dtype,
     unanswered,
     values,
     without,
 )
+from moeref_conformance.oracles.placement import ExpectedShard, Placement
 
 KINDS = ("shape", "dtype", "bytes")
 #: What is said of a tensor that is missing, and of one that came several times.
@@ -279,7 +282,49 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
     new = [finding for finding in found if finding.hf_name not in before or "stale" in finding.diagnosis]
     if found and not new:
         raise Untested("the tensors that are wrong were so in the first export, see EXP-001, EXP-002 and EXP-003")
-    return new
+    return [*new, *_behind_a_step(case)]
+
+
+def _behind_a_step(case: Case) -> Iterator[Finding]:
+    """Tensors that are lost behind a step of the optimizer, and shards that no rank holds as they were sent then.
+
+    Not of tensors that were wrong in the first export, nor where a target takes no such step.
+    """
+    stepped = [(record, record.tensors("optimizer")) for record in records(case, "inventory", "optimizer")]
+    if not stepped:
+        return
+    want, marked = expected(case).tensors, {name: tensor for _, tensors in stepped for name, tensor in tensors.items()}
+    sent = {name: marked[f"{SENT}.{name}"] for name in want if f"{SENT}.{name}" in marked}
+    wrong = _wrong_before(case)
+    lost = [name for name, right in want.items() if name not in sent or sent[name].shape != right.shape]
+    for name in (name for name in lost if name not in wrong):
+        how = "in another shape" if name in sent else "never"
+        yield finding(case, None, "optimizer", f"{name} was {how} sent behind a step of the optimizer", hf_name=name)
+    wrong.update(lost)
+    placed = Placement(case.cell, expected(case).config, {**want, **sent})
+    # Of replicas that hold other values OPT-002 tells.
+    shards = dict[tuple[str, ...], Finding | None]()
+    for record, tensors in stepped:
+        for key, (held,) in parameters(record, placed):
+            if held.hf and not wrong.intersection(held.hf) and f"{MOVED}.{key}" in tensors:
+                still, moved = (tensors.get(f"{step}.{key}", torch.empty(0)) for step in (STILL, MOVED))
+                shard = *held.hf, digest(held.tensor.contiguous())
+                other = _sent_otherwise(case, record.rank, key, held, still, moved)
+                shards[shard] = other and shards.get(shard, other)
+    yield from filter(None, shards.values())
+
+
+def _sent_otherwise(
+    case: Case, rank: int, key: str, held: ExpectedShard, still: torch.Tensor, moved: torch.Tensor
+) -> Finding | None:
+    """The finding of a parameter that does not hold what was sent behind a step."""
+    difference = compare(held.tensor, moved, held.rows)
+    if difference is None:
+        return None
+    said = "stale: what it held before the step" if compare(held.tensor, still, held.rows) is None else ""
+    message = f"{key}: behind a step of the optimizer it is not what is sent as {names_text(held.hf)}"
+    more = {"local_name": key.partition(":")[2], "hf_name": held.hf[0], "diagnosis": said, **difference.told}
+    return finding(case, rank, "optimizer", f"{message}: {difference.text}", **more)
 
 
 def _unchanged(case: Case) -> Iterator[Finding]:

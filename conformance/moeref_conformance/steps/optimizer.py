@@ -11,15 +11,18 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Optimizer
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.requests.optimizer import (
+    MOVED,
     ON,
     RELOADED,
     RESUMED,
     SAVED,
+    SENT,
     STILL,
     of_one_microbatch,
     rates,
     saved_at,
 )
+from moeref_conformance.steps.export import items
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
 from moeref_conformance.steps.gradients import batch, of_replica
 from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
@@ -28,8 +31,9 @@ from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
-    Between them weights are sent and logits computed, as RL does. Behind the last one the checkpoint is loaded again,
-    unless the target refuses to load twice; then the parameters hold what they did before.
+    Between them weights are sent and logits computed, as RL does; behind the first one that moves weights, what is sent
+    is saved as `sent.…`. Behind the last one the checkpoint is loaded again, unless the target refuses to load twice;
+    then the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
@@ -38,10 +42,12 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
         norm = optimizer.step(_rows(context, step == of_one_microbatch(cell)), rate)
         norms[step] = None if norm is None else float(norm)
         saved |= {f"{step}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
-        if len(norms) < len(rates(cell)):
+        if step == MOVED:
+            saved |= _sent(context)
+        elif len(norms) < len(rates(cell)):
             deque(context.facet("export").stream(), maxlen=0)
-            if "forward" in context.claims.facets:
-                context.facet("forward").logits(tokens_BS)
+        if len(norms) < len(rates(cell)) and "forward" in context.claims.facets:
+            context.facet("forward").logits(tokens_BS)
     if refusal(context.facet("export").load, context.input("checkpoint")) is None:
         optimizer.step(_rows(context, True), 0.0)
         saved |= {f"{RELOADED}.{name}": copied(parameter) for name, parameter in _parameters(context).items()}
@@ -49,6 +55,12 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     for name, parameter in _parameters(context).items():
         parameter.data.copy_(loaded[name])
     return norms
+
+
+def _sent(context: Context) -> dict[str, torch.Tensor]:
+    """What this rank is given of a stream, by `sent.` and Hugging Face's name."""
+    pairs = items(context.facet("export").stream(), "stream")
+    return {f"{SENT}.{meta.name}": copied(tensor) for meta, tensor in pairs if tensor is not None}
 
 
 def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | None:

@@ -7,6 +7,8 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 
 #: The step at the rate 0. The gradient of the next one differs, so that moments have to outlive it.
 STILL = "still"
+#: The step behind which what is sent is recorded, by Hugging Face's names behind this.
+MOVED, SENT = "moved", "sent"
 #: The step at the rate 0 behind another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
 #: The weights behind two steps, where it is saved, behind the next one, and behind that of one that was restored.
@@ -16,7 +18,7 @@ SAVED, ON, RESUMED = "saved", "on", "resumed"
 def rates(cell: Cell) -> dict[str, float]:
     """The steps in order, and the learning rate of each. Below fp32 two move weights: small steps have to add up."""
     again = {"again": OPTIMIZER_RATE} if cell.dtype != "float32" else {}
-    return {STILL: 0.0, "moved": OPTIMIZER_RATE, **again}
+    return {STILL: 0.0, MOVED: OPTIMIZER_RATE, **again}
 
 
 def of_one_microbatch(cell: Cell) -> str:
@@ -24,7 +26,7 @@ def of_one_microbatch(cell: Cell) -> str:
 
     In fp32 the one that moves weights, so that experts with tokens in the step before have none in it.
     """
-    return "moved" if cell.dtype == "float32" else STILL
+    return MOVED if cell.dtype == "float32" else STILL
 
 
 def saved_at(cell: Cell) -> float:

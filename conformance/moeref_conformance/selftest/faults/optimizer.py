@@ -191,6 +191,38 @@ def _masters_of_the_first_load(session: Session, cell: Cell, world: World) -> An
     return facet(facet(session, "export", load=load), "optimizer", step=step)
 
 
+def _sent_before_it_steps(which: str) -> Callable[[Session, Cell, World], Any]:
+    """A fault's `wrap`: the first stream behind a step has parameters with this in their names as they were before it.
+
+    Unless they were written to since then.
+    """
+
+    def wrap(session: Session, cell: Cell, world: World) -> Any:
+        export: Any = session.export
+        good: Any = session.optimizer
+        old: Named = {}
+        left: Named = {}
+
+        def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+            old.update({key: tensor for key, tensor in _copies(session).items() if which in key[1]})
+            norm = good.step(tokens_BS, rate)
+            left.update(_copies(session))
+            return norm
+
+        def stream() -> Iterator[Any]:
+            new = _copies(session)
+            _write(session, {key: tensor for key, tensor in old.items() if torch.equal(new[key], left[key])})
+            old.clear()
+            try:
+                yield from export.stream()
+            finally:
+                _write(session, new)
+
+        return facet(facet(session, "export", stream=stream), "optimizer", step=step)
+
+    return wrap
+
+
 def _counting_streams(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.export
 
@@ -480,6 +512,24 @@ def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
 
 
 FAULTS = (
+    Fault(
+        id="experts-sent-before-they-step",
+        bug="NeMo-RL#4086 in kind: new weights of experts are gathered by the next forward, and sent before it",
+        rules=("EXP-006",),
+        cell=cell("qwen3_moe", "pp2-ep2", optimizer_step=True),
+        wrap=_sent_before_it_steps(".experts."),
+        diagnosis="stale: what it held before the step",
+        says="behind a step of the optimizer it is not what is sent",
+    ),
+    Fault(
+        id="head-sent-before-it-steps",
+        bug="Megatron-LM#950 in kind: the last bucket of parameters is not gathered where the others are read",
+        rules=("EXP-006",),
+        cell=cell("glm4_moe", "pp2", dtype="bfloat16", optimizer_step=True),
+        wrap=_sent_before_it_steps("output_layer"),
+        diagnosis="stale: what it held before the step",
+        says="behind a step of the optimizer it is not what is sent",
+    ),
     Fault(
         id="moments-not-restored",
         bug="AReaL#1468: moments are made by the first step, and what a checkpoint is read into has none to be filled",

@@ -47,10 +47,13 @@ ROUTER_LOSS_COEFFICIENT = 0.01
 BIAS_UPDATE_RATE = 1e-3
 #: The learning rate of steps that move weights: some digits of most weights in bf16, not half of one of those over 1.
 OPTIMIZER_RATE = 0.0038
+#: Linears of gated delta nets that may have adapters, of Qwen3-Next and of Qwen3.5.
+DELTA_NET_MODULES = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 #: Linears of a layer that may have adapters, by the ends of their names in Hugging Face's files.
 ADAPTER_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("gate_proj", "up_proj", "down_proj"),
+    *DELTA_NET_MODULES,
 )
 #: How many multi-token prediction layers the checkpoint has where the model is built without them, by family; else 1.
 LEFT_OUT = {"glm4_moe": 2}
@@ -262,7 +265,8 @@ class Claims:
     mtp: int = 0  # most multi-token prediction layers
     leaves_mtp_out: bool = False  # of a checkpoint that has them, for a model that has none
     reads_fp8: bool = False  # a checkpoint's weights in FP8 blocks, into a model in bf16
-    adapter_modules: frozenset[str] = frozenset(ADAPTER_MODULES)  # of these, linears that `Adapters` gives adapters
+    #: Linears of ADAPTER_MODULES that `Adapters` gives adapters; those of gated delta nets if they are said.
+    adapter_modules: frozenset[str] = frozenset(ADAPTER_MODULES) - frozenset(DELTA_NET_MODULES)
     has_plan: bool = True  # `Export.plan` has the metadata of the stream; without it only streams are compared
     begins: str = "random"  # what weights hold before loading: what Megatron draws for them, or anything
     cp_cut: str = "zigzag"  # what CP rank r computes of a sequence: chunks r and 2·CP-1-r of 2·CP, or run r of CP

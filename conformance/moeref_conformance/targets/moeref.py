@@ -21,7 +21,12 @@ from moeref.layout import Layout
 from moeref.replay import align
 from moeref_conformance.contract import api as facets
 from moeref_conformance.contract.api import Cell, Claims, Info, NameRow, Request, TensorMeta, TokenLogprobs, Turn, World
-from moeref_conformance.contract.cells import BIAS_UPDATE_RATE, ROUTER_LOSS_COEFFICIENT, ROUTER_LOSSES
+from moeref_conformance.contract.cells import (
+    ADAPTER_MODULES,
+    BIAS_UPDATE_RATE,
+    ROUTER_LOSS_COEFFICIENT,
+    ROUTER_LOSSES,
+)
 from moeref_conformance.contract.results import version_of
 
 if TYPE_CHECKING:
@@ -652,6 +657,7 @@ class MoerefTarget:
         limits=_limits(),
         optimizer_steps=True,
         optimizer_saves=True,
+        adapter_modules=frozenset(ADAPTER_MODULES),
     )
 
     def preload(self) -> None:

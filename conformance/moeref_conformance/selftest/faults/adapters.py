@@ -23,6 +23,8 @@ Merged = Iterator[tuple[TensorMeta, "torch.Tensor | None"]]
 EXPERTS = ".experts."
 #: Channels of a head in Qwen3-Next's attention.
 HEAD = 8
+#: Key heads of a gated delta net, and rows of in_proj_qkvz that each has of queries, keys, values and gates.
+KEY_HEADS, OF_KEY_HEAD = 8, [22, 22, 20, 20]
 
 
 def trained(session: Any) -> dict[str, torch.nn.Parameter]:
@@ -406,6 +408,14 @@ def _gates_last(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return name, tensor.view(-1, 2, HEAD, tensor.shape[1]).transpose(0, 1).reshape(tensor.shape)
 
 
+def _parts_in_a_run(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The rows of in_proj_qkvz by its parts, as a fused linear holds them, not by key heads as the file does."""
+    if not name.endswith("in_proj_qkvz.lora_B.weight"):
+        return name, tensor
+    of_heads = tensor.view(KEY_HEADS, -1, tensor.shape[1])
+    return name, torch.cat([part.flatten(0, 1) for part in torch.split(of_heads, OF_KEY_HEAD, 1)])
+
+
 def _base_layer(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     return re.sub(r"(q_proj|k_proj|v_proj)\.", r"\1.base_layer.", name), tensor
 
@@ -631,6 +641,33 @@ FAULTS = (
         cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
         wrap=sent(_gates_last),
         says="trained: logits differ",
+    ),
+    Fault(
+        id="adapters-of-delta-nets-by-parts",
+        bug="SkyRL#2093: an adapter of a gated delta net's fused projection is not put into the order of the file",
+        rules=("LRA-003",),
+        also=("LRA-002", "LRA-005"),
+        cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
+        wrap=sent(_parts_in_a_run),
+        says="trained: logits differ",
+    ),
+    Fault(
+        id="adapters-of-beta-for-alpha",
+        bug="sglang#31522 in kind: parts of a gated delta net's fused adapter lie the other way round",
+        rules=("LRA-003",),
+        also=("LRA-002", "LRA-005"),
+        cell=cell("qwen3_5_moe_text", "tp2", layers=3, loss_mask=True),
+        wrap=_exchanged("in_proj_a", "in_proj_b", "lora_B"),
+        says="trained: logits differ",
+    ),
+    Fault(
+        id="adapters-of-delta-nets-left-out",
+        bug="sglang#30499: adapters of the rates of gated delta nets are no known modules, and are left out",
+        rules=("LRA-001",),
+        cell=cell("qwen3_5_moe_text", "one", layers=3, loss_mask=True),
+        wrap=sent(lambda name, tensor: None if re.search(r"in_proj_[ab]\.", name) else (name, tensor)),
+        one_rank=True,
+        says="was never sent",
     ),
     Fault(
         id="adapters-counted-by-each-rank",

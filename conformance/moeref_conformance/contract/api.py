@@ -230,8 +230,9 @@ class Optimizer(Protocol):
     def make(self) -> None:
         """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
 
-        Of a target that claims `optimizer_saves` it is called again behind steps, three times. From then on a new
-        optimizer takes them, from the weights as they are, and what the one before held is gone.
+        Of a target that claims `optimizer_saves` it is called again behind steps, four times. From then on a new
+        optimizer takes them, from the weights as they are, and what the one before held is gone. The last time routers
+        are frozen: parameters without `requires_grad` where it is made stay as they are.
 
         It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8, no
         weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight, as fp32

@@ -6,6 +6,7 @@ The gradient of one step is that of the first microbatch, and that of the others
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,13 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests.optimizer import (
+    FROZEN,
     ON,
     RELOADED,
     RESUMED,
     SAVED,
     STILL,
+    is_frozen,
     of_one_microbatch,
     rates,
 )
@@ -175,12 +178,13 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
     It is the third, behind two whose gradients differ; its own is that of the first.
 
     Bit for bit; on a GPU in fp32 by the formula alone, in bf16 nearly all elements nearly so. Until it steps, weights
-    are those of the save.
+    are those of the save. Of one that is made while routers are frozen these stay, and in fp32 the others move.
     """
     if no := unmeasured(case):
         return no
     findings, worst = [*without(case, "inventory", "optimizer_resumed"), *_changed(case)], 0.0
     exact = case.cell.dtype == "float32"
+    findings += _frozen(case)
     for record in records(case, "inventory", "optimizer_resumed"):
         restored = list(_restored(case, record))
         for of in restored:
@@ -202,6 +206,25 @@ def _changed(case: Case) -> Iterator[Finding]:
             for key in (key for key in keys if key in placed):
                 message = f"{key}: a {what} of the optimizer changes it"
                 yield _found(case, record, key, placed[key][0], message, diagnosis=f"changed by a {what}")
+
+
+def _frozen(case: Case) -> Iterator[Finding]:
+    """Routers that were frozen and have moved, and in fp32 other parameters that Adam's formula has elsewhere."""
+    exact, none = case.cell.dtype == "float32", torch.empty(0)
+    for record in records(case, "inventory", "optimizer_resumed"):
+        tensors = record.tensors("optimizer_resumed")
+        for key, (held,) in parameters(record, placement(case)):
+            moved = tensors.get(f"{FROZEN}.{key}", none)
+            if moved.shape != held.tensor.shape:
+                yield _found(case, record, key, held, f"{key}: no record of it behind steps with routers frozen")
+            elif is_frozen(key):
+                if difference := compare(held.tensor, moved, held.rows):
+                    message = f"{key}: it was frozen, and after a step {difference.text}"
+                    yield _found(case, record, key, held, message, diagnosis="moved though frozen", **difference.told)
+            elif exact:
+                of = _Stepped(key, held, {STILL: held.tensor, "moved": moved}, None)
+                for found in _by_formula(case, record, of, (STILL, "moved"))[0]:
+                    yield replace(found, message=f"with routers frozen {found.message}")
 
 
 def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from moeref_conformance.contract.api import Optimizer
 from moeref_conformance.contract.cells import OPTIMIZER_RATE
 from moeref_conformance.contract.requests.optimizer import (
+    FROZEN,
     MOVED,
     ON,
     RELOADED,
@@ -18,6 +19,7 @@ from moeref_conformance.contract.requests.optimizer import (
     SAVED,
     SENT,
     STILL,
+    is_frozen,
     of_one_microbatch,
     rates,
     saved_at,
@@ -69,9 +71,10 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | No
     Between the first two an optimizer is saved and restored as well: the second save is that of a restored one, whose
     steps are not one. Weights are sent behind the second restore, as a run of RL begins.
 
-    Saves all parameters after each, as `saved.chunk:local`, `on.…` and `resumed.…`; then they hold what they did
-    before. The value has the parameters that the second save, and the second restore, have changed. No step is taken,
-    and the value is None, where the target does not claim to save.
+    At last one that is made while routers are frozen takes the steps of `optimizer` from the weights that were loaded.
+    Saves all parameters after each, as `saved.chunk:local`, `on.…`, `resumed.…` and `frozen.…`; then they hold what
+    they did before. The value has the parameters that the second save, and the second restore, have changed. No step is
+    taken, and the value is None, where the target does not claim to save.
     """
     if not context.claims.optimizer_saves:
         return None
@@ -92,10 +95,29 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | No
     deque(context.facet("export").stream(), maxlen=0)
     optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[RESUMED] = _copies(context)
+    _put(context, kept["loaded"])
+    kept[FROZEN] = _with_routers_frozen(optimizer, context, first_BS, second_BS)
     _put(context, kept.pop("loaded"))
     names = _parameters(context)
     context.save("optimizer_resumed", {f"{when}.{name}": of[name] for when, of in kept.items() for name in names})
     return changed
+
+
+def _with_routers_frozen(
+    optimizer: Optimizer, context: Context, first_BS: torch.Tensor, second_BS: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """All tensors behind two steps of a new optimizer, of which the second moves weights, but none of a router."""
+    routers = [of for name, of in _parameters(context).items() if is_frozen(name) and of.requires_grad]
+    for parameter in routers:
+        parameter.requires_grad_(False)
+    try:
+        optimizer.make()
+        optimizer.step(first_BS, 0.0)
+        optimizer.step(second_BS, OPTIMIZER_RATE)
+        return _copies(context)
+    finally:
+        for parameter in routers:
+            parameter.requires_grad_(True)
 
 
 def _saved(optimizer: Optimizer, context: Context, number: int) -> Path:

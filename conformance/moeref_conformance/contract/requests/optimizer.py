@@ -13,6 +13,8 @@ MOVED, SENT = "moved", "sent"
 RELOADED = "reloaded"
 #: The weights behind two steps, where it is saved, behind the next one, and behind that of one that was restored.
 SAVED, ON, RESUMED = "saved", "on", "resumed"
+#: The weights behind the first two steps of an optimizer that is made while routers are frozen.
+FROZEN = "frozen"
 
 
 def rates(cell: Cell) -> dict[str, float]:
@@ -32,3 +34,8 @@ def of_one_microbatch(cell: Cell) -> str:
 def saved_at(cell: Cell) -> float:
     """The rate of the steps before a save. In fp32 gradients are of the loaded weights; elsewhere masters move."""
     return 0.0 if cell.dtype == "float32" else OPTIMIZER_RATE
+
+
+def is_frozen(name: str) -> bool:
+    """Whether this parameter, by its local name, is frozen: those of routers are, as RL of MoE models may keep them."""
+    return ".mlp.router." in name

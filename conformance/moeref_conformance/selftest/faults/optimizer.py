@@ -223,6 +223,39 @@ def _sent_before_it_steps(which: str) -> Callable[[Session, Cell, World], Any]:
     return wrap
 
 
+def _frozen_all(session: Session) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a rank that are frozen, by their names."""
+    named = (pair for chunk in session.export.chunks() for pair in chunk.named_parameters()) if session.export else ()
+    return {name: parameter for name, parameter in named if not parameter.requires_grad}
+
+
+def _frozen_decay(session: Session, cell: Cell, world: World) -> Any:
+    """What is frozen decays with the rest by the recipe's rate."""
+    good: Any = session.optimizer
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+        norm = good.step(tokens_BS, rate)
+        for parameter in _frozen_all(session).values():
+            parameter.data.mul_(1 - 0.1 * rate)
+        return norm
+
+    return facet(session, "optimizer", step=step)
+
+
+def _shared_experts_too(session: Session, cell: Cell, world: World) -> Any:
+    """Where routers are frozen, shared experts are."""
+    good: Any = session.optimizer
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+        shared = {key: of for key, of in _copies(session).items() if ".shared_experts." in key[1]}
+        norm = good.step(tokens_BS, rate)
+        if _frozen_all(session):
+            _write(session, shared)
+        return norm
+
+    return facet(session, "optimizer", step=step)
+
+
 def _counting_streams(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.export
 
@@ -512,6 +545,24 @@ def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
 
 
 FAULTS = (
+    Fault(
+        id="frozen-routers-decay",
+        bug="SkyRL#1568, prime-rl#1836 in kind: the optimizer is given what is frozen too, and weight decay moves it",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        wrap=_frozen_decay,
+        diagnosis="moved though frozen",
+        says="it was frozen",
+    ),
+    Fault(
+        id="shared-experts-frozen-with-routers",
+        bug="verl#1792: who freezes the routers freezes what belongs to shared experts with them",
+        rules=("OPT-004",),
+        cell=cell("glm4_moe", "pp2", optimizer_step=True),
+        wrap=_shared_experts_too,
+        diagnosis="not moved at all",
+        says="with routers frozen",
+    ),
     Fault(
         id="experts-sent-before-they-step",
         bug="NeMo-RL#4086 in kind: new weights of experts are gathered by the next forward, and sent before it",

@@ -24,6 +24,9 @@ from moeref_conformance.steps.tensors import same_bytes
 Named = tuple[str, torch.Tensor]
 #: Tokens that are sampled after a prompt, where no update comes on the way.
 NEW = 6
+#: By how many tokens the prompts behind an update are shorter, in calls of four: of the last layer each expert has to
+#: have a sampled token, but for rare ones. It is only there that its weights show.
+SHORTER = (0, 9, 18, 27)
 #: How many tensors are sent before something happens.
 SENT = 60
 #: Seconds within which a sample is there that was asked for amid an update, once that has ended.
@@ -139,7 +142,7 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
         for name, sent, new in updates:
             written[name] = written_by(engine, sent(context.input(WEIGHTS[name])), VERSIONS[name])
             versions.append(engine.version())
-            sampled[name] = ask(engine, apart(new))
+            sampled[name] = [one for start in SHORTER for one in ask(engine, apart(new[start:]))]
             sampled[f"{name} known"] = ask(engine, [known])
     return {"versions": versions, "written": written, "sampled": sampled, "tempered": others}
 

@@ -243,6 +243,14 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
+        id="final-norm-epsilon-of-megatron",
+        bug="Megatron-Bridge#5712 in kind: a norm that is built apart from the others has the default of its class",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one", shared_groups=True, layers=4),
+        wrap=_norms(1e-5, "final_layernorm"),
+        one_rank=True,
+    ),
+    Fault(
         id="routed-scale-of-the-class",
         bug="routed_scaling_factor of the checkpoint is not read, and the class has DeepSeek-V3's as its default",
         rules=("CFG-001", "FWD-001"),

@@ -102,8 +102,8 @@ def test_every_weight_has_a_block_of_zeros_and_some_are_no_whole_blocks(family: 
     assert all(int((blocks == 0).sum()) == 1 for blocks in largest.values())
     assert max(float(blocks.max() / blocks[blocks > 0].min()) for blocks in largest.values()) > 1000
     short = {tuple(n % of > 0 for n, of in zip(tensors[name].shape, block, strict=True)) for name in names}
-    # Of Qwen3's experts, which transformers holds in one tensor, both sides end so, as of linears beside delta nets.
-    more = {"deepseek_v3": {(False, False)}, "qwen3_5_moe_text": {(True, True)}, "qwen3_next": {(True, True)}}
+    # Of Qwen3's experts, which transformers holds in one tensor, both sides end so, as of Qwen3.5's linears.
+    more = {"deepseek_v3": {(False, False)}, "qwen3_5_moe_text": {(True, True)}, "qwen3_next": {(False, False)}}
     assert short == {(True, False), (False, True), *more.get(family, set())}
 
 

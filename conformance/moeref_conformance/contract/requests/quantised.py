@@ -15,12 +15,12 @@ SCALES = "_scale_inv"
 #: Rows and columns of a block by family: square, as published ones. Qwen's tiny linears are no whole blocks; DeepSeek's
 #: are, but for the `kv_a_proj_with_mqa`, which ends in fewer rows as the real one does, and the `kv_b_proj`. In
 #: Qwen3.5's `in_proj_qkv` neither queries nor keys nor values end where a block does, nor key heads in Qwen3-Next's
-#: `in_proj_qkvz`.
+#: `in_proj_qkvz`. Qwen3-Next's hidden size is one block, so that scales of its linears have one column or one row.
 BLOCKS: dict[str, Block] = {
     "deepseek_v3": (8, 8),
     "qwen3_5_moe_text": (24, 24),
     "qwen3_moe": (16, 16),
-    "qwen3_next": (24, 24),
+    "qwen3_next": (40, 40),
 }
 #: By what the blocks of a weight are multiplied, in turn.
 FACTORS = (1.0, 2.0**-6, 2.0**6)

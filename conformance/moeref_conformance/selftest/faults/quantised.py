@@ -320,6 +320,14 @@ class _FormatIgnored(Quantiser):
         yield from super().all()
 
 
+class _Squeezed(Quantiser):
+    """Takes every dimension of 1 from the scales of an expert for the one that a gather over EP has put in front."""
+
+    def made(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, scales = super().made(name, tensor)
+        return weight, scales[None].squeeze() if ".experts." in name else scales
+
+
 def _all_receive(session: Session, cell: Cell, world: World) -> Any:
     return design(_ScalesOfOthersUnset)(everywhere(session, cell, world), cell, world)
 
@@ -484,6 +492,14 @@ FAULTS = (
         cell=_QWEN,
         wrap=design(_ForTheKernel),
         says="are int32",
+    ),
+    Fault(
+        id="scales-of-one-column-squeezed",
+        bug="Megatron-Bridge#5731: where scales of experts are gathered, those of one row or column lose a dimension",
+        rules=("QNT-003",),
+        cell=cell("qwen3_next", "ep2", layers=3, dtype="bfloat16"),
+        wrap=design(_Squeezed),
+        says="the scales of [40, 56] are float32 [2]",
     ),
     Fault(
         id="fp8-of-gradients",

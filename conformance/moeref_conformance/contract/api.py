@@ -370,6 +370,9 @@ class Replay(Protocol):
 
         Data-parallel replicas get different rows with their own routes, and in R2 also in `record` and `replay`.
         Raises for routes that do not fit.
+
+        In a cell with `bias_update` the answer has the experts' bias too, as in `Gradients.gradients`: updated by the
+        experts that tokens took, their routes', or all of it as it was, since no router chose these.
         """
 
 

@@ -44,6 +44,7 @@ from moeref_conformance.judges.observed_routes import (
     oracle_of,
     oracle_recorded,
     rounding,
+    seen_routes,
     with_mtp,
 )
 from moeref_conformance.oracles import balancing, policy
@@ -84,23 +85,43 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
     """Against the tokens that each expert gets in transformers; a bias holds values that differ by far more.
 
     Multi-token prediction layers may route the last tokens of a row in any way, or count none: what these decide is
-    open.
+    open. Under given routes the last tokens of samples, which have none, count for the experts that they took; whether
+    such a step moves the bias at all is open.
     """
     yield from without(case, "inventory", "gradients")
+    yield from _bias_of(case, "gradients", "native")
+    if case.cell.replay == "R3":
+        yield from without(case, "replay")
+        for phase in ("step-a", "recompute-b"):
+            yield from _bias_of(case, phase, phase[-1])
+
+
+def _bias_of(case: Case, phase: str, which: str) -> Iterator[Finding]:
+    """Findings for the experts' bias of a step under these routes, or under the routers' own."""
+    step = "gradients" if phase == "gradients" else "replay"
     updated = dict(expected(case).tensors)
-    tokens = sum(expected(case).lengths)
-    chosen = {**oracle(case, "native").experts, **(with_mtp(case, "native").experts if case.cell.mtp else {})}
-    for layer, by_place in chosen.items():
+    lengths = expected(case).lengths
+    took = {} if step == "gradients" else seen_routes(case, phase)[0]
+    last = {(row, length - 1) for row, length in enumerate(lengths)}
+    routed = {**oracle(case, which).experts, **(with_mtp(case, which).experts if case.cell.mtp else {})}
+    for layer, by_place in routed.items():
+        own = {place: experts for place, experts in took.get(layer, {}).items() if place in last}
+        chosen = [own.get(place, experts) for place, experts in by_place.items()]
         name = f"model.layers.{layer}.mlp.gate.{_BIAS}"
-        ways_E = balancing.directions(by_place.values(), len(updated[name]), tokens - len(by_place))
+        ways_E = balancing.directions(chosen, len(updated[name]), sum(lengths) - len(chosen))
         updated[name] = updated[name] + BIAS_UPDATE_RATE * ways_E
     placed = Placement(case.cell, expected(case).config, updated)
-    for record in records(case, "inventory", "gradients"):
-        have = record.tensors("gradients")
+    found, moved = list[Finding](), False
+    for record in records(case, "inventory", step):
+        have = _gradients(record, phase)
         for item in record.value("inventory"):
             held = _bias(placed, record.rank, item)
             if held is not None:
-                yield from _moved(case, record.rank, item["local"], held, have.get(f"{item['chunk']}:{item['local']}"))
+                got = have.get(f"{item['chunk']}:{item['local']}")
+                moved |= got is None or not torch.equal(got, expected(case).tensors[held.hf[0]])
+                found += _moved(case, record.rank, phase, item["local"], held, got)
+    if moved or step == "gradients":
+        yield from found
 
 
 def _bias(placed: Placement, rank: int, item: Mapping[str, Any]) -> ExpectedShard | None:
@@ -112,12 +133,15 @@ def _bias(placed: Placement, rank: int, item: Mapping[str, Any]) -> ExpectedShar
     return held if any(name.endswith(_BIAS) for name in held.hf) else None
 
 
-def _moved(case: Case, rank: int, local: str, held: ExpectedShard, got: torch.Tensor | None) -> Iterator[Finding]:
+def _moved(
+    case: Case, rank: int, phase: str, local: str, held: ExpectedShard, got: torch.Tensor | None
+) -> Iterator[Finding]:
     """A finding for an updated bias that is not there, or not the expected one."""
-    (name,) = held.hf
+    (name,), behind_it = held.hf, "the step" if phase == "gradients" else phase
+    where = {"stage": phase, "hf_name": name, "local_name": local}
     if got is None or got.shape != held.tensor.shape:
-        message = f"no {local} after the step" if got is None else f"{local} is {list(got.shape)} after the step"
-        yield finding(case, rank, "gradients", message, hf_name=name, local_name=local)
+        message = f"no {local} after {behind_it}" if got is None else f"{local} is {list(got.shape)} after {behind_it}"
+        yield finding(case, rank, message=message, **where)
         return
     before = expected(case).tensors[name].double()
     steps_E, want_E = ((one.double() - before) / BIAS_UPDATE_RATE for one in (got, held.tensor))
@@ -125,8 +149,8 @@ def _moved(case: Case, rank: int, local: str, held: ExpectedShard, got: torch.Te
     wrong_E = ~((steps_E - want_E).abs() <= BIAS_STEPS_APART)
     if bool(wrong_E.any()):
         said = f"moved by {_steps(steps_E)} times the rate, expected {_steps(want_E)}"
-        message = f"{local}: {int(wrong_E.sum())} of {len(got)} experts have another bias after the step"
-        yield finding(case, rank, "gradients", message, hf_name=name, local_name=local, diagnosis=said)
+        message = f"{local}: {int(wrong_E.sum())} of {len(got)} experts have another bias after {behind_it}"
+        yield finding(case, rank, message=message, diagnosis=said, **where)
 
 
 def _steps(steps_E: torch.Tensor) -> str:

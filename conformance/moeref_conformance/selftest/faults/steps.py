@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -186,6 +186,27 @@ def _of_exchanged_tokens(cell: Cell, world: World) -> Iterator[None]:
 
     with mock.patch.object(finalize, "get_updated_expert_bias", updated):
         yield
+
+
+def _counted_by_its_own_choice(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Where experts are replayed, a router counts those that it would have chosen itself."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    good: Any = TopKRouter.__call__
+
+    def called(self: Any, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        probs_TE, taken_TE = good(self, hidden, padding_mask=padding_mask)
+        action = self.router_replay and self.router_replay.router_replay_action
+        if action and action.name != "RECORD" and torch.is_grad_enabled():
+            with torch.no_grad():
+                best_TK = (self.gating(hidden).flatten(0, -2).sigmoid() + self.expert_bias).topk(self.topk).indices
+                more_TE = torch.zeros_like(probs_TE).scatter(1, best_TK, 1.0) - taken_TE.float()
+                if padding_mask is not None:
+                    more_TE = more_TE[~padding_mask.flatten()]
+                self.local_tokens_per_expert += more_TE.sum(0)
+        return probs_TE, taken_TE
+
+    return mock.patch.object(TopKRouter, "__call__", called)
 
 
 def with_loss(
@@ -516,6 +537,15 @@ FAULTS = (
         rules=("GRD-002",),
         cell=cell("glm4_moe", "tp1", world_size=2, bias_update=True),
         patch=_of_exchanged_tokens,
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-counts-the-routers-own-choice",
+        bug="reported nowhere: under given routes the experts' bias is updated by what routers would have chosen",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", batch="packed", replay="R3", bias_update=True),
+        patch=_counted_by_its_own_choice,
+        says="have another bias after step-a",
         diagnosis="moved by",
     ),
     Fault(

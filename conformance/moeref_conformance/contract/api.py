@@ -125,9 +125,9 @@ class Forward(Protocol):
         """`logits_BSV` in fp32 over the unpadded vocabulary on the ranks of the last stage, None elsewhere.
 
         `tokens_BS` is int64 and equal on all ranks; positions are 0..S-1; no dropout. Each row is one microbatch; where
-        the cell's `batch` is `pairs`, rows 2i and 2i+1 are one, of shape [S, 2] in Megatron. Where it is `packed`, they
-        are packed into one sequence: a row ends before its first -1, and logits behind its end count for nothing.
-        S is a multiple of TP, and of 2·CP·TP under CP, and not the same in every call.
+        the cell's `batch` is `pairs`, rows 2i and 2i+1 are one, of shape [S, 2] in Megatron. Where it is `packed`,
+        rows 3i to 3i+2 are packed into one sequence: a row ends before its first -1, and logits behind its end count
+        for nothing. S is a multiple of TP, and of 2·CP·TP under CP, and not the same in every call.
         """
 
 

@@ -37,8 +37,9 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "receivers": ("writer", "all", "share"),
     "unmapped": ("exported", "built"),
 }
-#: What a microbatch is: one row of the tokens, two rows side by side [S, B], or two of unequal lengths packed (THD).
+#: What a microbatch is: one row of the tokens, two rows side by side [S, B], or three of unequal lengths packed (THD).
 BATCHES = ("single", "pairs", "packed")
+_ROWS = {"single": 1, "pairs": 2, "packed": 3}
 #: Losses of routers that a step may have besides the language model's: megatron-core's kinds of load balancing, and
 #: its z-loss; and the coefficient of each.
 ROUTER_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
@@ -228,7 +229,7 @@ class Cell:
     @property
     def rows(self) -> int:
         """Rows of the tokens in a microbatch."""
-        return 1 if self.batch == "single" else 2
+        return _ROWS[self.batch]
 
     @cached_property
     def id(self) -> str:

@@ -108,6 +108,8 @@ def _read(final: Path, routes: bool) -> Expected:
 def _tokens(cell: Cell, vocab: int) -> torch.Tensor:
     """The tokens [B, S] of the cell's variant, -1 behind the end of a sample."""
     tokens_BS = torch.randint(0, vocab, recipes.rows(cell), generator=_generator(0))
+    if cell.batch == "packed":  # a token that no other comes before is known by its id alone
+        tokens_BS[:, 0] = torch.randperm(vocab, generator=_generator(0))[: len(tokens_BS)]
     # The first id, which code takes for padding, and the last, at the end of the last shard.
     tokens_BS[0, 1], tokens_BS[-1, 2] = 0, vocab - 1
     if cell.loss_mask:  # where the first row has it, nothing is trained on

@@ -262,13 +262,14 @@ _LENGTH = {"mixtral": 24, "deepseek_v3": 24, "gpt_oss": 20}
 def rows(cell: Cell) -> tuple[int, int]:
     """Number of sequences and their length: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2.
 
-    Where microbatches have two sequences there are two microbatches, and about as many tokens in all. A loss mask has
-    another one for each of four sequences.
+    Where microbatches have several sequences there are two microbatches, and of two about as many tokens in all. A loss
+    mask has another one for each of four sequences.
     """
     if cell.backend == ENGINE:
         return 4, 150
     length = 256 if cell.precision else _LENGTH.get(cell.family, 16)
-    return 4 if cell.loss_mask else 2 * cell.rows, length - 3 if cell.batch == "packed" else length // cell.rows
+    number = 2 * cell.rows
+    return max(4, number) if cell.loss_mask else number, length - 3 if cell.batch == "packed" else length // cell.rows
 
 
 def lengths(cell: Cell) -> list[int]:
@@ -277,13 +278,13 @@ def lengths(cell: Cell) -> list[int]:
     The order by length, up or down, is not its own inverse.
     """
     number, longest = rows(cell)
-    return [longest - 4, 5, longest, 3] if cell.batch == "packed" else [longest] * number
+    return [longest - 4, 5, longest, 3, 7, longest - 2] if cell.batch == "packed" else [longest] * number
 
 
 def trained(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """The loss mask of four rows: all behind a prompt but a tool's answer; the last two; none; all behind the first.
+    """The loss mask of rows: all behind a prompt but a tool's answer; the last two; none; of others all but the first.
 
-    So unequal numbers of tokens count in rows, in pairs of them and in replicas.
+    So unequal numbers of tokens count in rows, in microbatches and in replicas.
     """
     mask_BS = tokens_BS >= 0
     mask_BS[:, 0] = False

@@ -106,7 +106,7 @@ class _Model:
         chunks, shards = self._built.chunks, self._built.shard_map
         if self._batch != "packed":
             return megatron.logits(chunks, shards, tokens_BS, self._size)
-        found = megatron.packed_logits(chunks, shards, _packs(tokens_BS))
+        found = megatron.packed_logits(chunks, shards, self._packs(tokens_BS))
         return None if found is None else _side_by_side([logits_SV for pack in found for logits_SV in pack])
 
     def logprobs(
@@ -124,7 +124,7 @@ class _Model:
         if self._batch != "packed":
             found = megatron.logprobs(chunks, shards, tokens_BS, self._size, temperature=temperature)
             return None if found is None else TokenLogprobs(*found)
-        packs = megatron.packed_logprobs(chunks, shards, _packs(tokens_BS), temperature=temperature)
+        packs = megatron.packed_logprobs(chunks, shards, self._packs(tokens_BS), temperature=temperature)
         if packs is None:
             return None
         samples = [sample for pack in packs for sample in pack]
@@ -137,7 +137,7 @@ class _Model:
 
         chunks, shards = self._built.chunks, self._built.shard_map
         if self._batch == "packed":
-            given = _packs(tokens_BS), None if mask_BS is None else _packs(tokens_BS, mask_BS)
+            given = self._packs(tokens_BS), None if mask_BS is None else self._packs(tokens_BS, mask_BS)
             return self._with_bias(functools.partial(megatron.packed_gradients, chunks, shards, *given))
         return self._with_bias(
             functools.partial(megatron.gradients, chunks, shards, tokens_BS, self._size, mask_BS=mask_BS)
@@ -169,7 +169,7 @@ class _Model:
         from moeref import megatron
 
         if self._batch == "packed":
-            packs, masks, advantages = (_packs(tokens_BS, of_BS) for of_BS in (tokens_BS, mask_BS, advantages_BS))
+            packs, masks, advantages = (self._packs(tokens_BS, of_BS) for of_BS in (tokens_BS, mask_BS, advantages_BS))
             of_packs = self._built.chunks, self._built.shard_map, packs, masks, advantages
             return megatron.packed_policy_gradients(*of_packs, temperature=temperature, entropy=entropy)
         given = self._built.chunks, self._built.shard_map, tokens_BS, mask_BS, advantages_BS, self._size
@@ -205,8 +205,8 @@ class _Model:
         rows = [_whole(sample, length, model) for sample, length in zip(routes, lengths, strict=True)]
         if self._batch == "packed":
             padded = padding.plan(layout)
-            total = max([total, *(padded.pack(pair).total for pair in _groups(lengths, 2))])
-            joined = [replay.packed(pair, padded, total=total) for pair in _groups(rows, 2)]
+            total = max([total, *(padded.pack(of).total for of in _groups(lengths, self._size))])
+            joined = [replay.packed(of, padded, total=total) for of in _groups(rows, self._size)]
         else:
             joined = [replay.batched(group) for group in _groups(rows, self._size)]
         pp, vps = layout.coords(self.rank).pp, range(layout.vpp)
@@ -236,7 +236,12 @@ class _Model:
 
         if self._batch != "packed":
             return 0
-        return megatron.packed_total(self._built.chunks, self._built.shard_map, _packs(tokens_BS))
+        return megatron.packed_total(self._built.chunks, self._built.shard_map, self._packs(tokens_BS))
+
+    def _packs(self, tokens_BS: torch.Tensor, of_BS: torch.Tensor | None = None) -> list[Sequence[torch.Tensor]]:
+        """The samples of each microbatch, rows without what stands behind their end; or the same parts `of_BS`."""
+        rows = zip(tokens_BS, tokens_BS if of_BS is None else of_BS, strict=True)
+        return _groups([of_S[row_S >= 0] for row_S, of_S in rows], self._size)
 
     def _replaying(
         self, tokens_BS: torch.Tensor, routes: Sequence[Any] | None, total: int = 0
@@ -259,12 +264,6 @@ def _whole(sample: Any, tokens: int, model: families.Model) -> replay.Routes:
 def _groups(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
     """Each `size` rows that follow each other."""
     return [rows[first : first + size] for first in range(0, len(rows), size)]
-
-
-def _packs(tokens_BS: torch.Tensor, of_BS: torch.Tensor | None = None) -> list[Sequence[torch.Tensor]]:
-    """The samples of each microbatch, two rows without what stands behind their end; or the same parts `of_BS`."""
-    rows = zip(tokens_BS, tokens_BS if of_BS is None else of_BS, strict=True)
-    return _groups([of_S[row_S >= 0] for row_S, of_S in rows], 2)
 
 
 def _side_by_side(logits: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.contract.api import Cell, Session, TokenLogprobs, World
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.routes import in_one
@@ -83,10 +83,20 @@ def _samples_in_a_row(session: Session, cell: Cell, world: World) -> Any:
 
 def _one_sequence(session: Session, cell: Cell, world: World) -> Any:
     """Attention takes packed samples for one sequence."""
+    return _with_borders(session, [0, -1])
+
+
+def _two_sequences(session: Session, cell: Cell, world: World) -> Any:
+    """Attention takes the samples behind the first one for one sequence."""
+    return _with_borders(session, [0, 1, -1])
+
+
+def _with_borders(session: Session, kept: list[int]) -> Session:
+    """`session` whose attention has these borders of packed samples alone."""
 
     def joined(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         packed = kwargs["packed_seq_params"]
-        ends = packed.cu_seqlens_q[[0, -1]]
+        ends = packed.cu_seqlens_q[kept]
         return args, {**kwargs, "packed_seq_params": replace(packed, cu_seqlens_q=ends, cu_seqlens_kv=ends)}
 
     for chunk in session.export.chunks() if session.export else ():
@@ -95,6 +105,25 @@ def _one_sequence(session: Session, cell: Cell, world: World) -> Any:
                 core: Any = attention.core_attention
                 core.register_forward_pre_hook(joined, with_kwargs=True)
     return session
+
+
+def _logprobs_cut_by_the_sample_before(session: Session, cell: Cell, world: World) -> Any:
+    """Log-probabilities of a sample are cut out where the one before it ends, counted from that one's begin."""
+    good: Any = session.logprobs
+
+    def logprobs(tokens_BS: torch.Tensor, *given: Any) -> TokenLogprobs | None:
+        found: TokenLogprobs | None = good.logprobs(tokens_BS, *given)
+        if found is None:
+            return None
+        cut_BS, lengths = found.logprobs_BS.clone(), (tokens_BS >= 0).sum(1).tolist()
+        for row, length in enumerate(lengths):
+            if row % cell.rows > 1:
+                first = row - row % cell.rows
+                told = [found.logprobs_BS[one, : lengths[one] - 1] for one in range(first, first + cell.rows)]
+                cut_BS[row, : length - 1] = torch.cat(told)[lengths[row - 1] - 1 :][: length - 1]
+        return replace(found, logprobs_BS=cut_BS)
+
+    return facet(session, "logprobs", logprobs=logprobs)
 
 
 def _mean_of_means(session: Session, cell: Cell, world: World) -> Any:
@@ -128,7 +157,7 @@ def _unpadded_offsets(session: Session, cell: Cell, world: World) -> Any:
     def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
         found_BSV: torch.Tensor | None = good.logits(tokens_BS)
         if found_BSV is not None:
-            found_BSV[1::2] = found_BSV[1::2].roll(1, 1)
+            found_BSV[1 :: cell.rows] = found_BSV[1 :: cell.rows].roll(1, 1)
         return found_BSV
 
     return facet(session, "forward", logits=logits)
@@ -218,6 +247,23 @@ FAULTS = (
         rules=("FWD-001",),
         cell=cell("glm4_moe", "one", batch="packed"),
         wrap=_one_sequence,
+        one_rank=True,
+    ),
+    Fault(
+        id="packed-as-two-sequences",
+        bug="reported nowhere: of the borders of packed samples attention has the first one: the third sees the second",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "one", batch="packed"),
+        wrap=_two_sequences,
+        one_rank=True,
+        says="logits differ from transformers",
+    ),
+    Fault(
+        id="packed-logprobs-cut-by-the-sample-before",
+        bug="reported nowhere: a packed sample is cut out where the one before it ends, wherever that one begins",
+        rules=("LGP-001",),
+        cell=cell("qwen3_moe", "one", batch="packed"),
+        wrap=_logprobs_cut_by_the_sample_before,
         one_rank=True,
     ),
     Fault(

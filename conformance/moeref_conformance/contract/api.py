@@ -155,6 +155,10 @@ class Logprobs(Protocol):
 
         Logprobs are those of the weights as they are now. In a cell with replay R3, and in no other, `routes` are
         given, as in `Replay.replay`, and logprobs are of a forward under them.
+
+        A target that computes by chunks of tokens, or of the vocabulary, sets their size to less than the kit has of
+        these, such as 3 and 64, so that there are several and the last one is smaller: a row may have 8 tokens, and the
+        vocabulary has about 130. With 1024 or 2048 all that is judged is one chunk. So it is with `Policy`.
         """
 
 

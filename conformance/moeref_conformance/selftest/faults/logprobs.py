@@ -106,6 +106,21 @@ def _of_shares(asked: Asked) -> TokenLogprobs:
     return replace(asked.right(), entropies_BS=left.entropies_BS)
 
 
+def _of_whole_chunks(asked: Asked) -> TokenLogprobs:
+    """Chunks of four tokens are computed; of what is left over behind the last whole one all stays 0."""
+    right, whole = asked.right(), (asked.tokens_BS.shape[1] - 1) // 4 * 4
+    here_S = torch.arange(asked.tokens_BS.shape[1] - 1) < whole
+    return TokenLogprobs(*(of_BS.where(here_S, 0.0) for of_BS in vars(right).values()))
+
+
+def _entropies_by_chunks_of_the_vocabulary(asked: Asked) -> TokenLogprobs:
+    """Chunks of 64 are cut along the vocabulary, and entropies of each are added up."""
+    parts = torch.split(asked.logits_BSV / asked.temperature, 64, dim=-1)
+    shares = [part_BSV[:, :-1].log_softmax(-1) for part_BSV in parts]
+    of_each = torch.stack([-(of.exp() * of).sum(-1).float() for of in shares])
+    return replace(asked.right(), entropies_BS=of_each.sum(0))
+
+
 def _without_routes(session: Session, cell: Cell, world: World) -> Any:
     """Routes are given to steps, and not to the forward of logprobs."""
     good: Any = session.logprobs
@@ -229,6 +244,21 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_before),
         says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="logprobs-of-whole-chunks-alone",
+        bug="verl#6446 in kind: by chunks of tokens, of which one that is smaller than others is left as it was made",
+        rules=("LGP-001", "LGP-002"),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_made(_of_whole_chunks),
+        says="logprobs differ from transformers by",
+    ),
+    Fault(
+        id="entropies-by-chunks-of-the-vocabulary",
+        bug="verl#6446 (review): chunks are cut along dimension 1, which is the vocabulary where tokens are packed",
+        rules=("LGP-002",),
+        cell=cell("qwen3_moe", "one", batch="packed"),
+        wrap=_made(_entropies_by_chunks_of_the_vocabulary),
     ),
     Fault(
         id="log-softmax-with-the-padding",

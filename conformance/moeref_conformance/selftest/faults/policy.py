@@ -24,6 +24,7 @@ Gradients = dict[tuple[int, str], torch.Tensor]
 Wrap = Callable[[Session, Cell, World], Any]
 #: What the samples of a pack are padded to multiples of under TP2 and CP2.
 UNIT = 8
+PACKED = cell("qwen3_moe", "tp2-cp2", loss_mask=True, batch="packed")
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,15 @@ def _counted(mask_BS: torch.Tensor) -> torch.Tensor:
 
 def _packed_without_padding(asked: Asked) -> Asked:
     """Advantages of a pack are joined without what pads its samples, and read at the positions of its tokens."""
-    moved_BS = torch.zeros_like(asked.advantages_BS)
-    for first in range(0, len(moved_BS), 2):
-        pack, lengths = slice(first, first + 2), (asked.tokens_BS[first : first + 2] >= 0).sum(1).tolist()
+    moved_BS, size = torch.zeros_like(asked.advantages_BS), PACKED.rows
+    for first in range(0, len(moved_BS), size):
+        pack, lengths = slice(first, first + size), (asked.tokens_BS[first : first + size] >= 0).sum(1).tolist()
         joined = torch.cat([of[:length] for of, length in zip(asked.advantages_BS[pack], lengths, strict=True)])
-        begin = -(-lengths[0] // UNIT) * UNIT
-        moved_BS[first, : lengths[0]], later = joined[: lengths[0]], joined[begin:][: lengths[1]]
-        moved_BS[first + 1, : len(later)] = later
+        begin = 0
+        for row, length in enumerate(lengths, first):
+            found = joined[begin:][:length]
+            moved_BS[row, : len(found)] = found
+            begin += -(-length // UNIT) * UNIT
     return replace(asked, advantages_BS=moved_BS)
 
 
@@ -361,7 +364,7 @@ FAULTS = (
         id="advantages-packed-without-padding",
         bug="Megatron-LM#6205 in kind: tokens of a pack are padded for CP, and what belongs to them is not",
         rules=("GRD-004",),
-        cell=cell("qwen3_moe", "tp2-cp2", loss_mask=True, batch="packed"),
+        cell=PACKED,
         wrap=_asked(_packed_without_padding),
         says="policy: the gradient of",
     ),

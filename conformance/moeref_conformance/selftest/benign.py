@@ -46,6 +46,7 @@ from moeref_conformance.selftest.border import (
     described,
     each,
     facet,
+    inventory,
     names,
     stream,
 )
@@ -327,6 +328,17 @@ def _logprobs_on_every_stage(session: Session, cell: Cell, world: World) -> Any:
         return whole
 
     return facet(session, "logprobs", logprobs=logprobs)
+
+
+def _bias_still_under_routes(session: Session, cell: Cell, world: World) -> Any:
+    """Steps under routes answer with the experts' bias of the model."""
+    good: Any = session.replay
+
+    def step(*given: Any) -> Any:
+        own = {key: tensor.clone() for key, tensor in inventory(session).items() if key[1].endswith("expert_bias")}
+        return {**good.step(*given), **own}
+
+    return facet(session, "replay", step=step)
 
 
 def _replayed_by_own_hooks(session: Session, cell: Cell, world: World) -> Any:
@@ -1027,6 +1039,12 @@ _DESIGNS = (
         why="verl and NeMo-RL broadcast them from the last stage to the others",
         cell=cell("qwen3_moe", "pp2"),
         wrap=_logprobs_on_every_stage,
+    ),
+    Benign(
+        id="bias-still-under-routes",
+        why="no router chose the experts of given routes, and none is corrected for them: prime-rl#2953 (review)",
+        cell=cell("glm4_moe", "ep2", batch="packed", replay="R3", bias_update=True),
+        wrap=_bias_still_under_routes,
     ),
     Benign(
         id="replayed-by-own-hooks",

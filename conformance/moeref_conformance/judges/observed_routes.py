@@ -29,6 +29,9 @@ PADDING: Place = (-1, -1)
 NEAR = 1e-3
 #: Nor are those of a microbatch that runs twice, in bf16 on a GPU; those of two samples are apart by more than half.
 AGAIN = 0.05
+#: Scores of the last chosen and the first unchosen expert that are no further apart may change places by rounding: a
+#: sum in another order moves one by 1e-6, one of logits in bf16, which are up to 8, by 0.01.
+NEAR_IN_FP32, NEAR_IN_BF16 = 1e-4, 0.02
 ByRank = Mapping[int, Mapping[tuple[int, int], Mapping[str, torch.Tensor]]]  # rank -> (layer, call) -> tensors
 
 
@@ -153,6 +156,31 @@ def _taking(case: Case, which: str, phase: str, free: set[Place], negated: bool 
     return routed.under(expected(case), which, case.claims.missing_rows, chosen, negated=negated)
 
 
+def own_choice(case: Case, phase: str) -> Seen:
+    """The experts that transformers' routers take in fp32 for the hidden states that entered them in this phase.
+
+    Rounding before a layer is in these, so that it turns no route. Tokens that are chosen for by little are left out.
+    """
+    by_rank = _of_phase(case, phase)
+    place_of, near = _places(case, by_rank, phase)[0], _near(case)
+    want: dict[int, dict[Place, frozenset[int]]] = defaultdict(dict)
+    for calls in by_rank.values():
+        for (layer, _), tensors in calls.items():
+            if "in" in tensors and len(tensors["in"]):
+                chosen = routed.choices(expected(case), layer, tensors["in"], near)
+                for row, experts in zip(_rows(tensors["in"]), chosen, strict=True):
+                    if experts is not None and row in place_of[layer]:
+                        want[layer][place_of[layer][row]] = experts
+    return want
+
+
+def _near(case: Case) -> float:
+    """The margin that a router's own rounding may turn: of fp32 where the config says so on all ranks, else of bf16."""
+    given = [record.value("config").get("given", {}) for record in records(case, "config")]
+    exact = bool(given) and all(of.get("moe_router_dtype") in ("fp32", "fp64") for of in given)
+    return NEAR_IN_FP32 if exact else NEAR_IN_BF16
+
+
 def _of_phase(case: Case, phase: str) -> ByRank:
     """The tensors of one phase."""
     by_rank: dict[int, dict[tuple[int, int], dict[str, torch.Tensor]]] = {}
@@ -252,6 +280,7 @@ __all__ = [
     "oracle",
     "oracle_of",
     "oracle_recorded",
+    "own_choice",
     "replayed",
     "rounding",
     "seen_routes",

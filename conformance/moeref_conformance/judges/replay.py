@@ -34,6 +34,7 @@ from moeref_conformance.judges.observed_routes import (
     Seen,
     oracle,
     oracle_of,
+    own_choice,
     replayed,
     rounding,
     seen_routes,
@@ -44,6 +45,8 @@ from moeref_conformance.judges.refusals import unfinished
 TRANSFORMERS = 2e-5
 #: Of the same forward twice; other experts are off by a tenth and more.
 AGAIN = 1e-3
+#: Phases of R3 that are not replayed.
+NATIVE = ("native-before", "native-between", "native-after")
 
 
 def _against(case: Case, phase: str, want: Seen, *, of: set[Place] | None = None, whose: str) -> list[Finding]:
@@ -147,14 +150,22 @@ def _unseen(case: Case, phase: str) -> Iterator[Finding]:
 
 @judges("RPL-002")
 def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
-    """Forwards before, between and after replays: R3 against transformers, R2 with negated routers."""
-    if no := _in_bf16(case):
-        return no
+    """Forwards before, between and after replays: R3 against transformers, R2 with negated routers.
+
+    Of R3 in bf16 against transformers' routers, in fp32, on the hidden states that enter the target's.
+    """
+    narrow = case.cell.dtype != "float32"
+    if narrow and (case.cell.replay != "R3" or case.cell.batch == "packed" or case.cell.precision):
+        return _in_bf16(case) or []
     if findings := without(case, "replay"):
+        return findings
+    if narrow:
+        for phase in NATIVE:
+            findings += _against(case, phase, own_choice(case, phase), whose="its router chooses in fp32")
         return findings
     native = oracle(case, "native").experts
     if case.cell.replay == "R3":
-        for phase in ("native-before", "native-between", "native-after"):
+        for phase in NATIVE:
             findings += _against(case, phase, _first(case, native), whose="the router chooses")
         return [*findings, *_after_refusals(case)]
     recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]

@@ -92,6 +92,37 @@ class Forced(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, chosen_TK), chosen_TK))
 
 
+class _Margins(TorchFunctionMode):
+    """Records of every `topk(scores [T, N], k)` what was chosen and by how much, over experts and groups of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen_TK, self.margin_T = torch.empty(0), torch.tensor(torch.inf)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        answer = func(*args, **kwargs)
+        if func in (torch.topk, torch.Tensor.topk) and args[0].ndim == 2 and answer.indices.shape[1] < len(args[0][0]):
+            k = answer.indices.shape[1]
+            best_TK = args[0].sort(descending=True).values  # by no topk, which would come here again
+            self.margin_T = torch.minimum(self.margin_T, best_TK[:, k - 1] - best_TK[:, k])
+            self.chosen_TK = answer.indices
+        return answer
+
+
+def choices(expected: Expected, layer: int, rows_TH: torch.Tensor, near: float) -> list[frozenset[int] | None]:
+    """The experts that transformers' router of this layer takes in fp32 for each of the hidden states that enter it.
+
+    None where it chooses by no more than `near`.
+    """
+    with _ONE_AT_A_TIME, torch.no_grad(), _Margins() as seen:
+        _model(str(expected.inputs["checkpoint"]), torch.float32).model.layers[layer].mlp(rows_TH.float()[None])
+    rows = zip(seen.chosen_TK.tolist(), seen.margin_T.tolist(), strict=True)
+    return [frozenset(chosen) if margin > near else None for chosen, margin in rows]
+
+
 def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np.ndarray[Any, Any]]:
     """The routes of set `a` or `b` as an engine sends them, one array [S - 1, layers, top-k] of int32 a sample.
 

@@ -191,6 +191,15 @@ FAULTS = (
         one_rank=True,
     ),
     Fault(
+        id="biases-added-in-the-dtype-of-the-model",
+        bug="B41 in kind: miles#811, routers add their bias in the dtype of the model, which shows in bf16 alone",
+        rules=("RPL-002",),
+        cell=cell("glm4_moe", "one", dtype="bfloat16", replay="R3"),
+        wrap=each_chunk(_biases_rounded),
+        says="its router chooses in fp32",
+        one_rank=True,
+    ),
+    Fault(
         id="queries-normed-without-a-latent",
         bug="Megatron-Bridge#5261: with q_lora_rank=null queries have a norm, which the checkpoint does not know",
         rules=("FWD-001",),

@@ -11,6 +11,7 @@ from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.requests.config import HONOURED, OF_THE_REFERENCE, SILENT, TWICE, UNKNOWN, same
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import expected, finding, unanswered, values
+from moeref_conformance.judges.observed_routes import weights
 from moeref_conformance.oracles import settings
 
 STEP = "config"
@@ -40,6 +41,9 @@ _REFUSABLE: dict[str, Callable[[Case, Mapping[str, Any]], bool]] = {
     "overlap": lambda case, nothing: not nothing.get("moe_shared_expert_intermediate_size"),
     "drop policy": lambda case, nothing: nothing.get("moe_expert_capacity_factor") is None,
 }
+#: How far the weight of a row is off that of logits in fp32, relative to it: 1e-6 by another order of sums, 1e-4 by
+#: logits in bf16. One that is rounded to bf16 afterwards is off by half of its last digit.
+_OF_FP32, _ROUNDED_LATE = 3e-5, 2**-8
 #: Of the part of attention that has one group a rank, where TP ranks share them (megatron-core's Attention.__init__).
 _GROUPS = "num_query_groups"
 #: megatron-core's experts hold a copy of the config whose MLP width is their own.
@@ -175,14 +179,31 @@ def refusals_name_a_setting(case: Case) -> Iterator[Finding]:
 
 @judges("CFG-013")
 def the_router_is_as_precise(case: Case) -> Iterator[Finding]:
-    """Against the dtype of the products in transformers' own router."""
+    """Against the dtype of the products in transformers' own router, also by the weights that experts are given."""
     yield from unanswered(case, STEP)
     good = settings.router_dtype(case.cell, expected(case))
+    if None not in good and case.cell.replay == "R3" and not case.cell.precision:
+        yield from _weights_of_rounded_logits(case)
     for rank, value in values(case, STEP):
         have = value["given"].get("moe_router_dtype")
         if have not in good:
             message = f"the config has moe_router_dtype={have!r}; transformers' router computes its logits in fp32"
             yield _said(case, rank, message, good[0], have)
+
+
+def _weights_of_rounded_logits(case: Case) -> Iterator[Finding]:
+    """A finding for each rank and layer whose experts weigh rows as logits in fp32 do not have it.
+
+    A weight that is rounded itself, to the parameters' dtype, is none of these.
+    """
+    said = set[tuple[int, int]]()
+    for rank, layer, expert, weight, want in weights(case, "native-before"):
+        off = abs(float(weight) - want) / max(want, 1e-6)
+        rounded_late = bool(weight == weight.bfloat16()) and off <= _ROUNDED_LATE
+        if off > _OF_FP32 and not rounded_late and (rank, layer) not in said:
+            said.add((rank, layer))
+            message = f"layer {layer} weighs a row of expert {expert} as logits in fp32 do not have it"
+            yield finding(case, rank, "replay", message, layer=layer, expert=expert, expected=want, got=float(weight))
 
 
 @judges("CFG-008")

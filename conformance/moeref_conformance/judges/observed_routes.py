@@ -174,6 +174,27 @@ def own_choice(case: Case, phase: str) -> Seen:
     return want
 
 
+def weights(case: Case, phase: str) -> Iterator[tuple[int, int, int, torch.Tensor, float]]:
+    """Rank, layer, expert, the weight that it is given for a row, and the one that transformers' router has in fp32 for
+    this hidden state; of rows that went to the experts that this chooses."""
+    by_rank = _of_phase(case, phase)
+    want, went = dict[tuple[int, bytes], Mapping[int, float]](), defaultdict[tuple[int, bytes], set[int]](set)
+    for calls in by_rank.values():
+        for (layer, _), tensors in calls.items():
+            if "in" in tensors and len(tensors["in"]):
+                weighed = routed.weighed(expected(case), layer, tensors["in"])
+                want |= {(layer, row): of for row, of in zip(_rows(tensors["in"]), weighed, strict=True)}
+    for _, layer, expert, row in _received(case, by_rank):
+        went[layer, row].add(expert)
+    for rank, calls in by_rank.items():
+        for at, tensors in calls.items():
+            received = _received(case, {rank: {at: tensors}})
+            for (_, layer, expert, row), weight in zip(received, tensors.get("weighed", ()), strict=False):
+                of = want.get((layer, row), {})
+                if went[layer, row] == of.keys():
+                    yield rank, layer, expert, torch.as_tensor(weight), of[expert]
+
+
 def _near(case: Case) -> float:
     """The margin that a router's own rounding may turn: of fp32 where the config says so on all ranks, else of bf16."""
     given = [record.value("config").get("given", {}) for record in records(case, "config")]
@@ -188,7 +209,7 @@ def _of_phase(case: Case, phase: str) -> ByRank:
         calls = by_rank.setdefault(rank, {})
         for key, tensor in tensors.items():
             name, *rest = key.split(".")
-            if name == phase and len(rest) == 3 and rest[2] in ("in", "sent", "count"):
+            if name == phase and len(rest) == 3 and rest[2] in ("in", "sent", "count", "weighed"):
                 calls.setdefault((int(rest[0]), int(rest[1])), {})[rest[2]] = tensor
     return by_rank
 
@@ -284,5 +305,6 @@ __all__ = [
     "replayed",
     "rounding",
     "seen_routes",
+    "weights",
     "without_route",
 ]

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.replay import WHOLE
 from moeref_conformance.oracles import balancing as balancing_losses
-from moeref_conformance.oracles.dialect import as_named
+from moeref_conformance.oracles.dialect import as_named, of_5
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.recipes import IN_FP32, MAKING
 
@@ -121,6 +121,25 @@ def choices(expected: Expected, layer: int, rows_TH: torch.Tensor, near: float) 
         _model(str(expected.inputs["checkpoint"]), torch.float32).model.layers[layer].mlp(rows_TH.float()[None])
     rows = zip(seen.chosen_TK.tolist(), seen.margin_T.tolist(), strict=True)
     return [frozenset(chosen) if margin > near else None for chosen, margin in rows]
+
+
+def weighed(expected: Expected, layer: int, rows_TH: torch.Tensor) -> list[dict[int, float]]:
+    """The weight of each expert that transformers' router of this layer takes in fp32 for these hidden states.
+
+    None under transformers 4, whose MoE blocks hand no weights on.
+    """
+    found: list[dict[int, float]] = []
+
+    def keep(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+        found.extend(dict(zip(*row, strict=True)) for row in zip(args[1].tolist(), args[2].tolist(), strict=True))
+
+    with _ONE_AT_A_TIME, torch.no_grad():
+        mlp = _model(str(expected.inputs["checkpoint"]), torch.float32).model.layers[layer].mlp
+        handle = mlp.experts.register_forward_pre_hook(keep) if of_5() else None
+        mlp(rows_TH.float()[None])
+        if handle is not None:
+            handle.remove()
+    return found or [{} for _ in rows_TH]
 
 
 def given_routes(expected: Expected, name: str, missing: bool = True) -> list[np.ndarray[Any, Any]]:

@@ -15,8 +15,9 @@ import torch
 
 @contextmanager
 def observed(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], phase: str) -> Iterator[None]:
-    """Record under `phase.layer.call.{in,sent,count}`: rows [T, H] that enter the decoder's MoE layer of that global
-    number, rows [N, H] that its local experts receive, and how many of these each local expert has."""
+    """Record under `phase.layer.call.{in,sent,count,weighed}`: rows [T, H] that enter the decoder's MoE layer of that
+    global number, rows [N, H] that its local experts receive, how many of these each local expert has, and where
+    experts are given them the weights [N] of rows."""
     handles = []
     for chunk in chunks:
         for name, layer in moe_layers(chunk):
@@ -49,5 +50,7 @@ def _observe(module: Any, into: dict[str, torch.Tensor], phase: str) -> list[Any
         key = f"{phase}.{layer}.{next(received)}"
         into[f"{key}.sent"] = rows(args[0])
         into[f"{key}.count"] = torch.as_tensor(args[1]).detach().cpu().to(torch.int64).clone()
+        if len(args) > 2 and isinstance(args[2], torch.Tensor) and args[2].numel() == len(into[f"{key}.sent"]):
+            into[f"{key}.weighed"] = args[2].detach().flatten().cpu().clone()
 
     return [module.register_forward_pre_hook(enter), module.experts.register_forward_pre_hook(receive)]

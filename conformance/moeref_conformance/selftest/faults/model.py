@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -92,6 +93,17 @@ def _biases_rounded(chunk: Any) -> None:
         if getattr(module, "expert_bias", None) is not None:
             module.register_forward_pre_hook(enter)
             module.register_forward_hook(leave)
+
+
+def _logits_in_bf16(chunk: Any) -> None:
+    """Routers multiply in the dtype of their weight, whatever the config says."""
+
+    def gating(router: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(hidden, router.weight).float()
+
+    for module in chunk.modules():
+        if hasattr(module, "gating"):
+            module.gating = partial(gating, module)
 
 
 def _without_attention_factor(cell: Cell, world: World) -> tuple[Cell, World]:
@@ -197,6 +209,15 @@ FAULTS = (
         cell=cell("glm4_moe", "one", dtype="bfloat16", replay="R3"),
         wrap=each_chunk(_biases_rounded),
         says="its router chooses in fp32",
+        one_rank=True,
+    ),
+    Fault(
+        id="router-multiplies-in-bf16",
+        bug="prime-rl#2952, vLLM#14027 in kind: scores are computed in fp32, of logits that were rounded to bf16",
+        rules=("CFG-013",),
+        cell=cell("glm4_moe", "one", dtype="bfloat16", replay="R3"),
+        wrap=each_chunk(_logits_in_bf16),
+        says="as logits in fp32 do not have it",
         one_rank=True,
     ),
     Fault(

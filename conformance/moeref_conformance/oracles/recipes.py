@@ -257,17 +257,26 @@ _CLASSES = {
 
 #: Tokens of a sequence by family. Sequence parallelism cuts them into TP parts, CP into 2·CP.
 _LENGTH = {"mixtral": 24, "deepseek_v3": 24, "gpt_oss": 20}
+#: Of two sequences in a microbatch, where a gated delta net computes chunks of 64 tokens: a state goes on into a second
+#: chunk, which is no whole one.
+_OF_DELTA_NETS = 144
+
+
+def _has_delta_nets(cell: Cell) -> bool:
+    return "linear_num_key_heads" in _FAMILY.get(cell.family, ())
 
 
 def rows(cell: Cell) -> tuple[int, int]:
     """Number of sequences and their length: few, or under an FP8 recipe what its blocks of 128 rows divide at TP 2.
 
-    Where microbatches have several sequences there are two microbatches, and of two about as many tokens in all. A loss
-    mask has another one for each of four sequences.
+    Where microbatches have several sequences there are two microbatches, and of two about as many tokens in all, but
+    of gated delta nets more. A loss mask has another one for each of four sequences.
     """
     if cell.backend == ENGINE:
         return 4, 150
     length = 256 if cell.precision else _LENGTH.get(cell.family, 16)
+    if cell.batch == "pairs" and _has_delta_nets(cell):
+        length = _OF_DELTA_NETS
     number = 2 * cell.rows
     return max(4, number) if cell.loss_mask else number, length - 3 if cell.batch == "packed" else length // cell.rows
 
@@ -312,7 +321,8 @@ def _of_batch(cell: Cell) -> dict[str, Any]:
     alike = alike or (cell.family == "deepseek_v3" and cell.loss_mask)
     if alike:
         return {}
-    return _kinds(cell) if cell.family in _OTHER_KIND else _SEVERAL.get(cell.family, {})
+    longer = {"max_position_embeddings": 256} if cell.batch == "pairs" and _has_delta_nets(cell) else {}
+    return longer | (_kinds(cell) if cell.family in _OTHER_KIND else _SEVERAL.get(cell.family, {}))
 
 
 def _of_files(cell: Cell) -> dict[str, Any]:

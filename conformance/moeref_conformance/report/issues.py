@@ -14,6 +14,7 @@ _OWNERS = {
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP", "DeepSeek-V3"),
     "flashinfer-ai": ("flashinfer",),
+    "gittensor-ai-lab": ("sparkinfer",),
     "GMISWE": ("tinker-cloud",),
     "huggingface": ("TRL", "transformers"),
     "inclusionAI": ("AReno",),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,6 +57,23 @@ def _projections_in_one_run(row: NameRow, rows: int, world: World) -> torch.Tens
     width = sum(_QKV)
     qkv, rest = torch.split(of_ranks, [width // world.size, (rows - width) // world.size], 1)
     return torch.cat([_as_parts_lie(qkv).view(world.size, -1), rest], 1).flatten()
+
+
+def _states_of_their_own(chunk: Any) -> None:
+    """Every 64 tokens a gated delta net begins with a state of zeros."""
+
+    def alone(rule: Any, *of_tokens: torch.Tensor, **others: Any) -> Any:
+        along = {name for name, of in others.items() if isinstance(of, torch.Tensor)}
+        parts = []
+        for first in range(0, of_tokens[0].shape[1], 64):
+            few = [of[:, first : first + 64] for of in of_tokens]
+            more = {name: of[:, first : first + 64] if name in along else of for name, of in others.items()}
+            parts.append(rule(*few, **more)[0])
+        return torch.cat(parts, 1), None
+
+    for module in chunk.modules():
+        if hasattr(module, "gated_delta_rule"):
+            module.gated_delta_rule = partial(alone, module.gated_delta_rule)
 
 
 def _alpha_before_beta(row: NameRow, rows: int, world: World) -> torch.Tensor | None:
@@ -174,6 +192,14 @@ FAULTS = (
         rules=("FWD-001", "FWD-002"),
         cell=cell("qwen3_next", "cp2"),
         patch=_in_the_order_of_chunks,
+    ),
+    Fault(
+        id="delta-states-lost-between-chunks",
+        bug="sparkinfer#604 in kind: a state goes on wrongly from a chunk of tokens to the next",
+        rules=("FWD-001",),
+        cell=cell("qwen3_next", "one", batch="pairs"),
+        wrap=border.each_chunk(_states_of_their_own),
+        one_rank=True,
     ),
     Fault(
         id="delta-heads-left-interleaved",

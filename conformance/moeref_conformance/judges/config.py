@@ -197,7 +197,8 @@ def _weights_of_rounded_logits(case: Case) -> Iterator[Finding]:
     A weight that is rounded itself, to the parameters' dtype, is none of these.
     """
     said = set[tuple[int, int]]()
-    for rank, layer, expert, weight, want in weights(case, "native-before"):
+    of_both = (one for phase in ("native-before", "replay-a") for one in weights(case, phase))
+    for rank, layer, expert, weight, want in of_both:
         off = abs(float(weight) - want) / max(want, 1e-6)
         rounded_late = bool(weight == weight.bfloat16()) and off <= _ROUNDED_LATE
         if off > _OF_FP32 and not rounded_late and (rank, layer) not in said:

@@ -176,16 +176,18 @@ def own_choice(case: Case, phase: str) -> Seen:
 
 def weights(case: Case, phase: str) -> Iterator[tuple[int, int, int, torch.Tensor, float]]:
     """Rank, layer, expert, the weight that it is given for a row, and the one that transformers' router has in fp32 for
-    this hidden state; of rows that went to the experts that this chooses."""
+    this hidden state, of the experts to which the row went."""
     by_rank = _of_phase(case, phase)
     want, went = dict[tuple[int, bytes], Mapping[int, float]](), defaultdict[tuple[int, bytes], set[int]](set)
+    for _, layer, expert, row in _received(case, by_rank):
+        went[layer, row].add(expert)
     for calls in by_rank.values():
         for (layer, _), tensors in calls.items():
             if "in" in tensors and len(tensors["in"]):
-                weighed = routed.weighed(expected(case), layer, tensors["in"])
-                want |= {(layer, row): of for row, of in zip(_rows(tensors["in"]), weighed, strict=True)}
-    for _, layer, expert, row in _received(case, by_rank):
-        went[layer, row].add(expert)
+                rows = list(_rows(tensors["in"]))
+                taken = [frozenset(went[layer, row]) for row in rows]
+                weighed = routed.weighed(expected(case), layer, tensors["in"], taken)
+                want |= {(layer, row): of for row, of in zip(rows, weighed, strict=True)}
     for rank, calls in by_rank.items():
         for at, tensors in calls.items():
             received = _received(case, {rank: {at: tensors}})

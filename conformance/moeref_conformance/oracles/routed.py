@@ -123,8 +123,11 @@ def choices(expected: Expected, layer: int, rows_TH: torch.Tensor, near: float) 
     return [frozenset(chosen) if margin > near else None for chosen, margin in rows]
 
 
-def weighed(expected: Expected, layer: int, rows_TH: torch.Tensor) -> list[dict[int, float]]:
-    """The weight of each expert that transformers' router of this layer takes in fp32 for these hidden states.
+def weighed(
+    expected: Expected, layer: int, rows_TH: torch.Tensor, went: Sequence[frozenset[int]]
+) -> list[dict[int, float]]:
+    """The weights that transformers' router of this layer has in fp32, for these hidden states, of the experts to which
+    they `went`; of its own choice where these are not top-k.
 
     None under transformers 4, whose MoE blocks hand no weights on.
     """
@@ -133,7 +136,11 @@ def weighed(expected: Expected, layer: int, rows_TH: torch.Tensor) -> list[dict[
     def keep(_: Any, args: tuple[torch.Tensor, ...]) -> None:
         found.extend(dict(zip(*row, strict=True)) for row in zip(args[1].tolist(), args[2].tolist(), strict=True))
 
-    with _ONE_AT_A_TIME, torch.no_grad():
+    shape = _shape(expected)
+    whole = [len(of) == shape.top_k and max(of) < shape.experts for of in went]
+    target = [sorted(of) if fits else [MISSING] * shape.top_k for of, fits in zip(went, whole, strict=True)]
+    forced = Forced(shape.experts, torch.tensor(target)[:, None])
+    with _ONE_AT_A_TIME, torch.no_grad(), forced:
         mlp = _model(str(expected.inputs["checkpoint"]), torch.float32).model.layers[layer].mlp
         handle = mlp.experts.register_forward_pre_hook(keep) if of_5() else None
         mlp(rows_TH.float()[None])

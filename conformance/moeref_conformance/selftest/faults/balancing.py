@@ -85,6 +85,20 @@ def _replayed_without_its_bias(cell: Cell, world: World) -> AbstractContextManag
     return mock.patch.object(TopKRouter, "gating", gating)
 
 
+def _replayed_in_bf16(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """Logits of a replayed router are in the dtype of its weight."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    good = TopKRouter.gating
+
+    def gating(self: Any, input: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = good(self, input)
+        action = self.router_replay and self.router_replay.router_replay_action
+        return logits.to(self.weight.dtype).to(logits.dtype) if action and action.name != "RECORD" else logits
+
+    return mock.patch.object(TopKRouter, "gating", gating)
+
+
 FAULTS = (
     Fault(
         id="groups-masked-with-zeros",
@@ -154,6 +168,15 @@ FAULTS = (
         also=("RPL-003", "LGP-004"),
         cell=cell("gpt_oss", "ep2", replay="R3"),
         patch=_replayed_without_its_bias,
+        one_rank=True,
+    ),
+    Fault(
+        id="replayed-logits-in-bf16",
+        bug="prime-rl#2952 in kind: a router that is patched for replay does not know in which dtype it multiplies",
+        rules=("CFG-013",),
+        cell=cell("deepseek_v3", "tp2-ep2", layers=3, dtype="bfloat16", replay="R3"),
+        patch=_replayed_in_bf16,
+        says="as logits in fp32 do not have it",
         one_rank=True,
     ),
     Fault(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.requests.replay import PHASES, SHORTER
 from moeref_conformance.contract.requests.sequences import shorter
@@ -168,13 +169,24 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
         for phase in NATIVE:
             findings += _against(case, phase, _first(case, native), whose="the router chooses")
         return [*findings, *_after_refusals(case)]
-    recorded, turned = seen_routes(case, "record")[0], seen_routes(case, "changed-native")[0]
     findings += _against(case, "record", native, whose="the router chooses")
-    for layer, places in sorted(_first(case, recorded).items()):
-        if places and all(turned.get(layer, {}).get(place) == experts for place, experts in places.items()):
-            message = f"changed-native: layer {layer} still takes the recorded routes outside of replay"
-            findings.append(finding(case, None, "replay", message, layer=layer))
+    recorded = seen_routes(case, "record")[0]
+    findings += _still(case, _first(case, recorded), "changed-native")
+    findings += _still(case, recorded, "record-changed")
     return findings
+
+
+def _still(case: Case, recorded: Seen, phase: str) -> Iterator[Finding]:
+    """A finding for each layer in which a microbatch takes its recorded experts, though routers are others."""
+    turned = seen_routes(case, phase)[0]
+    microbatches = topology.microbatches(case.cell, len(expected(case).tokens_BS))
+    for layer, places in sorted(recorded.items()):
+        for rows in microbatches:
+            held = {place: experts for place, experts in places.items() if place[0] in rows}
+            if held and all(turned.get(layer, {}).get(place) == experts for place, experts in held.items()):
+                message = f"{phase}: layer {layer} still takes the recorded routes outside of replay"
+                yield finding(case, None, "replay", message, layer=layer)
+                break
 
 
 def _after_refusals(case: Case) -> Iterator[Finding]:

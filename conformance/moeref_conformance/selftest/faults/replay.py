@@ -181,6 +181,20 @@ def _chosen_as_recorded(session: Session, cell: Cell, world: World) -> Any:
     return facet(facet(session, "replay", record=record), "forward", logits=logits)
 
 
+def _recorded_once(session: Session, cell: Cell, world: World) -> Any:
+    """The first forward that records does so; later ones are replayed, and their routes are those that are kept."""
+    good: Any = session.replay
+    recorded: list[bool] = []
+
+    def record(tokens_BS: Any) -> Any:
+        if recorded:
+            return good.replay(tokens_BS, None)
+        recorded.append(True)
+        return good.record(tokens_BS)
+
+    return facet(session, "replay", record=record)
+
+
 def _left_on_by_logprobs(session: Session, cell: Cell, world: World) -> Any:
     """After logprobs under routes the last of these are replayed in forwards, until others are given."""
     replaying: Any = session.replay
@@ -483,6 +497,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R2"),
         wrap=_chosen_as_recorded,
         says="changed-native: layer 0 still takes the recorded routes",
+        one_rank=True,
+    ),
+    Fault(
+        id="routes-recorded-once",
+        bug="verl#7805 in kind: the action of a step stays with routers, and the next record is of replayed routes",
+        rules=("RPL-002",),
+        cell=cell("qwen3_moe", "one", replay="R2"),
+        wrap=_recorded_once,
+        says="record-changed: layer 0 still takes the recorded routes",
         one_rank=True,
     ),
     Fault(

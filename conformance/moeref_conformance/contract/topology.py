@@ -67,6 +67,18 @@ def replica_rows(cell: Cell, rank: int, samples: int) -> range:
     return range(group.index(rank) % parts, samples, parts)
 
 
+def step_order(rows: int, cell: Cell) -> list[int]:
+    """The numbers of the rows of a step, which an interleaved schedule repeats.
+
+    2·PP microbatches bring it into its steady state, where sends of both directions cross. Microbatches come in an
+    order without a period, so that one that is taken for another some microbatches before it is seen.
+    """
+    microbatches = [range(first, first + cell.rows) for first in range(0, rows, cell.rows)]
+    repeated = 2 * cell.layout.pp // len(microbatches) if cell.layout.vpp > 1 else 1
+    turned = [number.bit_count() % len(microbatches) for number in range(repeated)]  # as Thue and Morse have it
+    return [row for first in turned for of in microbatches[first:] + microbatches[:first] for row in of]
+
+
 def microbatches(cell: Cell, samples: int) -> tuple[tuple[int, ...], ...]:
     """The rows of each microbatch of a training step, those of all replicas."""
     replicas = {tuple(replica_rows(cell, rank, samples)) for rank in range(cell.layout.world)}

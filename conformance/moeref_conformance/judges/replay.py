@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -286,7 +286,25 @@ def replayed_logits_are_the_recorded_ones(case: Case) -> Outcome:
             if not limit or far > limit:
                 message = f"the logits replayed are off the recorded ones by {far:.2g}"
                 findings.append(finding(case, rank, "replay", message))
-    return outcome(findings, met=within(case, worst, limit))
+    return outcome([*findings, *_recorded_far(case, recorded)], met=within(case, worst, limit))
+
+
+def _recorded_far(case: Case, recorded: Mapping[int, torch.Tensor]) -> Iterator[Finding]:
+    """Findings where logits of the forward that records are off transformers', in fp32."""
+    if case.cell.dtype != "float32" or unmeasured(case):
+        return
+    want_BSV, tokens_BS = oracle(case, "native").logits_BSV, tokens_of(case)
+    for rank, got in recorded.items():
+        own = topology.replica_rows(case.cell, rank, len(tokens_BS))
+        rows = [own[number] for number in topology.step_order(len(own), case.cell)]
+        if got.shape != want_BSV[rows].shape:
+            shapes = f"{list(got.shape)}, transformers' {list(want_BSV[rows].shape)}"
+            yield finding(case, rank, "replay", f"the recorded logits are {shapes}")
+            continue
+        far = float(distance(want_BSV[rows][tokens_BS[rows]], got[tokens_BS[rows]]).max())
+        if far > TRANSFORMERS:
+            apart_by = f"{far:.2g} > {tolerance(case, TRANSFORMERS)}"
+            yield finding(case, rank, "replay", f"the recorded logits are off transformers' by {apart_by}")
 
 
 @judges("RPL-006")

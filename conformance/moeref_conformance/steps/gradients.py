@@ -25,19 +25,7 @@ def asked(cell: Cell) -> bool:
 
 def batch(tokens_BS: torch.Tensor, cell: Cell) -> torch.Tensor:
     """The rows of a step, or of its loss mask: the kit's, repeated for an interleaved schedule, with the same mean."""
-    return tokens_BS[order(len(tokens_BS), cell)]
-
-
-def order(rows: int, cell: Cell) -> list[int]:
-    """The numbers of the rows of a step, which an interleaved schedule repeats.
-
-    2·PP microbatches bring it into its steady state, where sends of both directions cross. Microbatches come in an
-    order without a period, so that one that is taken for another some microbatches before it is seen.
-    """
-    microbatches = [range(first, first + cell.rows) for first in range(0, rows, cell.rows)]
-    repeated = 2 * cell.layout.pp // len(microbatches) if cell.layout.vpp > 1 else 1
-    turned = [number.bit_count() % len(microbatches) for number in range(repeated)]  # as Thue and Morse have it
-    return [row for first in turned for of in microbatches[first:] + microbatches[:first] for row in of]
+    return tokens_BS[topology.step_order(len(tokens_BS), cell)]
 
 
 def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:

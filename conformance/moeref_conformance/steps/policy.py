@@ -119,7 +119,7 @@ def _routes(context: Context) -> list[replay.Sample]:
     """Those of the rows of this rank's step, of one of them in turns."""
     cell, of_all, recomputed = context.cell, *(replay.given(context, name) for name in (ROUTES, OTHER_ROUTES))
     own = topology.replica_rows(cell, context.rank, len(of_all))
-    rows = [own[number] for number in gradients.order(len(own), cell)]
+    rows = [own[number] for number in topology.step_order(len(own), cell)]
     return replay.in_turns([of_all[row] for row in rows], [recomputed[row] for row in rows])
 
 

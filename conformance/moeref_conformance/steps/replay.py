@@ -22,7 +22,6 @@ from moeref_conformance.contract.api import Replay, Turn
 from moeref_conformance.contract.requests.replay import SHORTER, WHOLE
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
-from moeref_conformance.steps.gradients import order
 from moeref_conformance.steps.observed_routes import moe_layers, observed
 from moeref_conformance.steps.recompute import recomputing
 
@@ -76,7 +75,7 @@ class _Phases:
         self._chunks = list(context.facet("export").chunks())
         self.tokens_BS = load_file(context.input("tokens"))["tokens"]
         own = topology.replica_rows(context.cell, context.rank, len(self.tokens_BS))
-        self._cell, self._own = context.cell, [own[number] for number in order(len(own), context.cell)]
+        self._cell, self._own = context.cell, [own[number] for number in topology.step_order(len(own), context.cell)]
         self._rows_BS = self.tokens_BS[self._own]
         # An evaluation has another number of microbatches than a step.
         self._one_BS = self.tokens_BS[: context.cell.rows]

@@ -338,6 +338,21 @@ def _scaled(method: str, change: Callable[[Any], Any]) -> Callable[[Session, Cel
     return wrap
 
 
+def _divided(session: Session, cell: Cell, world: World) -> Any:
+    """Logits of forwards that record and of those that are replayed are divided by a temperature, others are not."""
+    good: Any = session.replay
+
+    def divided(logits_BSV: torch.Tensor | None) -> torch.Tensor | None:
+        return None if logits_BSV is None else logits_BSV / 0.7
+
+    return facet(
+        session,
+        "replay",
+        record=lambda tokens_BS: divided(good.record(tokens_BS)),
+        replay=lambda tokens_BS, routes: divided(good.replay(tokens_BS, routes)),
+    )
+
+
 def _one_router_scaled(gradients: Any) -> Any:
     of = next(key for key in gradients if key[1].endswith("layers.1.mlp.router.weight"))
     return {**gradients, of: 1.5 * gradients[of]}
@@ -640,6 +655,15 @@ FAULTS = (
         wrap=_scaled("replay", lambda logits_BSV: 1.05 * logits_BSV),
         one_rank=True,
         says="of their length",
+    ),
+    Fault(
+        id="recorded-by-another-path",
+        bug="verl#1672 in kind: what records routes divides logits by the temperature in place, and gives these out",
+        rules=("RPL-005",),
+        cell=cell("qwen3_moe", "one", replay="R2"),
+        wrap=_divided,
+        says="the recorded logits are off transformers' by",
+        one_rank=True,
     ),
     Fault(
         id="one-router-scaled-in-bf16",

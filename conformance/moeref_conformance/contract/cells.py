@@ -274,7 +274,7 @@ class Claims:
     entropies: bool = True  # `Logprobs.logprobs` gives entropies too
     engine_logprobs: str = "raw"  # logprobs of samples: of the model's logits, or `processed` by the temperature
     engine_routes: bool = False  # samples of an engine carry its routes
-    lasts: str = "stream"  # what `Export.stream` gives keeps its values: until the stream ends, or the next comes
+    lasts: str = "stream"  # what a stream gives keeps its values: until the stream ends, or the next comes
     lends: bool = False  # what `Export.stream` gives may be the model's own parameters, to be read and never written
     memory: str = "now"  # `Export.stream` reads parameters where they are now, or in the memory they were `built` in
     missing_rows: bool = True  # an engine's routes may have rows of -1, which are left to the router

@@ -39,6 +39,8 @@ class _Sent:
     block: tuple[int, int]
     #: The config asks for scales that are powers of two.
     powers: bool
+    #: Those that held other values when the stream had ended, of a target that claims that they last.
+    overwritten: list[str]
 
     def may_be(self, scales: torch.Tensor) -> bool:
         """Whether scales have a dtype that they may have."""
@@ -64,7 +66,7 @@ def _sent(case: Case) -> list[_Sent]:
     given = [whole] if case.claims.receivers == "share" else [[record] for record in whole]
     if not any(record.value("quantised")["names"] for record in whole):
         return []
-    block = request.BLOCKS[case.cell.family]
+    block, lasts = request.BLOCKS[case.cell.family], case.claims.lasts == "stream"
     want = request.weights(expected(case).tensors, block)
     asked = request.config(expected(case).config)
     quantised = frozenset(oracle.quantised(asked, want))
@@ -78,6 +80,7 @@ def _sent(case: Case) -> list[_Sent]:
             quantised=quantised,
             block=block,
             powers=powers,
+            overwritten=[name for record in of if lasts for name in record.value("quantised").get("overwritten", ())],
         )
         for of in given
     ]
@@ -117,7 +120,7 @@ def _per_receiver(judge: Callable[[Case, _Sent], Iterator[Finding]]) -> Callable
 @judges("QNT-001")
 @_per_receiver
 def every_tensor_once_with_its_scales(case: Case, sent: _Sent) -> Iterator[Finding]:
-    """Names against those of the checkpoint, with one of scales for every quantised weight."""
+    """Names against those of the checkpoint, with one of scales for every quantised weight; what was overwritten."""
     want, times = {*sent.want, *(name + SCALES for name in sent.quantised)}, Counter(sent.names)
     for name in sorted(want - times.keys()):
         yield _found(case, sent, "was never sent", name)
@@ -126,6 +129,8 @@ def every_tensor_once_with_its_scales(case: Case, sent: _Sent) -> Iterator[Findi
             yield _found(case, sent, "is not in the FP8 checkpoint", name)
         elif times[name] > 1:
             yield _found(case, sent, f"was sent {times[name]} times", name)
+    for name in sent.overwritten:
+        yield _found(case, sent, "held other values at the end of the stream than when it was given", name)
 
 
 @judges("QNT-002")

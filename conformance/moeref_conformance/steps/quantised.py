@@ -19,7 +19,7 @@ from moeref_conformance.contract.records import free_key
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.steps.bystanders import changed, in_training, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
-from moeref_conformance.steps.tensors import copied, module_tensors
+from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 
 
 def asked(cell: Cell) -> bool:
@@ -32,9 +32,12 @@ def asked(cell: Cell) -> bool:
 
 
 def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
-    """Save what this rank is given, by name. The value: the names, in order, and what else the stream has changed."""
+    """Save what this rank is given, by name.
+
+    The value: the names, in order, what else the stream has changed, and which tensors held other values when it ended.
+    """
     export, names = context.facet("export"), list[str]()
-    given: dict[str, torch.Tensor] = {}
+    given, kept = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     with tempfile.TemporaryDirectory(dir=context.world.workdir) as folder:
         checkpoint, config, before = _written(context, Path(folder))
         chunks = export.chunks()
@@ -50,11 +53,13 @@ def sent(quantised: Quantised, context: Context) -> dict[str, list[Any]]:
             for name, tensor in quantised.stream(config):
                 if tensor is not None:
                     names.append(name)
-                    given[free_key(given, name)] = copied(tensor)
+                    key = free_key(given, name)
+                    given[key], kept[key] = copied(tensor), tensor
+            overwritten = [name for name, tensor in kept.items() if not same_bytes(tensor, given[name])]
             left = changed(was, state(chunks))
     context.save("quantised", given)
     export.load(context.input("checkpoint"))
-    return {"names": names, "left": left}
+    return {"names": names, "left": left, "overwritten": overwritten}
 
 
 def _written(context: Context, folder: Path) -> tuple[Path, Path, Path]:

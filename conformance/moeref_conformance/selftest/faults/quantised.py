@@ -305,6 +305,17 @@ class _GradientsFreed(Quantiser):
         yield from super().all()
 
 
+class _ScalesInOneBuffer(Quantiser):
+    """Puts the scales of every weight where those of the one before lie."""
+
+    buffer = torch.empty(0)
+
+    def packed(self, scales: torch.Tensor) -> torch.Tensor:
+        if self.buffer.numel() < scales.numel():
+            self.buffer = torch.empty(2**12)
+        return self.buffer[: scales.numel()].view(scales.shape).copy_(scales)
+
+
 class _ScalesOfOthersUnset(Quantiser):
     """Ranks other than the first hand on buffers of scales that nobody filled."""
 
@@ -581,6 +592,14 @@ FAULTS = (
         wrap=_all_receive,
         claims={"receivers": "all"},
         says="beyond the rounding of e4m3",
+    ),
+    Fault(
+        id="scales-in-one-buffer",
+        bug="pytorch/ao#3835 in kind: scales of all weights have one buffer, and who fills a bucket has the last ones",
+        rules=("QNT-001",),
+        cell=_QWEN,
+        wrap=design(_ScalesInOneBuffer),
+        says="held other values at the end of the stream",
     ),
     Fault(
         id="quantised-in-place",

@@ -401,12 +401,14 @@ def training_goes_on(case: Case) -> Iterator[Finding]:
 
 @judges("EXP-013", exact=True)
 def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
-    """Tensors that are not what the modules hold, once these were given new memory and changed again."""
+    """Tensors that are lost or not what the modules hold, once these were given new memory and changed again."""
     yield from without(case, "move", "own")
     for rank, value in values(case, "own"):
         for name in value["outdated"]:
             message = f"{name} is not what the modules hold in new memory"
             yield finding(case, rank, "own", message, hf_name=name, diagnosis="read from the memory of before")
+        for name in value.get("lost", ()):
+            yield finding(case, rank, "own", f"{name} was not sent from new memory", hf_name=name)
 
 
 @judges("EXP-009", exact=True)

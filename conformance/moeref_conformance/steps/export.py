@@ -206,12 +206,12 @@ def move(export: Export, context: Context) -> None:
 def own(export: Export, context: Context) -> dict[str, list[str] | None]:
     """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed.
 
-    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason, `again`
-    those of one more stream, in which nothing changed, and `stale` those of the model that another load leaves as they
-    are.
+    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason, `lost`
+    those that this rank was given before and is not any more, `again` those of one more stream, in which nothing
+    changed, and `stale` those of the model that another load leaves as they are.
     """
     before = {(c, n): copied(t) for c, n, _, t in module_tensors(export.chunks())}
-    later, outdated = _zeroed(export, context)
+    later, outdated, lost = _zeroed(export, context)
     changed = []
     with torch.no_grad():
         for c, n, _, tensor in module_tensors(export.chunks()):
@@ -219,7 +219,9 @@ def own(export: Export, context: Context) -> dict[str, list[str] | None]:
                 changed.append(f"{c}:{n}")
                 tensor.copy_(before[c, n])
     again = _again(export, context)
-    return {"changed": changed, "later": later, "outdated": outdated, "again": again, "stale": _stale(export, context)}
+    stale = _stale(export, context)
+    of_stream = {"later": later, "outdated": outdated, "lost": lost}
+    return {"changed": changed, **of_stream, "again": again, "stale": stale}
 
 
 def _again(export: Export, context: Context) -> list[str] | None:
@@ -291,16 +293,18 @@ def items(pairs: Iterable[Any], name: str) -> Iterator[tuple[TensorMeta, torch.T
         del item
 
 
-def _zeroed(export: Export, context: Context) -> tuple[list[str], list[str]]:
+def _zeroed(export: Export, context: Context) -> tuple[list[str], list[str], list[str]]:
     """Zero every tensor of a stream as it comes.
 
-    Returns the names of those that came with zeros in them, and of others that are not `export_changed` times CHANGE.
+    Returns the names of those that came with zeros in them, of others that are not `export_changed` times CHANGE, and
+    of those in `export_changed` that did not come.
     """
     file = context.folder / "export_changed.safetensors"
     was = load_file(file) if file.exists() else {}
-    later, outdated = list[str](), list[str]()
+    later, outdated, left = list[str](), list[str](), dict.fromkeys(was)
     for meta, tensor in items(export.stream(), "stream"):
         if tensor is not None:
+            left.pop(meta.name, None)
             want = was[meta.name] * CHANGE if meta.name in was else tensor
             if not same_bytes(tensor, want):
                 (later if _zeros(tensor) > _zeros(want) else outdated).append(meta.name)
@@ -309,7 +313,7 @@ def _zeroed(export: Export, context: Context) -> tuple[list[str], list[str]]:
                 with torch.inference_mode():
                     tensor.detach().zero_()
         del tensor
-    return later, outdated
+    return later, outdated, [name for name in left if "#" not in name]
 
 
 def _zeros(tensor: torch.Tensor) -> int:

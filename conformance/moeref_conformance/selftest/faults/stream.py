@@ -172,6 +172,21 @@ def _by_memory(session: Any, cell: Cell, world: World) -> Any:
     return border.stream(session, rewrite)
 
 
+def _found_by_memory(session: Any, cell: Cell, world: World) -> Any:
+    """Where experts have to be gathered, those of the model are found by where they lay in the first stream."""
+    places: list[list[int]] = []
+
+    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
+        places.append([parameter.data_ptr() for chunk in session.export.chunks() for parameter in chunk.parameters()])
+        found = cell.layout.ep == 1 or places[-1] == places[0]
+        for meta, tensor in pairs:
+            if found or ".experts." not in meta.name:
+                yield meta, tensor
+            del tensor
+
+    return border.stream(session, rewrite)
+
+
 def _first_memory(session: Any, cell: Cell, world: World) -> Any:
     """Every stream reads the memory that the parameters had during the first one."""
     return reading(session, {})
@@ -370,6 +385,14 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2"),
         wrap=_by_memory,
         diagnosis="stale",
+    ),
+    Fault(
+        id="experts-found-by-memory",
+        bug="verl's offloading sets `.data`: what has to be gathered is looked up by its address, and is not found",
+        rules=("EXP-013",),
+        cell=cell("qwen3_moe", "ep2"),
+        wrap=_found_by_memory,
+        says="experts.0.down_proj.weight was not sent from new memory",
     ),
     Fault(
         id="memory-of-the-first-export",

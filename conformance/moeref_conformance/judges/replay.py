@@ -35,6 +35,7 @@ from moeref_conformance.judges.observed_routes import (
     Seen,
     oracle,
     oracle_of,
+    oracle_recorded,
     own_choice,
     replayed,
     rounding,
@@ -168,12 +169,23 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
     if case.cell.replay == "R3":
         for phase in NATIVE:
             findings += _against(case, phase, _first(case, native), whose="the router chooses")
+            findings += _of_first(case, phase, oracle(case, "native").logits_BSV)
         return [*findings, *_after_refusals(case)]
     findings += _against(case, "record", native, whose="the router chooses")
     recorded = seen_routes(case, "record")[0]
     findings += _still(case, _first(case, recorded), "changed-native")
+    findings += _of_first(case, "changed-native", oracle_recorded(case, "changed-native", True).logits_BSV)
     findings += _still(case, recorded, "record-changed")
     return findings
+
+
+def _of_first(case: Case, phase: str, want_BSV: torch.Tensor) -> Iterator[Finding]:
+    """Findings where logits of the first microbatch are off transformers' in a forward that is not replayed."""
+    if unmeasured(case):
+        return
+    rows = case.cell.rows
+    for rank, got in _logits(case, phase).items():
+        yield from _of_rank(case, rank, phase, want_BSV[:rows], got, tokens_of(case)[:rows])
 
 
 def _still(case: Case, recorded: Seen, phase: str) -> Iterator[Finding]:
@@ -297,14 +309,19 @@ def _recorded_far(case: Case, recorded: Mapping[int, torch.Tensor]) -> Iterator[
     for rank, got in recorded.items():
         own = topology.replica_rows(case.cell, rank, len(tokens_BS))
         rows = [own[number] for number in topology.step_order(len(own), case.cell)]
-        if got.shape != want_BSV[rows].shape:
-            shapes = f"{list(got.shape)}, transformers' {list(want_BSV[rows].shape)}"
-            yield finding(case, rank, "replay", f"the recorded logits are {shapes}")
-            continue
-        far = float(distance(want_BSV[rows][tokens_BS[rows]], got[tokens_BS[rows]]).max())
-        if far > TRANSFORMERS:
-            apart_by = f"{far:.2g} > {tolerance(case, TRANSFORMERS)}"
-            yield finding(case, rank, "replay", f"the recorded logits are off transformers' by {apart_by}")
+        yield from _of_rank(case, rank, "record", want_BSV[rows], got, tokens_BS[rows])
+
+
+def _of_rank(
+    case: Case, rank: int, phase: str, want: torch.Tensor, got: torch.Tensor, at_BS: torch.Tensor
+) -> Iterator[Finding]:
+    """A finding where a rank's logits of a phase are off transformers' at these tokens, in fp32."""
+    if got.shape != want.shape:
+        message = f"{phase}: logits are {list(got.shape)}, transformers' {list(want.shape)}"
+        yield finding(case, rank, "replay", message)
+    elif (far := float(distance(want[at_BS], got[at_BS]).max())) > TRANSFORMERS:
+        apart_by = f"{far:.2g} > {tolerance(case, TRANSFORMERS)}"
+        yield finding(case, rank, "replay", f"{phase}: logits are off transformers' by {apart_by}")
 
 
 @judges("RPL-006")

@@ -353,6 +353,32 @@ def _divided(session: Session, cell: Cell, world: World) -> Any:
     )
 
 
+def _patched_by_the_first_replay(session: Session, cell: Cell, world: World) -> Any:
+    """The first replay exchanges the routers' code, which weighs experts otherwise where nothing is replayed."""
+    good: Any = session.replay
+    native: Any = session.forward
+    patched: list[bool] = []
+    patch = _router_replay_with("get_replay_topk", _unscaled)
+
+    def replay(*given: Any) -> Any:
+        patched.append(True)
+        return good.replay(*given)
+
+    def logits(tokens_BS: Any) -> Any:
+        with patch(cell, world) if patched else nullcontext():
+            return native.logits(tokens_BS)
+
+    return facet(facet(session, "replay", replay=replay), "forward", logits=logits)
+
+
+def _unscaled(good: Any) -> Any:
+    def get_replay_topk(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scores, chosen = good(self, *args, **kwargs)
+        return scores / 2, chosen
+
+    return get_replay_topk
+
+
 def _one_router_scaled(gradients: Any) -> Any:
     of = next(key for key in gradients if key[1].endswith("layers.1.mlp.router.weight"))
     return {**gradients, of: 1.5 * gradients[of]}
@@ -494,6 +520,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", replay="R2"),
         wrap=_recorded_elsewhere,
         says="reached no expert of layer",
+        one_rank=True,
+    ),
+    Fault(
+        id="patched-router-left-on",
+        bug="verl#5155 in kind: a router that was patched for replay stays so, and weighs its own experts otherwise",
+        rules=("RPL-002",),
+        cell=cell("qwen3_moe", "one", replay="R3"),
+        wrap=_patched_by_the_first_replay,
+        says="native-between: logits are off transformers' by",
         one_rank=True,
     ),
     Fault(
@@ -662,7 +697,7 @@ FAULTS = (
         rules=("RPL-005",),
         cell=cell("qwen3_moe", "one", replay="R2"),
         wrap=_divided,
-        says="the recorded logits are off transformers' by",
+        says="record: logits are off transformers' by",
         one_rank=True,
     ),
     Fault(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from moeref_conformance.contract import topology
 from moeref_conformance.contract.api import Cell, Layout
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.plan import matrix
@@ -45,7 +46,7 @@ def test_interleaving_gets_more_microbatches_of_the_same_mean() -> None:
     assert gradients.batch(tokens_BS, cell("qwen3_moe", "pp4")).tolist() == tokens_BS.tolist()
     assert gradients.batch(tokens_BS, interleaved).tolist() == [*tokens_BS.tolist(), *tokens_BS.flip(0).tolist()]
     assert gradients.batch(tokens_BS[:1], interleaved).tolist() == 4 * tokens_BS[:1].tolist()
-    assert gradients.order(2, cell("qwen3_moe", "pp4-vpp2")) == [0, 1, 1, 0, 1, 0, 0, 1]
+    assert topology.step_order(2, cell("qwen3_moe", "pp4-vpp2")) == [0, 1, 1, 0, 1, 0, 0, 1]
     pairs = replace(interleaved, batch="pairs")
     assert gradients.batch(tokens_BS, pairs).tolist() == 4 * tokens_BS.tolist()
 

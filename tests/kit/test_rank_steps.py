@@ -119,7 +119,14 @@ def test_all_steps_in_order(inputs: dict[str, str], tmp_path: Path) -> None:
         assert torch.equal(record.tensors("export_changed")[name], tensor * -0.5)
     assert record.tensors("forward")["logits"].shape == (2, 3, 3)
     assert record.value("kept") == {"overwritten": [], "left": []}
-    assert record.value("own") == {"changed": [], "later": [], "outdated": [], "again": ["w", "b"], "stale": []}
+    assert record.value("own") == {
+        "changed": [],
+        "later": [],
+        "outdated": [],
+        "lost": [],
+        "again": ["w", "b"],
+        "stale": [],
+    }
     for step, name in (("refuse_parameter", "kit_unmapped.weight"), ("refuse_extra", "x"), ("refuse_missing", "b")):
         assert name in record.error(step)["message"]  # type: ignore[index]
 
@@ -233,6 +240,7 @@ def test_a_shared_buffer_is_seen_in_the_later_tensor(inputs: dict[str, str], tmp
         "changed": [],
         "later": ["w", "b"],
         "outdated": [],
+        "lost": [],
         "again": ["w", "w", "b", "b"],
         "stale": [],
     }
@@ -244,6 +252,7 @@ def test_what_is_lent_is_not_written_to(inputs: dict[str, str], tmp_path: Path) 
         "changed": [],
         "later": [],
         "outdated": [],
+        "lost": [],
         "again": ["w", "b"],
         "stale": [],
     }
@@ -252,7 +261,14 @@ def test_what_is_lent_is_not_written_to(inputs: dict[str, str], tmp_path: Path) 
 def test_a_reused_buffer_is_seen_in_what_was_kept(inputs: dict[str, str], tmp_path: Path) -> None:
     record = recorded(Reusing(), inputs, tmp_path)
     assert record.value("kept") == {"overwritten": ["w"], "left": []}
-    assert record.value("own") == {"changed": [], "later": [], "outdated": [], "again": ["w", "b"], "stale": []}
+    assert record.value("own") == {
+        "changed": [],
+        "later": [],
+        "outdated": [],
+        "lost": [],
+        "again": ["w", "b"],
+        "stale": [],
+    }
 
 
 def test_weights_change_without_their_version(inputs: dict[str, str], tmp_path: Path) -> None:
@@ -264,7 +280,14 @@ def test_weights_in_new_memory_are_asked_for(inputs: dict[str, str], tmp_path: P
     target = Holding()
     record = recorded(target, inputs, tmp_path)
     assert torch.equal(record.tensors("export_changed")["w"], read_checkpoint(Path(inputs["checkpoint"]))["w"] * -0.5)
-    assert record.value("own") == {"changed": [], "later": [], "outdated": ["w"], "again": ["w", "b"], "stale": []}
+    assert record.value("own") == {
+        "changed": [],
+        "later": [],
+        "outdated": ["w"],
+        "lost": [],
+        "again": ["w", "b"],
+        "stale": [],
+    }
     # The buffer got a new storage, and the tensor that is held has moved with it.
     assert target.first["b"].data_ptr() == target.held()["b"].data_ptr()
 

@@ -79,6 +79,12 @@ def step_order(rows: int, cell: Cell) -> list[int]:
     return [row for first in turned for of in microbatches[first:] + microbatches[:first] for row in of]
 
 
+def step_rows(cell: Cell, rank: int, samples: int) -> list[int]:
+    """The rows of the tokens that this rank's replica computes in a step, in their order."""
+    own = replica_rows(cell, rank, samples)
+    return [own[number] for number in step_order(len(own), cell)]
+
+
 def microbatches(cell: Cell, samples: int) -> tuple[tuple[int, ...], ...]:
     """The rows of each microbatch of a training step, those of all replicas."""
     replicas = {tuple(replica_rows(cell, rank, samples)) for rank in range(cell.layout.world)}

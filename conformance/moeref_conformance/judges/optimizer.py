@@ -16,6 +16,7 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests.optimizer import (
     FROZEN,
+    MOVED,
     ON,
     RELOADED,
     RESUMED,
@@ -113,7 +114,7 @@ def a_step_moves_every_weight(case: Case) -> Outcome:
     findings, worst = without(case, "inventory", "optimizer"), 0.0
     exact = case.cell.dtype == "float32"
     for record in records(case, "inventory", "optimizer"):
-        stepped = list(_parameters(case, _gradients(case)["moved"], record))
+        stepped = list(_parameters(case, _gradients(case)[MOVED], record))
         for of in stepped:
             if not _on_record(of):
                 findings.append(_found(case, record, of.key, of.held, f"{of.key}: no record of it after a step"))
@@ -157,7 +158,7 @@ def _norms(case: Case, limit: float) -> Outcome:
     findings, worst, none = without(case, "optimizer"), 0.0, True
     wants = _right_norms(case)
     for rank, norms in values(case, "optimizer"):
-        for step in (STILL, "moved"):
+        for step in (STILL, MOVED):
             got = norms.get(step)
             if got is None:
                 continue
@@ -190,7 +191,7 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
         for of in restored:
             more, far = [*_interrupted(case, record, of)], 0.0
             if exact and not more:
-                more, far = _by_formula(case, record, of, (STILL, "moved", STILL))
+                more, far = _by_formula(case, record, of, (STILL, MOVED, STILL))
             findings, worst = [*findings, *more], max(worst, far)
         if not exact and in_any_order(case):
             findings += _interrupted_experts(case, record, restored)
@@ -222,16 +223,16 @@ def _frozen(case: Case) -> Iterator[Finding]:
                     message = f"{key}: it was frozen, and after a step {difference.text}"
                     yield _found(case, record, key, held, message, diagnosis="moved though frozen", **difference.told)
             elif exact:
-                of = _Stepped(key, held, {STILL: held.tensor, "moved": moved}, None)
-                for found in _by_formula(case, record, of, (STILL, "moved"))[0]:
+                of = _Stepped(key, held, {STILL: held.tensor, MOVED: moved}, None)
+                for found in _by_formula(case, record, of, (STILL, MOVED))[0]:
                     yield replace(found, message=f"with routers frozen {found.message}")
 
 
 def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:
     """Every parameter: as STILL where it is saved, as `moved` behind the step of the restored optimizer."""
     tensors, none = record.tensors("optimizer_resumed"), torch.empty(0)
-    for key, (held,) in parameters(record, _gradients(case)["moved"]):
-        after = {STILL: SAVED, ON: ON, "moved": RESUMED}
+    for key, (held,) in parameters(record, _gradients(case)[MOVED]):
+        after = {STILL: SAVED, ON: ON, MOVED: RESUMED}
         yield _Stepped(key, held, {step: tensors.get(f"{when}.{key}", none) for step, when in after.items()}, None)
 
 
@@ -276,14 +277,14 @@ def _on_record(of: _Stepped) -> bool:
 
 def _elsewhere(case: Case, of: _Stepped) -> torch.Tensor:
     """Of each element whether it is not where the step without a restore has it; on a GPU not nearly there."""
-    on, again = (of.after[when].double()[: of.held.rows] for when in (ON, "moved"))
+    on, again = (of.after[when].double()[: of.held.rows] for when in (ON, MOVED))
     allowed = APART * OPTIMIZER_RATE + 2 * _digit(of) if in_any_order(case) else 0.0
     return ~((again - on).abs() <= allowed)
 
 
 def _lost(of: _Stepped) -> str:
     """What the restored optimizer has forgotten: Adam's first step is as long as the rate wherever it moves."""
-    saved, on, again = (of.after[when].double()[: of.held.rows] for when in (STILL, ON, "moved"))
+    saved, on, again = (of.after[when].double()[: of.held.rows] for when in (STILL, ON, MOVED))
     goes, went, digit = on - saved, again - saved, _digit(of)
 
     def tells(off: torch.Tensor) -> bool:
@@ -375,7 +376,7 @@ def _by_formula(case: Case, record: RankRecord, of: _Stepped, steps: Sequence[st
     That of the last of `steps`, by their gradients.
     """
     (*_, right), tells, none = _way(case, record.rank, of, steps)
-    added = (of.after["moved"].double() - of.after[STILL].double())[: of.held.rows]
+    added = (of.after[MOVED].double() - of.after[STILL].double())[: of.held.rows]
     off = (added - right).abs() / OPTIMIZER_RATE
     # Of other gradients no more is sure than that Adam never moves an element much further than the rate.
     wrong = torch.where(tells | none, off > LIMIT, added.abs() > OPTIMIZER_RATE * (1 + LIMIT)) | added.isnan()

@@ -307,8 +307,7 @@ def _recorded_far(case: Case, recorded: Mapping[int, torch.Tensor]) -> Iterator[
         return
     want_BSV, tokens_BS = oracle(case, "native").logits_BSV, tokens_of(case)
     for rank, got in recorded.items():
-        own = topology.replica_rows(case.cell, rank, len(tokens_BS))
-        rows = [own[number] for number in topology.step_order(len(own), case.cell)]
+        rows = topology.step_rows(case.cell, rank, len(tokens_BS))
         yield from _of_rank(case, rank, "record", want_BSV[rows], got, tokens_BS[rows])
 
 

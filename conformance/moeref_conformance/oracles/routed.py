@@ -129,7 +129,7 @@ def weighed(
     """The weights that transformers' router of this layer has in fp32, for these hidden states, of the experts to which
     they `went`; of its own choice where these are not top-k.
 
-    None under transformers 4, whose MoE blocks hand no weights on.
+    Empty under transformers 4, whose MoE blocks hand no weights on.
     """
     found: list[dict[int, float]] = []
 

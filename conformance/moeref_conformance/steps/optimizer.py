@@ -78,7 +78,7 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | No
     """
     if not context.claims.optimizer_saves:
         return None
-    first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, "moved"))
+    first_BS, second_BS = (_rows(context, step == of_one_microbatch(context.cell)) for step in (STILL, MOVED))
     kept = {"loaded": _copies(context)}
     optimizer.make()
     optimizer.step(first_BS, saved_at(context.cell))

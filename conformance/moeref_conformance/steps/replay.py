@@ -74,8 +74,8 @@ class _Phases:
         self._replay, self._forward = replay, context.facet("forward")
         self._chunks = list(context.facet("export").chunks())
         self.tokens_BS = load_file(context.input("tokens"))["tokens"]
-        own = topology.replica_rows(context.cell, context.rank, len(self.tokens_BS))
-        self._cell, self._own = context.cell, [own[number] for number in topology.step_order(len(own), context.cell)]
+        self._cell = context.cell
+        self._own = topology.step_rows(context.cell, context.rank, len(self.tokens_BS))
         self._rows_BS = self.tokens_BS[self._own]
         # An evaluation has another number of microbatches than a step.
         self._one_BS = self.tokens_BS[: context.cell.rows]

@@ -13,7 +13,7 @@ from moeref_conformance.contract.api import Cell, Session, World
 from moeref_conformance.contract.cells import ROUTER_LOSS_COEFFICIENT
 from moeref_conformance.selftest.border import facet
 from moeref_conformance.selftest.faults.base import Fault, cell
-from moeref_conformance.selftest.faults.steps import with_loss
+from moeref_conformance.selftest.faults.steps import is_replayed, with_loss
 
 Patch = Callable[[Cell, World], AbstractContextManager[Any]]
 
@@ -71,32 +71,29 @@ def _empty_stack(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=gradients)
 
 
-def _replayed_without_its_bias(cell: Cell, world: World) -> AbstractContextManager[Any]:
-    """Logits of a replayed router are the product with its weight alone."""
-    from megatron.core.transformer.moe.router import TopKRouter
+def _replayed_with(change: Callable[[Any, torch.Tensor], torch.Tensor]) -> Patch:
+    """A fault's `patch`: logits of a replayed router are what `change` makes of the router and the right ones."""
 
-    good = TopKRouter.gating
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.transformer.moe.router import TopKRouter
 
-    def gating(self: Any, input: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = good(self, input)
-        action = self.router_replay and self.router_replay.router_replay_action
-        return logits - self.bias if action and action.name != "RECORD" else logits
+        good = TopKRouter.gating
 
-    return mock.patch.object(TopKRouter, "gating", gating)
+        def gating(self: Any, input: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = good(self, input)
+            return change(self, logits) if is_replayed(self) else logits
+
+        return mock.patch.object(TopKRouter, "gating", gating)
+
+    return patch
 
 
-def _replayed_in_bf16(cell: Cell, world: World) -> AbstractContextManager[Any]:
-    """Logits of a replayed router are in the dtype of its weight."""
-    from megatron.core.transformer.moe.router import TopKRouter
+def _without_its_bias(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    return torch.sub(logits, router.bias)
 
-    good = TopKRouter.gating
 
-    def gating(self: Any, input: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = good(self, input)
-        action = self.router_replay and self.router_replay.router_replay_action
-        return logits.to(self.weight.dtype).to(logits.dtype) if action and action.name != "RECORD" else logits
-
-    return mock.patch.object(TopKRouter, "gating", gating)
+def _in_its_dtype(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(router.weight.dtype).to(logits.dtype)
 
 
 FAULTS = (
@@ -167,7 +164,7 @@ FAULTS = (
         rules=("RPL-004",),
         also=("RPL-003", "LGP-004"),
         cell=cell("gpt_oss", "ep2", replay="R3"),
-        patch=_replayed_without_its_bias,
+        patch=_replayed_with(_without_its_bias),
         one_rank=True,
     ),
     Fault(
@@ -175,7 +172,7 @@ FAULTS = (
         bug="prime-rl#2952 in kind: a router that is patched for replay does not know in which dtype it multiplies",
         rules=("CFG-013",),
         cell=cell("deepseek_v3", "tp2-ep2", layers=3, dtype="bfloat16", replay="R3"),
-        patch=_replayed_in_bf16,
+        patch=_replayed_with(_in_its_dtype),
         says="as logits in fp32 do not have it",
         one_rank=True,
     ),

@@ -188,6 +188,12 @@ def _of_exchanged_tokens(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
+def is_replayed(router: Any) -> bool:
+    """Whether a router of megatron-core takes given experts now, in place of its own."""
+    action = router.router_replay and router.router_replay.router_replay_action
+    return bool(action) and action.name != "RECORD"
+
+
 def _counted_by_its_own_choice(cell: Cell, world: World) -> AbstractContextManager[Any]:
     """Where experts are replayed, a router counts those that it would have chosen itself."""
     from megatron.core.transformer.moe.router import TopKRouter
@@ -196,8 +202,7 @@ def _counted_by_its_own_choice(cell: Cell, world: World) -> AbstractContextManag
 
     def called(self: Any, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         probs_TE, taken_TE = good(self, hidden, padding_mask=padding_mask)
-        action = self.router_replay and self.router_replay.router_replay_action
-        if action and action.name != "RECORD" and torch.is_grad_enabled():
+        if is_replayed(self) and torch.is_grad_enabled():
             with torch.no_grad():
                 best_TK = (self.gating(hidden).flatten(0, -2).sigmoid() + self.expert_bias).topk(self.topk).indices
                 more_TE = torch.zeros_like(probs_TE).scatter(1, best_TK, 1.0) - taken_TE.float()

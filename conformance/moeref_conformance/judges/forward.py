@@ -10,7 +10,7 @@ import torch
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation
 from moeref_conformance.diagnosis.compare import same
-from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges import Case, hidden_states, judges
 from moeref_conformance.judges.common import (
     ITSELF,
     LAYOUT,
@@ -35,7 +35,8 @@ from moeref_conformance.judges.common import (
 from moeref_conformance.oracles.routed import of_changed_weights
 
 #: The largest difference seen on three kinds of CPU is 2.2e-6, of Qwen3-Next under TP and EP; of 72 tokens 5.5e-6.
-TRANSFORMERS = 2e-5
+NEAR = 2e-5
+TRANSFORMERS, LOGITS = "transformers", "logits"
 
 
 def _logits(run: Observation) -> dict[int, torch.Tensor]:
@@ -72,7 +73,7 @@ class _Comparison:
     limit: float
     worst: float = 0.0
 
-    def of(self, rank: int, want: torch.Tensor, got: torch.Tensor, what: str = "logits") -> Iterator[Finding]:
+    def of(self, rank: int, want: torch.Tensor, got: torch.Tensor, what: str = LOGITS) -> Iterator[Finding]:
         """The finding of a rank whose logits differ too much."""
         if got.shape != want.shape or got.dtype != want.dtype:
             message = f"{what} are {got.dtype} {list(got.shape)}, {self.whose} {want.dtype} {list(want.shape)}"
@@ -90,6 +91,8 @@ class _Comparison:
             by, positions = f"{far:.2g} > {tolerance(self.case, self.limit)}", apart.amax(-1)[here_BS1[..., 0]] > 0
             message = f"{what} differ from {self.whose} by {by} at [batch, position, token] {list(index)}"
             said = _diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ"
+            if (self.whose, what) == (TRANSFORMERS, LOGITS):
+                said = "; ".join(filter(None, (said, hidden_states.differ(self.case, "forward", "entering", far))))
             told = {"expected": float(want[index]), "got": float(got[index]), "diagnosis": said}
             yield finding(self.case, rank, "forward", message, index=index, **told)
 
@@ -132,7 +135,7 @@ def logits_are_transformers(case: Case) -> Outcome:
     if case.cell.dtype != "float32":
         return Outcome(untested=NATIVE.format(case.cell.dtype, "RPL-004"))
     want = expected(case).logits_BSV
-    return unmeasured(case) or _judge(case, want, "transformers", TRANSFORMERS, shorter=True)
+    return unmeasured(case) or _judge(case, want, TRANSFORMERS, NEAR, shorter=True)
 
 
 @judges("FWD-002")

@@ -6,6 +6,7 @@ RPL-008 judges steps under given or recorded routes, which transformers takes to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.contract.requests.logprobs import ROUTES
 from moeref_conformance.contract.requests.policy import REPLAYED
-from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges import Case, judges, loss_terms
 from moeref_conformance.judges.common import (
     NATIVE,
     ROUNDINGS,
@@ -48,7 +49,7 @@ from moeref_conformance.judges.observed_routes import (
     with_mtp,
 )
 from moeref_conformance.oracles import balancing, policy
-from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
+from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown, hf_numbers
 from moeref_conformance.oracles.routed import apart
 
 LIMIT = 1e-4
@@ -61,6 +62,8 @@ ROUNDED = 0.9
 STEPS = ("gradients", "policy", *REPLAYED)
 #: What an error names that refuses a step which trains on no token, one of these at least.
 OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
+#: From the input of a layer to its output; what is not listed is in its MLP.
+_IN_A_LAYER = ("input_layernorm", "attn.", "post_attention_layernorm")
 _BIAS = "e_score_correction_bias"
 _EXPERTS = ".experts"
 _VECTORS = "norms and other vectors"
@@ -390,11 +393,31 @@ def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compar
     findings, worst = without(case, "inventory", step), Far(0.0, LIMIT)
     for phase, want in phases.items():
         placed = Placement(case.cell, expected(case).config, want)
+        found = list[Finding]()
         for record in records(case, "inventory", step):
             more, far = compare(case, placed, record, _gradients(record, phase), phase)
-            findings += more
+            found += more
             worst = max(worst, far, key=lambda one: one.share)
+        findings += _nearest_the_head(found)
     return outcome(findings, met=within(case, worst.far, worst.limit))
+
+
+def _nearest_the_head(findings: list[Finding]) -> list[Finding]:
+    """Say of gradients without a diagnosis which one a backward pass comes to first."""
+    found = [finding for finding in findings if finding.hf_name]
+    if not found:
+        return findings
+    first = max(found, key=lambda finding: _depth(finding.hf_name))
+    said = ": ".join(filter(None, (f"the one nearest the loss is of {first.hf_name}", first.diagnosis)))
+    return [f if f.diagnosis or not f.hf_name else replace(f, diagnosis=said) for f in findings]
+
+
+def _depth(name: str) -> tuple[int, int, int]:
+    """How far towards the loss a tensor is: where of the model, the number of its layer, and where in it."""
+    layer, _ = hf_numbers(name)
+    if layer is None:
+        return next((n for n, part in enumerate(("norm", "lm_head"), 2) if part in name), 0), 0, 0
+    return 1, layer, next((n for n, part in enumerate(_IN_A_LAYER) if part in name), len(_IN_A_LAYER))
 
 
 def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
@@ -478,10 +501,19 @@ def _against(
         )
         if case.cell.router_loss:
             said = _share(case, record.rank, key, phase, want, got) or said
+        if not said and held.hf == (loss_terms.HEAD,) and case.cell.dtype == "float32":
+            rows = loss_terms.rows_of(case, record.rank, key, have[key].shape)
+            said = loss_terms.counted(case, rows, want, got, **_loss_of(phase))
         findings.append(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)
         )
     return findings, worst
+
+
+def _loss_of(phase: str) -> dict[str, Any]:
+    """Whether a phase is of a policy's loss, and the set of routes that it is under."""
+    under = dict.fromkeys(REPLAYED, ROUTES) | {step: step[-1] for step in ("step-a", "recompute-b")}
+    return {"policy": phase in ("policy", *REPLAYED), "routes": under.get(phase, "")}
 
 
 def _own_choice(case: Case, rank: int, key: str, phase: str, got: torch.Tensor) -> str:

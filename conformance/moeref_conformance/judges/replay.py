@@ -11,7 +11,7 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.requests.replay import PHASES, SHORTER
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.diagnosis.compare import same
-from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges import Case, hidden_states, judges
 from moeref_conformance.judges.common import (
     LAYOUT,
     ROUNDINGS,
@@ -260,7 +260,8 @@ def _far(
         if far > limit:
             apart_by = f"{far:.2g}{' of their length' if of_length else ''} > {tolerance(case, limit)}"
             message = f"{phase}: logits are off transformers' under the same routes by {apart_by}"
-            findings.append(finding(case, rank, "replay", message))
+            said = "" if of_length else hidden_states.differ(case, "replay", f"{phase}.norms", far, "a")
+            findings.append(finding(case, rank, "replay", message, diagnosis=said))
     return outcome(findings, met=within(case, worst, limit))
 
 

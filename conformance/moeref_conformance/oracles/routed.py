@@ -117,8 +117,8 @@ def choices(expected: Expected, layer: int, rows_TH: torch.Tensor, near: float) 
 
     None where it chooses by no more than `near`.
     """
-    with _ONE_AT_A_TIME, torch.no_grad(), _Margins() as seen:
-        _model(str(expected.inputs["checkpoint"]), torch.float32).model.layers[layer].mlp(rows_TH.float()[None])
+    with alone(expected) as model, _Margins() as seen:
+        model.model.layers[layer].mlp(rows_TH.float()[None])
     rows = zip(seen.chosen_TK.tolist(), seen.margin_T.tolist(), strict=True)
     return [frozenset(chosen) if margin > near else None for chosen, margin in rows]
 
@@ -140,8 +140,8 @@ def weighed(
     whole = [len(of) == shape.top_k and max(of) < shape.experts for of in went]
     target = [sorted(of) if fits else [MISSING] * shape.top_k for of, fits in zip(went, whole, strict=True)]
     forced = Forced(shape.experts, torch.tensor(target)[:, None])
-    with _ONE_AT_A_TIME, torch.no_grad(), forced:
-        mlp = _model(str(expected.inputs["checkpoint"]), torch.float32).model.layers[layer].mlp
+    with alone(expected) as model, forced:
+        mlp = model.model.layers[layer].mlp
         handle = mlp.experts.register_forward_pre_hook(keep) if of_5() else None
         mlp(rows_TH.float()[None])
         if handle is not None:
@@ -403,6 +403,13 @@ def _shape(expected: Expected) -> _Shape:
     return _Shape(layers, experts, int(config["num_experts_per_tok"]), moe)
 
 
+@contextmanager
+def alone(expected: Expected) -> Iterator[Any]:
+    """transformers' module in fp32 with the checkpoint's weights, without gradients, for one thread at a time."""
+    with _ONE_AT_A_TIME, torch.no_grad():
+        yield _model(str(expected.inputs["checkpoint"]), torch.float32)
+
+
 @functools.lru_cache(maxsize=2)
 def _model(folder: str, dtype: torch.dtype) -> Any:
     """transformers' module with the checkpoint's weights."""
@@ -443,11 +450,9 @@ def with_last_layer_changed(model: Any) -> Any:
 
 def of_changed_weights(expected: Expected) -> torch.Tensor:
     """Logits in fp32 `with_last_layer_changed`."""
-    with _ONE_AT_A_TIME:
+    with alone(expected) as model:
         if expected.digest not in _OF_CHANGED:
-            model = with_last_layer_changed(_model(str(expected.inputs["checkpoint"]), torch.float32))
-            with torch.no_grad():
-                logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
+            logits_BSV = with_last_layer_changed(model)(expected.tokens_BS.clamp_min(0)).logits.float()
             _OF_CHANGED[expected.digest] = logits_BSV.contiguous()
         return _OF_CHANGED[expected.digest]
 

@@ -14,13 +14,15 @@ from moeref_conformance.contract.requests.forward import FACTOR, KEPT
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.bystanders import amid_training
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step
+from moeref_conformance.steps.hidden_states import entering_norms
 from moeref_conformance.steps.tensors import module_tensors
 
 _OF_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.(.+)")
 
 
 def logits(forward: Forward, context: Context) -> dict[str, int]:
-    """Whether this rank has logits, and how many tokens the shorter sequence has; the logits of both are saved.
+    """Whether this rank has logits, and how many tokens the shorter sequence has; the logits of both are saved, and the
+    hidden states that enter the norms in the longer one.
 
     The first forwards come amid training. What they have changed of that is for the step `around`.
 
@@ -32,13 +34,16 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     length = shorter(tokens_BS.shape[1], context.cell) if context.cell.replay == "off" else 0
     first_BS = tokens_BS[:, :length].contiguous()
 
+    chunks, entering = context.facet("export").chunks(), dict[str, torch.Tensor]()
+
     def both() -> torch.Tensor | None:
         if length:
             forward.logits(first_BS)
-        return forward.logits(tokens_BS)
+        with entering_norms(chunks, entering, "entering"):
+            return forward.logits(tokens_BS)
 
-    logits_BSV, left = amid_training(context.facet("export").chunks(), both)
-    found = {"logits": logits_BSV}
+    logits_BSV, left = amid_training(chunks, both)
+    found = {"logits": logits_BSV, **entering}
     last = last_layer(context) if length else []
     if length:
         with scaled(last):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from moeref_conformance.contract.api import Replay, Turn
 from moeref_conformance.contract.requests.replay import SHORTER, WHOLE
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, refusal
+from moeref_conformance.steps.hidden_states import entering_norms
 from moeref_conformance.steps.observed_routes import moe_layers, observed
 from moeref_conformance.steps.recompute import recomputing
 
@@ -109,7 +110,8 @@ class _Phases:
         self._take("native-after", self._forward.logits, self._one_BS)
 
     def _take(self, phase: str, call: Callable[..., Any], *arguments: Any) -> None:
-        with observed(self._chunks, self.observed, phase):
+        norms = entering_norms(self._chunks, self.observed, f"{phase}.norms") if phase == "replay-a" else nullcontext()
+        with observed(self._chunks, self.observed, phase), norms:
             answer = call(*arguments)
         if isinstance(answer, torch.Tensor):
             self.observed[f"{phase}.logits"] = answer.detach().cpu().clone()

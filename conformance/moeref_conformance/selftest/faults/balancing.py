@@ -180,6 +180,7 @@ FAULTS = (
         id="replayed-within-own-groups",
         bug="ISEEKYAN/Megatron-LM#79 in kind: scores of replayed experts are 0 outside of the groups of the own choice",
         rules=("RPL-004",),
+        diagnosis="hidden states differ from the MLP or MoE of layer 2 on",
         also=("LGP-004",),
         cell=cell("deepseek_v3", "one", batch="packed", replay="R3", layers=3),
         patch=_replayed_within_own_groups,

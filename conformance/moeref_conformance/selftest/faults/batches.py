@@ -270,6 +270,7 @@ FAULTS = (
         id="mean-of-microbatch-means",
         bug="verl in kind: a mean over microbatches of their means, where they have unequal numbers of tokens",
         rules=("GRD-001",),
+        diagnosis="tokens of the samples count 0.889",
         cell=cell("qwen3_moe", "cp2", batch="packed"),
         wrap=_mean_of_means,
         one_rank=True,

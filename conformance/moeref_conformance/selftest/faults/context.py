@@ -74,6 +74,7 @@ FAULTS = (
         id="keys-of-the-own-rank",
         bug="slime#1737 in kind: context parallelism is dropped, each rank attends to its own keys alone",
         rules=("FWD-002",),
+        diagnosis="hidden states differ from the attention of layer 0 on",
         also=("FWD-001",),
         cell=cell("deepseek_v3", "tp2-cp2-ep2", layers=3),
         wrap=_own_keys_alone,

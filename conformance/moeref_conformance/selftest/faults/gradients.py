@@ -145,6 +145,7 @@ FAULTS = (
         id="shared-groups-not-summed",
         bug="TP ranks that share a KV group keep the gradient of its key and value from their own query heads alone",
         rules=("GRD-001",),
+        diagnosis="nearest the loss is of model.layers.1.self_attn.q_proj",
         cell=cell("qwen3_moe", "tp4", shared_groups=True),
         patch=_shares_of_groups_alone,
         says="decoder.layers.0.input_layernorm.weight",

@@ -292,6 +292,7 @@ FAULTS = (
         id="entropy-without-a-gradient",
         bug="TRL#6625: entropies are given, and a bonus for them trains nothing",
         rules=("GRD-004",),
+        diagnosis="entropies 0 times",
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_asked(lambda asked: replace(asked, entropy=0.0)),
         one_rank=True,

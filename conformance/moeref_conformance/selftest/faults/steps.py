@@ -332,6 +332,7 @@ FAULTS = (
         id="gradients-of-the-last-call",
         bug="SkyRL#2008: each forward_backward clears gradients, and accumulation over calls is lost",
         rules=("GRD-001",),
+        diagnosis="tokens that are trained on do not count",
         cell=cell("qwen3_moe", "one"),
         wrap=_last_forward_alone,
         one_rank=True,

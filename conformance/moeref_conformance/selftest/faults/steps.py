@@ -214,6 +214,22 @@ def _counted_by_its_own_choice(cell: Cell, world: World) -> AbstractContextManag
     return mock.patch.object(TopKRouter, "__call__", called)
 
 
+def _counted_in_replayed_forwards(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """A router counts the given experts of forwards without gradients too, until a step updates the bias."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    good: Any = TopKRouter.__call__
+
+    def called(self: Any, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        probs_TE, taken_TE = good(self, hidden, padding_mask=padding_mask)
+        if is_replayed(self) and not torch.is_grad_enabled():
+            counted_TE = taken_TE if padding_mask is None else taken_TE[~padding_mask.flatten()]
+            self.local_tokens_per_expert += counted_TE.sum(0)
+        return probs_TE, taken_TE
+
+    return mock.patch.object(TopKRouter, "__call__", called)
+
+
 def with_loss(
     of: str = "gradients", method: str = "gradients", **settings: Any
 ) -> Callable[[Session, Cell, World], Any]:
@@ -551,6 +567,15 @@ FAULTS = (
         rules=("GRD-002",),
         cell=cell("glm4_moe", "ep2", batch="packed", replay="R3", bias_update=True),
         patch=_counted_by_its_own_choice,
+        says="have another bias after step-a",
+        diagnosis="moved by",
+    ),
+    Fault(
+        id="bias-counts-replayed-forwards",
+        bug="Megatron-LM#4433 in kind: routes of forwards that compute log-probabilities count in the next step's update",
+        rules=("GRD-002",),
+        cell=cell("glm4_moe", "ep2", batch="packed", replay="R3", bias_update=True),
+        patch=_counted_in_replayed_forwards,
         says="have another bias after step-a",
         diagnosis="moved by",
     ),

@@ -45,6 +45,9 @@ LIMIT = 1e-4
 LOGITS = 2e-5
 #: What fp32 rounds where a factor is moved, relative to the largest in it.
 ROUNDED = 2.0**-23
+#: How much larger or smaller fresh factors of a module may be than on one rank: by the width of half a matrix they are
+#: drawn 1.37 times as large, and of few elements by chance 1.06 times.
+SIZE = 1.3
 #: Phases whose tensors LRA-001 and LRA-002 read; `again` is for LRA-004.
 TRAINED = ("fresh", "step1", "step2")
 
@@ -158,7 +161,7 @@ def _found(case: Case, rank: int | None, name: str, message: str, **more: Any) -
 def every_linear_has_its_adapter(case: Case, sent: list[_Sent]) -> Outcome:
     """Names, shapes and dtypes of every stream, what fresh adapters hold, and logits of these."""
     findings = [found for one in sent for found in _named(case, one)]
-    findings += _fresh(case, sent[0])
+    findings += [*_fresh(case, sent[0]), *_of_other_sizes(case, sent[0])]
     findings += [found for one in sent[1:] for found in _unlike(case, sent[0], one)]
     more, worst = _logits(case, "fresh", expected(case).logits_BSV, "transformers'")
     return outcome([*findings, *more], met=within(case, worst, LOGITS))
@@ -181,7 +184,7 @@ def _named(case: Case, sent: _Sent) -> Iterator[Finding]:
 
 
 def _fresh(case: Case, sent: _Sent) -> Iterator[Finding]:
-    """Each lora_B is 0, and no row of a lora_A is."""
+    """Each lora_B is 0; no row of a lora_A is, and neither two of its rows nor two of its columns are alike."""
     fresh = sent.phases["fresh"]
     for name in sorted(fresh):
         if not bool(fresh[name].isfinite().all()):
@@ -191,6 +194,37 @@ def _fresh(case: Case, sent: _Sent) -> Iterator[Finding]:
                 yield _found(case, sent.rank, name, f"fresh: {name} is not 0")
         elif not bool(fresh[name].any(1).all()):
             yield _found(case, sent.rank, name, f"fresh: {name} has a row of 0, which no step would move")
+        elif alike := [what for dim, what in enumerate(("rows", "columns")) if _repeats(fresh[name], dim)]:
+            message = f"fresh: {name} has {alike[0]} that are alike"
+            yield _found(case, sent.rank, name, message, diagnosis="shards drawn alike")
+
+
+def _repeats(matrix: torch.Tensor, dim: int) -> bool:
+    lines = [tuple(line) for line in matrix.movedim(dim, 0).flatten(1).tolist()]
+    return len(set(lines)) < len(lines)
+
+
+def _of_other_sizes(case: Case, sent: _Sent) -> Iterator[Finding]:
+    """Fresh factors of each module, in the mean of all layers and experts, are about as large as on one rank."""
+    if case.baseline is None or case.baseline is case.observation:
+        return
+    if not (alone := [record for record in case.baseline.ranks if record.has("adapters")]):
+        return
+    want, have = (_sizes(one.phases["fresh"]) for one in (_together(alone), sent))
+    for module in sorted(want.keys() & have.keys()):
+        times = have[module] / want[module] if want[module] else 1.0
+        if not 1 / SIZE < times < SIZE:
+            message = f"fresh: the factors lora_A of {module} are {times:.2g} times as large as on one rank"
+            yield finding(case, sent.rank, "adapters", message, diagnosis="drawn by the width of a shard")
+
+
+def _sizes(fresh: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The root of the mean square of all lora_A of a module."""
+    squares: dict[str, list[torch.Tensor]] = {}
+    for name, factor in fresh.items():
+        if name.endswith(".lora_A.weight"):
+            squares.setdefault(name.split(".")[-3], []).append(factor.double().square().flatten())
+    return {module: float(torch.cat(found).mean().sqrt()) for module, found in squares.items()}
 
 
 def _unlike(case: Case, first: _Sent, other: _Sent) -> Iterator[Finding]:

@@ -36,6 +36,7 @@ _OWNERS = {
     ),
     "NVIDIA-NeMo": ("Automodel", "Megatron-Bridge", "NeMo-RL"),
     "OpenRLHF": ("OpenRLHF",),
+    "PaddlePaddle": ("PaddleNLP",),
     "PrimeIntellect-ai": ("prime-rl",),
     "pytorch": ("torchtitan",),
     "radixark": ("miles",),

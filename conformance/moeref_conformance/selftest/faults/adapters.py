@@ -199,6 +199,23 @@ def _zero(session: Any, cell: Cell, world: World) -> None:
         parameter.zero_()
 
 
+def _cut_by_columns(session: Any) -> Iterator[torch.nn.Parameter]:
+    """The factors of this rank that are parts of a lora_A [r, in], by megatron-core's mark of what is cut."""
+    for parameter in trained(session).values():
+        if getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", 0) == 1:
+            yield parameter
+
+
+def _drawn_alike(session: Any, cell: Cell, world: World) -> None:
+    for parameter in _cut_by_columns(session):
+        dist.broadcast(parameter.data, 0)
+
+
+def _drawn_by_the_width_of_a_shard(session: Any, cell: Cell, world: World) -> None:
+    for parameter in _cut_by_columns(session):
+        parameter.mul_(cell.layout.tp**0.5)
+
+
 def _scaled_to_one(session: Session, cell: Cell, world: World) -> Any:
     """Alpha is not read: the scale is 1."""
     good: Any = session.adapters
@@ -513,6 +530,24 @@ FAULTS = (
         wrap=attached(_zero),
         one_rank=True,
         says="has a row of 0",
+    ),
+    Fault(
+        id="fresh-adapters-alike-on-shards",
+        bug="PaddleNLP#9427: TP ranks draw from one generator, and their parts of a lora_A are alike",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=attached(_drawn_alike),
+        says="has columns that are alike",
+        diagnosis="shards drawn alike",
+    ),
+    Fault(
+        id="fresh-adapters-by-the-width-of-a-shard",
+        bug="Megatron-Bridge#5840: a lora_A is drawn by the width of a part, and is larger the more TP ranks there are",
+        rules=("LRA-001",),
+        cell=cell("qwen3_moe", "tp2", loss_mask=True),
+        wrap=attached(_drawn_by_the_width_of_a_shard),
+        says="1.4 times as large as on one rank",
+        diagnosis="drawn by the width of a shard",
     ),
     Fault(
         id="adapters-not-sent-to-all",

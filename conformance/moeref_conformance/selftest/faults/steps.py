@@ -572,7 +572,7 @@ FAULTS = (
     ),
     Fault(
         id="bias-counts-replayed-forwards",
-        bug="Megatron-LM#4433 in kind: routes of forwards that compute log-probabilities count in the next step's update",
+        bug="Megatron-LM#4433 in kind: routes of forwards that compute log-probabilities count in the next update",
         rules=("GRD-002",),
         cell=cell("glm4_moe", "ep2", batch="packed", replay="R3", bias_update=True),
         patch=_counted_in_replayed_forwards,

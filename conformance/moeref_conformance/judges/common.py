@@ -16,7 +16,7 @@ from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
-from moeref_conformance.diagnosis.compare import dtype_name
+from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, Untested, grouped
 from moeref_conformance.oracles import published
@@ -120,6 +120,15 @@ def parameters(record: RankRecord, *placed: Placement) -> Iterator[tuple[str, tu
             with contextlib.suppress(Unknown):
                 held = tuple(of.shard(record.rank, item["chunk"], item["local"], item["shape"]) for of in placed)
                 yield f"{item['chunk']}:{item['local']}", held
+
+
+def less_one(case: Case, local: str, held: ExpectedShard, got: torch.Tensor) -> bool:
+    """Whether the norm inside a gated delta net holds w - 1, as megatron-core's does, which scales by 1 + weight.
+
+    Logits tell whether the norm adds the 1, so a target has to claim them.
+    """
+    inner = local.endswith("self_attention.out_norm.weight") and "forward" in case.claims.facets
+    return inner and compare(held.tensor - 1, got, held.rows) is None
 
 
 def not_refused(case: Case, step: str, taken: str) -> list[Finding]:

@@ -14,7 +14,17 @@ from moeref_conformance.diagnosis.compare import compare, same
 from moeref_conformance.diagnosis.diagnose import diagnose
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import changed, context, expected, finding, placement, records, values, without
+from moeref_conformance.judges.common import (
+    changed,
+    context,
+    expected,
+    finding,
+    less_one,
+    placement,
+    records,
+    values,
+    without,
+)
 from moeref_conformance.judges.refusals import refused_by_name, refused_somewhere
 from moeref_conformance.oracles.cuts import VOCABULARY
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown, plain_local
@@ -51,7 +61,7 @@ def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> 
     near = None
     for chunk, local, held in known:
         got = shards.get(f"{chunk}:{local}", held.tensor)
-        if (difference := compare(held.tensor, got, held.rows)) is None or _less_one(case, local, held, got):
+        if (difference := compare(held.tensor, got, held.rows)) is None or less_one(case, local, held, got):
             continue
         # A diagnosis first looks for a wrong shard among the expected shards of this rank.
         near = near or Context(
@@ -66,15 +76,6 @@ def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> 
         names = {"local_name": local, "global_name": name, "hf_name": held.hf[0] if held.hf else ""}
         more = {**names, **difference.told, "layer": held.layer, "expert": held.expert, "diagnosis": said}
         yield finding(case, rank, "shards", f"chunk {chunk}: {local}: {difference.text}", **more)
-
-
-def _less_one(case: Case, local: str, held: ExpectedShard, got: torch.Tensor) -> bool:
-    """Whether the norm inside a gated delta net holds w - 1, as megatron-core's does, which scales by 1 + weight.
-
-    Logits tell whether the norm adds the 1, so a target has to claim them.
-    """
-    inner = local.endswith("self_attention.out_norm.weight") and "forward" in case.claims.facets
-    return inner and compare(held.tensor - 1, got, held.rows) is None
 
 
 def _global(local: str, held: ExpectedShard) -> str:

@@ -32,6 +32,7 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     in_any_order,
+    less_one,
     once,
     outcome,
     parameters,
@@ -95,7 +96,7 @@ def _moved_at_rate_zero(
 ) -> Iterator[Finding]:
     """The finding of a parameter that is not as it was loaded; `before` is the digest of what it held until then."""
     difference = compare(of.held.tensor, after, of.held.rows)
-    if difference is not None:
+    if difference is not None and not less_one(case, of.key, of.held, after):
         said = f"what it held before it was {how}" if before == digest(after) else ""
         message = f"{of.key}: {how}, and after a step at the rate 0 {difference.text}"
         yield _found(case, record, of.key, of.held, message, diagnosis=said, **difference.told)
@@ -223,7 +224,9 @@ def _frozen(case: Case) -> Iterator[Finding]:
                     message = f"{key}: it was frozen, and after a step {difference.text}"
                     yield _found(case, record, key, held, message, diagnosis="moved though frozen", **difference.told)
             elif exact:
-                of = _Stepped(key, held, {STILL: held.tensor, MOVED: moved}, None)
+                still = record.tensor("optimizer", f"{STILL}.{key}")
+                less = still is not None and less_one(case, key, held, still)
+                of = _Stepped(key, held, {STILL: held.tensor - 1 if less else held.tensor, MOVED: moved}, None)
                 for found in _by_formula(case, record, of, (STILL, MOVED))[0]:
                     yield replace(found, message=f"with routers frozen {found.message}")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
+
+import torch
 
 from moeref_conformance.contract.api import Request
 from moeref_conformance.contract.findings import Finding
@@ -194,17 +197,29 @@ def the_router_is_as_precise(case: Case) -> Iterator[Finding]:
 def _weights_of_rounded_logits(case: Case) -> Iterator[Finding]:
     """A finding for each rank and layer whose experts weigh rows as logits in fp32 do not have it.
 
-    A weight that is rounded itself, to the parameters' dtype, is none of these.
+    A weight that is rounded itself, to the parameters' dtype, is none of these. Nor are those of a layer that are all
+    off by one factor, which counts behind the experts: RPL-004 judges it.
     """
     said = set[tuple[int, int]]()
-    of_both = (one for phase in ("native-before", "replay-a") for one in weights(case, phase))
-    for rank, layer, expert, weight, want in of_both:
+    of_both = [one for phase in ("native-before", "replay-a") for one in weights(case, phase)]
+    factors = _factors(of_both)
+    for rank, layer, expert, weight, one in of_both:
+        want = factors[layer] * one
         off = abs(float(weight) - want) / max(want, 1e-6)
         rounded_late = bool(weight == weight.bfloat16()) and off <= _ROUNDED_LATE
-        if off > _OF_FP32 and not rounded_late and (rank, layer) not in said:
+        if not off <= _OF_FP32 and not rounded_late and (rank, layer) not in said:
             said.add((rank, layer))
             message = f"layer {layer} weighs a row of expert {expert} as logits in fp32 do not have it"
             yield finding(case, rank, "replay", message, layer=layer, expert=expert, expected=want, got=float(weight))
+
+
+def _factors(of_both: Iterable[tuple[int, int, int, torch.Tensor, float]]) -> dict[int, float]:
+    """By layer, how many times the right weights those are that experts are given; 1 where that is no such factor."""
+    times: dict[int, list[float]] = {}
+    for _, layer, _, weight, want in of_both:
+        times.setdefault(layer, []).append(float(weight) / want if want else 1.0)
+    middles = {layer: median(of) for layer, of in times.items()}
+    return {layer: middle if 0 < middle < math.inf else 1.0 for layer, middle in middles.items()}
 
 
 @judges("CFG-008")

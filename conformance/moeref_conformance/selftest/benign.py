@@ -45,6 +45,7 @@ from moeref_conformance.selftest.border import (
     copied,
     described,
     each,
+    each_chunk,
     facet,
     inventory,
     names,
@@ -865,6 +866,23 @@ def _where_none(change: Callable[[Any, torch.Tensor], Any]) -> Callable[[Any, Ce
     return wrap
 
 
+def _factor_behind_experts(chunk: Any) -> None:
+    """Routers weigh without the factor of the config, by which what the routed experts give is multiplied."""
+
+    def weighed(router: Any, given: Any, found: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        probs, routing_map = found
+        return probs / router.config.moe_router_topk_scaling_factor, routing_map
+
+    def multiplied(experts: Any, given: Any, found: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        output, bias = found
+        return output * experts.config.moe_router_topk_scaling_factor, bias
+
+    for module in chunk.modules():
+        if hasattr(module, "experts") and hasattr(module, "router"):
+            module.router.register_forward_hook(weighed)
+            module.experts.register_forward_hook(multiplied)
+
+
 def _zeros(good: Any, rows_BS: torch.Tensor) -> dict[tuple[int, str], torch.Tensor]:
     return {key: 0 * one for key, one in good.gradients(rows_BS, rows_BS >= 0).items()}
 
@@ -876,6 +894,12 @@ def _refused_behind_it(good: Any, rows_BS: torch.Tensor) -> dict[tuple[int, str]
 
 
 _DESIGNS = (
+    Benign(
+        id="factor-behind-the-experts",
+        why="vLLM's DeepseekV2MoE multiplies what the routed experts give by routed_scaling_factor, not their weights",
+        cell=cell("glm4_moe", "one", dtype="bfloat16", replay="R3"),
+        wrap=each_chunk(_factor_behind_experts),
+    ),
     Benign(
         id="one-lora-a-for-q-k-v",
         why="a fused linear has one lora_A for its parts, which is sent for each: Megatron-Bridge, mcore-bridge",

@@ -29,6 +29,8 @@ PADDING: Place = (-1, -1)
 NEAR = 1e-3
 #: Nor are those of a microbatch that runs twice, in bf16 on a GPU; those of two samples are apart by more than half.
 AGAIN = 0.05
+#: Hidden states are of another sample than the next in order if they are this much nearer to it.
+FAR_NEARER = 0.25
 #: Scores of the last chosen and the first unchosen expert that are no further apart may change places by rounding: a
 #: sum in another order moves one by 1e-6, one of logits in bf16, which are up to 8, by 0.01.
 NEAR_IN_FP32, NEAR_IN_BF16 = 1e-4, 0.02
@@ -233,13 +235,30 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
                 continue
             rows = list(_rows(tensors["in"]))
             first = _number(tensors["in"], runs[layer]) * case.cell.rows % len(own)
+            in_order = range(first, first + case.cell.rows)
             if len(rows) != len(held):
                 message = f"{phase}: layer {layer} sees {len(rows)} tokens, expected {len(held)}"
                 findings.append(finding(case, rank, "replay", message, layer=layer))
                 continue
+            entering = _computing(case, phase).entering.get(layer) if len(own) > case.cell.rows else None
+            of = list(in_order)
+            if entering is not None and entering.shape[-1] == tensors["in"].shape[-1]:
+                states_SBH = tensors["in"].view(len(local), case.cell.rows, -1)
+                own_BSH = entering[list(own)][:, list(local)]
+                of = [_sample(states_SBH[:, row], own_BSH, at) for row, at in enumerate(in_order)]
             for row, (sample, position) in zip(rows, held, strict=True):
-                place_of[layer][row] = (own[first + sample], position)
+                place_of[layer][row] = (own[of[sample]], position)
     return place_of, findings
+
+
+def _sample(states_SH: torch.Tensor, entering_BSH: torch.Tensor, in_order: int) -> int:
+    """Which sample's hidden states these are: the one that is next in order, unless those of another are far nearer.
+
+    A target may take the samples of a step in an order of its own, and their routes with them.
+    """
+    apart_B = (entering_BSH.double() - states_SH.double()).flatten(1).norm(dim=1)
+    nearest = int(apart_B.argmin())
+    return nearest if float(apart_B[nearest]) <= FAR_NEARER * float(apart_B[in_order]) else in_order
 
 
 def _number(rows_TH: torch.Tensor, runs: list[torch.Tensor]) -> int:

@@ -604,6 +604,21 @@ def _last_microbatch_first(session: Any, cell: Cell, world: World) -> Any:
     return facet(session, "gradients", gradients=lambda tokens_BS: good.gradients(tokens_BS.flip(0)))
 
 
+def _last_microbatch_replayed_first(session: Any, cell: Cell, world: World) -> Any:
+    """Rows go through a forward and a step from the last to the first, and their routes with them."""
+    good = session.replay
+
+    def replay(tokens_BS: torch.Tensor, routes: Any) -> torch.Tensor | None:
+        found_BSV = good.replay(tokens_BS.flip(0), routes[::-1])
+        return None if found_BSV is None else found_BSV.flip(0)
+
+    def step(tokens_BS: torch.Tensor, routes: Any) -> Mapping[tuple[int, str], torch.Tensor]:
+        found: Mapping[tuple[int, str], torch.Tensor] = good.step(tokens_BS.flip(0), routes[::-1])
+        return found
+
+    return facet(session, "replay", replay=replay, step=step)
+
+
 def _gradients_as_views(session: Any, cell: Cell, world: World) -> Any:
     """Gradients come from the last parameter to the first, those of matrices as transposes of contiguous ones."""
     good = session.gradients
@@ -894,6 +909,12 @@ def _refused_behind_it(good: Any, rows_BS: torch.Tensor) -> dict[tuple[int, str]
 
 
 _DESIGNS = (
+    Benign(
+        id="last-microbatch-replayed-first",
+        why="samples are ordered by their length, and their routes with them: verl's dynamic batches, slime",
+        cell=cell("qwen3_moe", "ep2", replay="R3"),
+        wrap=_last_microbatch_replayed_first,
+    ),
     Benign(
         id="factor-behind-the-experts",
         why="vLLM's DeepseekV2MoE multiplies what the routed experts give by routed_scaling_factor, not their weights",

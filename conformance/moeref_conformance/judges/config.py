@@ -44,6 +44,11 @@ _REFUSABLE: dict[str, Callable[[Case, Mapping[str, Any]], bool]] = {
     "overlap": lambda case, nothing: not nothing.get("moe_shared_expert_intermediate_size"),
     "drop policy": lambda case, nothing: nothing.get("moe_expert_capacity_factor") is None,
 }
+#: Settings that a request may bring with it, by title, and their values: what DeepEP and HybridEP ask for. Both take
+#: weights in fp32 alone, and Megatron-Bridge's apply_flex_dispatcher_backend ends the overlap of shared experts.
+_NEEDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "flex": {"moe_router_dtype": ("fp32", "fp64"), "moe_shared_expert_overlap": (False,)}
+}
 #: How far the weight of a row is off that of logits in fp32, relative to it: 1e-6 by another order of sums, 1e-4 by
 #: logits in bf16. One that is rounded to bf16 afterwards is off by half of its last digit.
 _OF_FP32, _ROUNDED_LATE = 3e-5, 2**-8
@@ -121,13 +126,15 @@ def what_is_asked_for_arrives(case: Case) -> Iterator[Finding]:
 
 @judges("CFG-004")
 def what_is_not_asked_for_stays(case: Case) -> Iterator[Finding]:
-    """Nothing but the names of a request changes."""
+    """Nothing but the names of a request changes, and what it needs."""
     yield from unanswered(case, STEP)
     for rank, value in values(case, STEP):
         nothing, given = value["nothing"], value["given"]
         for title, request in {**HONOURED, **TWICE}.items():
-            changed = value["requests"][title].get("changed", {})
+            changed, needs = value["requests"][title].get("changed", {}), _NEEDS.get(title, {})
             for name in sorted(changed.keys() - {*request.fields, *request.overrides}):
+                if changed[name] in needs.get(name, ()):
+                    continue
                 was, message = nothing.get(name, "nothing"), f"asked for {title}: {name} became {changed[name]!r}"
                 yield _said(case, rank, message, was, changed[name])
         own = {"moe_token_dispatcher_type", "moe_enable_routing_replay"}  # which the cell asks for

@@ -619,6 +619,19 @@ def _last_microbatch_replayed_first(session: Any, cell: Cell, world: World) -> A
     return facet(session, "replay", replay=replay, step=step)
 
 
+def _flex_with_its_needs(session: Any, cell: Cell, world: World) -> Any:
+    """Where flex is asked for, so is what it needs: weights in fp32, and no overlap of shared experts."""
+    good = session.config
+
+    def resolve(request: Request, role: str) -> Mapping[str, Any]:
+        settings: Mapping[str, Any] = good.resolve(request, role)
+        if settings.get("moe_token_dispatcher_type") != "flex":
+            return settings
+        return {**settings, "moe_router_dtype": "fp32", "moe_shared_expert_overlap": False}
+
+    return facet(session, "config", resolve=resolve)
+
+
 def _gradients_as_views(session: Any, cell: Cell, world: World) -> Any:
     """Gradients come from the last parameter to the first, those of matrices as transposes of contiguous ones."""
     good = session.gradients
@@ -914,6 +927,12 @@ _DESIGNS = (
         why="samples are ordered by their length, and their routes with them: verl's dynamic batches, slime",
         cell=cell("qwen3_moe", "ep2", replay="R3"),
         wrap=_last_microbatch_replayed_first,
+    ),
+    Benign(
+        id="flex-with-its-needs",
+        why="DeepEP takes weights in fp32 alone, and Megatron-Bridge's apply_flex_dispatcher_backend ends the overlap",
+        cell=cell("qwen3_moe", "tp2", backend="static"),
+        wrap=_flex_with_its_needs,
     ),
     Benign(
         id="factor-behind-the-experts",

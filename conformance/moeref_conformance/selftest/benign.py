@@ -619,6 +619,24 @@ def _last_microbatch_replayed_first(session: Any, cell: Cell, world: World) -> A
     return facet(session, "replay", replay=replay, step=step)
 
 
+def _last_microbatch_recorded_first(session: Any, cell: Cell, world: World) -> Any:
+    """Rows are recorded and replayed from the last to the first."""
+    good = session.replay
+
+    def turned(call: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+        def called(tokens_BS: torch.Tensor, *routes: Any) -> torch.Tensor | None:
+            found_BSV = call(tokens_BS.flip(0), *routes)
+            return None if found_BSV is None else found_BSV.flip(0)
+
+        return called
+
+    def step(tokens_BS: torch.Tensor, routes: None) -> Mapping[tuple[int, str], torch.Tensor]:
+        found: Mapping[tuple[int, str], torch.Tensor] = good.step(tokens_BS.flip(0), routes)
+        return found
+
+    return facet(session, "replay", record=turned(good.record), replay=turned(good.replay), step=step)
+
+
 def _flex_with_its_needs(session: Any, cell: Cell, world: World) -> Any:
     """Where flex is asked for, so is what it needs: weights in fp32, and no overlap of shared experts."""
     good = session.config
@@ -927,6 +945,12 @@ _DESIGNS = (
         why="samples are ordered by their length, and their routes with them: verl's dynamic batches, slime",
         cell=cell("qwen3_moe", "ep2", replay="R3"),
         wrap=_last_microbatch_replayed_first,
+    ),
+    Benign(
+        id="last-microbatch-recorded-first",
+        why="the same where the trainer itself records the routes",
+        cell=cell("qwen3_moe", "ep2", replay="R2"),
+        wrap=_last_microbatch_recorded_first,
     ),
     Benign(
         id="flex-with-its-needs",

@@ -589,6 +589,21 @@ def _unset(session: Any, cell: Cell, world: World) -> Any:
     return session
 
 
+def _caching(session: Any, cell: Cell, world: World) -> Any:
+    """A forward makes a buffer that no state dict has, and replaces it where a longer one is needed."""
+    good = session.forward
+
+    def logits(tokens_BS: torch.Tensor) -> torch.Tensor | None:
+        length = tokens_BS.shape[1]
+        for chunk in session.export.chunks():
+            if len(getattr(chunk, "cos_cached", ())) < length:
+                chunk.register_buffer("cos_cached", torch.arange(length).cos(), persistent=False)
+        found_BSV: torch.Tensor | None = good.logits(tokens_BS)
+        return found_BSV
+
+    return facet(session, "forward", logits=logits)
+
+
 def _row_by_row(session: Any, cell: Cell, world: World) -> Any:
     """A forward for each row, in place of one with a microbatch for each."""
 
@@ -1423,6 +1438,12 @@ _DESIGNS = (
         cell=cell("qwen3_moe", "ep2"),
         wrap=padded_with(lambda world: 0.01 * world.rank),
         should=("LOD-005",),
+    ),
+    Benign(
+        id="buffer-made-by-the-first-forward",
+        why="megatron-core's YarnRotaryEmbedding makes its tables anew where a longer sequence comes, as buffers",
+        cell=cell("qwen3_moe", "one"),
+        wrap=_caching,
     ),
     Benign(
         id="forward-row-by-row",

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -79,9 +79,29 @@ def state(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
             found["identity", key] = id(parameter)  # optimizers hold it; `in_training` keeps those of before alive
             for kind in _GRADIENTS:
                 found[kind, key] = _digest(getattr(parameter, kind, None))
-        for name, buffer in chunk.named_buffers():
-            found["buffer", f"{number}:{name}"] = _digest(buffer)
+        for key, held in _buffers(chunk):
+            found["buffer", f"{number}:{key}"] = held
     return found
+
+
+class _Table(NamedTuple):
+    """What is kept of a buffer that no state dict has: it may be a cache, which is made or grows where it is asked."""
+
+    elements: int
+    digest: str
+
+    def is_longer(self, before: Any) -> bool:
+        """Whether it is new, or has more elements than before."""
+        return before is None or (isinstance(before, _Table) and self.elements > before.elements)
+
+
+def _buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every buffer by name: a digest, or a `_Table`."""
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            of = _digest(buffer)
+            key = f"{prefix}.{name}" if prefix else name
+            yield key, _Table(buffer.numel(), of) if name in module._non_persistent_buffers_set else of
 
 
 def modes(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
@@ -112,8 +132,13 @@ def _of_training(kind: str, name: str) -> bool:
 
 
 def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> list[list[str]]:
-    """Kind and name of what differs."""
-    return [list(key) for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    """Kind and name of what differs. A buffer that no state dict has may be made or grow, as tables of positions do."""
+    apart = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+    return [
+        list(key)
+        for key in apart
+        if not (isinstance(held := after.get(key), _Table) and held.is_longer(before.get(key)))
+    ]
 
 
 def _generators() -> Iterator[tuple[tuple[str, str], str]]:

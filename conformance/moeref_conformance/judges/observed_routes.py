@@ -254,11 +254,12 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
 def _sample(states_SH: torch.Tensor, entering_BSH: torch.Tensor, in_order: int) -> int:
     """Which sample's hidden states these are: the one that is next in order, unless those of another are far nearer.
 
-    A target may take the samples of a step in an order of its own, and their routes with them.
+    A target may take the samples of a step in an order of its own, and their routes with them. Of the positions the
+    middle distance counts: a token without a route may be elsewhere.
     """
-    apart_B = (entering_BSH.double() - states_SH.double()).flatten(1).norm(dim=1)
+    apart_B = (entering_BSH.double() - states_SH.double()).norm(dim=-1).median(dim=1).values
     nearest = int(apart_B.argmin())
-    return nearest if float(apart_B[nearest]) <= FAR_NEARER * float(apart_B[in_order]) else in_order
+    return nearest if float(apart_B[nearest]) < FAR_NEARER * float(apart_B[in_order]) else in_order
 
 
 def _number(rows_TH: torch.Tensor, runs: list[torch.Tensor]) -> int:

@@ -958,7 +958,7 @@ _DESIGNS = (
     Benign(
         id="last-microbatch-replayed-first",
         why="samples are ordered by their length, and their routes with them: verl's dynamic batches, slime",
-        cell=cell("qwen3_moe", "ep2", replay="R3"),
+        cell=cell("qwen3_moe", "tp2", batch="pairs", replay="R3"),
         wrap=_last_microbatch_replayed_first,
     ),
     Benign(

@@ -17,10 +17,10 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.requests.adapters import PHASES, RATES
-from moeref_conformance.contract.requests.logprobs import TEMPERATURE
+from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, TEMPERATURE, WIDER, turned
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.judges.adapters import ROUNDED
-from moeref_conformance.oracles import adapters, optimizer, policy, routed
+from moeref_conformance.oracles import adapters, logprobs, optimizer, policy, routed
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.oracles.placement import Placement
@@ -191,6 +191,25 @@ def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, o
     assert [findings(share, off) for share in (0.4, 0.6, 1)] == [0, 1, 1]
     assert findings(1, off / 2) == 0
     assert findings(0.1, float("nan")) == 1
+
+
+@pytest.mark.parametrize(("which", "off"), [("logprobs", 5.0), ("entropies", 0.5)])
+def test_half_of_the_logprobs_of_changed_weights_may_be_far_off(model: Model, which: str, off: float) -> None:
+    right = of_logits(model, model.exact.logits_BSV)
+    logits_BSV = WIDER * routed.of_changed_weights(model.want)
+    again = logprobs.of_tokens(model.want, OTHER_TEMPERATURE, logits_BSV)
+    changed = {name: turned(of_BS, model.cell, 0).float() for name, of_BS in again.items()}
+
+    def findings(share: float, by: float) -> int:
+        values = changed[which].flatten().clone()
+        values[: int(share * len(values))] += by
+        of_changed = {f"{CHANGED}{name}": of_BS for name, of_BS in changed.items()}
+        found = {**right, **of_changed, f"{CHANGED}{which}": values.view_as(changed[which])}
+        return len(model.judged("LGP-003", logprobs=({"has": True, "changed": True}, found)).findings)
+
+    assert [findings(share, off) for share in (0.4, 0.6, 1)] == [0, 1, 1]
+    assert findings(1, off / 2) == 0
+    assert len(model.judged("LGP-003", logprobs=({"has": True, "changed": True}, right)).findings) == 2
 
 
 def test_a_norm_is_that_of_all_gradients(model: Model) -> None:

@@ -50,6 +50,9 @@ ROUNDED = 0.5
 #: In bf16 half of the values may be farther off, where rounding has turned a route. Medians seen, of eight families in
 #: up to 8 ranks: logprobs 0.0021 to 0.019, entropies 0.6e-4 to 6.9e-4 (at a temperature of 1: 0.018).
 HALVES = {"logprobs": 0.1, "entropies": 0.004}
+#: The same once weights have changed, of a head 64 times as large. Medians seen: logprobs 0.09 to 1.3, entropies 0.007
+#: to 0.1; of weights that were set aside 15 to 24, and 3.9 to 5.
+HALVES_CHANGED = {"logprobs": 4.0, "entropies": 0.4}
 #: What findings begin with, by what is expected.
 _HOW = {"": "", CHANGED: "once weights have changed, ", ROUTES: "under given routes, "}
 
@@ -173,12 +176,17 @@ def entropies_are_transformers(case: Case) -> Outcome:
 
 @judges("LGP-003")
 def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
-    """In bf16, where rounding turns routes and so changes logits. On a CPU half of them are near transformers'."""
+    """In bf16, where rounding turns routes and so changes logits. On a CPU half of them are near transformers'.
+
+    So are those of weights that have changed, whose copies in fp32 a model in fp32 does not need.
+    """
     yield from without(case, "logprobs")
-    held = {one.rank: one.tensors("logprobs") for one in records(case, "logprobs") if one.value("logprobs")["has"]}
+    held = _Comparison(case, "logprobs").held
     yield from without_logits(case, "logprobs", held, "logprobs")
-    for rank, found in held.items():
-        for which, got_BS in {"logprobs": torch.empty(0), **found}.items():
+    for rank, record in held.items():
+        found = record.tensors("logprobs")
+        for which in dict.fromkeys(["logprobs", *(name for name in found if not name.startswith(CHANGED))]):
+            got_BS = found.get(which, torch.empty(0))
             values = got_BS[got_BS.isfinite()].double()
             rounded = int((values == values.bfloat16()).sum())
             if got_BS.dtype != torch.float32 or rounded > ROUNDED * len(values) or not len(values):
@@ -188,21 +196,23 @@ def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
             # How far right values are off in bf16 is measured on a CPU alone.
             elif which in HALVES and expected(case).logits_BSV.numel() and not in_any_order(case):
                 yield from _far_by_half(case, rank, which, got_BS)
+                if record.value("logprobs").get("changed"):
+                    yield from _far_by_half(case, rank, which, found.get(f"{CHANGED}{which}", torch.empty(0)), CHANGED)
 
 
-def _far_by_half(case: Case, rank: int, which: str, got_BS: torch.Tensor) -> Iterator[Finding]:
+def _far_by_half(case: Case, rank: int, which: str, got_BS: torch.Tensor, how: str = "") -> Iterator[Finding]:
     """Values of a model in bf16 of which more than half are far off, or which are not of the kit's tokens."""
-    want_BS = _wanted(case, "")[which]
+    want_BS = _of_rank(case, rank, _wanted(case, how)[which], how)
     if got_BS.shape != want_BS.shape:
-        message = f"{which} are {list(got_BS.shape)}, expected {list(want_BS.shape)}"
+        message = f"{_HOW[how]}{which} are {list(got_BS.shape)}, expected {list(want_BS.shape)}"
         yield finding(case, rank, "logprobs", message)
         return
     apart_N = distance(want_BS, got_BS)[~want_BS.isnan()]
-    middle = float(apart_N.median())
+    middle, limit = float(apart_N.median()), (HALVES_CHANGED if how else HALVES)[which]
     if bool(apart_N.isinf().any()):
-        yield finding(case, rank, "logprobs", f"some {which} are not finite")
-    elif middle > HALVES[which]:
-        message = f"half of the {which} differ from transformers by {middle:.2g} > {HALVES[which]} or more"
+        yield finding(case, rank, "logprobs", f"{_HOW[how]}some {which} are not finite")
+    elif middle > limit:
+        message = f"{_HOW[how]}half of the {which} differ from transformers by {middle:.2g} > {limit} or more"
         yield finding(case, rank, "logprobs", message)
 
 

@@ -14,6 +14,7 @@ from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import facet, inventory
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.routes import later_turns_hold
+from moeref_conformance.selftest.faults.steps import with_first
 
 
 @dataclass(frozen=True)
@@ -309,6 +310,23 @@ FAULTS = (
         wrap=_made(_before),
         one_rank=True,
         says="differ from transformers",
+    ),
+    Fault(
+        id="head-in-fp32-of-the-first-call",
+        bug="tokenspeed#1404 (review): a head in fp32 is kept by address and version, and .data.copy_ changes neither",
+        rules=("LGP-003",),
+        cell=cell("qwen3_moe", "tp2", dtype="bfloat16"),
+        wrap=with_first("logprobs", "logprobs", "output_layer.weight"),
+        says="once weights have changed, half of the logprobs differ from transformers",
+    ),
+    Fault(
+        id="routers-in-fp32-of-the-first-call",
+        bug="sglang#30247 (review), vllm-ascend#16956: routers compute with a copy in another dtype that is made once",
+        rules=("LGP-003",),
+        cell=cell("glm4_moe", "one", dtype="bfloat16"),
+        wrap=with_first("logprobs", "logprobs", ".router.weight"),
+        one_rank=True,
+        says="once weights have changed, half of the logprobs differ from transformers",
     ),
     Fault(
         id="logprobs-put-back-by-the-order",

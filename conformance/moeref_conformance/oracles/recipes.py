@@ -4,7 +4,7 @@ Sizes are rectangular and pairwise distinct, so that no transpose or swapped axi
 nothing, so that padding shows; Mixtral's is even, DeepSeek's needs no padding at TP 1 and 2. Constants such as θ differ
 from the defaults of transformers' classes, so that a default that is taken for the config's value shows. Qwen3's tied
 models do not renormalise the weights of the chosen experts, its others do. Two KV groups have as many query heads as
-the sizes give, so that TP ranks share a group and cut it inside heads.
+the sizes give, so that TP ranks share a group and cut it inside heads; there Qwen3 and Qwen3-Next choose six experts.
 """
 
 from __future__ import annotations
@@ -305,11 +305,17 @@ def trained(tokens_BS: torch.Tensor) -> torch.Tensor:
 
 
 def _of_groups(cell: Cell) -> dict[str, Any]:
-    """What two KV groups change. Of Qwen3 the epsilon is so large that it shows in the last norm, too."""
+    """What two KV groups change. Of Qwen3 the epsilon is so large that it shows in the last norm, too.
+
+    Of routers with a softmax so many experts are chosen that logits of some are negative.
+    """
     if not cell.shared_groups:
         return {}
-    of_qwen = {"rope_parameters": _LONG, "rms_norm_eps": _EPSILON}
-    return {"num_key_value_heads": 2, **(of_qwen if cell.family == "qwen3_moe" else {})}
+    of_family: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"rope_parameters": _LONG, "rms_norm_eps": _EPSILON, "num_experts_per_tok": 6},
+        "qwen3_next": {"num_experts_per_tok": 6},
+    }
+    return {"num_key_value_heads": 2, **of_family.get(cell.family, {})}
 
 
 def _of_batch(cell: Cell) -> dict[str, Any]:

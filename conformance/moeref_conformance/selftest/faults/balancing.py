@@ -96,6 +96,18 @@ def _in_its_dtype(router: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits.to(router.weight.dtype).to(logits.dtype)
 
 
+def _from_zero(cell: Cell, world: World) -> AbstractContextManager[Any]:
+    """A search for the largest logits that begins at 0, below which none counts."""
+    from megatron.core.transformer.moe import router
+
+    good = router.topk_routing_with_score_function
+
+    def routed(logits: torch.Tensor, *given: Any, **named: Any) -> Any:
+        return good(logits.clamp_min(0.0), *given, **named)
+
+    return mock.patch.object(router, "topk_routing_with_score_function", routed)
+
+
 FAULTS = (
     Fault(
         id="groups-masked-with-zeros",
@@ -111,6 +123,14 @@ FAULTS = (
         rules=("FWD-001",),
         cell=cell("deepseek_v3", "one", layers=3),
         patch=_groups(1, -torch.inf),
+        one_rank=True,
+    ),
+    Fault(
+        id="negative-logits-of-routers",
+        bug="flashinfer#2822, vLLM#37605: a fused router takes other experts where their logits are negative",
+        rules=("FWD-001",),
+        cell=cell("qwen3_moe", "tp4", shared_groups=True, gradients=False),
+        patch=_from_zero,
         one_rank=True,
     ),
     Fault(

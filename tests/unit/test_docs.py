@@ -110,7 +110,8 @@ def test_the_known_failures_of_the_how_to_are_accepted() -> None:
 
 def test_diagnoses_are_sentences_that_the_kit_says() -> None:
     kit = ROOT / "conformance" / "moeref_conformance"
-    said = "".join(path.read_text(encoding="utf-8") for path in sorted((kit / "diagnosis").glob("*.py")))
+    rooms = [*(kit / "diagnosis").glob("*.py"), *(kit / "judges").glob("*.py")]
+    said = "".join(path.read_text(encoding="utf-8") for path in rooms)
     # As one text: a sentence may go over several lines of the source.
     said = re.sub(r'"\s*\n\s*f?"', "", said)
     (rows,) = re.findall(r"^\| diagnosis .*?\n\n", PAGES["how-to/read-a-failure.md"], flags=re.MULTILINE | re.DOTALL)

@@ -12,7 +12,7 @@ from moeref_conformance.oracles.hidden_states import entering_norms
 APART = 1e-5
 #: Logits that are this far off are so by more than hidden states that may not be told from rounding.
 FAR = 1e-4
-NOWHERE = "agree up to the last norm"
+NOWHERE = "hidden states agree up to the last norm"
 
 
 def differ(case: Case, step: str, key: str, far: float, routes: str = "") -> str:
@@ -22,7 +22,7 @@ def differ(case: Case, step: str, key: str, far: float, routes: str = "") -> str
     `routes` where there is one.
     """
     since = _since(case, step, key, routes)
-    return f"hidden states {since}" if since and (since != NOWHERE or far > FAR) else ""
+    return since if since != NOWHERE or far > FAR else ""
 
 
 @once
@@ -43,7 +43,7 @@ def _since(case: Case, step: str, key: str, routes: str) -> str:
         # Rows of padding are nowhere in transformers.
         apart = [apart_TT.amin(0).max(), *([apart_TT.amin(1).max()] if here_BS.all() else [])]
         if not all(far <= APART for far in apart):
-            return f"differ from {_before(number)} on"
+            return f"hidden states differ from {_before(number)} on"
     return NOWHERE
 
 

@@ -11,7 +11,7 @@ from moeref_conformance.oracles.hidden_states import entering_norms
 #: Hidden states of a token that are further apart, relative to their length, differ. Rounding is below a tenth of it.
 APART = 1e-5
 #: Logits that are this far off are so by more than hidden states that may not be told from rounding.
-FAR = 1e-4
+FAR = 5e-5
 NOWHERE = "hidden states agree up to the last norm"
 
 

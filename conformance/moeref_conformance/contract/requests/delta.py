@@ -17,10 +17,11 @@ from moeref_conformance.contract.api import Cell
 
 Bits = npt.NDArray[np.int16] | npt.NDArray[np.int32]
 Weights = dict[str, torch.Tensor]
-#: Name, dtype and shape. One has more elements than 16 bits can count, one is a scalar, one stays fp32 beside bf16. Two
-#: experts are alike, and sorted as text they are in another order than by number.
+#: Name, dtype and shape. One has more elements than 16 bits can count, and than the 2^18 of a piece of half a MiB; one
+#: is a scalar, one stays fp32 beside bf16. Two experts are alike, and sorted as text they are in another order than by
+#: number.
 TENSORS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-    "model.embed_tokens.weight": (torch.bfloat16, (7, 10_001)),
+    "model.embed_tokens.weight": (torch.bfloat16, (33, 10_001)),
     "model.layers.0.mlp.gate.e_score_correction_bias": (torch.float32, (16,)),
     "model.layers.0.mlp.experts.11.down_proj.weight": (torch.bfloat16, (24, 17)),
     "model.norm.weight": (torch.bfloat16, (257,)),

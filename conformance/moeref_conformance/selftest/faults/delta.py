@@ -48,6 +48,13 @@ class _In16Bits(Sender):
         return super().positions(where, elements) % 65_536
 
 
+class _InPieces(Sender):
+    """Compares a tensor in pieces of half a MiB, and counts positions from the beginning of each."""
+
+    def positions(self, where: torch.Tensor, elements: int) -> torch.Tensor:
+        return super().positions(where, elements) % 262_144
+
+
 class _Gaps(Sender):
     """Sends how far each position is from the one before, in 16 bits."""
 
@@ -396,6 +403,14 @@ FAULTS = (
         rules=("DLT-001",),
         cell=_CELL,
         wrap=design(_In16Bits, _Unverified),
+        says="model.embed_tokens.weight",
+    ),
+    Fault(
+        id="delta-positions-in-pieces",
+        bug="reported nowhere: a tensor is compared in pieces of 2^18 elements, and positions are those in a piece",
+        rules=("DLT-001",),
+        cell=_CELL,
+        wrap=design(_InPieces, _Unverified),
         says="model.embed_tokens.weight",
     ),
     Fault(

@@ -279,10 +279,11 @@ class Adapters(Protocol):
         name ends in one of `modules`, such as `q_proj` or `down_proj`: to those of experts and of shared experts too,
         never to a router or a head. Each lora_A is drawn, each lora_B is 0. From here on adapters alone are trained.
 
-        `modules` are those of `Claims.adapter_modules` in the order of `ADAPTER_MODULES`, and the model need not have
-        all of them. Linears of a layer may share a lora_A or a lora_B, as parts of a fused linear do, or experts; each
-        of them is sent the same one. Where files hold all experts as one tensor, each expert's linears have adapters of
-        their own all the same, under the names that other files have for them.
+        `modules` are those of `Claims.adapter_modules` in the order of `ADAPTER_MODULES`, in cells of fused experts all
+        but `o_proj`, and the model need not have all of them. Linears of a layer may share a lora_A or a lora_B, as
+        parts of a fused linear do, or experts; each of them is sent the same one. Where files hold all experts as one
+        tensor, each expert's linears have adapters of their own all the same, under the names that other files have for
+        them.
 
         This facet is the last that is asked, and its first call is this one: another model may be built here.
         """

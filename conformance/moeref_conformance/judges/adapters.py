@@ -101,7 +101,7 @@ def _weights(case: Case) -> Mapping[str, torch.Tensor]:
 @once
 def _adapted(case: Case) -> list[str]:
     """The weights that have an adapter."""
-    return oracle.adapted(_weights(case), request.modules(case.claims))
+    return oracle.adapted(_weights(case), request.modules(case.claims, case.cell))
 
 
 @once

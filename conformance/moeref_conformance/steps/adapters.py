@@ -31,7 +31,7 @@ def trained(adapters: Adapters, context: Context) -> dict[str, Any]:
     Saves tensors as `phase.name`, those of the merged stream as `merged.name`, and logits as `logits.phase`.
     """
     cell, held, saved = context.cell, load_file(context.input("tokens")), dict[str, torch.Tensor]()
-    of_all, asked = held["tokens"], modules(context.claims)
+    of_all, asked = held["tokens"], modules(context.claims, cell)
     rows_BS, mask_BS = (
         gradients.batch(gradients.of_replica(held[name], cell, context.rank), cell) for name in ("tokens", "mask")
     )

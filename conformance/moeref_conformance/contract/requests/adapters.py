@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeref_conformance.contract.cells import ADAPTER_MODULES, Claims
+from moeref_conformance.contract.cells import ADAPTER_MODULES, Cell, Claims
 
 RANK = 4
 #: Not the rank, nor twice it: a scale of 1.5.
@@ -15,8 +15,11 @@ RATES = {"step1": 0.5, "step2": 4.0}
 PHASES = ("fresh", "step1", "step2", "again")
 #: When logits are asked for: before a step, after two, of the base, and behind a stream of merged weights.
 LOGITS = ("fresh", "trained", "base", "after")
+#: A linear of its own in Megatron, too, which could have an adapter and is not always asked for.
+NOT_ASKED = "o_proj"
 
 
-def modules(claims: Claims) -> tuple[str, ...]:
-    """The ends of the names of linears that get adapters."""
-    return tuple(name for name in ADAPTER_MODULES if name in claims.adapter_modules)
+def modules(claims: Claims, cell: Cell) -> tuple[str, ...]:
+    """The ends of the names of linears that get adapters: all that can, but for NOT_ASKED in cells of fused experts."""
+    left_out = {NOT_ASKED} if cell.expert_format == "fused" else set()
+    return tuple(name for name in ADAPTER_MODULES if name in claims.adapter_modules - left_out)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
+from moeref_conformance.contract.cells import ADAPTER_MODULES
 from moeref_conformance.contract.requests.adapters import RANK, SCALE
 from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import Change, Tensors, checkpoint, facet
@@ -222,6 +223,16 @@ def _scaled_to_one(session: Session, cell: Cell, world: World) -> Any:
 
     def attach(folder: Path, rank: int, alpha: float, modules: Any) -> None:
         good.attach(folder, rank, float(rank), modules)
+
+    return facet(session, "adapters", attach=attach)
+
+
+def _on_all(session: Session, cell: Cell, world: World) -> Any:
+    """Modules are not read: every linear gets an adapter."""
+    good: Any = session.adapters
+
+    def attach(folder: Path, rank: int, alpha: float, modules: Any) -> None:
+        good.attach(folder, rank, alpha, ADAPTER_MODULES)
 
     return facet(session, "adapters", attach=attach)
 
@@ -819,6 +830,15 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", loss_mask=True),
         wrap=_merged(_without_k_and_v),
         says="k_proj.weight is not the sum",
+    ),
+    Fault(
+        id="adapters-on-every-linear",
+        bug="Megatron-Bridge#2195: the modules that are asked for are not passed on, and the default has all linears",
+        rules=("LRA-001",),
+        cell=cell("glm4_moe", "ep2", expert_format="fused", loss_mask=True),
+        wrap=_on_all,
+        one_rank=True,
+        says="o_proj",
     ),
     Fault(
         id="merged-without-experts-of-one-tensor",

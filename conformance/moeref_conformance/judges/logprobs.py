@@ -20,6 +20,7 @@ from moeref_conformance.contract.requests.logprobs import (
     WIDER,
     turned,
 )
+from moeref_conformance.diagnosis.token_values import Trial, of_others, told
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     behind,
@@ -40,7 +41,7 @@ from moeref_conformance.judges.common import (
     without_logits,
 )
 from moeref_conformance.judges.observed_routes import oracle
-from moeref_conformance.oracles import logprobs
+from moeref_conformance.oracles import logprobs, routed
 from moeref_conformance.oracles.routed import of_changed_weights
 
 #: FWD-001's for logits, at the temperature that they are divided by.
@@ -53,6 +54,10 @@ HALVES = {"logprobs": 0.1, "entropies": 0.004}
 #: The same once weights have changed, of a head 64 times as large. Medians seen: logprobs 0.09 to 1.3, entropies 0.007
 #: to 0.1; of weights that were set aside 15 to 24, and 3.9 to 5.
 HALVES_CHANGED = {"logprobs": 4.0, "entropies": 0.4}
+#: So many times as near as the right values are others that explain wrong ones, where rounding leaves none exact.
+NEARER = 4
+#: Of so many samples the routes of others are tried.
+SAMPLES = 4
 #: What findings begin with, by what is expected.
 _HOW = {"": "", CHANGED: "once weights have changed, ", ROUTES: "under given routes, "}
 
@@ -114,8 +119,8 @@ class _Comparison:
         for rank, record in held.items():
             want_BS, got_BS = _of_rank(case, rank, _wanted(case, how)[which], how), record.tensors(step).get(name)
             if got_BS is None or got_BS.dtype != torch.float32 or got_BS.shape != want_BS.shape:
-                told = "none" if got_BS is None else f"{got_BS.dtype} {list(got_BS.shape)}"
-                message = f"{which} are {told}, expected torch.float32 {list(want_BS.shape)}"
+                have = "none" if got_BS is None else f"{got_BS.dtype} {list(got_BS.shape)}"
+                message = f"{which} are {have}, expected torch.float32 {list(want_BS.shape)}"
                 yield finding(case, rank, step, f"{_HOW[how]}{message}")
                 continue
             apart_BS = distance(want_BS, got_BS).where(~want_BS.isnan(), 0.0)
@@ -130,36 +135,62 @@ class _Comparison:
         row, position = divmod(int(apart_BS.argmax()), apart_BS.shape[1])
         by = f"{float(apart_BS.max()):.2g} > {tolerance(case, _limit(how))}"
         message = f"{_HOW[how]}{which} differ from transformers by {by}, at token {position + 1} of row {row}"
-        told = {"expected": float(want_BS[row, position]), "got": float(got_BS[row, position])}
-        return finding(case, rank, self.step, message, diagnosis=_diagnosis(case, rank, which, how, got_BS), **told)
+        both = {"expected": float(want_BS[row, position]), "got": float(got_BS[row, position])}
+        return finding(case, rank, self.step, message, diagnosis=_diagnosis(case, rank, which, how, got_BS), **both)
 
 
 def _diagnosis(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor) -> str:
     """What values that differ are."""
+    for said, other_BS in _of_others(case, rank, which, how):
+        apart_BS = distance(other_BS, got_BS)[~other_BS.isnan()]
+        if len(apart_BS) and bool((apart_BS <= _limit(how)).all()):
+            return said
+    return told(_trial(case, rank, which, how, got_BS, _limit(how)))
+
+
+def _of_others(case: Case, rank: int, which: str, how: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Values of other weights, temperatures, routes or tokens than those that were asked for, and words for them."""
 
     def own(of: dict[str, torch.Tensor]) -> torch.Tensor:
         return _of_rank(case, rank, of[which], how)
 
-    def near(want_BS: torch.Tensor, got_BS: torch.Tensor) -> bool:
-        return bool(((distance(want_BS, got_BS) <= _limit(how)) | want_BS.isnan()).all())
-
     want_BS = own(_wanted(case, how))
-    if how == ROUTES and near(own(_wanted(case, "")), got_BS):
-        return "those of the routers' own choice"
-    if how == CHANGED and near(own(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE)), got_BS):
-        return "those of the weights before"
-    if how == CHANGED and near(own(_changed(case, TEMPERATURE)), got_BS):
-        return f"those of the temperature of the call before, {TEMPERATURE}, not {OTHER_TEMPERATURE}"
-    if how == CHANGED and any(near(want_BS.roll(by, 0), got_BS) for by in range(1, len(want_BS))):
-        return "those of other rows, of the call before or of another replica"
-    if not how and near(own(logprobs.of_tokens(expected(case), 1.0)), got_BS):
-        return f"those of a temperature of 1, not {TEMPERATURE}"
-    if near(want_BS[:, :-1], got_BS[:, 1:]):
-        return "those of the token before"
-    off_BS = (want_BS - got_BS)[~want_BS.isnan()]
-    if float(off_BS.min()) > _limit(how):
-        return f"too low at every token, by {float(off_BS.min()):.2g} to {float(off_BS.max()):.2g}"
-    return ""
+    if how == ROUTES:
+        yield "those of the routers' own choice", own(_wanted(case, ""))
+        for by in range(1, min(len(want_BS), SAMPLES)):
+            under = routed.under(expected(case), ROUTES, case.claims.missing_rows, turned=by)
+            said = "those under routes of other rows, of the call before or of another replica"
+            yield said, own(logprobs.of_tokens(expected(case), TEMPERATURE, under.logits_BSV))
+    if how == CHANGED:
+        yield "those of the weights before", own(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE))
+        said = f"those of the temperature of the call before, {TEMPERATURE}, not {OTHER_TEMPERATURE}"
+        yield said, own(_changed(case, TEMPERATURE))
+        logits_BSV = of_changed_weights(expected(case))
+        yield "those of the head before", own(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE, logits_BSV))
+        for by in range(1, len(want_BS)):
+            yield "those of other rows, of the call before or of another replica", want_BS.roll(by, 0)
+    said = f"those of a temperature of 1, not {OTHER_TEMPERATURE if how == CHANGED else TEMPERATURE}"
+    yield said, own(logprobs.of_tokens(expected(case), 1.0, _logits(case, how)))
+    late_BS = want_BS.roll(1, 1)
+    late_BS[:, 0] = torch.nan
+    yield "those of the token before", late_BS
+
+
+def _trial(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor, limit: float) -> Trial:
+    """What mistakes in the softmax are tried on."""
+    logits_BSV, tokens_BS, want_BS = (
+        _of_rank(case, rank, of, how)
+        for of in (_logits(case, how), expected(case).tokens_BS, _wanted(case, how)[which])
+    )
+    temperature = OTHER_TEMPERATURE if how == CHANGED else TEMPERATURE
+    return Trial(which, want_BS, got_BS, logits_BSV, tokens_BS, temperature, limit, case.cell.layout.tp)
+
+
+def _logits(case: Case, how: str) -> torch.Tensor:
+    """What the values that are expected are made of."""
+    if how == CHANGED:
+        return WIDER * of_changed_weights(expected(case))
+    return oracle(case, ROUTES).logits_BSV if how == ROUTES else expected(case).logits_BSV
 
 
 @judges("LGP-001")
@@ -213,7 +244,15 @@ def _far_by_half(case: Case, rank: int, which: str, got_BS: torch.Tensor, how: s
         yield finding(case, rank, "logprobs", f"{_HOW[how]}some {which} are not finite")
     elif middle > limit:
         message = f"{_HOW[how]}half of the {which} differ from transformers by {middle:.2g} > {limit} or more"
-        yield finding(case, rank, "logprobs", message)
+        others = [*_of_others(case, rank, which, how), *of_others(_trial(case, rank, which, how, got_BS, limit))]
+        far = [
+            (float(distance(of_BS, got_BS)[~of_BS.isnan()].median()), said)
+            for said, of_BS in others
+            if not bool(of_BS.isnan().all())
+        ]
+        least, said = min(far)
+        nearest = f"nearest to {said}" if least <= min(limit, middle / NEARER) else ""
+        yield finding(case, rank, "logprobs", message, diagnosis=nearest)
 
 
 @judges("LGP-004")

@@ -244,7 +244,7 @@ FAULTS = (
         rules=("LGP-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_before),
-        says="logprobs differ from transformers by",
+        diagnosis="those by the logits at the token's own place",
     ),
     Fault(
         id="logprobs-of-whole-chunks-alone",
@@ -252,7 +252,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_of_whole_chunks),
-        says="logprobs differ from transformers by",
+        diagnosis="6 of 30 differ: tokens 13–15 of every row, and are 0",
     ),
     Fault(
         id="entropies-by-chunks-of-the-vocabulary",
@@ -260,6 +260,7 @@ FAULTS = (
         rules=("LGP-002",),
         cell=cell("qwen3_moe", "one", batch="packed"),
         wrap=_made(_entropies_by_chunks_of_the_vocabulary),
+        diagnosis="the sum of those of parts of the vocabulary, 64 tokens each",
     ),
     Fault(
         id="log-softmax-with-the-padding",
@@ -267,7 +268,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "tp2"),
         wrap=_made(_with_padding),
-        says="logprobs differ from transformers by",
+        diagnosis="a softmax over 125 logits of 0 more",
     ),
     Fault(
         id="log-softmax-of-a-shard",
@@ -275,7 +276,7 @@ FAULTS = (
         rules=("LGP-001",),
         cell=cell("qwen3_moe", "tp2"),
         wrap=_made(_of_a_shard),
-        says="logprobs differ from transformers by",
+        diagnosis="the sum of the softmax is over tokens 0 to 65 of the vocabulary alone",
     ),
     Fault(
         id="log-softmax-in-bf16",
@@ -283,7 +284,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(lambda asked: asked.right((asked.logits_BSV / asked.temperature).bfloat16())),
-        says="logprobs differ from transformers by",
+        diagnosis="numbers of bf16: the softmax is computed in it",
     ),
     Fault(
         id="log-softmax-in-the-dtype-of-the-model",
@@ -300,7 +301,7 @@ FAULTS = (
         rules=("LGP-003",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16"),
         wrap=_made(lambda asked: asked.right(asked.logits_BSV)),
-        says="differ from transformers",
+        diagnosis="nearest to those of a temperature of 1",
     ),
     Fault(
         id="logprob-of-the-token-before-in-bf16",
@@ -309,7 +310,7 @@ FAULTS = (
         cell=cell("glm4_moe", "one", dtype="bfloat16"),
         wrap=_made(_before),
         one_rank=True,
-        says="differ from transformers",
+        diagnosis="nearest to those by the logits at the token's own place",
     ),
     Fault(
         id="head-in-fp32-of-the-first-call",
@@ -318,6 +319,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16"),
         wrap=with_first("logprobs", "logprobs", "output_layer.weight"),
         says="once weights have changed, half of the logprobs differ from transformers",
+        diagnosis="nearest to those of the head before",
     ),
     Fault(
         id="routers-in-fp32-of-the-first-call",
@@ -334,7 +336,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "one", batch="packed"),
         wrap=_made(_in_order_of_length),
-        says="logprobs differ from transformers by",
+        diagnosis="row 2 has those of row 5",
     ),
     Fault(
         id="logprobs-clamped",
@@ -342,7 +344,7 @@ FAULTS = (
         rules=("LGP-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_clamped),
-        says="logprobs differ from transformers by",
+        diagnosis="clamped: all that differ are -20",
     ),
     Fault(
         id="logprobs-in-the-order-of-cp",
@@ -350,7 +352,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "cp2"),
         wrap=_made(_rank_after_rank),
-        says="logprobs differ from transformers by",
+        diagnosis="token 5 of row 0 has that of token 13",
     ),
     Fault(
         id="logprobs-on-one-tp-rank",
@@ -366,7 +368,7 @@ FAULTS = (
         rules=("LGP-002",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_of_shares),
-        says="entropies differ from transformers by",
+        diagnosis="those of a softmax that is taken twice",
     ),
     Fault(
         id="logprobs-of-the-routers-own-choice",
@@ -384,6 +386,7 @@ FAULTS = (
         wrap=_under_later_turns,
         one_rank=True,
         says="under given routes, logprobs differ",
+        diagnosis="10 of 30 differ: tokens 6–15 of row 1",
     ),
     Fault(
         id="logprobs-of-weights-set-aside",
@@ -441,6 +444,6 @@ FAULTS = (
         rules=("LGP-004",),
         cell=cell("qwen3_moe", "one", world_size=2, replay="R3"),
         wrap=_under_routes_of_replica_0,
-        says="under given routes, ",
+        diagnosis="those under routes of other rows",
     ),
 )

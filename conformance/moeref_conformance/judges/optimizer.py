@@ -27,7 +27,7 @@ from moeref_conformance.contract.requests.optimizer import (
     rates,
 )
 from moeref_conformance.diagnosis.compare import compare
-from moeref_conformance.judges import Case, judges
+from moeref_conformance.judges import Case, judges, optimizer_causes
 from moeref_conformance.judges.common import (
     expected,
     finding,
@@ -166,11 +166,20 @@ def _norms(case: Case, limit: float) -> Outcome:
             none, far, want = False, abs(got / wants[step] - 1.0), wants[step]
             if not far <= limit:
                 message = f"{step}: the norm of the gradient is {got:.8g}, that of transformers' {want:.8g}"
-                told = {"expected": want, "got": got, "diagnosis": f"{got / want:.7g} times the right one"}
+                said = "; ".join(filter(None, (f"{got / want:.7g} times the right one", _counted(case, norms))))
+                told = {"expected": want, "got": got, "diagnosis": said}
                 findings.append(finding(case, rank, "optimizer", message, **told))
             else:
                 worst = max(worst, far)
     return outcome(findings, met="the target computes none" if none else within(case, worst, limit))
+
+
+def _counted(case: Case, norms: Mapping[str, float | None]) -> str:
+    """What counts otherwise in a rank's norms in fp32."""
+    if case.cell.dtype != "float32":
+        return ""
+    gradients = {step: _trained(_gradients(case)[step].tensors) for step in (STILL, MOVED)}
+    return optimizer_causes.norms_of(gradients, norms, case.cell.layout)
 
 
 @judges("OPT-004")
@@ -357,6 +366,7 @@ class _Way(NamedTuple):
     adds: list[torch.Tensor]
     tells: torch.Tensor
     none: torch.Tensor  # where there is no gradient
+    gradients: list[torch.Tensor]
 
 
 def _way(case: Case, rank: int, of: _Stepped, steps: Sequence[str] = ()) -> _Way:
@@ -370,7 +380,7 @@ def _way(case: Case, rank: int, of: _Stepped, steps: Sequence[str] = ()) -> _Way
         floor = max(floor, TELLING * max(placed.largest(name) for name in sources))
     adds = [optimizer.update(gradients[: number + 1], OPTIMIZER_RATE) for number in range(1, len(gradients))]
     size = torch.stack(gradients).square().mean(0).sqrt()
-    return _Way(adds, size > floor, size == 0)
+    return _Way(adds, size > floor, size == 0, gradients)
 
 
 def _by_formula(case: Case, record: RankRecord, of: _Stepped, steps: Sequence[str] = ()) -> tuple[list[Finding], float]:
@@ -378,7 +388,7 @@ def _by_formula(case: Case, record: RankRecord, of: _Stepped, steps: Sequence[st
 
     That of the last of `steps`, by their gradients.
     """
-    (*_, right), tells, none = _way(case, record.rank, of, steps)
+    (*_, right), tells, none, gradients = _way(case, record.rank, of, steps)
     added = (of.after[MOVED].double() - of.after[STILL].double())[: of.held.rows]
     off = (added - right).abs() / OPTIMIZER_RATE
     # Of other gradients no more is sure than that Adam never moves an element much further than the rate.
@@ -386,15 +396,19 @@ def _by_formula(case: Case, record: RankRecord, of: _Stepped, steps: Sequence[st
     if not bool(wrong.any()):
         return [], float(off[tells].max()) if bool(tells.any()) else 0.0
     message = f"{of.key}: {int(wrong.sum())} of {wrong.numel()} elements are not where Adam moves them"
-    return [_found(case, record, of.key, of.held, message, diagnosis=_said(added, right, tells))], 0.0
+    said = _said(added, right, tells)
+    if not said:
+        norms = [_right_norms(case)[step] for step in steps or rates(case.cell)]
+        held = of.after[STILL][: of.held.rows].double()
+        said = optimizer_causes.step_of(gradients, norms, held, added, tells | none, OPTIMIZER_RATE, LIMIT)
+    return [_found(case, record, of.key, of.held, message, diagnosis=said or _times(added))], 0.0
 
 
 def _said(added: torch.Tensor, right: torch.Tensor, tells: torch.Tensor) -> str:
     if not bool(added.any()):
         return "not moved at all"
-    if bool(tells.any()) and torch.allclose(added[tells], -right[tells], rtol=0.1):
-        return "moved up the gradient"
-    return _times(added)
+    upwards = bool(tells.any()) and torch.allclose(added[tells], -right[tells], rtol=0.1)
+    return "moved up the gradient" if upwards else ""
 
 
 def _times(added: torch.Tensor) -> str:

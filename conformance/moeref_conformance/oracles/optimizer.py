@@ -10,15 +10,17 @@ BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 
 
-def update(gradients: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
+def update(
+    gradients: Sequence[torch.Tensor], rate: float, betas: tuple[float, float] = BETAS, epsilon: float = EPSILON
+) -> torch.Tensor:
     """What the last of these steps, each with its gradient, adds to the weights, in fp64."""
     first, second = torch.zeros(()).double(), torch.zeros(()).double()
     for gradient in gradients:
         of = gradient.double()
-        first = BETAS[0] * first + (1 - BETAS[0]) * of
-        second = BETAS[1] * second + (1 - BETAS[1]) * of.square()
-    mean, square = (moment / (1 - beta ** len(gradients)) for moment, beta in zip((first, second), BETAS, strict=True))
-    return -rate * mean / (square.sqrt() + EPSILON)
+        first = betas[0] * first + (1 - betas[0]) * of
+        second = betas[1] * second + (1 - betas[1]) * of.square()
+    mean, square = (moment / (1 - beta ** len(gradients)) for moment, beta in zip((first, second), betas, strict=True))
+    return -rate * mean / (square.sqrt() + epsilon)
 
 
 def corrected(number: int) -> float:

@@ -685,7 +685,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_clipped,
         one_rank=True,
-        says="are not where Adam moves them",
+        diagnosis="gradients are clipped to a norm of 1",
     ),
     Fault(
         id="epsilon-not-passed-on",
@@ -694,7 +694,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_with_epsilon,
         one_rank=True,
-        says="are not where Adam moves them",
+        diagnosis="epsilon is 1e-06, not 1e-08",
     ),
     Fault(
         id="masters-older-than-a-later-load",
@@ -711,7 +711,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         patch=_with_betas_of_pretraining,
         one_rank=True,
-        says="are not where Adam moves them",
+        diagnosis="betas are (0.9, 0.95), not (0.9, 0.999)",
     ),
     Fault(
         id="moments-lost-in-a-sync",
@@ -721,7 +721,7 @@ FAULTS = (
         patch=_without_moments,
         wrap=_counting_streams,
         one_rank=True,
-        says="are not where Adam moves them",
+        diagnosis="moments are lost: it moves as by a first step",
     ),
     Fault(
         id="no-masters-in-bf16",
@@ -804,7 +804,7 @@ FAULTS = (
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         wrap=_after(_decayed),
-        diagnosis="times the rate",
+        diagnosis="a weight decay of 0.1",
     ),
     Fault(
         id="still-in-bf16",
@@ -847,7 +847,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_with_old_gradients,
         one_rank=True,
-        says="are not where Adam moves them",
+        diagnosis="where it has no gradient, that of the step before counts again",
     ),
     Fault(
         id="norm-of-the-own-shards",
@@ -872,7 +872,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2-ep2-etp1", optimizer_step=True),
         wrap=marked("tensor_model_parallel", False, ".experts."),
         patch=_by_dense_ranks,
-        diagnosis="times the right one",
+        diagnosis="as if experts 8 to 15 were left out",
     ),
     Fault(
         id="norm-of-unmarked-masters",
@@ -888,7 +888,7 @@ FAULTS = (
         rules=("OPT-003",),
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         patch=_replicas_counted,
-        diagnosis="times the right one",
+        diagnosis="as if norms and routers, which TP ranks hold alike, counted 2 times",
     ),
     Fault(
         id="norm-counts-the-copy-for-mtp",
@@ -896,7 +896,7 @@ FAULTS = (
         rules=("OPT-003",),
         cell=cell("glm4_moe", "pp2", mtp=1, optimizer_step=True),
         patch=_copies_counted,
-        diagnosis="times the right one",
+        diagnosis="as if the embedding counted 2 times",
     ),
     Fault(
         id="bias-drifts-in-steps",

@@ -1,0 +1,119 @@
+"""What step an optimizer has taken that is not where Adam goes: known mistakes in its settings and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from moeref_conformance.contract.api import Layout
+from moeref_conformance.oracles import optimizer
+from moeref_conformance.oracles.placement import hf_numbers
+
+#: Settings of recipes for other models and optimizers.
+BETAS = ((0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.95, 0.999), (0.95, 0.95), (0.0, 0.999))
+EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
+#: The ends of names of norms.
+VECTORS = ("norm.weight", "layernorm.weight")
+#: What frameworks clip norms to, and what they add to a norm.
+CLIPPED, TINY = 1.0, 1e-6
+#: How near a norm is that is explained, relative to it, and how many times as far the right one is at least.
+NORM_NEAR, FARTHER = 1e-5, 3
+#: So many elements have to tell.
+ENOUGH = 4
+
+
+def step_of(
+    gradients: Sequence[torch.Tensor],
+    norms: Sequence[float],
+    held: torch.Tensor,
+    added: torch.Tensor,
+    tells: torch.Tensor,
+    rate: float,
+    limit: float,
+) -> str:
+    """What makes the step that a parameter has `added`; empty if nothing does.
+
+    `norms` are those of all gradients of each step, and `held` what the parameter was. An element `tells` if it is as
+    `limit`, relative to the rate, has it.
+    """
+
+    def near(other: torch.Tensor) -> bool:
+        return bool(((added - other).abs()[tells] <= limit * rate).all())
+
+    if int(tells.sum()) < ENOUGH:
+        return ""
+    return next((said for said, other in _others(gradients, norms, held, added, tells, rate) if near(other)), "")
+
+
+def _others(
+    gradients: Sequence[torch.Tensor],
+    norms: Sequence[float],
+    held: torch.Tensor,
+    added: torch.Tensor,
+    tells: torch.Tensor,
+    rate: float,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    right, number = optimizer.update(gradients, rate), len(gradients)
+    for betas in BETAS:
+        yield f"betas are {betas}, not {optimizer.BETAS}", optimizer.update(gradients, rate, betas)
+    for epsilon in EPSILONS:
+        said = f"epsilon is {epsilon:g}, not {optimizer.EPSILON:g}"
+        yield said, optimizer.update(gradients, rate, epsilon=epsilon)
+    scales = [min(1.0, CLIPPED / (norm + TINY)) for norm in norms]
+    scaled = [scale * of for scale, of in zip(scales, gradients, strict=True)]
+    yield f"gradients are clipped to a norm of {CLIPPED:g}", optimizer.update(scaled, rate)
+    for counted in range(1, number + 2):
+        if counted != number:
+            said = f"the step counts as number {counted}, not {number}"
+            yield said, right * (optimizer.corrected(counted) / optimizer.corrected(number))
+    yield "moments are lost: it moves as by a first step", optimizer.update(gradients[-1:], rate)
+    *_, before, last = [gradients[-1], *gradients]
+    idle = [*gradients[:-1], last.where(last != 0, before)]
+    yield "where it has no gradient, that of the step before counts again", optimizer.update(idle, rate)
+    yield "where it has no gradient, it does not move", right.where(last != 0, 0.0)
+    times = _times(added, right, tells)
+    yield f"moved {times:.3g} times as far", times * right
+    decay = _times(right - added, held, tells) / rate
+    yield f"a weight decay of {decay:.3g}", right - decay * rate * held
+
+
+def _times(got: torch.Tensor, want: torch.Tensor, tells: torch.Tensor) -> float:
+    """How many times as large, by least squares."""
+    return float((got * want)[tells].sum() / want[tells].square().sum().clamp_min(1e-30))
+
+
+def norms_of(
+    gradients: Mapping[str, Mapping[str, torch.Tensor]], got: Mapping[str, float | None], layout: Layout
+) -> str:
+    """Which gradients count otherwise in the norms that a rank has `got`, by step; empty if nothing explains all."""
+    steps = [step for step in gradients if got.get(step) is not None]
+    squares = [{name: float(of.double().square().sum()) for name, of in gradients[step].items()} for step in steps]
+    have = [float(got[step] or 0.0) for step in steps]
+    times = sorted({0, 2, layout.tp, layout.ep, layout.expert_tp} - {1})
+    for words, names in _groups(list(squares[0]), layout) if squares else ():
+        for counts in times:
+            norms = [sum(of * (counts if name in names else 1) for name, of in one.items()) ** 0.5 for one in squares]
+            right = [sum(one.values()) ** 0.5 for one in squares]
+            told = any(abs(a - b) > FARTHER * NORM_NEAR * b for a, b in zip(norms, right, strict=True))
+            if told and all(abs(a - b) <= NORM_NEAR * b for a, b in zip(norms, have, strict=True)):
+                return f"as if {words} {f'counted {counts} times' if counts else 'were left out'}"
+    return ""
+
+
+def _groups(names: list[str], layout: Layout) -> Iterator[tuple[str, set[str]]]:
+    """Gradients that may count otherwise than the rest, with words for them."""
+    experts = {name: number for name in names if (number := hf_numbers(name)[1]) is not None}
+    vectors = {name for name in names if name.endswith((*VECTORS, "mlp.gate.weight", "mlp.router.weight"))}
+    yield "experts", set(experts)
+    yield "norms and routers, which TP ranks hold alike,", vectors
+    yield "all but experts", set(names) - set(experts)
+    yield "norms", {name for name in vectors if name.endswith(VECTORS)}
+    yield "routers", {name for name in vectors if not name.endswith(VECTORS)}
+    yield "the embedding", {name for name in names if "embed_tokens" in name}
+    yield "the head", {name for name in names if name == "lm_head.weight"}
+    number = max(experts.values(), default=-1) + 1
+    for parts in sorted({layout.ep, layout.tp} - {1}):
+        for first in range(0, number, max(number // parts, 1)):
+            last = first + number // parts - 1
+            yield f"experts {first} to {last}", {name for name, of in experts.items() if first <= of <= last}

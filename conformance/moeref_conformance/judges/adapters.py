@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import RankRecord, digest
 from moeref_conformance.contract.requests import adapters as request
 from moeref_conformance.diagnosis.compare import compare, dtype_name, same
-from moeref_conformance.judges import Case, judges
+from moeref_conformance.diagnosis.values import scaled
+from moeref_conformance.judges import Case, adapter_causes, judges
 from moeref_conformance.judges.common import (
     LAYOUT,
     distance,
@@ -43,6 +44,8 @@ from moeref_conformance.oracles import routed
 LIMIT = 1e-4
 #: Of logits, relative to the largest of transformers'. Measured: 1.3e-6.
 LOGITS = 2e-5
+#: Of logits that are those of other weights.
+NEAR = 1e-4
 #: What fp32 rounds where a factor is moved, relative to the largest in it.
 ROUNDED = 2.0**-23
 #: How much larger or smaller fresh factors of a module may be than on one rank: by the width of half a matrix they are
@@ -255,7 +258,8 @@ def _logits(
         far = float(distance(want[here], got[here]).max() / want[here].abs().max())
         if far > limit:
             message = f"{phase}: logits differ from {whose} by {far:.2g} of the largest > {tolerance(case, limit)}"
-            findings.append(finding(case, rank, "adapters", message, diagnosis=_as_base(case, phase, got)))
+            said = _as_base(case, phase, got) or _as_other(case, phase, got)
+            findings.append(finding(case, rank, "adapters", message, diagnosis=said))
         else:
             worst = max(worst, far)
     return findings, worst
@@ -264,8 +268,38 @@ def _logits(
 def _as_base(case: Case, phase: str, got: torch.Tensor) -> str:
     """Whether logits are those without adapters, where they should not be."""
     base, here = expected(case).logits_BSV, tokens_of(case)
-    near = torch.allclose(base[here], got[here], rtol=0, atol=1e-4)
+    near = torch.allclose(base[here], got[here], rtol=0, atol=NEAR)
     return "as without adapters" if near and phase not in ("fresh", "base") else ""
+
+
+def _as_other(case: Case, phase: str, got: torch.Tensor) -> str:
+    """What other adapters the logits of trained ones are of, by transformers with these merged."""
+    here, sent = tokens_of(case), _streams(case)[0]
+    if phase == "base":
+        trained = _after(case, sent, "step2").logits_BSV
+        return "those with adapters" if float(distance(trained[here], got[here]).max()) <= NEAR else ""
+    if phase != "trained" or not bool(got[here].isfinite().all()):
+        return ""
+
+    def near(want: torch.Tensor) -> bool:
+        far = float(distance(want[here], got[here]).max() / want[here].abs().max())
+        return far <= LOGITS
+
+    if near(_after(case, sent, "step1").logits_BSV):
+        return "those of adapters before the last step"
+    others = adapter_causes.of_other_adapters(_whole(case, sent), sent.phases["step2"])
+    return next((said for said, adapters in others if near(_with(case, sent, said, adapters))), "")
+
+
+def _with(case: Case, sent: _Sent, said: str, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of transformers with other adapters merged, by words for these."""
+    key = ("_with", said)
+    if key not in case.made:
+        merged = oracle.merged(_weights(case), adapters, _whole(case, sent))
+        together = oracle.together(merged, expected(case).tensors)
+        case.made[key] = routed.of_weights(expected(case), together).logits_BSV
+    logits: torch.Tensor = case.made[key]
+    return logits
 
 
 @once
@@ -280,24 +314,58 @@ def _after(case: Case, sent: _Sent, phase: str) -> routed.OfWeights:
 def steps_follow_the_gradients(case: Case, sent: list[_Sent]) -> Outcome:
     """Both factors of every adapter, relative to the largest move of the factor that is expected."""
     first, findings, worst = sent[0], list[Finding](), 0.0
-    shared = _shared(case, first)
+    shared, earlier = _shared(case, first), dict[str, torch.Tensor]()
     for before, after, of_weights in (
         ("fresh", "step1", routed.under(expected(case), "native").gradients),
         ("step1", "step2", _after(case, first, "step1").gradients),
     ):
-        alone = oracle.gradients(_apart(case, of_weights), first.phases[before], _whole(case, first))
-        for names in shared:
-            want = -request.RATES[after] * torch.stack([alone[name] for name in names]).sum(0)
-            held, got = (first.phases[phase][names[0]].double() for phase in (before, after))
+        of_weights, found = _apart(case, of_weights), list[Finding]()
+        alone = oracle.gradients(of_weights, first.phases[before], _whole(case, first))
+        summed = {names[0]: torch.stack([alone[name] for name in names]).sum(0) for names in shared}
+        replica = functools.partial(_of_replica, case, first.rank if after == "step1" else None)
+        step = adapter_causes.Step(
+            after, _whole(case, first), first.phases[before], of_weights, summed, earlier, replica
+        )
+        for name, gradient in summed.items():
+            want = -request.RATES[after] * gradient
+            held, got = (first.phases[phase][name].double() for phase in (before, after))
             far = _off(want, got - held, float(got.abs().max()))
             if far <= LIMIT:
                 worst = max(worst, far)
                 continue
             by = f"{far:.2g} of its largest > {tolerance(case, LIMIT)}"
-            message = f"{after}: {names[0]} moved otherwise than by transformers' gradient: {by}"
-            said = _diagnosis(want, got - held)
-            findings.append(_found(case, first.rank, names[0], message, diagnosis=said))
+            message = f"{after}: {name} moved otherwise than by transformers' gradient: {by}"
+            said = _diagnosis(want, got - held) or adapter_causes.moved_as(step, name, got - held)
+            found.append(_found(case, first.rank, name, message, diagnosis=said))
+        right_before = bool(earlier) and not findings
+        findings, earlier = [*findings, *_of_which(found, summed, right_before)], summed
     return outcome(findings, met=within(case, worst, LIMIT))
+
+
+def _of_which(found: list[Finding], factors: Iterable[str], right_before: bool) -> list[Finding]:
+    """Say of findings of a step without a diagnosis of which linears they are, unless of all."""
+    linears, every = {adapter_causes.linear_of(one.hf_name) for one in found}, list(factors)
+    said = f"{len(found)} of {len(every)} factors move otherwise"
+    if linears < {adapter_causes.linear_of(name) for name in every}:
+        said += f", all of {', '.join(sorted(linears))}"
+    if right_before:
+        said += "; the step before moves all of them as it should"
+    return [one if one.diagnosis else replace(one, diagnosis=said) for one in found]
+
+
+@once
+def _of_replica(case: Case, rank: int | None) -> Mapping[str, torch.Tensor]:
+    """The gradients of the sum of the rows of a rank's replica; none if it has all rows, or of no rank."""
+    total = len(expected(case).tokens_BS)
+    rows = range(total) if rank is None else topology.replica_rows(case.cell, rank, total)
+    found = dict[str, torch.Tensor]()
+    for row in rows if len(rows) < total else ():
+        for number, sign in ((row, -1), (row + 1, 1)):
+            count = int((routed.labels(expected(case), counted=number) != routed.IGNORED).sum())
+            if count:
+                of = routed.under(expected(case), "native", counted=number).gradients
+                found = {name: found.get(name, 0.0) + sign * count * one.double() for name, one in of.items()}
+    return _apart(case, found)
 
 
 def _shared(case: Case, sent: _Sent) -> list[list[str]]:
@@ -367,7 +435,9 @@ def _not_again(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Adapters are sent again as they were before the merge."""
     for name in sorted(sent.phases["step2"].keys() & sent.phases["again"].keys()):
         if not same(sent.phases["step2"][name], sent.phases["again"][name]):
-            yield _found(case, sent.rank, name, f"again: {name} has changed behind the merged stream")
+            said = scaled(sent.phases["step2"][name], sent.phases["again"][name])
+            message = f"again: {name} has changed behind the merged stream"
+            yield _found(case, sent.rank, name, message, diagnosis=said)
 
 
 def _not_as_before(case: Case, rank: int, before: torch.Tensor | None, after: torch.Tensor | None) -> Iterator[Finding]:
@@ -405,12 +475,18 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
         if name not in whole:
             if (difference := compare(want[name], got)) is not None:
                 message = f"{name}, which has no adapter: {difference.text}"
-                findings.append(_found(case, sent.rank, name, message, **difference.told))
+                said = scaled(want[name], got)
+                findings.append(_found(case, sent.rank, name, message, diagnosis=said, **difference.told))
         else:
             far = float((distance(want[name], got) / oracle.rounding(tensors, adapters, name)).nan_to_num().max())
             worst = worst if far > 1 else max(worst, far)
             if far > 1:
-                findings.append(_not_the_sum(case, sent.rank, name, want[name] - tensors[name], got - tensors[name]))
+                added = got - tensors[name]
+                said = _counts(want[name] - tensors[name], added) or adapter_causes.merged_as(
+                    name, {phase: first.phases[phase] for phase in TRAINED}, tensors[name], got
+                )
+                message = f"{name} is not the sum with its adapter"
+                findings.append(_found(case, sent.rank, name, message, diagnosis=said))
     return findings, worst
 
 
@@ -435,14 +511,13 @@ def _as_announced(case: Case, sent: _Sent) -> tuple[list[Finding], dict[str, tor
     return findings, found
 
 
-def _not_the_sum(case: Case, rank: int, name: str, want: torch.Tensor, added: torch.Tensor) -> Finding:
+def _counts(want: torch.Tensor, added: torch.Tensor) -> str:
+    """How often an adapter counts in what was added to a weight."""
     if not bool(added.any()):
-        said = "without its adapter"
-    else:
-        factor = float((added * want).sum() / (want * want).sum().clamp_min(1e-30))
-        near = torch.allclose(added, factor * want, rtol=1e-2, atol=1e-2 * float(added.abs().max()))
-        said = f"its adapter counts {factor:.3g} times" if near else ""
-    return _found(case, rank, name, f"{name} is not the sum with its adapter", diagnosis=said)
+        return "without its adapter"
+    factor = float((added * want).sum() / (want * want).sum().clamp_min(1e-30))
+    near = torch.allclose(added, factor * want, rtol=1e-2, atol=1e-2 * float(added.abs().max()))
+    return f"its adapter counts {factor:.3g} times" if near else ""
 
 
 def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:

@@ -577,6 +577,7 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2", loss_mask=True),
         wrap=attached(_by_expert_rank),
         says="shared_experts",
+        diagnosis="move otherwise, all of shared_experts.down_proj, ",
     ),
     Fault(
         id="adapters-of-replicas-unreduced",
@@ -584,7 +585,7 @@ FAULTS = (
         rules=("LRA-002",),
         cell=cell("qwen3_moe", "tp1", world_size=2, loss_mask=True),
         wrap=_rows_of_the_first,
-        says="moved otherwise",
+        diagnosis="moved by the gradient of the rows of one replica: not summed over dp",
     ),
     Fault(
         id="adapters-of-whole-linears-unsummed",
@@ -593,7 +594,7 @@ FAULTS = (
         also=("LRA-003",),
         cell=cell("deepseek_v3", "tp2", layers=3, loss_mask=True),
         wrap=_marked("sequence_parallel", False),
-        says="moved otherwise",
+        diagnosis="move otherwise, all of kv_a_proj_with_mqa, q_a_proj",
     ),
     Fault(
         id="adapters-of-grouped-experts-as-dense",
@@ -603,6 +604,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2-etp1", world_size=4, experts="grouped", loss_mask=True),
         wrap=_marked("allreduce", True, EXPERTS),
         says="experts",
+        diagnosis="move otherwise, all of experts.down_proj, ",
     ),
     Fault(
         id="adapters-of-experts-detached",
@@ -621,6 +623,7 @@ FAULTS = (
         wrap=_with_those_before,
         one_rank=True,
         says="step2: ",
+        diagnosis="times the gradient of the step before, too",
     ),
     Fault(
         id="adapters-without-alpha",
@@ -649,6 +652,7 @@ FAULTS = (
         wrap=_folded_in_place,
         one_rank=True,
         says="has changed behind the merged stream",
+        diagnosis="is 1.5 times the expected tensor",
     ),
     Fault(
         id="adapters-of-k-and-v-exchanged",
@@ -659,6 +663,7 @@ FAULTS = (
         wrap=_exchanged("k_proj", "v_proj", "lora_B"),
         one_rank=True,
         says="trained: logits differ",
+        diagnosis="moved as that of v_proj should",
     ),
     Fault(
         id="lora-a-of-k-for-q",
@@ -669,6 +674,7 @@ FAULTS = (
         wrap=_exchanged("k_proj", "q_proj", "lora_A"),
         one_rank=True,
         says="trained: logits differ",
+        diagnosis="those of the lora_A of k_proj for that of q_proj",
     ),
     Fault(
         id="adapters-of-queries-without-gates",
@@ -678,6 +684,7 @@ FAULTS = (
         cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
         wrap=sent(_without_gates),
         says="q_proj.lora_B.weight moved otherwise",
+        diagnosis="rows 8–15, 24–31, 40–47 are 0, the others right",
     ),
     Fault(
         id="adapters-of-gates-after-all-queries",
@@ -687,6 +694,7 @@ FAULTS = (
         cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
         wrap=sent(_gates_last),
         says="trained: logits differ",
+        diagnosis="its rows are in another order: row 8 is the right one of 16",
     ),
     Fault(
         id="adapters-of-delta-nets-by-parts",
@@ -696,6 +704,7 @@ FAULTS = (
         cell=cell("qwen3_next", "tp2", layers=3, loss_mask=True),
         wrap=sent(_parts_in_a_run),
         says="trained: logits differ",
+        diagnosis="its rows are in another order",
     ),
     Fault(
         id="adapters-of-beta-for-alpha",
@@ -705,6 +714,7 @@ FAULTS = (
         cell=cell("qwen3_5_moe_text", "tp2", layers=3, loss_mask=True),
         wrap=_exchanged("in_proj_a", "in_proj_b", "lora_B"),
         says="trained: logits differ",
+        diagnosis="with the lora_B of in_proj_a",
     ),
     Fault(
         id="adapters-of-delta-nets-left-out",
@@ -721,7 +731,7 @@ FAULTS = (
         rules=("LRA-002", "LRA-003"),
         cell=cell("qwen3_moe", "etp2", loss_mask=True),
         wrap=_counted_by_each_rank,
-        diagnosis="moved 2 times as far",
+        diagnosis="those of adapters of experts that count 2 times",
     ),
     Fault(
         id="adapters-lent-unsaid",
@@ -757,6 +767,7 @@ FAULTS = (
         wrap=_subtracted,
         one_rank=True,
         says="of the base has changed",
+        diagnosis="arithmetic, not movement",
     ),
     Fault(
         id="reference-with-adapters",
@@ -766,6 +777,7 @@ FAULTS = (
         wrap=_reference_with_adapters,
         one_rank=True,
         says="base: logits differ",
+        diagnosis="those with adapters",
     ),
     Fault(
         id="adapters-frozen-behind-a-reference",
@@ -783,7 +795,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_merged_once,
         one_rank=True,
-        says="is not the sum",
+        diagnosis="with its adapter as it was at step1",
     ),
     Fault(
         id="routers-trained-beside-adapters",
@@ -794,6 +806,7 @@ FAULTS = (
         wrap=stepped(_routers_too),
         one_rank=True,
         says="of the base has changed",
+        diagnosis="the step before moves all of them as it should",
     ),
     Fault(
         id="norms-inside-linears-trained",
@@ -830,6 +843,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", loss_mask=True),
         wrap=_merged(_without_k_and_v),
         says="k_proj.weight is not the sum",
+        diagnosis="without its adapter",
     ),
     Fault(
         id="adapters-on-every-linear",
@@ -856,6 +870,7 @@ FAULTS = (
         cell=cell("glm4_moe", "ep2", expert_format="fused", loss_mask=True),
         wrap=_merged(_up_on_gates),
         says="up_proj.weight is not the sum",
+        diagnosis="with the adapter of up_proj beside its own",
     ),
     Fault(
         id="merged-in-bf16",
@@ -864,6 +879,6 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_merged(lambda name, merged, base: merged if merged.equal(base) else merged.bfloat16().float()),
         one_rank=True,
-        says="is not the sum",
+        diagnosis="rounded to bf16",
     ),
 )

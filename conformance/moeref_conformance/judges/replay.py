@@ -20,6 +20,7 @@ from moeref_conformance.judges.common import (
     finding,
     in_any_order,
     not_refused,
+    once,
     outcome,
     records,
     tokens_of,
@@ -43,10 +44,14 @@ from moeref_conformance.judges.observed_routes import (
     without_route,
 )
 from moeref_conformance.judges.refusals import unfinished
+from moeref_conformance.oracles.routed import SETS
 
 TRANSFORMERS = 2e-5
 #: Of the same forward twice; other experts are off by a tenth and more.
 AGAIN = 1e-3
+#: So many wrong tokens of a sample are needed to tell whose routes they have, and this share of them; a last token, and
+#: one without a route, has others.
+ENOUGH, NEARLY_ALL = 2, 0.8
 #: Phases of R3 that are not replayed.
 NATIVE = ("native-before", "native-between", "native-after")
 
@@ -63,14 +68,14 @@ def _against(case: Case, phase: str, want: Seen, *, of: set[Place] | None = None
             if have != experts:
                 message = f"{phase}: token {place[1]} of sample {place[0]} went to other experts of layer {layer} than"
                 more = {"expected": sorted(experts), "got": sorted(have) if have else "no expert"}
-                said = _diagnosis(case, want, layer, place, have)
+                said = _diagnosis(case, phase, want, layer, place, have)
                 findings.append(
                     finding(case, None, "replay", f"{message} {whose}", layer=layer, diagnosis=said, **more)
                 )
     return findings
 
 
-def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset[int]) -> str:
+def _diagnosis(case: Case, phase: str, want: Seen, layer: int, place: Place, have: frozenset[int]) -> str:
     """What the experts that were chosen instead are the right ones of, if of anything."""
     if not have:
         return "reached no expert"
@@ -84,10 +89,38 @@ def _diagnosis(case: Case, want: Seen, layer: int, place: Place, have: frozenset
         return "the router's own choice"
     if have == frozenset(range(len(right))):  # before routes of other tokens: some rows have these experts
         return "the first experts: a padding row"
+    if case.cell.replay == "R3" and (found := _of_another_set(case, phase, layer, place[0])):
+        return found
     if found := _of_another(want, layer, place, fits):
         return found
     if len(have) < len(right):
         return "fewer experts than top-k: an expert twice in the route"
+    return ""
+
+
+@once
+def _wrong(case: Case, phase: str, layer: int, sample: int) -> dict[int, tuple[frozenset[int], frozenset[int]]]:
+    """By position the experts that R3's routers or routes have in this phase, and those of tokens that had others."""
+    want = oracle(case, phase[-1] if phase.endswith(("-a", "-b")) else "native").experts.get(layer, {})
+    went = seen_routes(case, phase)[0].get(layer, {})
+    both = {at: (want[of, at], have) for (of, at), have in went.items() if of == sample and (of, at) in want}
+    return {at: (right, have) for at, (right, have) in both.items() if right != have}
+
+
+def _of_another_set(case: Case, phase: str, layer: int, sample: int) -> str:
+    """The set, and the sample in it, whose routes the wrong tokens of a sample have, each at its own position.
+
+    Where a layer runs twice, one run may be right.
+    """
+    wrong = _wrong(case, phase, layer, sample)
+    for name in SETS if len(wrong) >= ENOUGH else ():
+        of = oracle(case, name).experts.get(layer, {})
+        for other in range(len(expected(case).lengths)):
+            routes = {at: of.get((other, at), frozenset()) for at in wrong}
+            alike = sum(have in (routes[at], routes[at] | right) for at, (right, have) in wrong.items())
+            if not phase.endswith(f"-{name}") and alike >= NEARLY_ALL * len(wrong):
+                whose = f", sample {other}" if other != sample else ""
+                return f"the routes of set {name}{whose}: of another forward or turn"
     return ""
 
 

@@ -468,6 +468,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3"),
         patch=_router_replay_with("clear_indices", _backward_list_kept),
         says="recompute-b: ",
+        diagnosis="the routes of set a, sample 1: of another forward",
     ),
     Fault(
         id="replayed-scores-normalised-again",
@@ -539,6 +540,7 @@ FAULTS = (
         wrap=_left_on,
         says="native-between: ",
         one_rank=True,
+        diagnosis="the routes of set a, sample 1: of another forward",
     ),
     Fault(
         id="recorded-routes-left-on",
@@ -566,6 +568,7 @@ FAULTS = (
         wrap=_left_on_by_logprobs,
         says="native-before: ",
         one_rank=True,
+        diagnosis="the routes of set a: of another forward",
     ),
     Fault(
         id="replay-routes-of-replica-0",

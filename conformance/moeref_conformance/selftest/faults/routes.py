@@ -372,6 +372,7 @@ FAULTS = (
         wrap=sending(later_turns_hold),
         says="replay-a: token 5 of sample 0",
         one_rank=True,
+        diagnosis="the routes of set b: of another forward or turn",
     ),
     Fault(
         id="resumed-routes-overwrite-in-steps",
@@ -381,6 +382,7 @@ FAULTS = (
         wrap=_later_turns_hold_in_steps,
         says="step-a: token 5 of sample 0",
         one_rank=True,
+        diagnosis="the routes of set b: of another forward or turn",
     ),
     Fault(
         id="missing-rows-to-the-first-experts",
@@ -469,6 +471,7 @@ FAULTS = (
         wrap=sending(_from_the_start_again),
         says="shorter-a: token 0 of sample 0",
         one_rank=True,
+        diagnosis="the routes of set b: of another forward or turn",
     ),
     Fault(
         id="refused-in-forwards-alone",

@@ -5,8 +5,9 @@ Rows [B, S - 1] have the values of tokens from the second on. Where `want_BS` is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -64,15 +65,9 @@ def _at(of_BSV: torch.Tensor, tokens_BS: torch.Tensor) -> torch.Tensor:
 
 def told(trial: Trial) -> str:
     """What the values are, and else which of them differ."""
-    tried = [_softmax, _clamped, _part_of_the_vocabulary, _added_up, _elsewhere, _in_bf16, _too_much]
-    said = (
-        first_of(*(_bind(one, trial) for one in tried)) if bool(trial.got_BS[trial.there_BS].isfinite().all()) else ""
-    )
-    return said or _which(trial)
-
-
-def _bind(trial_of: Callable[[Trial], str], trial: Trial) -> Callable[[], str]:
-    return lambda: trial_of(trial)
+    tried = (_softmax, _clamped, _part_of_the_vocabulary, _added_up, _elsewhere, _in_bf16, _too_much)
+    finite = bool(trial.got_BS[trial.there_BS].isfinite().all())
+    return (first_of(*(partial(one, trial) for one in tried)) if finite else "") or _which(trial)
 
 
 def _softmax(of: Trial) -> str:
@@ -228,12 +223,9 @@ def _which(of: Trial) -> str:
     ]
     if len(tokens) == len(off_BS) > 1 and len({which for _, which in tokens}) == 1:
         return f"{wrong} of {there} differ: tokens {tokens[0][1]} of every row{alike}"
-    said = "; ".join(f"tokens {which} of row {row}" for row, which in tokens[:2])
-    return (
-        f"{wrong} of {there} differ: {said}"
-        + (f"; and of {len(tokens) - 2} more rows" if len(tokens) > 2 else "")
-        + alike
-    )
+    said = [f"tokens {which} of row {row}" for row, which in tokens[:2]]
+    more = [f"and of {len(tokens) - 2} more rows"] if len(tokens) > 2 else []
+    return f"{wrong} of {there} differ: {'; '.join(said + more)}{alike}"
 
 
 def _rows(off_BS: torch.Tensor) -> list[tuple[int, list[bool]]]:

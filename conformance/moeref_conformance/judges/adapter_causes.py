@@ -64,14 +64,14 @@ def _near(got: torch.Tensor, want: torch.Tensor, part: float = NEAR) -> bool:
 def _of_another(step: Step, name: str, moved: torch.Tensor) -> str:
     """The factor of another linear, under this name."""
     for other in step.alone:
-        if other != name and _kind(other) == _kind(name) and _near(moved, _wanted(step, other)):
+        if other != name and short(other) == short(name) and _near(moved, _wanted(step, other)):
             return f"moved as that of {_linear(other, name)} should: it is sent under another's name"
     return ""
 
 
 def _beside_another(step: Step, name: str, moved: torch.Tensor) -> str:
     """The chain rule with the other factor of another linear of the same shape."""
-    weight, kind = _weight(name), _kind(name)
+    weight, kind = _weight(name), short(name)
     beside = next(factor for factor in oracle.FACTORS if factor != kind)
     own = step.before[oracle.peft(weight, beside)]
     for other in step.weights:
@@ -168,7 +168,7 @@ def of_other_adapters(weights: list[str], adapters: Tensors) -> Iterator[tuple[s
     for times, (of_which, part) in itertools.product(
         (1 / SCALE, SCALE, 0.5, 2.0), (("adapters", ""), ("adapters of experts", ".experts."))
     ):
-        counted = {name for name in adapters if _kind(name) == "lora_B" and part in name}
+        counted = {name for name in adapters if short(name) == "lora_B" and part in name}
         changed = {name: times * of if name in counted else of for name, of in adapters.items()}
         yield f"those of {of_which} that count {times:.3g} times", changed
     for factor in oracle.FACTORS:
@@ -192,14 +192,10 @@ def _exchanged(adapters: Tensors, factor: str, first: str, second: str) -> dict[
     return found
 
 
-def _kind(name: str) -> str:
-    return short(name)
-
-
 def _weight(name: str) -> str:
     """The weight whose factor this is, with PEFT's prefix or without; a weight's own name stays."""
     name = name.removeprefix(oracle.PREFIX)
-    return f"{name.rsplit('.', 2)[0]}.weight" if _kind(name) in oracle.FACTORS else name
+    return f"{name.rsplit('.', 2)[0]}.weight" if short(name) in oracle.FACTORS else name
 
 
 def linear_of(name: str) -> str:

@@ -400,7 +400,8 @@ def _by_formula(case: Case, record: RankRecord, of: _Stepped, steps: Sequence[st
     if not said:
         norms = [_right_norms(case)[step] for step in steps or rates(case.cell)]
         held = of.after[STILL][: of.held.rows].double()
-        said = optimizer_causes.step_of(gradients, norms, held, added, tells | none, OPTIMIZER_RATE, LIMIT)
+        step = optimizer_causes.Step(gradients, norms, held, added, tells | none, OPTIMIZER_RATE)
+        said = optimizer_causes.step_of(step, LIMIT)
     return [_found(case, record, of.key, of.held, message, diagnosis=said or _times(added))], 0.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,44 +24,41 @@ NORM_NEAR, FARTHER = 1e-5, 3
 ENOUGH = 4
 
 
-def step_of(
-    gradients: Sequence[torch.Tensor],
-    norms: Sequence[float],
-    held: torch.Tensor,
-    added: torch.Tensor,
-    tells: torch.Tensor,
-    rate: float,
-    limit: float,
-) -> str:
-    """What makes the step that a parameter has `added`; empty if nothing does.
+class Step(NamedTuple):
+    """What a parameter that was `held` has `added` at a rate, and the right gradients of all steps up to this one.
 
-    `norms` are those of all gradients of each step, and `held` what the parameter was. An element `tells` if it is as
-    `limit`, relative to the rate, has it.
+    `norms` are those of all gradients of each step. An element `tells` if Adam's formula says how it moves.
     """
 
-    def near(other: torch.Tensor) -> bool:
-        return bool(((added - other).abs()[tells] <= limit * rate).all())
+    gradients: Sequence[torch.Tensor]
+    norms: Sequence[float]
+    held: torch.Tensor
+    added: torch.Tensor
+    tells: torch.Tensor
+    rate: float
 
-    if int(tells.sum()) < ENOUGH:
+
+def step_of(step: Step, limit: float) -> str:
+    """What makes this step, with each element that tells within `limit` of the rate; empty if nothing does."""
+    if int(step.tells.sum()) < ENOUGH:
         return ""
-    return next((said for said, other in _others(gradients, norms, held, added, tells, rate) if near(other)), "")
+    return next((said for said, other in _others(step) if _near(step, other, limit)), "")
 
 
-def _others(
-    gradients: Sequence[torch.Tensor],
-    norms: Sequence[float],
-    held: torch.Tensor,
-    added: torch.Tensor,
-    tells: torch.Tensor,
-    rate: float,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    right, number = optimizer.update(gradients, rate), len(gradients)
+def _near(step: Step, other: torch.Tensor, limit: float) -> bool:
+    return bool(((step.added - other).abs()[step.tells] <= limit * step.rate).all())
+
+
+def _others(step: Step) -> Iterator[tuple[str, torch.Tensor]]:
+    """Words for a mistake, and what would be added with it."""
+    gradients, rate, number = step.gradients, step.rate, len(step.gradients)
+    right = optimizer.update(gradients, rate)
     for betas in BETAS:
         yield f"betas are {betas}, not {optimizer.BETAS}", optimizer.update(gradients, rate, betas)
     for epsilon in EPSILONS:
         said = f"epsilon is {epsilon:g}, not {optimizer.EPSILON:g}"
         yield said, optimizer.update(gradients, rate, epsilon=epsilon)
-    scales = [min(1.0, CLIPPED / (norm + TINY)) for norm in norms]
+    scales = [min(1.0, CLIPPED / (norm + TINY)) for norm in step.norms]
     scaled = [scale * of for scale, of in zip(scales, gradients, strict=True)]
     yield f"gradients are clipped to a norm of {CLIPPED:g}", optimizer.update(scaled, rate)
     for counted in range(1, number + 2):
@@ -72,10 +70,10 @@ def _others(
     idle = [*gradients[:-1], last.where(last != 0, before)]
     yield "where it has no gradient, that of the step before counts again", optimizer.update(idle, rate)
     yield "where it has no gradient, it does not move", right.where(last != 0, 0.0)
-    times = _times(added, right, tells)
+    times = _times(step.added, right, step.tells)
     yield f"moved {times:.3g} times as far", times * right
-    decay = _times(right - added, held, tells) / rate
-    yield f"a weight decay of {decay:.3g}", right - decay * rate * held
+    decay = _times(right - step.added, step.held, step.tells) / rate
+    yield f"a weight decay of {decay:.3g}", right - decay * rate * step.held
 
 
 def _times(got: torch.Tensor, want: torch.Tensor, tells: torch.Tensor) -> float:

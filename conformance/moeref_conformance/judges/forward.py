@@ -66,12 +66,16 @@ def _holders(case: Case) -> list[Finding]:
 
 @dataclass
 class _Comparison:
-    """Logits against those of `whose`; bitwise if `limit` is 0. `worst` is how far any was off."""
+    """Logits against those of `whose`; bitwise if `limit` is 0. `worst` is how far any was off.
+
+    `since` is what hidden states say of the logits of all tokens, which come first: the cause of other ones, too.
+    """
 
     case: Case
     whose: str
     limit: float
     worst: float = 0.0
+    since: str = ""
 
     def of(self, rank: int, want: torch.Tensor, got: torch.Tensor, what: str = LOGITS) -> Iterator[Finding]:
         """The finding of a rank whose logits differ too much."""
@@ -92,7 +96,8 @@ class _Comparison:
             message = f"{what} differ from {self.whose} by {by} at [batch, position, token] {list(index)}"
             said = _diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ"
             if (self.whose, what) == (TRANSFORMERS, LOGITS):
-                said = "; ".join(filter(None, (said, hidden_states.differ(self.case, "forward", "entering", far))))
+                self.since = hidden_states.differ(self.case, "forward", "entering", far)
+            said = "; ".join(filter(None, (said, self.since)))
             told = {"expected": float(want[index]), "got": float(got[index]), "diagnosis": said}
             yield finding(self.case, rank, "forward", message, index=index, **told)
 

@@ -288,25 +288,22 @@ def _as_other(case: Case, phase: str, got: torch.Tensor) -> str:
     if near(_after(case, sent, "step1").logits_BSV):
         return "those of adapters before the last step"
     others = adapter_causes.of_other_adapters(_whole(case, sent), sent.phases["step2"])
-    return next((said for said, adapters in others if near(_with(case, sent, said, adapters))), "")
+    return next((said for said, adapters in others if near(_with(case, sent, said, adapters).logits_BSV)), "")
 
 
-def _with(case: Case, sent: _Sent, said: str, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Logits of transformers with other adapters merged, by words for these."""
+def _with(case: Case, sent: _Sent, said: str, adapters: Mapping[str, torch.Tensor]) -> routed.OfWeights:
+    """transformers with adapters merged, computed once for the words that name these."""
     key = ("_with", said)
     if key not in case.made:
         merged = oracle.merged(_weights(case), adapters, _whole(case, sent))
-        together = oracle.together(merged, expected(case).tensors)
-        case.made[key] = routed.of_weights(expected(case), together).logits_BSV
-    logits: torch.Tensor = case.made[key]
-    return logits
+        case.made[key] = routed.of_weights(expected(case), oracle.together(merged, expected(case).tensors))
+    found: routed.OfWeights = case.made[key]
+    return found
 
 
-@once
 def _after(case: Case, sent: _Sent, phase: str) -> routed.OfWeights:
     """transformers with the adapters of a phase merged."""
-    merged = oracle.merged(_weights(case), sent.phases[phase], _whole(case, sent))
-    return routed.of_weights(expected(case), oracle.together(merged, expected(case).tensors))
+    return _with(case, sent, f"{phase} of rank {sent.rank}", sent.phases[phase])
 
 
 @judges("LRA-002")

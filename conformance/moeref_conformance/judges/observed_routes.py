@@ -287,6 +287,11 @@ def _nearest(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[by
     return place_of, []
 
 
+def route_set(phase: str) -> str:
+    """The set of given routes that a phase is under, or `native`."""
+    return phase[-1] if phase.endswith(("-a", "-b")) else "native"
+
+
 def _computing(case: Case, phase: str) -> routed.Routed:
     """What transformers computes in a phase, of R2 when tokens take the experts that they took when recorded."""
     if phase in ("changed-native", "record-changed"):
@@ -294,7 +299,7 @@ def _computing(case: Case, phase: str) -> routed.Routed:
     if phase in ("recompute", "step-changed"):
         source, negated = ("record", True) if phase == "recompute" else ("record-changed", False)
         return oracle_recorded(case, source, negated)
-    return oracle(case, phase[-1] if phase.endswith(("-a", "-b")) else "native")
+    return oracle(case, route_set(phase))
 
 
 def _received(case: Case, by_rank: ByRank) -> Iterator[tuple[int, int, int, bytes]]:
@@ -326,6 +331,7 @@ __all__ = [
     "own_choice",
     "replayed",
     "rounding",
+    "route_set",
     "seen_routes",
     "weights",
     "without_route",

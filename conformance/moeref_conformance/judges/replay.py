@@ -40,6 +40,7 @@ from moeref_conformance.judges.observed_routes import (
     own_choice,
     replayed,
     rounding,
+    route_set,
     seen_routes,
     without_route,
 )
@@ -101,7 +102,7 @@ def _diagnosis(case: Case, phase: str, want: Seen, layer: int, place: Place, hav
 @once
 def _wrong(case: Case, phase: str, layer: int, sample: int) -> dict[int, tuple[frozenset[int], frozenset[int]]]:
     """By position the experts that R3's routers or routes have in this phase, and those of tokens that had others."""
-    want = oracle(case, phase[-1] if phase.endswith(("-a", "-b")) else "native").experts.get(layer, {})
+    want = oracle(case, route_set(phase)).experts.get(layer, {})
     went = seen_routes(case, phase)[0].get(layer, {})
     both = {at: (want[of, at], have) for (of, at), have in went.items() if of == sample and (of, at) in want}
     return {at: (right, have) for at, (right, have) in both.items() if right != have}

@@ -12,19 +12,10 @@ from moeref_conformance.oracles.expected import Expected
 
 def entering_norms(expected: Expected, routes: str = "", missing: bool = True) -> list[torch.Tensor]:
     """In fp32 [B, S, H]: what enters each layer, what its attention makes of it, and so on; at last, what enters the
-    norm behind all layers. Under the route set `routes`, with `missing` rows or without, else the routers' own."""
-    found: list[torch.Tensor] = []
+    norm behind all layers. Under routes as `routed.entering`."""
+    return routed.entering(expected, _norms, routes, missing)[1]
 
-    def keep(_: Any, args: tuple[torch.Tensor, ...]) -> None:
-        found.append(args[0])
 
-    given = routed.given_routes(expected, routes, missing) if routes else ()
-    with routed.alone(expected) as model, routed.forcing(expected, given):
-        norms = [norm for of in model.model.layers for norm in (of.input_layernorm, of.post_attention_layernorm)]
-        handles = [norm.register_forward_pre_hook(keep) for norm in [*norms, model.model.norm]]
-        try:
-            model(expected.tokens_BS.clamp_min(0))
-        finally:
-            for handle in handles:
-                handle.remove()
-    return found
+def _norms(model: Any) -> list[torch.nn.Module]:
+    of_layers = [norm for of in model.model.layers for norm in (of.input_layernorm, of.post_attention_layernorm)]
+    return [*of_layers, model.model.norm]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,29 +21,18 @@ class Terms(NamedTuple):
 
 
 def terms(expected: Expected, temperature: float = 1.0, routes: str = "", missing: bool = True) -> Terms:
-    """Of all tokens; the first of a sample is predicted behind its last. Under `routes` as `entering_norms`.
+    """Of all tokens; the first of a sample is predicted behind its last. Under routes as `routed.entering`.
 
     With p = softmax(logits / t), that of -log p[y] is (p - onehot(y)) / t, and of sum(p log p) it is
     p (log p - sum(p log p)) / t.
     """
-    entering: list[torch.Tensor] = []
-
-    def keep(_: Any, args: tuple[torch.Tensor, ...]) -> None:
-        entering.append(args[0])
-
-    given = routed.given_routes(expected, routes, missing) if routes else ()
-    with routed.alone(expected) as model, routed.forcing(expected, given):
-        handle = model.lm_head.register_forward_pre_hook(keep)
-        try:
-            logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.double()
-        finally:
-            handle.remove()
+    logits_BSV, (states_BSH,) = routed.entering(expected, lambda model: [model.lm_head], routes, missing)
     places = [(row, s) for row, length in enumerate(expected.lengths) for s in range(length)]
     rows = torch.tensor([row for row, _ in places])
     before = torch.tensor([(s or expected.lengths[row]) - 1 for row, s in places])
-    log_TV = (logits_BSV[rows, before] / temperature).log_softmax(-1)
+    log_TV = (logits_BSV.double()[rows, before] / temperature).log_softmax(-1)
     tokens_T = expected.tokens_BS[rows, torch.tensor([s for _, s in places])]
     onehot_TV = torch.nn.functional.one_hot(tokens_T.long(), log_TV.shape[1])
     mean_T1 = (log_TV.exp() * log_TV).sum(-1, keepdim=True)
     logprob_TV, entropy_TV = log_TV.exp() - onehot_TV, log_TV.exp() * (log_TV - mean_T1)
-    return Terms(places, entering[0].double()[rows, before], logprob_TV / temperature, entropy_TV / temperature)
+    return Terms(places, states_BSH.double()[rows, before], logprob_TV / temperature, entropy_TV / temperature)

@@ -304,17 +304,37 @@ def forcing(
 @contextmanager
 def _entering(model: Any, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
     """The hidden states that enter the MoE blocks of these layers in a forward."""
+    with inputs_of({layer: model.model.layers[layer].mlp for layer in layers}) as found:
+        yield found
+
+
+@contextmanager
+def inputs_of(modules: Mapping[int, torch.nn.Module]) -> Iterator[dict[int, torch.Tensor]]:
+    """What enters these modules in a forward, under the same numbers."""
     found: dict[int, torch.Tensor] = {}
 
-    def keep(layer: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
-        return lambda _, args: found.update({layer: args[0]})
+    def keep(number: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        return lambda _, args: found.update({number: args[0]})
 
-    handles = [model.model.layers[layer].mlp.register_forward_pre_hook(keep(layer)) for layer in layers]
+    handles = [module.register_forward_pre_hook(keep(number)) for number, module in modules.items()]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def entering(
+    expected: Expected, modules: Callable[[Any], Sequence[torch.nn.Module]], routes: str = "", missing: bool = True
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits [B, S, V] in fp32 of the cell's tokens, and what enters `modules` of the model on the way.
+
+    Under the route set `routes`, with `missing` rows or without, else under the routers' own.
+    """
+    given = given_routes(expected, routes, missing) if routes else ()
+    with alone(expected) as model, forcing(expected, given), inputs_of(dict(enumerate(modules(model)))) as found:
+        logits_BSV = model(expected.tokens_BS.clamp_min(0)).logits.float()
+    return logits_BSV, [found[number] for number in sorted(found)]
 
 
 def _gradients(

@@ -585,6 +585,7 @@ FAULTS = (
         rules=("LRA-002",),
         cell=cell("qwen3_moe", "tp1", world_size=2, loss_mask=True),
         wrap=_rows_of_the_first,
+        says="moved otherwise",
         diagnosis="moved by the gradient of the rows of one replica: not summed over dp",
     ),
     Fault(
@@ -594,6 +595,7 @@ FAULTS = (
         also=("LRA-003",),
         cell=cell("deepseek_v3", "tp2", layers=3, loss_mask=True),
         wrap=_marked("sequence_parallel", False),
+        says="moved otherwise",
         diagnosis="move otherwise, all of kv_a_proj_with_mqa, q_a_proj",
     ),
     Fault(
@@ -795,6 +797,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_merged_once,
         one_rank=True,
+        says="is not the sum",
         diagnosis="with its adapter as it was at step1",
     ),
     Fault(
@@ -879,6 +882,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_merged(lambda name, merged, base: merged if merged.equal(base) else merged.bfloat16().float()),
         one_rank=True,
+        says="is not the sum",
         diagnosis="rounded to bf16",
     ),
 )

@@ -244,6 +244,7 @@ FAULTS = (
         rules=("LGP-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_before),
+        says="logprobs differ from transformers by",
         diagnosis="those by the logits at the token's own place",
     ),
     Fault(
@@ -252,6 +253,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_of_whole_chunks),
+        says="logprobs differ from transformers by",
         diagnosis="6 of 30 differ: tokens 13–15 of every row, and are 0",
     ),
     Fault(
@@ -268,6 +270,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "tp2"),
         wrap=_made(_with_padding),
+        says="logprobs differ from transformers by",
         diagnosis="a softmax over 125 logits of 0 more",
     ),
     Fault(
@@ -276,6 +279,7 @@ FAULTS = (
         rules=("LGP-001",),
         cell=cell("qwen3_moe", "tp2"),
         wrap=_made(_of_a_shard),
+        says="logprobs differ from transformers by",
         diagnosis="the sum of the softmax is over tokens 0 to 65 of the vocabulary alone",
     ),
     Fault(
@@ -284,6 +288,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(lambda asked: asked.right((asked.logits_BSV / asked.temperature).bfloat16())),
+        says="logprobs differ from transformers by",
         diagnosis="numbers of bf16: the softmax is computed in it",
     ),
     Fault(
@@ -301,6 +306,7 @@ FAULTS = (
         rules=("LGP-003",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16"),
         wrap=_made(lambda asked: asked.right(asked.logits_BSV)),
+        says="differ from transformers",
         diagnosis="nearest to those of a temperature of 1",
     ),
     Fault(
@@ -310,6 +316,7 @@ FAULTS = (
         cell=cell("glm4_moe", "one", dtype="bfloat16"),
         wrap=_made(_before),
         one_rank=True,
+        says="differ from transformers",
         diagnosis="nearest to those by the logits at the token's own place",
     ),
     Fault(
@@ -336,6 +343,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "one", batch="packed"),
         wrap=_made(_in_order_of_length),
+        says="logprobs differ from transformers by",
         diagnosis="row 2 has those of row 5",
     ),
     Fault(
@@ -344,6 +352,7 @@ FAULTS = (
         rules=("LGP-001",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_clamped),
+        says="logprobs differ from transformers by",
         diagnosis="clamped: all that differ are -20",
     ),
     Fault(
@@ -352,6 +361,7 @@ FAULTS = (
         rules=("LGP-001", "LGP-002"),
         cell=cell("qwen3_moe", "cp2"),
         wrap=_made(_rank_after_rank),
+        says="logprobs differ from transformers by",
         diagnosis="token 5 of row 0 has that of token 13",
     ),
     Fault(
@@ -368,6 +378,7 @@ FAULTS = (
         rules=("LGP-002",),
         cell=cell("qwen3_moe", "one"),
         wrap=_made(_of_shares),
+        says="entropies differ from transformers by",
         diagnosis="those of a softmax that is taken twice",
     ),
     Fault(
@@ -444,6 +455,7 @@ FAULTS = (
         rules=("LGP-004",),
         cell=cell("qwen3_moe", "one", world_size=2, replay="R3"),
         wrap=_under_routes_of_replica_0,
+        says="under given routes, ",
         diagnosis="those under routes of other rows",
     ),
 )

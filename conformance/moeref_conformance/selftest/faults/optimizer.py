@@ -685,6 +685,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_clipped,
         one_rank=True,
+        says="are not where Adam moves them",
         diagnosis="gradients are clipped to a norm of 1",
     ),
     Fault(
@@ -694,6 +695,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_with_epsilon,
         one_rank=True,
+        says="are not where Adam moves them",
         diagnosis="epsilon is 1e-06, not 1e-08",
     ),
     Fault(
@@ -711,6 +713,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "tp2", optimizer_step=True),
         patch=_with_betas_of_pretraining,
         one_rank=True,
+        says="are not where Adam moves them",
         diagnosis="betas are (0.9, 0.95), not (0.9, 0.999)",
     ),
     Fault(
@@ -721,6 +724,7 @@ FAULTS = (
         patch=_without_moments,
         wrap=_counting_streams,
         one_rank=True,
+        says="are not where Adam moves them",
         diagnosis="moments are lost: it moves as by a first step",
     ),
     Fault(
@@ -847,6 +851,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", optimizer_step=True),
         patch=_with_old_gradients,
         one_rank=True,
+        says="are not where Adam moves them",
         diagnosis="where it has no gradient, that of the step before counts again",
     ),
     Fault(

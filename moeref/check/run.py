@@ -115,11 +115,14 @@ def check(
 
 
 def _of_files(published: Model, model: Model) -> tuple[str, ...]:
-    """Notes on what loading does to the published files: MTP layers that a run leaves out, FP8 weights."""
+    """Notes on what loading does to the published files: what it skips, FP8 weights."""
     number, block = published.most_mtp_layers - model.mtp_layers, model.fp8_block
     notes = []
     if number:
         notes.append(f"{number} MTP layers are left out: stages lack them, and loading skips their tensors")
+    elif model.ignored:
+        named = " and ".join(f"{prefix}*" for prefix in model.ignored)
+        notes.append(f"tensors {named} are left out where files have them: loading skips them, and no export has them")
     if block is not None:
         notes.append(f"FP8 files, blocks of {block[0]} × {block[1]}: loading makes them bf16, and export sends bf16")
     return tuple(notes)

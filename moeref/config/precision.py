@@ -25,6 +25,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     **{recipe: {"bf16": True, **fp8(recipe)} for recipe in ("tensorwise", "delayed", "mxfp8", "blockwise")},
     "nvfp4": {"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
+#: What the widths of linears are multiples of, for each recipe. Blocks of 128 × 128 may reach over the end of a weight:
+#: `linear_kv_down_proj` of DeepSeek-V3 and Moonlight has 576 rows, and NeMo-RL trains the latter so (RL 7ea279ab,
+#: `grpo-moonlight-16ba3b-4n8g-megatron-fp8-e2e`). Transformer Engine 2.20 asks for multiples of 16 there.
+WIDTHS = {**padding.RECIPES, "blockwise": 16}
 #: The weights whose GEMMs are quantised.
 _QUANTISED = re.compile(r"\.(linear_\w+|in_proj|out_proj|eh_proj)\.weight\d*$")
 
@@ -41,19 +45,18 @@ def recipe(values: Mapping[str, Any]) -> str | None:
 def unfit_widths(shards: Iterable[tuple[str, tuple[int, ...]]], recipe: str) -> str:
     """Why linears with these names and shapes cannot be computed under `recipe`; "" if they can.
 
-    The kernels of a recipe need whole blocks. Other widths fail in a kernel or are silently computed without
-    quantisation.
+    Other widths fail in a kernel or are silently computed without quantisation.
     """
-    rows = padding.RECIPES[recipe]
+    multiple = WIDTHS[recipe]
     wrong = [
         f"{name} {list(shape)}"
         for name, shape in shards
-        if _QUANTISED.search(name) and any(width % rows for width in shape)
+        if _QUANTISED.search(name) and any(width % multiple for width in shape)
     ]
     if not wrong:
         return ""
     shown = ", ".join(wrong[:3]) + (f", … ({len(wrong) - 3} more)" if len(wrong) > 3 else "")
     return (
-        f"{recipe} GEMMs take widths in multiples of {rows}, which these linears are not: {shown}; "
+        f"{recipe} GEMMs take widths in multiples of {multiple}, which these linears are not: {shown}; "
         "use less of tp and etp, or another recipe"
     )

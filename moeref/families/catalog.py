@@ -74,6 +74,6 @@ def known(name: str) -> dict[str, Any]:
     if found is None:
         near = difflib.get_close_matches(name.lower()[:100], sources(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise FamilyError(f"unknown model {name!r}; {hint}Known are {', '.join(sources())}")
+        raise FamilyError(f"unknown model {name!r}; {hint}The MoE models known by name are {', '.join(sources())}")
     base, keys = found
     return {**json.loads(_folder().joinpath(f"{base}.json").read_text(encoding="utf-8")), **keys}

@@ -292,13 +292,19 @@ def test_a_precision_is_settings_and_rows(precision: str, settings: dict[str, An
         ("ep=8", "nvfp4", MoEConfig(), "no FP8 recipe of delayed, .*only those are built"),
         ("ep=8", "bf16", through(fp4="e2m1", fp4_recipe="nvfp4"), "only those are built"),
         ("ep=8", "bf16", through(fp8="e4m3", fp8_recipe="custom"), "only those are built"),
-        ("tp=8,ep=2,etp=8", "blockwise", MoEConfig(), r"blockwise GEMMs take widths in multiples of 128.*linear_fc2"),
+        ("tp=8,ep=2,etp=8", "mxfp8", MoEConfig(), r"mxfp8 GEMMs take widths in multiples of 32.*linear_fc2"),
     ],
 )
 def test_what_the_builder_refuses_is_a_problem(layout: str, precision: str, asked: MoEConfig, says: str) -> None:
     report = check("glm-4.5-air", layout, precision=precision, asked=asked)
     assert report.record is None
     assert any(p.about == "config" and re.search(says, p.text) and p.fix for p in report.problems), report.problems
+
+
+def test_blocks_may_end_inside_of_a_weight() -> None:
+    layout = "pp=4,ep=4,etp=1,first=7,last=6,world=32"  # NeMo-RL's recipe of Moonlight in FP8
+    report = check("moonlight-16b-a3b", layout, precision="blockwise", verify=False)
+    assert report.verdict == "works", report.problems
 
 
 def test_settings_that_mean_nothing_are_told_one_by_one() -> None:

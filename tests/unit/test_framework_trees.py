@@ -267,6 +267,7 @@ def test_what_nemo_rl_s_tree_says(
         ("a: &a {b: *a}", "run.yaml"),
         ("policy: {precision: float16, model_name: gpt-oss-20b}", "moeref knows bfloat16"),
         ("policy: {precision: bfloat16}", "does not name a model"),
+        ("policy: {precision: bfloat16, model_name: null}", "does not name a model"),
     ],
 )
 def test_bad_yaml_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
@@ -623,6 +624,14 @@ def test_ms_swift_s_yaml_does_not_say_its_command(tmp_path: Path) -> None:
     assert told.verdict == "works", _said(told)
     assert told.settings is not None
     assert told.settings["calculate_per_token_loss"] is False
+
+
+@pytest.mark.parametrize("program", ["megatron export", "python swift/cli/_megatron/export.py"])
+def test_a_conversion_of_ms_swift_is_no_run(tmp_path: Path, program: str) -> None:
+    path = tmp_path / "export.sh"
+    path.write_text(f"{program} --model Qwen/Qwen3-30B-A3B --to_hf true --tensor_model_parallel_size 2\n")
+    with pytest.raises(CheckError, match=r"^export.sh: megatron export converts a checkpoint and trains nothing; give"):
+        read("ms-swift", [str(path)], "0.19.2")
 
 
 def test_memory_of_another_optimizer_refuses_no_run(tmp_path: Path) -> None:

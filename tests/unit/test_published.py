@@ -35,6 +35,10 @@ COUNTS = {
     "moonlight-16b-a3b": (5_317, 15_960_110_208),
     # In files, 1,650,471,424 more in an MTP layer, which a run has if it says so.
     "qwen3-next-80b-a3b": (74_391, 81_324_862_720 - 1_650_471_424),
+    # Of the text models: vision and MTP layers are left out. Two tensors of each layer hold its experts.
+    "qwen3.5-35b-a3b": (693 + 40 * (3 * 256 - 2), 35_951_822_704 - 446_571_248 - 844_640_768),
+    "qwen3.5-122b-a10b": (831 + 48 * (3 * 256 - 2), 122_111_526_912),
+    "qwen3.5-397b-a17b": (1_038 + 60 * (3 * 512 - 2), 396_346_350_336),
     "qwen3-235b-a22b": (94 * (128 * 3 + 9) + 3, 235_093_634_560),
     "qwen3-30b-a3b": (48 * (128 * 3 + 9) + 3, 30_532_122_624),
 }
@@ -98,7 +102,9 @@ def test_an_unknown_name_is_told_the_nearest() -> None:
         families.known("Qwen3-30B")
     with pytest.raises(FamilyError, match=r"did you mean gpt-oss-20b\?"):
         families.known("gpt")
-    with pytest.raises(FamilyError, match=r"^unknown model 'xyzzy'; Known are deepseek-v3, glm-4\.5, "):
+    with pytest.raises(
+        FamilyError, match=r"^unknown model 'xyzzy'; The MoE models known by name are deepseek-v3, glm-4\.5, "
+    ):
         families.known("xyzzy")
 
 

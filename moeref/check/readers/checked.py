@@ -260,7 +260,7 @@ def _computed(field: str, value: Value, draft: Draft, problems: list[Problem], n
 
 def _model(reading: Reading) -> str:
     """The model's path if it is there, else the last part of it."""
-    text = str(reading.model.value) if reading.model else ""
+    text = str(reading.model.value) if reading.model and reading.model.value is not None else ""
     name = text.rstrip("/").rpartition("/")[2]
     if not name or "$" in name or "`" in name:
         why = next((f": {problem.text}" for problem in reading.problems if problem.about == "script"), "")

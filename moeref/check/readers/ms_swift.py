@@ -25,7 +25,7 @@ from moeref.families import Model
 
 NAME = "ms-swift"
 PROGRAM = r"(?:.*/)?megatron|(?:.*/)?swift/cli/_megatron/\w+\.py|swift\.cli\._megatron\.\w+"
-_COMMANDS = ("sft", "rlhf", "pt")
+_COMMANDS, _CONVERTS = ("sft", "rlhf", "pt"), "export"
 _RANKS = ("NNODES", "NPROC_PER_NODE")
 _MODES = ("disabled", "R2", "R3")
 #: Families whose linears have biases, those of experts too.
@@ -156,8 +156,12 @@ def read(paths: Sequence[Path], given: Mapping[str, str], core: str) -> Reading:
                 tree.overrides([_override(flag, values, word)])
             if not flag.startswith("-") or (values and may_hold_arguments(values[0], first=True)):
                 reading.unread.append(Value((values or [word])[0].text, "", word.where, known=False))
-        others = leading[1:] if leading and leading[0].text in _COMMANDS else leading
-        kinds.add(leading[0].text if others != leading else _command(program_of(script, PROGRAM)))
+        named = bool(leading) and leading[0].text in (*_COMMANDS, _CONVERTS)
+        kind, others = (leading[0].text, leading[1:]) if named else (_command(program_of(script, PROGRAM)), leading)
+        if kind == _CONVERTS:
+            text = f"megatron {kind} converts a checkpoint and trains nothing"
+            raise CheckError(f"{path.name}: {text}; give a script whose last command is one of {', '.join(_COMMANDS)}")
+        kinds.add(kind)
         reading.unread += [Value(word.text, "", word.where) for word in others]
     own = {*_RANKS, *names()}
     tree.overrides(Word(f"{name}={value}", GIVEN) for name, value in given.items() if name in own)

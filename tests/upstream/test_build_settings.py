@@ -171,8 +171,9 @@ def test_widths_that_a_recipe_does_not_divide_are_refused() -> None:
         precision.check_widths(ShardMap(at, layout), 0, _Config(recipe))
 
     check(wide, "mxfp8", Layout(tp=2))
+    check(wide, "blockwise", Layout(tp=2))
     check(model("qwen3_moe"), None, Layout())
-    with pytest.raises(ConfigError, match=r"multiples of 128.*linear_qkv.weight \[256, 64\]"):
-        check(wide, "blockwise", Layout())
+    with pytest.raises(ConfigError, match=r"multiples of 16.*linear_fc2.weight \[64, 8\]"):
+        check(replace(wide, moe_ffn=16), "blockwise", Layout(tp=2))
     with pytest.raises(ConfigError, match=r"linear_fc2.weight \[64, 8\]"):
         check(replace(wide, moe_ffn=16), "delayed", Layout(tp=2))

@@ -114,8 +114,8 @@ def _pieces(name: str) -> _Pieces:
 class ShardMap:
     """Where every parameter of a model lies under one layout. All methods are arithmetic: no module, no collective.
 
-    names: how Megatron names parameters. expert_format: `per_expert` as in published files, or `fused` as in
-    transformers 5's memory. divisible_by: the vocabulary is padded to a multiple of this times TP.
+    names: how Megatron names parameters. expert_format: `per_expert` as in most published files, `fused` as in
+    transformers 5's memory, or `fused_decoder`. divisible_by: the vocabulary is padded to a multiple of this times TP.
     """
 
     model: Model
@@ -147,9 +147,15 @@ class ShardMap:
 
     def for_checkpoint(self, names: set[str]) -> ShardMap:
         """The map in the expert format of a checkpoint whose tensors have these `names`."""
-        layers = range(self.model.num_layers + self.model.mtp_layers)
+        decoder, mtp = (self._has_fused(names, of) for of in (range(self.model.num_layers), self._mtp_layers))
+        if mtp or (decoder and not self._mtp_layers):
+            return self.in_format("fused")
+        return self.in_format("fused_decoder" if decoder else "per_expert")
+
+    def _has_fused(self, names: set[str], layers: range) -> bool:
+        """Whether any of `names` is a tensor of all experts of one of these layers."""
         fused = {self._hf_name(m.fused, layer) for m in self._mappings if m.fused for layer in layers}
-        return self.in_format("per_expert" if names.isdisjoint(fused) else "fused")
+        return not names.isdisjoint(fused)
 
     def in_format(self, expert_format: ExpertFormat) -> ShardMap:
         """The map with the Hugging Face side in this expert format; itself if it has that already."""
@@ -191,11 +197,15 @@ class ShardMap:
 
     def _made(self, mapping: ParamMapping, layer: int | None) -> _Rows:
         model, mtp = self.model, layer in self._mtp_layers
-        tensors = (mapping.fused,) if self.expert_format == "fused" and mapping.fused else mapping.hf
+        tensors = (mapping.fused,) if mapping.fused and self._is_fused(layer) else mapping.hf
         dtype = mapping.dtype or model.param_dtype
         hf = (HFTensor(self._hf_name(t, layer), self._shape(t), dtype) for t in tensors)
         number = layer - model.num_layers if layer is not None and mtp else layer
         return _Rows(mapping, layer, _in_layer(self.names.of(mapping, mtp=mtp), number), tuple(hf))
+
+    def _is_fused(self, layer: int | None) -> bool:
+        """Whether one Hugging Face tensor holds all experts of `layer`."""
+        return self.expert_format == "fused" or (self.expert_format == "fused_decoder" and layer not in self._mtp_layers)
 
     def _shape(self, tensor: HFPattern) -> tuple[int, ...]:
         return tuple(self.model.dims[dim] for dim in tensor.dims)
@@ -203,7 +213,8 @@ class ShardMap:
     def _hf_name(self, tensor: HFPattern, layer: int | None) -> str:
         """The name in `layer`. MTP layers follow the decoder's, or are counted apart."""
         if self.model.mtp_apart and layer is not None and layer in self._mtp_layers:
-            return _in_layer(tensor.name.replace("model.layers.", "mtp.layers."), layer - self.model.num_layers)
+            _, within, rest = tensor.name.partition(".layers.")
+            return _in_layer(f"mtp.layers.{rest}" if within else tensor.name, layer - self.model.num_layers)
         return _in_layer(tensor.name, layer)
 
     def _outside(self, mapping: ParamMapping) -> GlobalParam:
@@ -241,7 +252,8 @@ class ShardMap:
 
     def _has_own(self, param: GlobalParam) -> bool:
         """Whether every expert has Hugging Face tensors of its own for this parameter."""
-        return self.expert_format == "per_expert" and "{expert}" in param.mapping.hf[0].name
+        mapping = param.mapping
+        return "{expert}" in mapping.hf[0].name and not (mapping.fused and self._is_fused(param.layer))
 
     def kind(self, param: GlobalParam) -> tuple[ParamMapping, int | None]:
         """Parameters of one kind are cut alike: every expert with tensors of its own, in every layer."""
@@ -253,7 +265,7 @@ class ShardMap:
         return self._shard(mapping, part, expert)
 
     def _shard(self, mapping: ParamMapping, part: int, expert: int | None) -> Shard:
-        """`expert` is None where experts have Hugging Face tensors of their own: these are cut alike."""
+        """`expert` is None where experts have Hugging Face tensors of their own: these are cut alike, in every layer."""
         key = mapping, part, expert
         if key not in self._shards:
             self._shards[key] = self._cut(mapping, part, expert)
@@ -269,7 +281,7 @@ class ShardMap:
                 layout.etp if "{expert}" in mapping.megatron else layout.tp,
                 padded=padded_vocab(self.model, layout.tp, self.divisible_by),
                 expert=expert,
-                fused=self.expert_format == "fused" and mapping.fused is not None,
+                fused=expert is not None and mapping.fused is not None,
             )
         except BridgeError as error:
             raise BridgeError(f"{error} (layout {layout.text})") from None

@@ -12,7 +12,9 @@ from moeref.families.model import Model
 
 Sharding = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up", "gated_qkv", "gdn_in_proj", "gdn_conv1d"]
 Where = Literal["first", "last", "layer", "dense", "moe", "attention", "gated_delta_net", "mtp"]
-ExpertFormat = Literal["per_expert", "fused"]
+#: Hugging Face files have a tensor for each expert; one for all of a layer; or this of the decoder and that of MTP layers.
+#: Qwen3.5 is published so, its FP8 files have a tensor for each expert, and Qwen3.6's one also of the MTP layer.
+ExpertFormat = Literal["per_expert", "fused", "fused_decoder"]
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,8 @@ class Model:
             most = f"its files have {self.most_mtp_layers} such layers{' with a tied head' if self.tied else ''}"
             raise UnmappedModelError(f"{self.family}: mtp_num_layers={layers}: {most}")
         if self.mtp_apart:
-            return replace(self, mtp_layers=layers, ignored=() if layers else ("mtp.",))
+            others = tuple(prefix for prefix in self.ignored if prefix != "mtp.")
+            return replace(self, mtp_layers=layers, ignored=others if layers else ("mtp.", *others))
         left_out = range(self.num_layers + layers, self.num_layers + self.mtp_layers)
         ignored = (*self.ignored, *(f"model.layers.{layer}." for layer in left_out))
         return replace(self, mtp_layers=layers, ignored=ignored)

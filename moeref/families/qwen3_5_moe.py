@@ -31,4 +31,5 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A published `config.json` as a `Model`, the keys of its `text_config` among its own."""
     if "text_config" not in hf:
         raise FamilyError(f"{NAME}: config.json has no text_config; a text model's own is of type qwen3_5_moe_text")
-    return replace(qwen3_5_moe_text.read(hf, dtype), family=NAME, ignored=("mtp.", "model.visual."))
+    model = qwen3_5_moe_text.read(hf, dtype)
+    return replace(model, family=NAME, ignored=(*model.ignored, "model.visual."))

@@ -13,7 +13,7 @@ from typing import Any
 from moeref.families.mapping import HFPattern, ParamMapping
 from moeref.families.model import Model
 from moeref.families.qwen3_next import MAPPINGS as OF_QWEN3_NEXT
-from moeref.families.qwen3_next import read_hybrid
+from moeref.families.qwen3_next import read_hybrid, with_mtp_apart
 from moeref.families.reading import check_switches, require
 
 NAME = "qwen3_5_moe_text"
@@ -35,12 +35,13 @@ def _of_this(mapping: ParamMapping) -> ParamMapping:
     return replace(mapping, dtype="float32") if in_fp32 else mapping
 
 
-#: Qwen3-Next's table with other linears before its gated delta nets, without dense layers and the MTP layer.
-MAPPINGS = tuple(_of_this(mapping) for mapping in OF_QWEN3_NEXT if mapping.where not in ("dense", "mtp"))
+#: Qwen3-Next's table with other linears before its gated delta nets, without dense layers.
+MAPPINGS = tuple(_of_this(mapping) for mapping in OF_QWEN3_NEXT if mapping.where != "dense")
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
-    """The text model's config as a `Model`. The experts' weights are always normalised."""
+    """The text model's config as a `Model`, with an MTP layer if it says so. The experts' weights are always normalised."""
     check_switches(hf, NAME, {"norm_topk_prob": True, "attn_output_gate": True, "mlp_only_layers": []})
+    check_switches(hf, NAME, {"mtp_use_dedicated_embeddings": False})
     width = require(hf, NAME, "moe_intermediate_size")  # no layer is dense
-    return read_hybrid({**hf, "intermediate_size": width}, NAME, dtype)
+    return with_mtp_apart(read_hybrid({**hf, "intermediate_size": width}, NAME, dtype), hf, "mtp_num_hidden_layers")

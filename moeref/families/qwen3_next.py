@@ -184,10 +184,15 @@ MAPPINGS = (
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A Qwen3-Next `config.json` as a `Model`, with an MTP layer if it says so."""
-    layers = int(hf.get("num_nextn_predict_layers") or 0)
+    return with_mtp_apart(read_hybrid(hf, NAME, dtype), hf, "num_nextn_predict_layers")
+
+
+def with_mtp_apart(model: Model, hf: Mapping[str, Any], key: str) -> Model:
+    """The model with the MTP layer that `key` of its config counts, whose tensors are apart in files, or without."""
+    layers = int(hf.get(key) or 0)
     if layers > 1:
-        raise UnmappedModelError(f"{NAME}: num_nextn_predict_layers={layers} is not mapped; published files have one")
-    return replace(read_hybrid(hf, NAME, dtype), mtp_apart=True).with_mtp(layers)
+        raise UnmappedModelError(f"{model.family}: {key}={layers} is not mapped; published files have one")
+    return replace(model, mtp_apart=True).with_mtp(layers)
 
 
 def read_hybrid(hf: Mapping[str, Any], name: str, dtype: str) -> Model:

@@ -19,11 +19,12 @@ _POSITIVE = (
 )
 _COUNTS = (
     *("q_lora_rank", "n_shared_experts", "num_nextn_predict_layers", "first_k_dense_replace", "n_group", "topk_group"),
-    "shared_expert_intermediate_size",
+    *("shared_expert_intermediate_size", "mtp_num_hidden_layers"),
 )
 _LIMIT = 100_000_000
 #: Whole numbers with limits of their own: what there is one object each of.
-_LIMITS = {"num_hidden_layers": (1, 10_000), "num_nextn_predict_layers": (0, 100), "num_experts": (1, 65_536)}
+_LIMITS = {"num_hidden_layers": (1, 10_000), "num_experts": (1, 65_536)}
+_LIMITS |= dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), (0, 100))
 _LIMITS |= dict.fromkeys(("num_local_experts", "n_routed_experts"), (1, 65_536))
 _RANGES = {**dict.fromkeys(_COUNTS, (0, _LIMIT)), **dict.fromkeys(_POSITIVE, (1, _LIMIT)), **_LIMITS}
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -191,7 +191,8 @@ def expert_format(folder: Path) -> ExpertFormat:
     """The expert format of the Hugging Face checkpoint that `folder` was written from; `per_expert` if not known."""
     note = folder / MANIFEST
     said = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
-    return "fused" if said.get("expert_format") == "fused" else "per_expert"
+    known: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
+    return next((name for name in known if name == said.get("expert_format")), "per_expert")
 
 
 def _agreement(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from moeref_conformance.contract.api import Claims
 from moeref_conformance.judges import Case
-from moeref_conformance.judges.observed_routes import oracle, oracle_of, without_route
+from moeref_conformance.judges.observed_routes import oracle, oracle_of, seen_routes, without_route
 from moeref_conformance.oracles import routed
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.selftest.faults.base import cell
@@ -35,5 +35,5 @@ def test_transformers_takes_all_choices_of_a_token_that_chose_otherwise_in_one_l
     other = next(o for o in others if any(chosen_after(o)[layer] != native.experts[layer] for layer in later))
     seen = {layer: dict(places) for layer, places in native.experts.items()}
     seen[first][place] = other
-    case.made["seen_routes", "step-a"] = (seen, [])
+    case.made[seen_routes.__wrapped__, "step-a"] = (seen, [])  # type: ignore[attr-defined]
     assert oracle_of(case, "step-a").experts == seen

@@ -172,11 +172,11 @@ def left_by_forward(case: Case, rows: list[list[str]]) -> list[list[str]]:
 
 
 def once(make: Callable[Concatenate[Case, P], T]) -> Callable[Concatenate[Case, P], T]:
-    """Cache in a case what `make` derives from it."""
+    """Cache in a case what `make` derives from it and from its other arguments, which are hashable."""
 
     @functools.wraps(make)
     def cached(case: Case, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        key = (make.__name__, *args)
+        key = (make, *args, *kwargs.items())  # the function, as two modules may have one of the same name
         if key not in case.made:
             case.made[key] = make(case, *args, **kwargs)
         made: T = case.made[key]

@@ -320,19 +320,3 @@ def _rows(tensor: torch.Tensor) -> Iterator[bytes]:
     content = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     width = len(content) // max(len(tensor), 1)
     return (content[i * width : (i + 1) * width] for i in range(len(tensor)))
-
-
-__all__ = [
-    "Place",
-    "Seen",
-    "oracle",
-    "oracle_of",
-    "oracle_recorded",
-    "own_choice",
-    "replayed",
-    "rounding",
-    "route_set",
-    "seen_routes",
-    "weights",
-    "without_route",
-]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moeref_conformance.contract.api import API_VERSION, FACETS, Claims, Info, Target
-from moeref_conformance.contract.cells import ADAPTER_MODULES, DESIGNS
+from moeref_conformance.contract.cells import ADAPTER_MODULES, DESIGNS, LIMITED
 from moeref_conformance.contract.checks import BadInput, check_known, check_name, nearest
 from moeref_conformance.contract.rules import judged_facets
 from moeref_conformance.targets.peers import PEERS
@@ -121,16 +121,24 @@ def _checked(spec: str, candidate: Any) -> Target:
     if candidate.info.api != API_VERSION:
         raise BadInput(f"target {spec!r} speaks API {candidate.info.api}; this kit speaks {API_VERSION}")
     check_name(f"target {spec!r}: info.name", candidate.info.name)
-    for facet in sorted(candidate.claims.facets - set(FACETS)):
-        raise BadInput(f"target {spec!r} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
-    for name, choices in DESIGNS.items():
-        if (value := getattr(candidate.claims, name)) not in choices:
-            raise BadInput(f"target {spec!r} claims {name}={value!r}, not one of {', '.join(map(repr, choices))}")
-    modules = sorted(candidate.claims.adapter_modules)
-    check_known(f"target {spec!r}: claims", "linear in adapter_modules", modules, ADAPTER_MODULES)
-    for facet in sorted(candidate.claims.facets - judged_facets()):
-        raise BadInput(f"target {spec!r} claims the facet {facet!r}, which no rule judges")
+    _check_claims(f"target {spec!r}", candidate.claims)
     return cast(Target, candidate)
+
+
+def _check_claims(where: str, claims: Claims) -> None:
+    """Raise `BadInput` for a name or a value in `claims` that the kit does not know or that no rule judges."""
+    for facet in sorted(claims.facets - set(FACETS)):
+        raise BadInput(f"{where} claims an unknown facet {facet!r}{nearest(facet, FACETS)}")
+    for facet in sorted(claims.facets - judged_facets()):
+        raise BadInput(f"{where} claims the facet {facet!r}, which no rule judges")
+    for name, choices in DESIGNS.items():
+        if (value := getattr(claims, name)) not in choices:
+            raise BadInput(f"{where} claims {name}={value!r}, not one of {', '.join(map(repr, choices))}")
+    check_known(f"{where}: claims", "linear in adapter_modules", sorted(claims.adapter_modules), ADAPTER_MODULES)
+    for key in sorted(claims.limits):
+        family, _, field = key.rpartition(".")
+        check_known(f"{where}: claims.limits: {key!r}", "field", [field], LIMITED)
+        check_known(f"{where}: claims.limits: {key!r}", "family", [family] if family else [], claims.families)
 
 
 def _is_count(value: Any) -> bool:

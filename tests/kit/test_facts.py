@@ -101,6 +101,22 @@ def test_facts_have_the_types_of_their_fields(
 
 
 @pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ({"vvp": 1}, "'vvp': unknown field 'vvp'; did you mean 'vpp'\\?"),
+        ({"qwen3_mo.cp": 1}, "'qwen3_mo.cp': unknown family 'qwen3_mo'; did you mean 'qwen3_moe'\\?"),
+        ({"family": 1}, "'family': unknown field 'family'"),
+    ],
+)
+def test_a_limit_of_nothing_is_refused(limits: dict[str, int], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = replace(toy_static.Toy.claims, families=frozenset({"qwen3_moe"}), limits=limits)
+    target = SimpleNamespace(info=toy_static.Toy.info, claims=claims, open=print)
+    monkeypatch.setitem(sys.modules, "toy_limited", SimpleNamespace(target=target))  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=f"target 'toy_limited:target': claims.limits: {says}"):
+        resolve("toy_limited:target")
+
+
+@pytest.mark.parametrize(
     ("module", "says"),
     [
         ("import no_such_module", "cannot import refuses: No module named 'no_such_module'"),

@@ -152,7 +152,7 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
         "SYN-006",
         "sync_under_way",
         _first_mode(lambda found: found["amid"]["behind"][0].update(versions=[1] * 6)),
-        "behind an update amid which a sample was asked for",
+        "after an update amid which a sample was asked for",
     ),
     "samples behind an update amid them have no routes": (
         "SYN-011",

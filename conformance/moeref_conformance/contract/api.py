@@ -126,7 +126,7 @@ class Forward(Protocol):
 
         `tokens_BS` is int64 and equal on all ranks; positions are 0..S-1; no dropout. Each row is one microbatch; where
         the cell's `batch` is `pairs`, rows 2i and 2i+1 are one, of shape [S, 2] in Megatron. Where it is `packed`,
-        rows 3i to 3i+2 are packed into one sequence: a row ends before its first -1, and logits behind its end count
+        rows 3i to 3i+2 are packed into one sequence: a row ends before its first -1, and logits after its end count
         for nothing. S is a multiple of TP, and of 2·CP·TP under CP, and not the same in every call.
         """
 
@@ -150,7 +150,7 @@ class Logprobs(Protocol):
     ) -> TokenLogprobs | None:
         """In fp32, over the unpadded vocabulary and of logits divided by `temperature`, on the ranks of the last stage;
         elsewhere the same, or None. Of all positions, under context parallelism too. Tokens are as in `Forward.logits`,
-        but each data-parallel replica may get the rows in an order of its own; what stands behind the end of a row
+        but each data-parallel replica may get the rows in an order of its own; what stands after the end of a row
         counts for nothing. Of a model in bf16 too, the softmax is computed in fp32.
 
         Logprobs are those of the weights as they are now. In a cell with replay R3, and in no other, `routes` are
@@ -234,7 +234,7 @@ class Optimizer(Protocol):
     def make(self) -> None:
         """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
 
-        Of a target that claims `optimizer_saves` it is called again behind steps, four times. From then on a new
+        Of a target that claims `optimizer_saves` it is called again after steps, four times. From then on a new
         optimizer takes them, from the weights as they are, and what the one before held is gone. The last time routers
         are frozen: parameters without `requires_grad` where it is made stay as they are.
 
@@ -261,7 +261,7 @@ class Optimizer(Protocol):
         """
 
     def restore(self, folder: Path) -> None:
-        """Go on as the optimizer that was saved to this folder. Called behind `make`, with the weights of then. These
+        """Go on as the optimizer that was saved to this folder. Called after `make`, with the weights of then. These
         stay as they are, and may be streamed before the next step."""
 
 

@@ -402,7 +402,7 @@ def logits_are_of_what_is_sent(case: Case, sent: list[_Sent]) -> Outcome:
 @judges("LRA-004")
 @_of_sent
 def the_base_stays(case: Case, sent: list[_Sent]) -> Outcome:
-    """Weights bit for bit, logits of the base, and adapters and logits behind a stream of merged weights."""
+    """Weights bit for bit, logits of the base, and adapters and logits after a stream of merged weights."""
     findings = without(case, "shards")
     findings += [found for record in records(case, "adapters", "shards") for found in _held(case, record)]
     more, worst = _logits(case, "base", expected(case).logits_BSV, "transformers'")
@@ -433,12 +433,12 @@ def _not_again(case: Case, sent: _Sent) -> Iterator[Finding]:
     for name in sorted(sent.phases["step2"].keys() & sent.phases["again"].keys()):
         if not same(sent.phases["step2"][name], sent.phases["again"][name]):
             said = scaled(sent.phases["step2"][name], sent.phases["again"][name])
-            message = f"again: {name} has changed behind the merged stream"
+            message = f"again: {name} has changed after the merged stream"
             yield _found(case, sent.rank, name, message, diagnosis=said)
 
 
 def _not_as_before(case: Case, rank: int, before: torch.Tensor | None, after: torch.Tensor | None) -> Iterator[Finding]:
-    """Logits behind the merged stream are those before it; bit for bit, unless sums come in any order."""
+    """Logits after the merged stream are those before it; bit for bit, unless sums come in any order."""
     if before is None and after is None:
         return
     if before is None or after is None or before.shape != after.shape:

@@ -35,8 +35,8 @@ NATIVE = "in {} rounding turns routes: judged under given routes, where replay R
 #: How far the logits of two layouts may be apart in fp32, and on a GPU those of one layout.
 #: Largest differences seen: 2.4e-6 on three kinds of CPU (Qwen3-Next, TP and EP), and 2.1e-7 of one layout on an H100.
 LAYOUT = 1e-5
-#: How far logits and logprobs may be off behind a step or a call, relative to the largest.
-BEHIND = 1e-5
+#: How far logits and logprobs may move over a step or a call that leaves the weights alone, relative to the largest.
+ANSWERS_APART = 1e-5
 #: In bf16 a target may be this many times as far from fp32 as transformers' own bf16 is under the same routes.
 #: Measured on one rank, TP2, EP2 and PP2, over two kinds of CPU: logits 0.8 to 1.2 times, gradients up to 1.4.
 ROUNDINGS = 2.0
@@ -78,14 +78,17 @@ def check_no_crash(case: Case) -> None:
 
 
 def without(case: Case, *steps: str) -> list[Finding]:
-    """`lacking`. Raises `Untested` if there are any, and a rank failed."""
-    if missing := lacking(case, *steps):
+    """A finding for every rank that has no record of one of the steps. A judge begins with them.
+
+    Raises `Untested` instead where a rank failed: RUN-001 says so, and the records are missing because of that.
+    """
+    if missing := missing_records(case, *steps):
         check_no_crash(case)
     return missing
 
 
-def lacking(case: Case, *steps: str) -> list[Finding]:
-    """A finding for every rank that has no record of one of the steps."""
+def missing_records(case: Case, *steps: str) -> list[Finding]:
+    """As `without`, also where a rank failed."""
     have = {record.rank: record for record in observed(case).ranks}
     return [
         finding(case, rank, step, f"no record of step {step}")
@@ -152,12 +155,15 @@ def changed(case: Case, rank: int, step: str, call: str, rows: list[list[str]]) 
         yield finding(case, rank, step, message, diagnosis=f"not as before the {call}: {kind}")
 
 
-def behind(case: Case, step: str, of: str = "step") -> Iterator[Finding]:
-    """Answers that are others behind a step, or the call that it records: they leave the weights as they are."""
+def changed_answers(case: Case, step: str, of: str = "step") -> Iterator[Finding]:
+    """A finding for logits or logprobs that a recorded step has moved, though it leaves the weights as they are.
+
+    `of` is what messages call the step.
+    """
     for rank, value in values(case, step):
         for name, far in ((value or {}).get("off") or {}).items():
-            if not far <= BEHIND:
-                message = f"behind the {of} {name} are off those before it by {far:.2g} of the largest"
+            if not far <= ANSWERS_APART:
+                message = f"after the {of} {name} are off those before it by {far:.2g} of the largest"
                 yield finding(case, rank, step, message)
 
 
@@ -298,7 +304,7 @@ def only_last_stage(case: Case, step: str, have: Collection[int], what: str = "l
 
 
 def tokens_of(case: Case) -> torch.Tensor:
-    """Which positions of the tokens [B, S] are tokens, and none behind the end of a row."""
+    """Which positions of the tokens [B, S] are tokens, and none after the end of a row."""
     return expected(case).tokens_BS >= 0
 
 

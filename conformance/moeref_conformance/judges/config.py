@@ -205,7 +205,7 @@ def _weights_of_rounded_logits(case: Case) -> Iterator[Finding]:
     """A finding for each rank and layer whose experts weigh rows as logits in fp32 do not have it.
 
     A weight that is rounded itself, to the parameters' dtype, is none of these. Nor are those of a layer that are all
-    off by one factor, which counts behind the experts: RPL-004 judges it.
+    off by one factor, which counts after the experts: RPL-004 judges it.
     """
     said = set[tuple[int, int]]()
     of_both = [one for phase in ("native-before", "replay-a") for one in weights(case, phase)]

@@ -287,7 +287,7 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
 
 
 def _behind_a_step(case: Case) -> Iterator[Finding]:
-    """Tensors that are lost behind a step of the optimizer, and shards that no rank holds as they were sent then.
+    """Tensors that are lost after a step of the optimizer, and shards that no rank holds as they were sent then.
 
     Not of tensors that were wrong in the first export, nor where a target takes no such step.
     """
@@ -300,7 +300,7 @@ def _behind_a_step(case: Case) -> Iterator[Finding]:
     lost = [name for name, right in want.items() if name not in sent or sent[name].shape != right.shape]
     for name in (name for name in lost if name not in wrong):
         how = "in another shape" if name in sent else "never"
-        yield finding(case, None, "optimizer", f"{name} was {how} sent behind a step of the optimizer", hf_name=name)
+        yield finding(case, None, "optimizer", f"{name} was {how} sent after a step of the optimizer", hf_name=name)
     wrong.update(lost)
     placed = Placement(case.cell, expected(case).config, {**want, **sent})
     # Of replicas that hold other values OPT-002 tells.
@@ -318,12 +318,12 @@ def _behind_a_step(case: Case) -> Iterator[Finding]:
 def _sent_otherwise(
     case: Case, rank: int, key: str, held: ExpectedShard, still: torch.Tensor, moved: torch.Tensor
 ) -> Finding | None:
-    """The finding of a parameter that does not hold what was sent behind a step."""
+    """The finding of a parameter that does not hold what was sent after a step."""
     difference = compare(held.tensor, moved, held.rows)
     if difference is None or less_one(case, key, held, moved):
         return None
     said = "stale: what it held before the step" if compare(held.tensor, still, held.rows) is None else ""
-    message = f"{key}: behind a step of the optimizer it is not what is sent as {names_text(held.hf)}"
+    message = f"{key}: after a step of the optimizer it is not what is sent as {names_text(held.hf)}"
     more = {"local_name": key.partition(":")[2], "hf_name": held.hf[0], "diagnosis": said, **difference.told}
     return finding(case, rank, "optimizer", f"{message}: {difference.text}", **more)
 

@@ -24,7 +24,7 @@ from moeref_conformance.judges import Case, judges, loss_terms
 from moeref_conformance.judges.common import (
     NATIVE,
     ROUNDINGS,
-    behind,
+    changed_answers,
     distance,
     expected,
     finding,
@@ -80,7 +80,7 @@ def gradients_are_transformers(case: Case) -> Outcome:
         return no
     want = native_gradients(case, case.cell.router_loss)
     found = _compared(case, "gradients", {"gradients": want}, _against)
-    return outcome([*found.findings, *behind(case, "gradients")], met=found.met)
+    return outcome([*found.findings, *changed_answers(case, "gradients")], met=found.met)
 
 
 @judges("GRD-002")
@@ -199,7 +199,7 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
     if no := _no_policy(case) or unmeasured(case):
         return no
     found = _compared(case, "policy", {"policy": _of_policy(case, "")}, _against)
-    findings = [*found.findings, *behind(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
+    findings = [*found.findings, *changed_answers(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
     return outcome(findings, met=found.met)
 
 
@@ -207,14 +207,14 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
 def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
     """As GRD-004, where transformers takes the routes too. Tokens without one take transformers' own choice.
 
-    Logits behind a step are those of the routers' own choice.
+    Logits after a step are those of the routers' own choice.
     """
     if no := _no_policy(case) or unmeasured(case):
         return no
     want = _of_policy(case, ROUTES)
     found = [_compared(case, step, {step: want}, _against) for step in REPLAYED]
     findings = [one for of in found for one in of.findings]
-    findings += [one for step in REPLAYED for one in behind(case, step)]
+    findings += [one for step in REPLAYED for one in changed_answers(case, step)]
     told = [f"{step}: {of.met}" for step, of in zip(REPLAYED, found, strict=True)]
     return outcome([*findings, *_on_no_token(case, "policy_on_no_token")], met="; ".join(told))
 
@@ -241,7 +241,7 @@ def _of_policy(case: Case, routes: str) -> Mapping[str, torch.Tensor]:
 def replayed_gradients_are_transformers(case: Case) -> Outcome:
     """In fp32 by parameter as GRD-001; in bf16 by Euclidean distances, of each gradient and of all of a rank.
 
-    Of R2 the recomputed step and the one behind it, in fp32: of each the routes were recorded with other routers.
+    Of R2 the recomputed step and the one after it, in fp32: of each the routes were recorded with other routers.
     """
     if no := _no_loss(case) or _not_recorded(case) or unmeasured(case):
         return no

@@ -23,8 +23,8 @@ from moeref_conformance.contract.requests.logprobs import (
 from moeref_conformance.diagnosis.token_values import Trial, of_others, told
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
-    behind,
     changed,
+    changed_answers,
     distance,
     expected,
     finding,
@@ -270,6 +270,6 @@ def logprobs_under_routes_are_transformers(case: Case) -> Outcome:
 def training_goes_on(case: Case) -> Iterator[Finding]:
     """What log-probabilities have changed amid training, by kind, and in logits."""
     yield from without(case, "around_logprobs", "logprobs")
-    yield from behind(case, "logprobs", "call of logprobs")
+    yield from changed_answers(case, "logprobs", "call of logprobs")
     for rank, rows in values(case, "around_logprobs"):
         yield from changed(case, rank, "around_logprobs", "call of logprobs", left_by_forward(case, rows or []))

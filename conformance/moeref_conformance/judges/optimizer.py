@@ -70,7 +70,7 @@ LUCK = 2
 TURNED = 0.25
 #: Below fp32: the share of the elements that only small steps together move which may stand still.
 LOST = 0.5
-#: Of a step: how far one behind a restore may be on a GPU below fp32, beside two digits, where sums change their order.
+#: Of a step: how far one after a restore may be on a GPU below fp32, beside two digits, where sums change their order.
 APART = 0.25
 #: The share of elements that tells what a restored optimizer has lost.
 MOST = 0.9
@@ -80,7 +80,7 @@ FAINT, TOGETHER = 0.49, 0.6
 
 @judges("OPT-001", exact=True)
 def a_step_at_rate_zero_moves_nothing(case: Case) -> Iterator[Finding]:
-    """Every parameter after it, against the checkpoint's shard; the same behind another load."""
+    """Every parameter after it, against the checkpoint's shard; the same after another load."""
     yield from without(case, "inventory", "optimizer")
     for record in records(case, "inventory", "optimizer"):
         for of in _parameters(case, placement(case), record):
@@ -184,9 +184,9 @@ def _counted(case: Case, norms: Mapping[str, float | None]) -> str:
 
 @judges("OPT-004")
 def a_restored_optimizer_goes_on(case: Case) -> Outcome:
-    """The step behind a restore against that of the optimizer that was saved; in fp32 also against Adam's formula.
+    """The step after a restore against that of the optimizer that was saved; in fp32 also against Adam's formula.
 
-    It is the third, behind two whose gradients differ; its own is that of the first.
+    It is the third, after two whose gradients differ; its own is that of the first.
 
     Bit for bit; on a GPU in fp32 by the formula alone, in bf16 nearly all elements nearly so. Until it steps, weights
     are those of the save. Of one that is made while routers are frozen these stay, and in fp32 the others move.
@@ -210,7 +210,7 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
 
 
 def _changed(case: Case) -> Iterator[Finding]:
-    """Parameters that are not what they were, before any step behind a save or a restore."""
+    """Parameters that are not what they were, before any step after a save or a restore."""
     for record in records(case, "inventory", "optimizer_resumed"):
         placed = dict(parameters(record, placement(case)))
         for what, keys in record.value("optimizer_resumed").items():
@@ -227,7 +227,7 @@ def _frozen(case: Case) -> Iterator[Finding]:
         for key, (held,) in parameters(record, placement(case)):
             moved = tensors.get(f"{FROZEN}.{key}", none)
             if moved.shape != held.tensor.shape:
-                yield _found(case, record, key, held, f"{key}: no record of it behind steps with routers frozen")
+                yield _found(case, record, key, held, f"{key}: no record of it after steps with routers frozen")
             elif is_frozen(key):
                 if difference := compare(held.tensor, moved, held.rows):
                     message = f"{key}: it was frozen, and after a step {difference.text}"
@@ -241,7 +241,7 @@ def _frozen(case: Case) -> Iterator[Finding]:
 
 
 def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:
-    """Every parameter: as STILL where it is saved, as `moved` behind the step of the restored optimizer."""
+    """Every parameter: as STILL where it is saved, as `moved` after the step of the restored optimizer."""
     tensors, none = record.tensors("optimizer_resumed"), torch.empty(0)
     for key, (held,) in parameters(record, _gradients(case)[MOVED]):
         after = {STILL: SAVED, ON: ON, MOVED: RESUMED}
@@ -249,7 +249,7 @@ def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:
 
 
 def _interrupted(case: Case, record: RankRecord, of: _Stepped) -> Iterator[Finding]:
-    """The finding of a parameter that steps otherwise behind a restore."""
+    """The finding of a parameter that steps otherwise after a restore."""
     if not _on_record(of):
         yield _found(case, record, of.key, of.held, f"{of.key}: no record of it around a restore")
         return

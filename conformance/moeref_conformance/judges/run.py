@@ -9,7 +9,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import REFUSALS
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, lacking, observed, values, without
+from moeref_conformance.judges.common import finding, missing_records, observed, values, without
 
 #: Name of the error of the checked collectives.
 MISMATCH = "CollectiveMismatch"
@@ -31,7 +31,7 @@ def every_rank_finishes(case: Case) -> Iterable[Finding]:
         later = f"{crash.kind} later" if i else ""
         findings.append(finding(case, crash.rank, crash.step, message, diagnosis=later))
     answering = [0] if case.cell.backend == "static" else range(case.cell.layout.world)
-    return findings or [f for f in lacking(case, "close") if f.rank in answering and f.rank not in late]
+    return findings or [f for f in missing_records(case, "close") if f.rank in answering and f.rank not in late]
 
 
 @judges("RUN-002")

@@ -146,9 +146,9 @@ def _untrue_amid(case: Case, asked: dict[str, Any]) -> str:
     if told := next(filter(None, (_mislabelled(case, sample, (1, 2)) for sample in samples)), ""):
         return f"of a sample that was asked for amid an update {told}"
     if isinstance(asked["behind"], dict):
-        return f"behind an update amid which a sample was asked for there is none: {asked['behind']['refused']}"
+        return f"after an update amid which a sample was asked for there is none: {asked['behind']['refused']}"
     told = next(filter(None, (_mislabelled(case, sample, (2,)) for sample in asked["behind"])), "")
-    return told and f"behind an update amid which a sample was asked for {told}"
+    return told and f"after an update amid which a sample was asked for {told}"
 
 
 def _mislabelled(case: Case, sample: dict[str, Any], versions: tuple[int, ...]) -> str:
@@ -263,7 +263,7 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
 
 @judges("SYN-011")
 def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
-    """Of every row and MoE layer, whatever the order of the experts; also behind an update amid samples."""
+    """Of every row and MoE layer, whatever the order of the experts; also after an update amid samples."""
     for step in ("sync", "sync_under_way"):
         yield from unanswered(case, step)
     for rank, value in values(case, "sync"):

@@ -106,7 +106,7 @@ def _read(final: Path, routes: bool) -> Expected:
 
 
 def _tokens(cell: Cell, vocab: int) -> torch.Tensor:
-    """The tokens [B, S] of the cell's variant, -1 behind the end of a sample."""
+    """The tokens [B, S] of the cell's variant, -1 after the end of a sample."""
     tokens_BS = torch.randint(0, vocab, recipes.rows(cell), generator=_generator(0))
     if cell.batch == "packed":  # a token that no other comes before is known by its id alone
         tokens_BS[:, 0] = torch.randperm(vocab, generator=_generator(0))[: len(tokens_BS)]
@@ -174,7 +174,7 @@ def _make(cell: Cell, folder: Path) -> _Answers:
 def _in_fp8(cell: Cell, folder: Path) -> dict[str, torch.Tensor]:
     """Put a checkpoint's linears into FP8, and return the tensors that it loads as.
 
-    The scales of a file's weights are in the file behind it.
+    The scales of a file's weights are in the file after it.
     """
     if cell.family not in request.BLOCKS or cell.dtype != "bfloat16" or cell.replay != "off":
         known = f"{', '.join(request.BLOCKS)} in bf16, without replay"
@@ -306,7 +306,7 @@ def _forward(model: Any, tokens_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
     gates = [m for n, m in model.named_modules() if n.endswith(("mlp.gate", "mlp.router", "block_sparse_moe.gate"))]
     handles = [gate.register_forward_pre_hook(watch) for gate in gates]
     with torch.no_grad():
-        # Causal: what stands behind the end of a row changes nothing in it.
+        # Causal: what stands after the end of a row changes nothing in it.
         logits_BSV = model(tokens_BS.clamp_min(0)).logits.float().contiguous()
     for handle in handles:
         handle.remove()

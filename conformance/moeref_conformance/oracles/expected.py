@@ -60,7 +60,7 @@ class Expected:
 
     @cached_property
     def tokens_BS(self) -> torch.Tensor:
-        """int64 token ids, the same for every cell, and -1 behind the end of a row that is shorter than others."""
+        """int64 token ids, the same for every cell, and -1 after the end of a row that is shorter than others."""
         return load_file(self.dir / "tokens.safetensors")["tokens"]
 
     @cached_property

@@ -12,7 +12,7 @@ from moeref_conformance.oracles.expected import Expected
 
 def entering_norms(expected: Expected, routes: str = "", missing: bool = True) -> list[torch.Tensor]:
     """In fp32 [B, S, H]: what enters each layer, what its attention makes of it, and so on; at last, what enters the
-    norm behind all layers. Under routes as `routed.entering`."""
+    norm after all layers. Under routes as `routed.entering`."""
     return routed.entering(expected, _norms, routes, missing)[1]
 
 

@@ -10,7 +10,7 @@ from moeref_conformance.oracles.expected import Expected
 def of_tokens(
     expected: Expected, temperature: float, logits_BSV: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """`logprobs` and `entropies` [B, S - 1] of the tokens from the second on; NaN behind the end of a row.
+    """`logprobs` and `entropies` [B, S - 1] of the tokens from the second on; NaN after the end of a row.
 
     Of transformers' logits, or of others that are given.
     """

@@ -21,7 +21,7 @@ class Terms(NamedTuple):
 
 
 def terms(expected: Expected, temperature: float = 1.0, routes: str = "", missing: bool = True) -> Terms:
-    """Of all tokens; the first of a sample is predicted behind its last. Under routes as `routed.entering`.
+    """Of all tokens; the first of a sample is predicted after its last. Under routes as `routed.entering`.
 
     With p = softmax(logits / t), that of -log p[y] is (p - onehot(y)) / t, and of sum(p log p) it is
     p (log p - sum(p log p)) / t.

@@ -130,7 +130,7 @@ def _by_place(expected: Expected, chosen_TK: torch.Tensor, ahead: int) -> dict[t
 
 
 def _in_layers(name: str, layers: int) -> bool:
-    """Whether a tensor is one of a multi-token prediction layer, behind so many decoder layers."""
+    """Whether a tensor is one of a multi-token prediction layer, after so many decoder layers."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and int(match[1]) >= layers
 
@@ -148,7 +148,7 @@ def _losses(
 
     The decoder's is `of_policy` of its logits, if that is given.
 
-    Whatever stands behind the end of a row: it changes no token of it.
+    Whatever stands after the end of a row: it changes no token of it.
     """
     decoder, given = model.model, {}
     after, decoder.layers = decoder.layers[layers:], decoder.layers[:layers]
@@ -164,7 +164,7 @@ def _losses(
         weighing_BS = own_BS if design.by_tokens else None
         for k, layer in enumerate(after, 1):
             enorm, hnorm, eh_proj, last = (around[f"model.layers.{layers + k - 1}.{part}.weight"] for part in AROUND)
-            embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is behind every label
+            embedded_BSH = decoder.embed_tokens(tokens_BS.roll(-k, 1))  # what wraps is after every label
             normed = [norm(embedded_BSH, enorm), norm(hidden_BSH, hnorm)]
             out = layer(torch.cat(normed, -1) @ eh_proj.T, **given)
             hidden_BSH = norm(out[0] if isinstance(out, tuple) else out, last)

@@ -25,7 +25,7 @@ _STANDARD = MappingProxyType({name: standard for standard, name in _AROUND.items
 
 
 def in_files(family: str, layers: int, number: int, rest: str) -> str:
-    """The name of `rest`, such as `enorm.weight`, of layer `number` (from 0) behind so many decoder layers."""
+    """The name of `rest`, such as `enorm.weight`, of layer `number` (from 0) after so many decoder layers."""
     if family not in APART:
         return f"model.layers.{layers + number}.{rest}"
     module, _, kind = rest.rpartition(".")
@@ -33,7 +33,7 @@ def in_files(family: str, layers: int, number: int, rest: str) -> str:
 
 
 def prefixes(family: str, layers: int, count: int) -> tuple[str, ...]:
-    """What the names of all tensors of so many layers behind the decoder's begin with."""
+    """What the names of all tensors of so many layers after the decoder's begin with."""
     return ("mtp.",) if family in APART else tuple(f"model.layers.{layers + number}." for number in range(count))
 
 

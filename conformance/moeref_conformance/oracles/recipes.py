@@ -85,7 +85,7 @@ _SERVED_LATENT: dict[str, Any] = {
 }
 
 
-#: Where microbatches have several samples, so that these cells differ in more than rows: a dense layer behind one with
+#: Where microbatches have several samples, so that these cells differ in more than rows: a dense layer after one with
 #: experts, queries without a latent (as Moonlight's), queries and keys without norms (as GLM-4.5-Air's). Of gpt-oss and
 #: Qwen3.5 they have layers with full attention without a period, see `_kinds`.
 _SEVERAL: dict[str, dict[str, Any]] = {
@@ -291,7 +291,7 @@ def lengths(cell: Cell) -> list[int]:
 
 
 def trained(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """The loss mask of rows: all behind a prompt but a tool's answer; the last two; none; of others all but the first.
+    """The loss mask of rows: all after a prompt but a tool's answer; the last two; none; of others all but the first.
 
     So unequal numbers of tokens count in rows, in microbatches and in replicas.
     """

@@ -290,7 +290,7 @@ def _of_routers(
 def forcing(
     expected: Expected, routes: Sequence[np.ndarray[Any, Any]] = (), chosen: Chosen = frozenset(), more: int = 0
 ) -> Forced:
-    """What forces the routes on the next forward of the cell's tokens; `more` routers behind the decoder's are free."""
+    """What forces the routes on the next forward of the cell's tokens; `more` routers after the decoder's are free."""
     shape, (samples, length) = _shape(expected), expected.tokens_BS.shape
     target_BSLK = np.full((samples, length, shape.layers + more, shape.top_k), MISSING, np.int64)
     for number, sample in enumerate(routes):
@@ -390,8 +390,8 @@ def _of_loss(model: Any, loss: torch.Tensor, expected: Expected) -> dict[str, to
 def labels(expected: Expected, ahead: int = 0, counted: int | None = None, path: bool = False) -> torch.Tensor:
     """What each token is to predict: the label of the token `ahead` of it in its row.
 
-    A token's label is the one behind it, and the first one behind the last, where a step trains on that; with `path`,
-    where it trains on those on the way to it too. IGNORED for tokens without one, and behind the first `counted` rows.
+    A token's label is the one after it, and the first one after the last, where a step trains on that; with `path`,
+    where it trains on those on the way to it too. IGNORED for tokens without one, and after the first `counted` rows.
     """
     labels_BS = torch.full_like(expected.tokens_BS, IGNORED)
     for row, length in enumerate(expected.lengths):

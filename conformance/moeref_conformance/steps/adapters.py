@@ -1,7 +1,7 @@
 """Facet `adapters`: adapters are attached, take two steps, are sent and merged, and logits are asked for in between.
 
 Before the second step merged weights are sent and the base's logits computed, as RL does between steps. It recomputes
-forwards: behind a frozen embedding nothing that goes into the first layer needs a gradient. What came at last, and what
+forwards: after a frozen embedding nothing that goes into the first layer needs a gradient. What came at last, and what
 was merged, is zeroed by its receiver, which may scale a factor in place, if it lasts and is not lent.
 """
 

@@ -54,7 +54,7 @@ def recomputes(cell: Cell) -> bool:
 
 
 def _backwards(tokens_BS: torch.Tensor) -> torch.Tensor:
-    """Every row from its last token to its first; -1 stays behind its end."""
+    """Every row from its last token to its first; -1 stays after its end."""
     at_S = torch.arange(tokens_BS.shape[1])
     lengths_B1 = (tokens_BS >= 0).sum(1, keepdim=True)
     return tokens_BS.gather(1, torch.where(at_S < lengths_B1, lengths_B1 - 1 - at_S, at_S))
@@ -72,7 +72,7 @@ def answers(context: Context, names: Sequence[str] = ("logits", "logprobs")) -> 
     if of_policy and "logprobs" in names:
         told = context.facet("logprobs").logprobs(tokens_BS, TEMPERATURE)
         found["logprobs"] = None if told is None else told.logprobs_BS
-    here_BS = tokens_BS >= 0  # what stands behind the end of a row counts for nothing
+    here_BS = tokens_BS >= 0  # what stands after the end of a row counts for nothing
     where = {"logits": here_BS[..., None], "logprobs": here_BS[:, 1:]}
     return {name: of.detach().cpu().where(where[name], 0.0) for name, of in found.items() if of is not None}
 
@@ -92,7 +92,7 @@ def step(facet: Gradients, context: Context) -> dict[str, Any]:
     """Save the gradients by `chunk:local`; where `twice`, and where tokens are counted, those of a second step.
 
     Where `twice`, those of the first are saved too. In some cells the last step recomputes (`recomputes`). The value
-    says how far answers are `off` behind the steps.
+    says how far answers are `off` after the steps.
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """

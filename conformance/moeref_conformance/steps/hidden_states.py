@@ -1,4 +1,4 @@
-"""Records the hidden states that enter the norms of the decoder, which say what comes before a layer and behind it."""
+"""Records the hidden states that enter the norms of the decoder, which say what comes before a layer and after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: The norms before the attention and the MLP of a layer, which is one up from them, and the norm behind all layers.
+#: The norms before the attention and the MLP of a layer, which is one up from them, and the norm after all layers.
 NORM = re.compile(r"\bdecoder\.(?:layers\.\d+\.(input_layernorm|pre_mlp_layernorm)|final_layernorm)$")
 
 
@@ -18,8 +18,8 @@ NORM = re.compile(r"\bdecoder\.(?:layers\.\d+\.(input_layernorm|pre_mlp_layernor
 def entering_norms(chunks: Sequence[torch.nn.Module], into: dict[str, torch.Tensor], prefix: str) -> Iterator[None]:
     """Record as `prefix.NUMBER` the rows [T, H] that enter a norm; numbers follow the decoder, two a layer.
 
-    The norm behind all layers is `prefix.last`. Rows of a second microbatch follow those of the first. A norm that is
-    fused into the layer behind it is an identity here, and its rows are the same.
+    The norm after all layers is `prefix.last`. Rows of a second microbatch follow those of the first. A norm that is
+    fused into the layer after it is an identity here, and its rows are the same.
     """
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
 

@@ -38,7 +38,7 @@ def _routed(cell: Cell) -> bool:
 def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
     """Whether this rank has logprobs; they and entropies are saved. Raises TypeError for an answer of another type.
 
-    The value says how far logits are `off` behind the calls, where steps of training say so too.
+    The value says how far logits are `off` after the calls, where steps of training say so too.
 
     It is asked amid training. What it has changed of that is for the step `around`.
 

@@ -33,7 +33,7 @@ from moeref_conformance.steps.tensors import copied, module_tensors, same_bytes
 def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
-    Between them weights are sent and logits computed, as RL does; behind the first one that moves weights, what is sent
+    Between them weights are sent and logits computed, as RL does; after the first one that moves weights, what is sent
     is saved as `sent.…`. Behind the last one the checkpoint is loaded again, unless the target refuses to load twice;
     then the parameters hold what they did before.
     """
@@ -66,10 +66,10 @@ def _sent(context: Context) -> dict[str, torch.Tensor]:
 
 
 def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | None:
-    """Two steps, then the next one twice: at once, and of a new optimizer that was restored behind them.
+    """Two steps, then the next one twice: at once, and of a new optimizer that was restored after them.
 
     Between the first two an optimizer is saved and restored as well: the second save is that of a restored one, whose
-    steps are not one. Weights are sent behind the second restore, as a run of RL begins.
+    steps are not one. Weights are sent after the second restore, as a run of RL begins.
 
     At last one that is made while routers are frozen takes the steps of `optimizer` from the weights that were loaded.
     Saves all parameters after each, as `saved.chunk:local`, `on.…`, `resumed.…` and `frozen.…`; then they hold what
@@ -106,7 +106,7 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | No
 def _with_routers_frozen(
     optimizer: Optimizer, context: Context, first_BS: torch.Tensor, second_BS: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """All tensors behind two steps of a new optimizer, of which the second moves weights, but none of a router."""
+    """All tensors after two steps of a new optimizer, of which the second moves weights, but none of a router."""
     routers = [of for name, of in _parameters(context).items() if is_frozen(name) and of.requires_grad]
     for parameter in routers:
         parameter.requires_grad_(False)

@@ -24,7 +24,7 @@ from moeref_conformance.steps.tensors import same_bytes
 Named = tuple[str, torch.Tensor]
 #: Tokens that are sampled after a prompt, where no update comes on the way.
 NEW = 6
-#: By how many tokens the prompts behind an update are shorter, in calls of four: of the last layer each expert has to
+#: By how many tokens the prompts after an update are shorter, in calls of four: of the last layer each expert has to
 #: have a sampled token, but for rare ones. It is only there that its weights show.
 SHORTER = (0, 9, 18, 27)
 #: How many tensors are sent before something happens.
@@ -37,7 +37,7 @@ LEAVING = 10.0
 ALIGNED = 64
 #: The layer in a tensor's name.
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-#: What a loader may put together from parts that come one behind the other.
+#: What a loader may put together from parts that come one after the other.
 MODULE = re.compile(r"self_attn|mlp\.experts|mlp\.shared_experts|mlp\.")
 #: Tensors that failures are made with: of an attention and of an expert, away from the ends of the list.
 ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.experts.3.up_proj.weight"
@@ -106,7 +106,7 @@ def ask(engine: Engine, given: Sequence[list[int]]) -> list[dict[str, Any]]:
 
 
 def tempered(engine: Engine, given: Sequence[list[int]]) -> dict[str, list[dict[str, Any]]]:
-    """What is sampled after these prompts at other temperatures; samples at temperature 1 come behind them."""
+    """What is sampled after these prompts at other temperatures; samples at temperature 1 come after them."""
     wanted = range(LONG, LONG + 1)
     return {name: said(given, engine.sample(given, LONG, None, of), wanted) for name, of in TEMPERATURES.items()}
 
@@ -126,7 +126,7 @@ def said(given: Sequence[list[int]], sampled: Any, numbers: range) -> list[dict[
 def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
     """To the second weights, back, and to third ones: what an engine was opened with, or had two updates before.
 
-    After each update prompts that are new, and one that was there from the start. A turn goes on behind a sample.
+    After each update prompts that are new, and one that was there from the start. A turn goes on after a sample.
     """
     known, *fresh = prompts(context)
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
@@ -318,7 +318,7 @@ def failed(sync: Sync, context: Context) -> dict[str, Any]:
 
 
 def _failed(sync: Sync, context: Context, mode: str, what: str) -> dict[str, Any]:
-    """An update with that wrong; `again`, a whole one behind it, where the engine lives on."""
+    """An update with that wrong; `again`, a whole one after it, where the engine lives on."""
     first, *_, last = prompts(context)
     with sync.open(context.input("checkpoint"), mode) as engine:
         refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
@@ -330,7 +330,7 @@ def _failed(sync: Sync, context: Context, mode: str, what: str) -> dict[str, Any
 
 
 def _failed_amid(sync: Sync, context: Context, mode: str) -> dict[str, Any]:
-    """An update that breaks off while samples are under way, and a whole one behind it, where the engine lives on."""
+    """An update that breaks off while samples are under way, and a whole one after it, where the engine lives on."""
     first, *given, last = prompts(context)[-4:]
     state: dict[str, Any] = {"refused": None}
 
@@ -346,7 +346,7 @@ def _failed_amid(sync: Sync, context: Context, mode: str) -> dict[str, Any]:
 
 
 def _failed_second(sync: Sync, context: Context, what: str) -> dict[str, Any]:
-    """An update with that wrong behind a whole one."""
+    """An update with that wrong after a whole one."""
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         if whole := refusal(engine.update, tensors(context.input("second")), 1):
             return {"again": {"asked": 1, "refused": whole}}

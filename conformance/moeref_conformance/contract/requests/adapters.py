@@ -11,9 +11,9 @@ SCALE = ALPHA / RANK
 #: The steps, and the rate of each. A lora_A is moved by the second one alone, which is so long that what fp32 rounds
 #: in the sum is small beside it.
 RATES = {"step1": 0.5, "step2": 4.0}
-#: When adapters are sent: before a step, after one and after two, and behind a stream of merged weights.
+#: When adapters are sent: before a step, after one and after two, and after a stream of merged weights.
 PHASES = ("fresh", "step1", "step2", "again")
-#: When logits are asked for: before a step, after two, of the base, and behind a stream of merged weights.
+#: When logits are asked for: before a step, after two, of the base, and after a stream of merged weights.
 LOGITS = ("fresh", "trained", "base", "after")
 #: A linear of its own in Megatron, too, which could have an adapter and is not always asked for.
 NOT_ASKED = "o_proj"

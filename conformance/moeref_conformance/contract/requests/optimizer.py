@@ -7,13 +7,13 @@ from moeref_conformance.contract.cells import OPTIMIZER_RATE
 
 #: The step at the rate 0. The gradient of the next one differs, so that moments have to outlive it.
 STILL = "still"
-#: The step behind which what is sent is recorded, by Hugging Face's names behind this.
+#: The first step that moves weights, and what begins the names of the tensors that are sent after it.
 MOVED, SENT = "moved", "sent"
-#: The step at the rate 0 behind another load of the checkpoint, where the target takes one.
+#: The step at the rate 0 after another load of the checkpoint, where the target takes one.
 RELOADED = "reloaded"
-#: The weights behind two steps, where it is saved, behind the next one, and behind that of one that was restored.
+#: The weights where the optimizer is saved, after its next step, and after the same step of one that was restored.
 SAVED, ON, RESUMED = "saved", "on", "resumed"
-#: The weights behind the first two steps of an optimizer that is made while routers are frozen.
+#: The weights after the first two steps of an optimizer that is made while routers are frozen.
 FROZEN = "frozen"
 
 

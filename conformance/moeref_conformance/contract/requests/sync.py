@@ -6,7 +6,7 @@ from __future__ import annotations
 #: out, as where a trainer took steps without an update, and the last is not the last as text. In other steps the first
 #: one is 1.
 VERSIONS = {"first": 0, "second": 2, "back": 9, "again": 10}
-#: Input with the weights that are served in a phase, after an update, and in a turn behind a sample of the first ones.
+#: Input with the weights that are served in a phase, after an update, and in a turn after a sample of the first ones.
 #: The last ones are new: an engine with two buffers may have those of two updates before.
 WEIGHTS = {**dict.fromkeys(("first", "cached", "turn", "back"), "checkpoint"), "second": "second", "again": "third"}
 #: Tokens that are sampled where an update comes on the way.
@@ -14,5 +14,5 @@ LONG = 12
 #: Temperatures besides 1 that samples are asked at, by the names of their records. The kit's models tell all tokens
 #: nearly alike: what is drawn at one that is little below 1 could not be told from what is drawn at 1.
 TEMPERATURES = {"low": 0.125, "zero": 0.0}
-#: What the name of an update that fails behind a whole one ends with.
+#: What the name of an update that fails after a whole one ends with.
 SECOND = " as a second update"

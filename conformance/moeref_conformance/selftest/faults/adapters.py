@@ -653,7 +653,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_folded_in_place,
         one_rank=True,
-        says="has changed behind the merged stream",
+        says="has changed after the merged stream",
         diagnosis="is 1.5 times the expected tensor",
     ),
     Fault(

@@ -430,7 +430,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_temperature_stays,
         one_rank=True,
-        says="behind the call of logprobs logits are off",
+        says="after the call of logprobs logits are off",
     ),
     Fault(
         id="logprobs-of-one-replica",

@@ -570,7 +570,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "pp2-ep2", optimizer_step=True),
         wrap=_sent_before_it_steps(".experts."),
         diagnosis="stale: what it held before the step",
-        says="behind a step of the optimizer it is not what is sent",
+        says="after a step of the optimizer it is not what is sent",
     ),
     Fault(
         id="head-sent-before-it-steps",
@@ -579,7 +579,7 @@ FAULTS = (
         cell=cell("glm4_moe", "pp2", dtype="bfloat16", optimizer_step=True),
         wrap=_sent_before_it_steps("output_layer"),
         diagnosis="stale: what it held before the step",
-        says="behind a step of the optimizer it is not what is sent",
+        says="after a step of the optimizer it is not what is sent",
     ),
     Fault(
         id="moments-not-restored",

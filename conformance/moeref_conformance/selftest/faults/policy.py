@@ -278,7 +278,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_temperature_stays,
         one_rank=True,
-        says="behind the step logits are off",
+        says="after the step logits are off",
     ),
     Fault(
         id="logprob-gradient-of-the-owner",
@@ -479,7 +479,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
         wrap=_left_on,
         one_rank=True,
-        says="behind the step logits are off",
+        says="after the step logits are off",
     ),
     Fault(
         id="policy-at-the-temperature-of-logprobs",

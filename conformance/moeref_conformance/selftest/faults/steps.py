@@ -342,7 +342,7 @@ FAULTS = (
         cell=cell("qwen3_moe", "one"),
         wrap=_weights_of_the_first_step,
         one_rank=True,
-        says="behind the step logits are off",
+        says="after the step logits are off",
     ),
     Fault(
         id="gradients-of-the-last-call",

@@ -14,7 +14,7 @@ from moeref_conformance.contract.api import Cell, Claims, Info, Layout, NameRow,
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.oracles.expected import read_checkpoint
 from moeref_conformance.steps.run import StepRaised, run_rank
-from moeref_conformance.steps.tensors import deepest, moved
+from moeref_conformance.steps.tensors import deepest, give_new_memory
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.cpu
@@ -309,7 +309,7 @@ def test_tensors_that_share_memory_move_together() -> None:
     flat = torch.arange(6.0)
     parts, alone = [flat[:2], flat[2:]], [torch.ones(3), torch.ones(3)]
     held = [tensor.data for tensor in alone]
-    moved([*parts, *alone, torch.empty(0)])
+    give_new_memory([*parts, *alone, torch.empty(0)])
     assert torch.equal(torch.cat(parts), torch.arange(6.0))
     assert parts[1].data_ptr() == parts[0].data_ptr() + 8 == flat.data_ptr() + 8
     assert [tensor.tolist() for tensor in alone] == [[1.0] * 3] * 2

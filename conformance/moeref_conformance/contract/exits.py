@@ -84,7 +84,7 @@ class RunOutcome:
 
     `strays` counts processes that the target had left behind and the world ended after the cell.
     `events` holds, by rank, the record of a world that keeps it in memory instead of in the cell's folder.
-    `written` says of each input that the ranks changed what became of it.
+    `written` has a text for each input that the ranks changed, such as `checkpoint/config.json was changed`.
     """
 
     exits: tuple[RankExit, ...]

@@ -36,7 +36,10 @@ REFUSALS = ("refuse_parameter", "refuse_buffer", "refuse_extra", "refuse_missing
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """The same for tensors on the CPU that hold the same bytes. numpy sees the storage, which cannot be moved then."""
+    """A hash of the bytes of a contiguous tensor on the CPU, whatever its shape and dtype.
+
+    numpy then refers to the tensor's storage, which can no longer be resized: give it a copy of what has to move later.
+    """
     import torch
 
     return hashlib.blake2b(tensor.reshape(-1).view(torch.uint8).numpy(), digest_size=8).hexdigest()
@@ -153,7 +156,7 @@ def _crash(record: RankRecord, end: RankExit) -> tuple[tuple[bool, bool, float],
 class Observation:
     """All that is known of one run of one cell. `crashes` begins with the rank that failed first.
 
-    `written` says what became of inputs that are not as they were given.
+    `written` has a text for each input that the ranks changed, such as `checkpoint/config.json was changed`.
     """
 
     cell: Cell

@@ -75,8 +75,8 @@ def step_order(rows: int, cell: Cell) -> list[int]:
     """
     microbatches = [range(first, first + cell.rows) for first in range(0, rows, cell.rows)]
     repeated = 2 * cell.layout.pp // len(microbatches) if cell.layout.vpp > 1 else 1
-    turned = [number.bit_count() % len(microbatches) for number in range(repeated)]  # as Thue and Morse have it
-    return [row for first in turned for of in microbatches[first:] + microbatches[:first] for row in of]
+    firsts = [number.bit_count() % len(microbatches) for number in range(repeated)]  # the Thue–Morse sequence
+    return [row for first in firsts for of in microbatches[first:] + microbatches[:first] for row in of]
 
 
 def step_rows(cell: Cell, rank: int, samples: int) -> list[int]:

@@ -114,14 +114,14 @@ def _whole(case: Case, sent: _Sent) -> list[str]:
 
     def there(name: str) -> bool:
         return all(
-            name in sent.phases[phase] and _right(sent.phases[phase][name], want[name]) == "" for phase in TRAINED
+            name in sent.phases[phase] and not _wrong_form(sent.phases[phase][name], want[name]) for phase in TRAINED
         )
 
     return [name for name in _adapted(case) if all(there(oracle.peft(name, factor)) for factor in oracle.FACTORS)]
 
 
-def _right(tensor: torch.Tensor, shape: list[int]) -> str:
-    """What is wrong with a factor's shape and dtype; nothing if empty."""
+def _wrong_form(tensor: torch.Tensor, shape: list[int]) -> str:
+    """The dtype and shape of a factor if they are not fp32 and `shape`; else empty."""
     right = tensor.dtype == torch.float32 and list(tensor.shape) == shape
     return "" if right else f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
@@ -181,7 +181,7 @@ def _named(case: Case, sent: _Sent) -> Iterator[Finding]:
                 yield _found(case, sent.rank, name, f"{phase}: {name} is no adapter that was asked for")
             elif times[name] > 1:
                 yield _found(case, sent.rank, name, f"{phase}: {name} was sent {times[name]} times")
-            elif wrong := _right(sent.phases[phase][name], want[name]):
+            elif wrong := _wrong_form(sent.phases[phase][name], want[name]):
                 told = {"expected": f"float32 {want[name]}", "got": wrong}
                 yield _found(case, sent.rank, name, f"{phase}: {name} is {wrong}", **told)
 

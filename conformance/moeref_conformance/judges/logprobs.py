@@ -18,7 +18,7 @@ from moeref_conformance.contract.requests.logprobs import (
     ROUTES,
     TEMPERATURE,
     WIDER,
-    turned,
+    rolled,
 )
 from moeref_conformance.diagnosis.token_values import Trial, of_others, told
 from moeref_conformance.judges import Case, judges
@@ -77,7 +77,7 @@ def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
 
 def _of_rank(case: Case, rank: int, of_BS: torch.Tensor, how: str) -> torch.Tensor:
     """Of the rows as a rank was asked for them."""
-    return turned(of_BS, case.cell, rank) if how else of_BS
+    return rolled(of_BS, case.cell, rank) if how else of_BS
 
 
 def _limit(how: str) -> float:
@@ -158,7 +158,7 @@ def _of_others(case: Case, rank: int, which: str, how: str) -> Iterator[tuple[st
     if how == ROUTES:
         yield "those of the routers' own choice", own(_wanted(case, ""))
         for by in range(1, min(len(want_BS), SAMPLES)):
-            under = routed.under(expected(case), ROUTES, case.claims.missing_rows, turned=by)
+            under = routed.under(expected(case), ROUTES, case.claims.missing_rows, rolled=by)
             said = "those under routes of other rows, of the call before or of another replica"
             yield said, own(logprobs.of_tokens(expected(case), TEMPERATURE, under.logits_BSV))
     if how == CHANGED:

@@ -201,19 +201,19 @@ def under(
     negated: bool = False,
     balancing: Balancing | None = None,
     counted: int | None = None,
-    turned: int = 0,
+    rolled: int = 0,
 ) -> Routed:
     """What transformers computes in `dtype` under the route set `a` or `b`, or with `native` routes.
 
     Tokens without a route take the experts `chosen`, else the router's; the weights of routers may be `negated`.
     Gradients are those of a loss with `balancing`, if there is one, and of the first `counted` rows, of all without.
-    Samples have the routes of those so many before them as `turned` says. Computed once for equal checkpoints.
+    Each sample has the routes of the one `rolled` places before it. Computed once for equal checkpoints.
     """
-    key = expected.digest, which, missing, chosen, dtype, negated, balancing, counted, turned
+    key = expected.digest, which, missing, chosen, dtype, negated, balancing, counted, rolled
     with _ONE_AT_A_TIME:
         if key not in _DONE:
             given = () if which == "native" else given_routes(expected, which, missing)
-            given = [given[number - turned] for number in range(len(given))] if turned else given
+            given = [given[number - rolled] for number in range(len(given))] if rolled else given
             _DONE[key] = routed(expected, given, chosen, dtype, negated, balancing, counted)
         return _DONE[key]
 

@@ -21,7 +21,7 @@ from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps.bystanders import changed, in_training, modes, partly_frozen, state
 from moeref_conformance.steps.facet import Context, Facet, Stage, Step, checked_dtype, checked_rows, refusal
-from moeref_conformance.steps.tensors import copied, deepest, module_tensors, moved, same_bytes
+from moeref_conformance.steps.tensors import copied, deepest, give_new_memory, module_tensors, same_bytes
 from moeref_conformance.steps.topology import process_groups
 from moeref_conformance.steps.warned import warned
 
@@ -153,7 +153,7 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
     return stream
 
 
-def amid_training(step: str, keep: bool = False) -> Callable[[Export, Context], list[dict[str, Any]]]:
+def streamed_amid_training(step: str, keep: bool = False) -> Callable[[Export, Context], list[dict[str, Any]]]:
     """As `streamed`, amid training, and with `keep` of a part of the model alone.
 
     What it has changed there is for the step `left`, or `kept`.
@@ -199,7 +199,7 @@ def change(export: Export, context: Context) -> None:
 
 def move(export: Export, context: Context) -> None:
     """Give every tensor of the modules new memory, as offloading does, and change it once more."""
-    moved(tensor for _, _, _, tensor in module_tensors(export.chunks()))
+    give_new_memory(tensor for _, _, _, tensor in module_tensors(export.chunks()))
     change(export, context)
 
 
@@ -330,11 +330,11 @@ FACET = Facet(
         Step(name="load", ask=loading("checkpoint"), stage=Stage.LOADED),
         Step(name="shards", ask=shards, stage=Stage.LOADED),
         Step(name="plan", ask=plan, stage=Stage.LOADED),
-        Step(name="export", ask=amid_training("export"), stage=Stage.LOADED),
+        Step(name="export", ask=streamed_amid_training("export"), stage=Stage.LOADED),
         Step(name="left", ask=left, stage=Stage.LOADED),
         Step(name="change", ask=change, stage=Stage.CHANGED),
         Step(name="broken_off", ask=broken_off, stage=Stage.CHANGED),
-        Step(name="export_changed", ask=amid_training("export_changed", keep=True), stage=Stage.CHANGED),
+        Step(name="export_changed", ask=streamed_amid_training("export_changed", keep=True), stage=Stage.CHANGED),
         Step(name="kept", ask=kept, stage=Stage.CHANGED),
         Step(name="move", ask=move, stage=Stage.CHANGED),
         Step(name="own", ask=own, stage=Stage.CHANGED),

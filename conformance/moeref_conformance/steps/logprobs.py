@@ -16,7 +16,7 @@ from moeref_conformance.contract.requests.logprobs import (
     ROUTES,
     TEMPERATURE,
     WIDER,
-    turned,
+    rolled,
 )
 from moeref_conformance.contract.requests.sequences import shorter
 from moeref_conformance.steps import gradients
@@ -36,16 +36,15 @@ def _routed(cell: Cell) -> bool:
 
 
 def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
-    """Whether this rank has logprobs; they and entropies are saved. Raises TypeError for an answer of another type.
+    """Ask for logprobs and entropies, save them, and say whether this rank has any. None under replay.
 
-    The value says how far logits are `off` after the calls, where steps of training say so too.
+    Raises TypeError for an answer of another type. `off` says how far the calls moved logits, in cells whose training
+    steps say so too.
 
-    It is asked amid training. What it has changed of that is for the step `around`.
-
-    Then weights are `scaled`, where stages are one and a forward of them is judged: those of weights that were set
-    aside show, and a temperature that was kept: these are of another one. The head's become `WIDER` too, so that what
-    holds for tokens alone that are nearly alike shows. Rows are `turned`, so that tokens show that were kept or are
-    another replica's. None under replay.
+    The first call comes amid training; the step `around` has what it changed there. A second one follows in models of
+    one stage whose forward the oracle has. There weights are `scaled`, so that weights which a target set aside show;
+    the head is `WIDER`, so that what holds for nearly equal probabilities alone shows; the temperature is another one,
+    so that a kept one shows; and rows are `rolled`, so that tokens show that were kept or are another replica's.
     """
     if context.cell.replay != "off":
         return None
@@ -56,7 +55,7 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
     layer, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
     if head:
         with scaled(layer), scaled(head, WIDER):
-            again = _checked(facet.logprobs(turned(tokens_BS, context.cell, context.rank), OTHER_TEMPERATURE))
+            again = _checked(facet.logprobs(rolled(tokens_BS, context.cell, context.rank), OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)
@@ -85,12 +84,12 @@ def _changed(context: Context) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def replayed(facet: Logprobs, context: Context) -> dict[str, bool] | None:
-    """As `logprobs`, under given routes, those of a sample in turns, and of rows that are `turned`. None without."""
+    """As `logprobs`, for `rolled` rows under given routes, one sample's in turns. None without routes."""
     if not _routed(context.cell) or "replay" not in context.claims.facets:
         return None
     tokens_BS = load_file(context.input("tokens"))["tokens"]
     routes = in_turns(given(context, ROUTES), given(context, OTHER_ROUTES))
-    order = turned(torch.arange(len(tokens_BS)), context.cell, context.rank).tolist()
+    order = rolled(torch.arange(len(tokens_BS)), context.cell, context.rank).tolist()
     saved = _checked(under(facet.logprobs, tokens_BS[order], TEMPERATURE, routes=[routes[row] for row in order]))
     if saved:
         context.save("replayed_logprobs", saved)

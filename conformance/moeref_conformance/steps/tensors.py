@@ -25,7 +25,7 @@ def deepest(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk.get_submodule(max(reversed(holders), key=lambda name: name.count("."), default=""))
 
 
-def moved(tensors: Iterable[torch.Tensor]) -> None:
+def give_new_memory(tensors: Iterable[torch.Tensor]) -> None:
     """Give tensors new memory with the same values: every second one a new `.data`, the others a new storage.
 
     Tensors that share a storage share the new one.

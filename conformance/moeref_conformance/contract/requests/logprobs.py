@@ -23,9 +23,9 @@ ROUTES = "a"
 OTHER_ROUTES = "b"
 
 
-def turned(rows_B: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
-    """Rows in the order in which a rank is asked for them under routes, and once weights have changed.
+def rolled(rows_B: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
+    """Rows of tokens or results, rolled by 1 and the number of the rank's data-parallel replica.
 
-    They are rolled by 1 and the number of the data-parallel replica: in RL each replica has samples of its own.
+    In this order a rank is asked under routes, and once weights have changed: in RL replicas have samples of their own.
     """
     return rows_B.roll(-1 - coords(cell.layout, rank)["dp"], 0)

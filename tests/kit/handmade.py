@@ -112,7 +112,7 @@ def write_run(cell: Cell, expected: Expected, folder: Path) -> Path:
             ("export_changed", stream),
             ("kept", {"overwritten": [], "left": []}),
             ("move", None),
-            ("own", {"changed": [], "later": [], "outdated": [], "again": None, "stale": []}),
+            ("own", {"changed": [], "later": [], "outdated": [], "lost": [], "again": None, "stale": []}),
         ]
         lines = [
             {"step": s, "phase": "ok", "at": float(i), "seconds": 0.0, "value": v} for i, (s, v) in enumerate(events)

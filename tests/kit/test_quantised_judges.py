@@ -55,7 +55,7 @@ def red(
     **claims: Any,
 ) -> dict[str, list[str]]:
     """What the rules that fail say of what each rank was given."""
-    told = [{"names": [name for name, _ in of], "left": left} for of in given]
+    told = [{"names": [name for name, _ in of], "left": left, "overwritten": []} for of in given]
     write_events(folder, {rank: [event("quantised", "ok", value=value)] for rank, value in enumerate(told)})
     for rank, of in enumerate(given):
         save_file(dict(of), folder / f"rank{rank:04}" / "quantised.safetensors")

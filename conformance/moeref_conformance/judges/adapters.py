@@ -27,6 +27,7 @@ from moeref_conformance.judges.common import (
     once_each,
     only_last_stage,
     outcome,
+    receivers,
     records,
     shape_and_dtype,
     tokens_of,
@@ -68,12 +69,8 @@ class _Sent:
 
 @once
 def _streams(case: Case) -> list[_Sent]:
-    """What each receiver was given, or all together where each is given a share. Empty if none was given a tensor."""
-    whole = list(records(case, "adapters"))
-    if case.claims.receivers != "all":
-        whole = [record for record in whole if any(record.value("adapters")["sent"].values())]
-    given = [whole] if case.claims.receivers == "share" else [[record] for record in whole]
-    return [_together(of) for of in given if of]
+    """What each receiver was given, or all together where each is given a share."""
+    return [_together(of) for of in receivers(case, "adapters", lambda value: any(value["sent"].values()))]
 
 
 def _together(of: list[RankRecord]) -> _Sent:

@@ -108,6 +108,18 @@ def records(case: Case, *steps: str) -> list[RankRecord]:
     return [record for record in observed(case).ranks if all(record.has(step) for step in steps)]
 
 
+def receivers(case: Case, step: str, was_given: Callable[[Any], bool]) -> list[list[RankRecord]]:
+    """The records of each receiver of a stream: one rank's, or where each rank is given a share, those of all together.
+
+    `was_given` says of a step's value whether the rank was given a tensor. Where all are to be, a rank without counts.
+    """
+    ranks = records(case, step)
+    if case.claims.receivers != "all":
+        ranks = [record for record in ranks if was_given(record.value(step))]
+    together = case.claims.receivers == "share" and ranks
+    return [ranks] if together else [[record] for record in ranks]
+
+
 def values(case: Case, step: str) -> Iterator[tuple[int, Any]]:
     """Rank and value of this step, of the ranks that have it."""
     return ((record.rank, record.value(step)) for record in records(case, step))

@@ -291,7 +291,7 @@ def modules_hold_it(case: Case) -> Iterator[Finding]:
                 yield from _differ(case, rank, name, want, have, where)
         if not value["held"]:
             yield finding(case, rank, STEP, "no module has a config that could be read")
-        for held in value.get("frequencies", ()):
+        for held in value["frequencies"]:
             if _rounded(held["values"]):
                 message = f"module {held['module']}: the frequencies of rotary positions are rounded to bf16"
                 yield finding(case, rank, STEP, message, got=held["values"])

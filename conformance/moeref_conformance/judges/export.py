@@ -331,8 +331,8 @@ def _sent_otherwise(
 def _unchanged(case: Case) -> Iterator[Finding]:
     """Names that were missing, surplus or repeated when nothing had changed since the last stream."""
     for rank, value in values(case, "own"):
-        if (sent := (value or {}).get("again")) is not None:
-            yield from once_each(case, rank, "own", sent, *_SENT)
+        if value["again"] is not None:  # one rank alone streams once more
+            yield from once_each(case, rank, "own", value["again"], *_SENT)
 
 
 def _wrong_before(case: Case) -> set[str]:
@@ -372,7 +372,7 @@ def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
             chunk, _, local = key.partition(":")
             message = f"writing to the exported tensors changed {local} of chunk {chunk}"
             yield finding(case, rank, "own", message, local_name=local, diagnosis="aliases a live parameter")
-        for name in value.get("later", []):
+        for name in value["later"]:
             message = f"writing to earlier tensors changed {name}, which came later"
             said = "shares memory with an earlier one"
             yield finding(case, rank, "own", message, hf_name=name, diagnosis=said)
@@ -408,7 +408,7 @@ def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
         for name in value["outdated"]:
             message = f"{name} is not what the modules hold in new memory"
             yield finding(case, rank, "own", message, hf_name=name, diagnosis="read from the memory of before")
-        for name in value.get("lost", ()):
+        for name in value["lost"]:
             yield finding(case, rank, "own", f"{name} was not sent from new memory", hf_name=name)
 
 

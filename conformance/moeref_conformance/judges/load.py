@@ -38,7 +38,7 @@ def shards_are_right(case: Case) -> Iterator[Finding]:
     for record in records(case, "inventory", "shards"):
         yield from _rank(case, oracle, record, whole)
     for rank, value in values(case, "own"):
-        for key in (value or {}).get("stale", ()):
+        for key in value["stale"]:
             chunk, _, local = key.partition(":")
             said = "left as it was by a second load"
             message = f"chunk {chunk}: {local}: loaded again, and not what it was after the first load"

@@ -201,7 +201,7 @@ def weights(case: Case, phase: str) -> Iterator[tuple[int, int, int, torch.Tenso
 
 def _near(case: Case) -> float:
     """The margin that a router's own rounding may turn: of fp32 where the config says so on all ranks, else of bf16."""
-    given = [record.value("config").get("given", {}) for record in records(case, "config")]
+    given = [record.value("config")["given"] for record in records(case, "config")]
     exact = bool(given) and all(of.get("moe_router_dtype") in ("fp32", "fp64") for of in given)
     return NEAR_IN_FP32 if exact else NEAR_IN_BF16
 

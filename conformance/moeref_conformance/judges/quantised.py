@@ -14,7 +14,7 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import changed, expected, finding, once, outcome, records, values, without
+from moeref_conformance.judges.common import changed, expected, finding, once, outcome, receivers, values, without
 from moeref_conformance.oracles import quantised as oracle
 
 SCALES = request.SCALES
@@ -60,11 +60,8 @@ class _Sent:
 @once
 def _sent(case: Case) -> list[_Sent]:
     """What each receiver was given, or all together where each is given a share. Empty if none was given a tensor."""
-    whole = list(records(case, "quantised"))
-    if case.claims.receivers != "all":
-        whole = [record for record in whole if record.value("quantised")["names"]]
-    given = [whole] if case.claims.receivers == "share" else [[record] for record in whole]
-    if not any(record.value("quantised")["names"] for record in whole):
+    given = receivers(case, "quantised", lambda value: bool(value["names"]))
+    if not any(record.value("quantised")["names"] for of in given for record in of):
         return []
     block, lasts = request.BLOCKS[case.cell.family], case.claims.lasts == "stream"
     want = request.weights(expected(case).tensors, block)
@@ -80,7 +77,7 @@ def _sent(case: Case) -> list[_Sent]:
             quantised=quantised,
             block=block,
             powers=powers,
-            overwritten=[name for record in of if lasts for name in record.value("quantised").get("overwritten", ())],
+            overwritten=[name for record in of if lasts for name in record.value("quantised")["overwritten"]],
         )
         for of in given
     ]

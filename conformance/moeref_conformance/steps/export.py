@@ -67,7 +67,7 @@ def around(export: Export, context: Context) -> dict[str, list[list[str]]]:
     """Kind and name of what loads have changed beside weights, by input: none of a first one that builds the model."""
     names = ("checkpoint", "checkpoint_extra", "checkpoint_missing", "checkpoint_unlike")
     built = ("checkpoint",) if context.claims.begins == "unset" else ()
-    return {name: context.made.pop(f"left by {name}", []) for name in names if name not in built}
+    return {name: context.made.pop(f"left by {name}") for name in names if name not in built}
 
 
 def surplus(export: Export, context: Context) -> dict[str, list[str]]:

@@ -86,7 +86,7 @@ def _routed(context: Context) -> bool:
 
 def _off(context: Context) -> dict[str, Any]:
     """How far answers are off those before any step of this facet; they are asked for without routes."""
-    return {"off": gradients.off(context.made.get("before_policy", {}), context)}
+    return {"off": gradients.off(context.made["before_policy"], context)}
 
 
 def _saved(facet: Policy, context: Context, name: str) -> None:

@@ -126,18 +126,18 @@ class Forward(Protocol):
 
         `tokens_BS` is int64 and equal on all ranks; positions are 0..S-1; no dropout. Each row is one microbatch; where
         the cell's `batch` is `pairs`, rows 2i and 2i+1 are one, of shape [S, 2] in Megatron. Where it is `packed`,
-        rows 3i to 3i+2 are packed into one sequence: a row ends before its first -1, and logits after its end count
-        for nothing. S is a multiple of TP, and of 2·CP·TP under CP, and not the same in every call.
+        rows 3i to 3i+2 are packed into one sequence: a row ends before its first -1, and logits after its end are
+        not read. S is a multiple of TP, and of 2·CP·TP under CP, and not the same in every call.
         """
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of the tokens [B, S] of a forward, from the second on, so that S - 1 stand side by side."""
+    """Values of the tokens [B, S] of a forward: [B, S - 1] in fp32. Column 0 is of the second token."""
 
     #: The log-probability of each token.
     logprobs_BS: torch.Tensor
-    #: The entropy, in nats, of what each token was drawn from; None of a target that does not claim `entropies`.
+    #: The entropy in nats of the distribution that each token was drawn from; None unless `entropies` is claimed.
     entropies_BS: torch.Tensor | None = None
 
 
@@ -148,17 +148,18 @@ class Logprobs(Protocol):
     def logprobs(
         self, tokens_BS: torch.Tensor, temperature: float, routes: Sequence[Any] | None = None
     ) -> TokenLogprobs | None:
-        """In fp32, over the unpadded vocabulary and of logits divided by `temperature`, on the ranks of the last stage;
-        elsewhere the same, or None. Of all positions, under context parallelism too. Tokens are as in `Forward.logits`,
-        but each data-parallel replica may get the rows in an order of its own; what stands after the end of a row
-        counts for nothing. Of a model in bf16 too, the softmax is computed in fp32.
+        """Log-probabilities and entropies, on the ranks of the last stage; elsewhere the same, or None.
 
-        Logprobs are those of the weights as they are now. In a cell with replay R3, and in no other, `routes` are
-        given, as in `Replay.replay`, and logprobs are of a forward under them.
+        They are of logits divided by `temperature`, over the unpadded vocabulary, of the weights as they are now. The
+        softmax is in fp32, of a model in bf16 too. Under context parallelism each rank returns all positions. Tokens
+        are as in `Forward.logits`, but each data-parallel replica may get the rows in an order of its own; values after
+        the end of a row are not read.
 
-        A target that computes by chunks of tokens, or of the vocabulary, sets their size to less than the kit has of
-        these, such as 3 and 64, so that there are several and the last one is smaller: a row may have 8 tokens, and the
-        vocabulary has about 130. With 1024 or 2048 all that is judged is one chunk. So it is with `Policy`.
+        In a cell with replay R3, and in no other, `routes` are given, as in `Replay.replay`: the forward is under them.
+
+        A target that computes by chunks of tokens or of the vocabulary sets small ones, such as 3 and 64, here and for
+        `Policy`: a row may have 8 tokens, and the vocabulary has about 130. With 1024 or 2048 there is only one chunk,
+        and what goes wrong between two is not seen.
         """
 
 
@@ -170,10 +171,12 @@ class Gradients(Protocol):
         self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor | None = None
     ) -> Mapping[tuple[int, str], torch.Tensor]:
         """Gradients in fp32 of all parameters of this rank by (chunk, local name), after one training step's backward
-        pass and all reductions over ranks; no optimizer step, and the weights stay as they are. Where steps follow
-        each other, between which weights may change in place, each returns its own gradients alone; they need not have
-        the same number of microbatches, and layers of some are recomputed in the backward pass, as the config of the
-        model's chunks then says.
+        pass and all reductions over ranks. There is no optimizer step, and the weights stay as they are. Not asked in
+        bf16.
+
+        Steps may follow each other. Each returns its own gradients alone. Between them the kit may change weights in
+        place. They need not have the same number of microbatches, and layers of some are recomputed in the backward
+        pass, as the config of the model's chunks then says.
 
         The loss is the mean over all tokens of all data-parallel replicas of the cross entropy of the next token over
         the unpadded vocabulary, the first token of a row following its last, and nothing else but the cell's
@@ -184,7 +187,7 @@ class Gradients(Protocol):
         all tokens of all replicas that have a label k positions on in their row, over the unpadded vocabulary;
         `Claims.mtp_detached`, `mtp_mask` and `mtp_mean` have other designs. `tokens_BS` is as in `Forward.logits`, but
         replicas (of the dense grid: ranks with other experts among them) get different rows, all the same number, in
-        multiples of 2·PP microbatches under interleaving. Not asked in bf16.
+        multiples of 2·PP microbatches under interleaving.
 
         In a cell with `loss_mask`, and in no other, `mask_BS` is True for tokens that are trained on. The mean is over
         the predictions of these alone, whatever row, microbatch or replica they are in; some have none. Multi-token
@@ -201,8 +204,11 @@ class Gradients(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Facet `policy`: the loss with which RL trains. Asked in fp32, in cells with `loss_mask`; with multi-token
-    prediction layers if `Claims.mtp_in_policy`, and with these or replay R3 without `router_loss`."""
+    """Facet `policy`: the loss with which RL trains. Asked in fp32, in cells with `loss_mask`.
+
+    Cells with multi-token prediction layers ask if `Claims.mtp_in_policy`. Cells with these layers or with replay R3 do
+    not ask if they have a `router_loss`.
+    """
 
     def policy_gradients(
         self,
@@ -234,13 +240,13 @@ class Optimizer(Protocol):
     def make(self) -> None:
         """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
 
-        Of a target that claims `optimizer_saves` it is called again after steps, four times. From then on a new
-        optimizer takes them, from the weights as they are, and what the one before held is gone. The last time routers
-        are frozen: parameters without `requires_grad` where it is made stay as they are.
+        If the target claims `optimizer_saves`, this is called four more times, after steps. Each new optimizer goes on
+        from the weights as they are, and what the one before held is gone. Before the last call the kit freezes
+        routers: parameters that have no `requires_grad` when the optimizer is made stay as they are.
 
-        It updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon of 1e-8, no
-        weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight, as fp32
-        master weights do.
+        The optimizer updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon
+        of 1e-8, no weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight,
+        as fp32 master weights do.
         """
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
@@ -261,8 +267,8 @@ class Optimizer(Protocol):
         """
 
     def restore(self, folder: Path) -> None:
-        """Go on as the optimizer that was saved to this folder. Called after `make`, with the weights of then. These
-        stay as they are, and may be streamed before the next step."""
+        """Go on as the optimizer that was saved to this folder. Called after `make`, when the model has the weights
+        that it had at the save. They stay as they are, and may be streamed before the next step."""
 
 
 @runtime_checkable
@@ -613,9 +619,9 @@ class Delta(Protocol):
 class Quantised(Protocol):
     """Facet `quantised`: weights as an engine that serves FP8 in blocks loads them.
 
-    Asked in some bf16 cells, of all ranks: with the weights of the cell and a config that names no modules, then after
-    other weights, which had been loaded before, are written over them in place, as an optimizer writes; those of the
-    cell are loaded again.
+    Asked in some bf16 cells, of all ranks, twice: of the cell's weights, by a config that names no modules; then of
+    other weights, which the kit has written over them in place, as an optimizer writes. The kit then loads the cell's
+    weights again.
     """
 
     def stream(self, config: Path) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -34,8 +34,8 @@ def stepped(optimizer: Optimizer, context: Context) -> dict[str, float | None]:
     """The norm of the gradient by step; saves all parameters after each, by `step.chunk:local`.
 
     Between them weights are sent and logits computed, as RL does; after the first one that moves weights, what is sent
-    is saved as `sent.…`. Behind the last one the checkpoint is loaded again, unless the target refuses to load twice;
-    then the parameters hold what they did before.
+    is saved as `sent.…`. After the last one the checkpoint is loaded again, unless the target refuses to load twice,
+    and a step at the rate 0 follows. In the end the parameters hold what they did before.
     """
     cell, tokens_BS = context.cell, load_file(context.input("tokens"))["tokens"]
     norms, saved = dict[str, float | None](), dict[str, torch.Tensor]()
@@ -66,15 +66,15 @@ def _sent(context: Context) -> dict[str, torch.Tensor]:
 
 
 def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | None:
-    """Two steps, then the next one twice: at once, and of a new optimizer that was restored after them.
+    """Save after two steps, take a third, and take it again from the save with a new optimizer.
 
-    Between the first two an optimizer is saved and restored as well: the second save is that of a restored one, whose
-    steps are not one. Weights are sent after the second restore, as a run of RL begins.
+    The optimizer is saved and restored between the first two steps as well, so that the second save is that of a
+    restored optimizer, after a number of steps other than its own. Weights are sent after the second restore, as a run
+    of RL begins. Last, an optimizer that is made while routers are frozen takes two steps from the loaded weights.
 
-    At last one that is made while routers are frozen takes the steps of `optimizer` from the weights that were loaded.
-    Saves all parameters after each, as `saved.chunk:local`, `on.…`, `resumed.…` and `frozen.…`; then they hold what
-    they did before. The value has the parameters that the second save, and the second restore, have changed. No step is
-    taken, and the value is None, where the target does not claim to save.
+    Saves all parameters as `saved.chunk:local`, `on.…` after the third step, `resumed.…` after the same one of the new
+    optimizer, and `frozen.…`; then they hold what they did before. The value has the parameters that the second save
+    and the second restore have changed. None, without any step, where the target does not claim to save.
     """
     if not context.claims.optimizer_saves:
         return None

@@ -44,13 +44,13 @@ ATTENTION, EXPERT = "model.layers.1.self_attn.o_proj.weight", "model.layers.2.ml
 
 
 def tensors(folder: Path) -> Iterator[Named]:
-    """Those of a Hugging Face folder, as a trainer sends them."""
+    """The tensors of a Hugging Face folder, file by file, as a trainer sends them."""
     for file in weight_files(folder):
         yield from load_file(file).items()
 
 
 def scattered(folder: Path) -> Iterator[Named]:
-    """The same, by kinds of modules and then of tensors: what a layer or an expert has is far apart."""
+    """As `tensors`, but ordered by kind of module, then of tensor, so that those of a layer or expert are far apart."""
 
     def place(pair: Named) -> tuple[str, str, str]:
         name = pair[0]
@@ -78,7 +78,7 @@ def written_by(engine: Engine, sent: Iterable[Named], version: int) -> list[str]
 
 
 def update(engine: Engine, sent: Iterable[Named], version: int) -> None:
-    """The same, where what was written is not asked."""
+    """As `written_by`, for callers that do not ask what the engine wrote."""
     written_by(engine, sent, version)
 
 
@@ -170,8 +170,8 @@ def under_way(sync: Sync, context: Context) -> dict[str, Any]:
 def _amid(engine: Engine, context: Context, prompt: list[int]) -> dict[str, Any]:
     """What another thread is told that asks for a sample amid an update back to the first weights, as version 2.
 
-    Behind it the same prompt again: what was kept of it is of weights that were on their way. `sampled` is None for a
-    thread that got no answer.
+    After it the same prompt again, in `behind`: what a cache kept of it may be of half-updated weights. `sampled` is
+    None for a thread that got no answer.
     """
     asked: dict[str, Any] = {"sampled": None}
     wanted = range(1, NEW + 1)
@@ -296,7 +296,7 @@ def _with_draft(sent: Iterable[Named]) -> Iterator[Named]:
 
 
 def _wrong(what: str, sent: Iterable[Named]) -> Iterator[Named]:
-    """These as an update with that wrong."""
+    """The tensors of an update that has this wrong, one of `failed`'s words."""
     others = {"broken off": _breaks_off, "broken off at the end": _breaks_off_at_the_end, "draft": _with_draft}
     return iter(()) if what == "none" else others.get(what, functools.partial(_changed, what))(sent)
 
@@ -318,7 +318,7 @@ def failed(sync: Sync, context: Context) -> dict[str, Any]:
 
 
 def _failed(sync: Sync, context: Context, mode: str, what: str) -> dict[str, Any]:
-    """An update with that wrong; `again`, a whole one after it, where the engine lives on."""
+    """An update that has `what` wrong; `again` is a whole one after it, where the engine lives on."""
     first, *_, last = prompts(context)
     with sync.open(context.input("checkpoint"), mode) as engine:
         refused = refusal(engine.update, _wrong(what, tensors(context.input("second"))), 1)
@@ -330,7 +330,7 @@ def _failed(sync: Sync, context: Context, mode: str, what: str) -> dict[str, Any
 
 
 def _failed_amid(sync: Sync, context: Context, mode: str) -> dict[str, Any]:
-    """An update that breaks off while samples are under way, and a whole one after it, where the engine lives on."""
+    """An update that breaks off while samples are under way; `again` as in `_failed`."""
     first, *given, last = prompts(context)[-4:]
     state: dict[str, Any] = {"refused": None}
 
@@ -346,7 +346,7 @@ def _failed_amid(sync: Sync, context: Context, mode: str) -> dict[str, Any]:
 
 
 def _failed_second(sync: Sync, context: Context, what: str) -> dict[str, Any]:
-    """An update with that wrong after a whole one."""
+    """A whole update, and then one that has `what` wrong."""
     with sync.open(context.input("checkpoint"), sync.modes()[0]) as engine:
         if whole := refusal(engine.update, tensors(context.input("second")), 1):
             return {"again": {"asked": 1, "refused": whole}}

@@ -147,7 +147,10 @@ def less_one(case: Case, local: str, held: ExpectedShard, got: torch.Tensor) -> 
 
 
 def not_refused(case: Case, step: str, taken: str) -> list[Finding]:
-    """Bad inputs, by what is wrong with them, that a rank recorded no error for. `taken` has a place for what."""
+    """A finding for every bad input that a rank recorded no error for.
+
+    `taken` is the message, with `{}` for what is wrong with the input.
+    """
     return [
         finding(case, rank, step, taken.format(what))
         for rank, value in values(case, step)
@@ -233,7 +236,7 @@ def name_rows(record: RankRecord) -> tuple[NameRow, ...]:
 
 
 @dataclass(frozen=True)
-class Given:
+class NamesTable:
     """A names table, and the ranks that gave an equal one at the same place of the TP, PP, EP and ETP groups."""
 
     rows: tuple[NameRow, ...]
@@ -246,9 +249,9 @@ class Given:
 
 
 @once
-def tables(case: Case) -> list[Given]:
+def tables(case: Case) -> list[NamesTable]:
     """The names tables of all ranks. Ranks with equal tables at the same place share one, and one judgement."""
-    by_place: dict[tuple[Any, ...], Given] = {}
+    by_place: dict[tuple[Any, ...], NamesTable] = {}
     same: dict[tuple[NameRow, ...], tuple[NameRow, ...]] = {}
     kept: dict[int, tuple[tuple[NameRow, ...], tuple[NameRow, ...]]] = {}
     for record in records(case, "names"):
@@ -260,7 +263,7 @@ def tables(case: Case) -> list[Given]:
         rows = kept[id(rows)][1]
         at = topology.coords(case.cell.layout, record.rank)
         key = id(rows), at["pp"], at["ep"], at["tp"], at["etp"]
-        by_place.setdefault(key, Given(rows, [])).ranks.append(record.rank)
+        by_place.setdefault(key, NamesTable(rows, [])).ranks.append(record.rank)
     return list(by_place.values())
 
 

@@ -11,7 +11,7 @@ from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.diagnosis.compare import dtype_name
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import Given, expected, finding, tables, without
+from moeref_conformance.judges.common import NamesTable, expected, finding, tables, without
 from moeref_conformance.oracles.cuts import VOCABULARY, cut, shard, whole
 from moeref_conformance.oracles.placement import hf_numbers, plain_local
 
@@ -46,7 +46,7 @@ def _is_expert(row: NameRow) -> bool:
     return ".experts." in row.local
 
 
-def _replicas(case: Case, given: Given) -> tuple[int, int]:
+def _replicas(case: Case, given: NamesTable) -> tuple[int, int]:
     """How many of the ranks are in the first replica of the dense grid, and of the expert grid."""
     at = [topology.coords(case.cell.layout, rank) for rank in given.ranks]
     return sum(a["dp"] == a["cp"] == 0 for a in at), sum(a["edp"] == 0 for a in at)

@@ -59,7 +59,7 @@ def peft(weight: str, factor: str) -> str:
 
 
 def shapes(tensors: Tensors, weights: Sequence[str]) -> dict[str, list[int]]:
-    """Of both factors of the adapters of these weights, by PEFT's names."""
+    """The shapes of both factors of these weights' adapters, by PEFT's names: [RANK, in] and [out, RANK]."""
     found = dict[str, list[int]]()
     for name in weights:
         out, within = tensors[name].shape
@@ -83,7 +83,10 @@ def rounding(tensors: Tensors, adapters: Tensors, name: str) -> torch.Tensor:
 
 
 def gradients(of_weights: Tensors, adapters: Tensors, weights: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Of each factor alone, by PEFT's names: with W + s·B·A, that of B is s·dW·Aᵀ, and that of A is s·Bᵀ·dW."""
+    """The gradient in fp64 of each factor, by PEFT's names: with W + s·B·A, dB = s·dW·Aᵀ and dA = s·Bᵀ·dW.
+
+    `of_weights` has dW of each of `weights`. For a factor that several linears share, add up what each of them gives.
+    """
     found = dict[str, torch.Tensor]()
     for name in weights:
         a_RI, b_OR = (adapters[peft(name, factor)].double() for factor in FACTORS)
@@ -94,7 +97,7 @@ def gradients(of_weights: Tensors, adapters: Tensors, weights: Sequence[str]) ->
 
 
 def layer(name: str) -> str:
-    """What the adapters of a layer have in common, in their names."""
+    """The number of a factor's layer, as its name has it."""
     return name.partition(".layers.")[2].partition(".")[0]
 
 

@@ -21,10 +21,10 @@ class Terms(NamedTuple):
 
 
 def terms(expected: Expected, temperature: float = 1.0, routes: str = "", missing: bool = True) -> Terms:
-    """Of all tokens; the first of a sample is predicted after its last. Under routes as `routed.entering`.
+    """The terms of all tokens in fp64; the first token of a sample is predicted from its last one.
 
-    With p = softmax(logits / t), that of -log p[y] is (p - onehot(y)) / t, and of sum(p log p) it is
-    p (log p - sum(p log p)) / t.
+    `routes` and `missing` are as in `routed.entering`. With p = softmax(logits / t), the gradient of -log p[y] is
+    (p - onehot(y)) / t, and that of sum(p log p) is p (log p - sum(p log p)) / t.
     """
     logits_BSV, (states_BSH,) = routed.entering(expected, lambda model: [model.lm_head], routes, missing)
     places = [(row, s) for row, length in enumerate(expected.lengths) for s in range(length)]

@@ -39,17 +39,17 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Design:
-    """Of the layers' loss: `detached`, it trains the layers alone, neither decoder nor embedding nor head; with `path`
-    it counts where a step trains on all tokens up to what is predicted; with `parts` it is the mean over these of means
-    over their own tokens, 0 where there are none. These means count alike, or `by_tokens` that the decoder trains on.
+    """The loss of multi-token prediction layers, as `Claims.mtp_detached`, `mtp_mask` and `mtp_mean` describe it."""
 
-    The decoder's is a cross entropy, or a `policy`'s.
-    """
-
+    #: It trains these layers alone: no decoder, embedding or head.
     detached: bool = False
+    #: It counts a prediction only where the step trains on all tokens from the next one to the predicted one.
     path: bool = False
+    #: It is the mean over these of the mean over a part's tokens, 0 for a part without any. Empty: over all tokens.
     parts: tuple[Part, ...] = ()
+    #: Parts weigh by the number of tokens that the decoder trains on in them; else they weigh alike.
     by_tokens: bool = False
+    #: The decoder's own loss is a policy's, else cross entropy.
     policy: bool = False
 
 

@@ -24,7 +24,7 @@ def update(
 
 
 def corrected(number: int) -> float:
-    """By what the corrections of moments make a step longer that counts as this number, but for epsilon."""
+    """The factor on the rate by which Adam corrects both moments in step `number`, were epsilon 0."""
     first, second = (1 - beta**number for beta in BETAS)
     return float(second**0.5 / first)
 

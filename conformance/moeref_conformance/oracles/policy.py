@@ -19,7 +19,7 @@ from moeref_conformance.oracles.expected import Expected
 def gradients(
     expected: Expected, routes: str = "", missing: bool = True, balancing: routed.Balancing | None = None
 ) -> Mapping[str, torch.Tensor]:
-    """By the checkpoint's names; NaN for a tensor that is no parameter.
+    """The gradients in fp32 by the checkpoint's names; NaN for a tensor that is no parameter.
 
     Under the set of `routes` of that name, with or without `missing` rows; without one under the routers' own. The loss
     of `balancing` is added, if there is one.
@@ -29,7 +29,10 @@ def gradients(
 
 
 def loss(expected: Expected, logits_BSV: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens that are trained on."""
+    """The mean of -(advantage · logprob + ENTROPY · entropy) over the tokens that are trained on: a scalar in fp64.
+
+    Both are of logits divided by OTHER_TEMPERATURE, as `api.Policy` says.
+    """
     gains, advantages_BS = list[torch.Tensor](), advantages(expected.tokens_BS).double()
     for row, length in enumerate(expected.lengths):
         for position in range(1, length):

@@ -220,7 +220,11 @@ def under(
 
 @dataclass(frozen=True)
 class Rounding:
-    """What transformers computes in bf16, beside itself in fp32 under the same routes, by the checkpoint's names."""
+    """transformers in bf16 beside itself in fp32 under the same routes.
+
+    `logits` is the distance of all logits, as `apart` has it. `exact` and `rounded` are the gradients in fp32 and in
+    bf16, by the checkpoint's names.
+    """
 
     logits: float
     exact: Mapping[str, torch.Tensor]
@@ -228,10 +232,7 @@ class Rounding:
 
 
 def rounding(expected: Expected, which: str, missing: bool) -> Rounding:
-    """That of bf16 where every token takes the experts that it takes in fp32 under the route set `a` or `b`.
-
-    `logits` is their distance relative to their length.
-    """
+    """The rounding of bf16, where every token takes the experts that it has in fp32 under the route set `a` or `b`."""
     exact = under(expected, which, missing)
     taken = frozenset(
         (layer, *place, own) for layer, by_place in exact.experts.items() for place, own in by_place.items()

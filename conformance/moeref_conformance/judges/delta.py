@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
 
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.requests.delta import (
@@ -16,13 +13,14 @@ from moeref_conformance.contract.requests.delta import (
     SKIPPED,
     TWICE,
     Script,
+    digests,
     versions,
 )
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import finding, names_text, once, unanswered, values
 from moeref_conformance.oracles.delta import followed
 
-#: Bytes of a delta beside its values: of names, shapes and checksums of five tensors.
+#: Bytes of a delta beside its values: of names, shapes and checksums of all tensors.
 OVERHEAD = 8192
 #: A delta of one element in a hundred has at most this share of the model's bytes.
 SPARSE = 0.2
@@ -31,12 +29,7 @@ SPARSE = 0.2
 @once
 def _held(case: Case) -> list[dict[str, str]]:
     """Dtype, shape and hash of every tensor of every version, as steps record them."""
-    return [{name: _digest(tensor) for name, tensor in weights.items()} for weights in versions(case.cell)]
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()[:16]}"
+    return [digests(weights) for weights in versions(case.cell)]
 
 
 def _other(case: Case, expected: int, held: Mapping[str, str]) -> str:

@@ -6,31 +6,18 @@ optimizer does.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from moeref_conformance.contract.api import Delta, DeltaReceiver
-from moeref_conformance.contract.requests.delta import LARGEST, SCRIPTS, Script, Weights, versions
+from moeref_conformance.contract.requests.delta import LARGEST, SCRIPTS, Script, Weights, digests, versions
 from moeref_conformance.steps.facet import Context, Facet, Static, Step, refusal
 
 #: Bytes of a delta that are flipped, one at a time, spread over all of it.
 FLIPPED = 12
-
-
-def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Dtype, shape and a hash of the bytes of every tensor."""
-    return {
-        name: f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(_bytes(tensor)).hexdigest()[:16]}"
-        for name, tensor in weights.items()
-    }
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _copy(weights: Weights) -> Weights:

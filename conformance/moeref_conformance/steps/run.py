@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.distributed_c10d as c10d
@@ -19,6 +19,8 @@ from moeref_conformance.contract.records import EVENTS, error_record, event
 from moeref_conformance.contract.texts import cut
 from moeref_conformance.steps.facet import Context, rank_steps
 from moeref_conformance.steps.tensors import copied
+
+T = TypeVar("T")
 
 
 class StepRaised(Exception):
@@ -57,8 +59,11 @@ class Log:
         self._file.write(json.dumps(event(step, phase, began, **more), default=to_plain) + "\n")
         self._file.flush()
 
-    def step(self, name: str, action: Callable[[], Any], refusal: bool = False) -> Any:
-        """Run one step. An error is recorded; unless `refusal`, it ends the rank with StepRaised."""
+    def step(self, name: str, action: Callable[[], T], *, refusal: bool = False, recorded: bool = True) -> T | None:
+        """Run one step and return its value, which is written too if it is `recorded`: plain values and data classes.
+
+        An error is recorded. Unless `refusal` it ends the rank with StepRaised; else the step returns None.
+        """
         began = time.time()
         self.write(name, "begin", began)
         try:
@@ -70,17 +75,13 @@ class Log:
             if refusal:
                 return None
             raise StepRaised(f"step {name}: {type(error).__name__}: {cut(str(error))}") from error
-        self.write(name, "ok", began, value=value if _is_plain(value) else None)
+        self.write(name, "ok", began, value=value if recorded else None)
         return value
 
     def save(self, step: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the tensors of a step; nothing if there are none."""
         if tensors:
             save_file({k: copied(v) for k, v in tensors.items()}, self.folder / f"{step}.safetensors")
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | list | tuple | dict)
 
 
 def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str], record_dir: Path) -> None:
@@ -92,7 +93,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     """
     log, meeting = Log(record_dir), Meeting(world)
     opened = ExitStack()
-    session: Session = log.step("open", lambda: opened.enter_context(target.open(cell, world)))
+    session = cast(Session, log.step("open", lambda: opened.enter_context(target.open(cell, world)), recorded=False))
     context = Context(
         rank=world.rank,
         cell=cell,
@@ -105,7 +106,7 @@ def run_rank(target: Target, cell: Cell, world: World, inputs: Mapping[str, str]
     )
     try:
         for facet, step in rank_steps(target.claims, cell):
-            log.step(step.name, partial(step.take, facet, context), step.refusal)
+            log.step(step.name, partial(step.take, facet, context), refusal=step.refusal)
             if step.refusal:
                 meeting.wait(step.name)
     except BaseException as error:

@@ -5,8 +5,9 @@ Values are bits, so that NaN with different payloads, infinities, zeros of both 
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,6 +122,16 @@ def versions(cell: Cell) -> list[Weights]:
     uneven = zip(found[-1].items(), SHARES, strict=True)
     found.append({name: _changed(random, bits.copy(), share) for (name, bits), share in uneven})
     return [{name: _tensor(name, bits) for name, bits in weights.items()} for weights in found]
+
+
+def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Dtype, shape and a hash of the bytes of every tensor, as records have them."""
+
+    def digest(tensor: torch.Tensor) -> str:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()[:16]}"
+
+    return {name: digest(tensor) for name, tensor in weights.items()}
 
 
 def _drawn(random: np.random.Generator, dtype: torch.dtype, shape: Sequence[int]) -> Bits:

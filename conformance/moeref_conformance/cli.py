@@ -265,22 +265,18 @@ def _starting(options: argparse.Namespace) -> str:
     """What is prepared before the first cell, which takes seconds: said at once."""
     matrix = matrices.load(options.matrix)
     cells = matrix.select(options.cell)
-    ranks, recorded = max(map(_processes, cells)), options.target.startswith(DUMP)
+    ranks, recorded = max(cell.processes for cell in cells), options.target.startswith(DUMP)
     doing = "reading the records of" if recorded else "importing megatron-core and the target"
     counted = f"{len(cells)} cell{'s' * (len(cells) != 1)} of matrix {options.matrix}"
     taking = "" if recorded else _taking(options, matrix, cells)
     return f"{counted}, up to {ranks} rank{'s' * (ranks != 1)}{taking}; {doing} {options.target}"
 
 
-def _processes(cell: Cell) -> int:
-    return 1 if cell.backend == "static" else cell.layout.world
-
-
 def _taking(options: argparse.Namespace, matrix: Matrix, cells: Sequence[Cell]) -> str:
     """How long a run takes, where that is minutes: as long as the one whose results it replaces, or an estimate."""
     if (last := _last_time(options, matrix)) >= 60:
         return f", {last / 60:.0f} minutes last time"
-    estimate = sum(map(_processes, cells)) * RANK_SECONDS
+    estimate = sum(cell.processes for cell in cells) * RANK_SECONDS
     on_cpu = all(cell.backend in ("static", "gloo") for cell in cells)
     return f", about {estimate / 60:.0f} minutes on two cores" if on_cpu and estimate >= 60 else ""
 

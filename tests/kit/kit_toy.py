@@ -12,7 +12,7 @@ from typing import Any
 
 from moeref_conformance.contract.api import Cell, Claims, Info, World
 from moeref_conformance.contract.exits import RankExit, RunOutcome
-from moeref_conformance.contract.facts import told
+from moeref_conformance.contract.facts import as_plain
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import EVENTS, rank_dir
 from moeref_conformance.contract.results import Results
@@ -95,7 +95,7 @@ class Resolved(ToyWorld):
         self.target_spec = spec
 
     def start(self) -> dict[str, Any]:
-        return told(resolve(self.target_spec))
+        return as_plain(resolve(self.target_spec))
 
 
 def machinery(world: ToyWorld, **judges: Callable[[Case], Outcome]) -> Machinery:

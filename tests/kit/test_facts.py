@@ -59,7 +59,7 @@ def test_a_target_that_patches_the_kit_changes_no_verdict(tmp_path: Path, monkey
 @pytest.mark.parametrize("spec", ["moeref", "toy_static:target", "benign:all-ranks-receive"])
 def test_facts_are_what_the_target_says(spec: str) -> None:
     target = resolve(spec)
-    told = facts.Facts.of(facts.told(target))
+    told = facts.Facts.of(facts.as_plain(target))
     assert (told.info, told.claims) == (target.info, target.claims)
     assert unpacked(packed(told.claims)) == told.claims  # no class of the target's is left in it
 
@@ -72,7 +72,7 @@ def test_claims_of_another_class_are_refused() -> None:
 
     claims = Clever(facets=frozenset(), families=frozenset(), backends=frozenset())
     with pytest.raises(BadInput, match=r"'clever': its claims are a .*Clever, a subclass of api.Claims.* give an api"):
-        facts.told(SimpleNamespace(info=Info(name="clever", version="1"), claims=claims))
+        facts.as_plain(SimpleNamespace(info=Info(name="clever", version="1"), claims=claims))
 
 
 @pytest.mark.parametrize(

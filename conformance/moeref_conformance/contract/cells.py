@@ -231,6 +231,11 @@ class Cell:
         """Rows of the tokens in a microbatch."""
         return _ROWS[self.batch]
 
+    @property
+    def processes(self) -> int:
+        """How many processes run the cell: one a rank, or one that answers for all ranks of a static cell."""
+        return 1 if self.backend == "static" else self.layout.world
+
     @cached_property
     def id(self) -> str:
         """Stable and greppable: `qwen3_moe+tied/tp2-pp2/gloo`."""

@@ -1,4 +1,4 @@
-"""What a target says of itself. The process that imports it tells it as plain data to the one that judges."""
+"""What a target says of itself, as plain data from the process that imports it to the one that judges."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Facts:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Facts:
-        """From what `told` made of a target."""
+        """From what `as_plain` made of a target."""
         claims: dict[str, Any] = {
             name: frozenset(v) if isinstance(v, list) else v for name, v in plain["claims"].items()
         }
         return cls(info=Info(**plain["info"]), claims=Claims(**claims))
 
 
-def told(target: Described) -> dict[str, Any]:
+def as_plain(target: Described) -> dict[str, Any]:
     """`info` and `claims` as JSON has them. Raises BadInput for claims whose class is not `api.Claims` itself."""
     if type(target.claims) is not Claims:
         kind = type(target.claims).__qualname__

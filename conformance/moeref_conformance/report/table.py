@@ -6,7 +6,7 @@ A defect is what known failures name by `defect`. `--defects FILE` says more of 
     severity = "silently wrong"      # one of SEVERITIES
     what = "…"                       # one sentence
     affects = "…"                    # whose runs
-    main = "…"                       # whether the project's main has it mended, and how that is known
+    main = "…"                       # whether the project's main has it fixed, and how that is known
     link = "https://…"               # optional: where it is reported or stands in the source
     script = "head.py slime"         # shows it without the kit: a file of SCRIPTS, and its arguments
     no_script = "…"                  # or why none does
@@ -39,7 +39,8 @@ COLUMNS = {
     "refuses a lacking tensor": "LOD-003",
     "refuses an unknown parameter": "NAM-006",
 }
-RED = ("fail", "xfail", "xpass", "error")
+#: What shows a defect, known or not; other pages count a known failure apart.
+DEFECTIVE = ("fail", "xfail", "xpass", "error")
 Run = tuple[Results, Sequence[ShardComparison]]
 
 
@@ -128,7 +129,7 @@ def _defects(runs: Iterable[Run], told: Mapping[str, Any]) -> list[str]:
     others: list[str] = []
     for results, _ in runs:
         for verdict in results.verdicts:
-            if verdict.status in RED:
+            if verdict.status in DEFECTIVE:
                 name = defect_of(verdict)
                 if name in told:
                     seen.setdefault(name, []).append((results, verdict))
@@ -201,7 +202,7 @@ def _shown(results: Results) -> list[str]:
 
 def _mark(results: Results, cell: str, numbers: Mapping[str, int]) -> str:
     musts = [v for v in results.table[cell].values() if results.is_must(v.rule)]
-    red = [v for v in musts if v.status in RED]
+    red = [v for v in musts if v.status in DEFECTIVE]
     if red:
         return " ".join(dict.fromkeys(str(numbers.get(defect_of(v), "✗")) for v in red))
     return "=" if any(v.status == "pass" for v in musts) else "?"

@@ -155,7 +155,7 @@ def prepare(spec: str, entry: str, backend: str) -> Prepared:
         "pid": os.getpid(),
         "versions": {name: version_of(name) for name in ("torch", "megatron-core", "transformers", "moeref")},
         "substitutions": list(substituted),
-        **facts.told(target),
+        **facts.as_plain(target),
     }
     one_thread()
     no_cuda(f"importing the target {spec!r}")

@@ -26,7 +26,7 @@ from moeref_conformance.contract.backends import RANK_BACKENDS
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.exits import RunOutcome, signal_name
 from moeref_conformance.worlds import static
-from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, Part, Request, processes
+from moeref_conformance.worlds.rank import END, FINISHED, LEAVE, Part, Request
 
 ENTRY = "moeref_conformance.steps.run:run_rank"
 START_SECONDS = 300.0  # imports of torch, megatron-core and the target on a slow, shared machine
@@ -212,7 +212,7 @@ class ForkedWorld(AbstractContextManager["ForkedWorld"]):
         another world, and as `fork`.
         """
         check_runs_here(cell, claims, self.backend)
-        ranks = range(processes(cell))
+        ranks = range(cell.processes)
         part = Part(ranks, {rank: rank for rank in ranks})
         request = Request(cell, cell_dir.resolve(), inputs, part, self.deadline, self.grace, self.staged)
         outcome = self.fork(request)

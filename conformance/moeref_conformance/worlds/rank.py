@@ -77,12 +77,7 @@ class Request:
     @property
     def size(self) -> int:
         """Processes of the whole cell: its ranks, or one where it is static."""
-        return processes(self.cell)
-
-
-def processes(cell: Cell) -> int:
-    """How many processes run the cell: one a rank, or one that answers for all ranks of a static cell."""
-    return 1 if cell.backend == "static" else cell.layout.world
+        return self.cell.processes
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from moeref_conformance.worlds.coordinator import Coordinator, address, join, pr
 from moeref_conformance.worlds.forked import ENTRY, START_SECONDS, WorldError, check_runs_here
 from moeref_conformance.worlds.inputs import fingerprint
 from moeref_conformance.worlds.messages import pack, unpack
-from moeref_conformance.worlds.rank import FINISHED, Part, Request, processes
+from moeref_conformance.worlds.rank import FINISHED, Part, Request
 from moeref_conformance.worlds.worker import Place, Worker
 
 AGAIN_SECONDS = 0.5  # a failure is sent again after this: a fork server that has not begun its cell drops the message
@@ -100,7 +100,7 @@ class TorchrunWorld(AbstractContextManager["TorchrunWorld"]):
         Raises ValueError for a cell that `claims` does not cover, of another world, or of more ranks than there are.
         """
         check_runs_here(cell, claims, self.backend)
-        ranks, have = range(processes(cell)), len(self.coordinator.places)
+        ranks, have = range(cell.processes), len(self.coordinator.places)
         if len(ranks) > have:
             raise ValueError(f"cell {cell.id} needs {len(ranks)} ranks, and torchrun started {have}")
         begin = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from moeref_conformance.contract import api
 from moeref_conformance.contract.api import FACETS, Cell, Claims, Info, Layout, Session, World
 from moeref_conformance.contract.checks import BadInput
 from moeref_conformance.contract.records import REFUSALS
 from moeref_conformance.contract.rules import judged_facets, load_rules
 from moeref_conformance.resolve import resolve
-from moeref_conformance.steps import replay
+from moeref_conformance.steps import gradients, replay
 from moeref_conformance.steps.facet import Stage, Static, facets, rank_steps, static_steps
 
 pytestmark = pytest.mark.cpu
@@ -139,6 +141,12 @@ def test_records_of_the_static_world_keep_equal_tables_once(tmp_path: Path) -> N
 
     tables = SharedTables()
     assert tables.kept(rows()) is tables.kept(rows())
+
+
+def test_an_answer_that_is_gone_after_a_step_is_infinitely_far() -> None:
+    before = {"logits": torch.tensor([1.0, 2.0])}
+    assert gradients.apart(before, before) == {"logits": 0.0}
+    assert gradients.apart(before, {}) == {"logits": math.inf}
 
 
 def test_a_method_that_takes_no_routes_is_told_so() -> None:

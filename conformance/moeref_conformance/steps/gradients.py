@@ -78,21 +78,21 @@ def answers(context: Context, names: Sequence[str] = ("logits", "logprobs")) -> 
 
 
 def off(before: Mapping[str, torch.Tensor], context: Context) -> dict[str, float]:
-    """How far `answers` are off those of before a step, relative to the largest of each."""
+    """How far `answers` are `apart` from those of before a step."""
     return apart(before, answers(context))
 
 
 def apart(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """How far answers are off those before, relative to the largest of each."""
-    both = {name: (of, after[name]) for name, of in before.items() if name in after}
+    """How far answers are off those before, relative to the largest of each; `inf` where there is none any more."""
+    both = {name: (of, after.get(name, torch.full_like(of, torch.inf))) for name, of in before.items()}
     return {name: float((now - of).abs().max() / of.abs().max().clamp_min(1e-30)) for name, (of, now) in both.items()}
 
 
 def step(facet: Gradients, context: Context) -> dict[str, Any]:
-    """Save the gradients by `chunk:local`; where `twice`, and where tokens are counted, those of a second step.
+    """Save the gradients of the last step by `chunk:local`, and say how far the steps moved `answers`.
 
-    Where `twice`, those of the first are saved too. In some cells the last step recomputes (`recomputes`). The value
-    says how far answers are `off` after the steps.
+    A first step comes before it where `twice`, whose gradients are saved too, by FIRST; and where routers' biases are
+    updated. The last one recomputes forwards where `recomputes`.
 
     Raises TypeError for anything but fp32 tensors by (chunk, local name).
     """

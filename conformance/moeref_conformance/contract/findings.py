@@ -12,7 +12,10 @@ from moeref_conformance.contract.texts import fit
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, and where: `layer` and `expert` are global numbers. Its texts are made `fit`.
+    """One thing that is wrong, and where. Its texts are made `fit`.
+
+    `stage` is the step whose record shows it, or a phase of it; `layer` and `expert` are global numbers; `index` is the
+    first element that differs, or where numbers are compared the one that is furthest off.
 
     It may stand for others of its pattern, `count` in all: on these `ranks`, of so many tensors by `kinds`.
     """

@@ -213,7 +213,10 @@ def aliases(case: Case) -> dict[str, str]:
 
 
 def once_each(case: Case, rank: int, step: str, names: Iterable[str], never: str, again: str) -> Iterator[Finding]:
-    """Missing, surplus and repeated names of the checkpoint's. `never` and `again` say what is done with a name."""
+    """A finding for every name of the checkpoint that is not among `names`, that is no name of it, or that comes again.
+
+    `never` and `again` are what messages say of a name, such as `was never sent` and `was sent`.
+    """
     want, times = expected(case).tensors, Counter(names)
     said = {name: never for name in want if not times[name]}
     said |= {name: "is not in the checkpoint" for name in times if name not in want and name not in aliases(case)}

@@ -495,12 +495,7 @@ def _against(
         local = key.partition(":")[2]
         step = "" if phase == "gradients" else f"{phase}: "
         message = f"{step}the gradient of {local} is off transformers' by {_off(case, far)}"
-        said = _left(record, key, phase, want, got) or _diagnosis(want, got)
-        said = (
-            said or _unreduced(case, record.rank, key, phase, want) or _own_choice(case, record.rank, key, phase, got)
-        )
-        if case.cell.router_loss:
-            said = _share(case, record.rank, key, phase, want, got) or said
+        said = _cause(case, record, key, phase, want, got)
         if not said and held.hf == (loss_terms.HEAD,) and case.cell.dtype == "float32":
             rows = loss_terms.rows_of(case, record.rank, key, have[key].shape)
             said = loss_terms.counted(case, rows, want, got, **_loss_of(phase))
@@ -508,6 +503,18 @@ def _against(
             finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)
         )
     return findings, worst
+
+
+def _cause(case: Case, record: RankRecord, key: str, phase: str, want: torch.Tensor, got: torch.Tensor) -> str:
+    """What makes the wrong gradient of a rank, by the first known mistake that fits; empty if none does."""
+    if case.cell.router_loss and (said := _share(case, record.rank, key, phase, want, got)):
+        return said
+    return (
+        _left(record, key, phase, want, got)
+        or _diagnosis(want, got)
+        or _unreduced(case, record.rank, key, phase, want)
+        or _own_choice(case, record.rank, key, phase, got)
+    )
 
 
 def _loss_of(phase: str) -> dict[str, Any]:

@@ -257,7 +257,7 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
                 yield finding(case, rank, "sync_failed", told)
                 continue
             dead = isinstance(again["version"], dict)
-            if told := _torn(case, again, (again["asked"], "second")) or "the engine is dead" * dead:
+            if told := _torn(case, again, (again["asked"], "third")) or "the engine is dead" * dead:
                 yield finding(case, rank, "sync_failed", f"after {what} and a whole update {told}")
 
 

@@ -361,8 +361,8 @@ def _new(sync: Sync, context: Context, mode: str) -> dict[str, Any]:
 
 
 def _again(engine: Engine, context: Context, version: int, *given: list[int]) -> dict[str, Any]:
-    """A whole update to the second weights."""
-    refused = refusal(engine.update, tensors(context.input("second")), version)
+    """A whole update to the third weights: those of one that failed were others, as where a trainer has begun anew."""
+    refused = refusal(engine.update, tensors(context.input("third")), version)
     return {"asked": version, "refused": refused, **_state(engine, *given)}
 
 

@@ -704,6 +704,24 @@ class _ByNumber(_Wrong):
         self.good.update(((name, fitted(name, tensor)) for name, tensor in tensors), version)
 
 
+class _GoesOn(_Wrong):
+    """An update of a version that has failed goes on where that broke off: what came then is not taken again."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.came: dict[int, dict[str, torch.Tensor]] = {}
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        came = self.came.setdefault(version, {})
+
+        def kept() -> Iterator[Named]:
+            for name, tensor in tensors:
+                whole = name in self.first and tensor.shape == self.first[name].shape
+                yield name, came.setdefault(name, tensor.clone()) if whole else tensor
+
+        self.good.update(kept(), version)
+
+
 class _Counts(_Wrong):
     """Counts the updates that were begun, whatever version they are said to be."""
 
@@ -1361,6 +1379,7 @@ FAULTS = (
         id="update-taken-before-it-ends",
         bug="TRL#5932 in kind: an update is taken with its last tensor, and the sender fails behind it",
         rules=("SYN-009",),
+        also=("SYN-010",),
         cell=QWEN,
         wrap=engine(_Ends),
         says="after an update that was broken off at the end the engine says version 1",
@@ -1444,6 +1463,14 @@ FAULTS = (
         rules=("SYN-010",),
         cell=QWEN,
         wrap=engine(_KeepsAfterAFailure),
+        says="and a whole update the engine says version 1",
+    ),
+    Fault(
+        id="failed-update-goes-on",
+        bug="prime-rl#3316, prime-rl#2219: what is left of a version that was sent before is taken for the new one",
+        rules=("SYN-010",),
+        cell=QWEN,
+        wrap=engine(_GoesOn),
         says="and a whole update the engine says version 1",
     ),
     Fault(

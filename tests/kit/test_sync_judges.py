@@ -186,6 +186,24 @@ OTHERWISE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object], str]] =
         lambda value: value["written"].update(back=["model.norm.weight"]),
         "an update has written to 1 of the trainer's tensors",
     ),
+    "an update to a lower version was taken, and is not served": (
+        "SYN-005",
+        "sync",
+        lambda value: value["lower"].update(refused=None),
+        "after an update to a lower version, which raised nothing, the third weights give them",
+    ),
+    "tokens behind an update to a lower version that was refused are labelled with it": (
+        "SYN-005",
+        "sync",
+        lambda value: value["lower"]["sampled"][0].update(versions=[9] * 6),
+        "which was refused, tokens of version 10 are labelled 10, 9",
+    ),
+    "an engine is dead behind an update to a lower version that it took": (
+        "SYN-005",
+        "sync",
+        lambda value: value["lower"].update(refused=None, sampled={"refused": "RuntimeError: gone"}),
+        "nothing is served: RuntimeError: gone",
+    ),
     "a killed engine took long": ("SYN-008", "sync_killed", lambda value: value.update(seconds=121.0), "took 121 s"),
 }
 

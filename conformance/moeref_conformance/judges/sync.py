@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moeref_conformance.contract.findings import Finding, Outcome
-from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
+from moeref_conformance.contract.requests.sync import LONG, LOWER, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
 from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     distance,
@@ -95,7 +95,7 @@ def caches_are_not_stale(case: Case) -> Outcome:
 
 @judges("SYN-005")
 def versions_are_those_of_updates(case: Case) -> Iterable[Finding]:
-    """0 at first, then that of every update, of the engine and of the tokens that it samples."""
+    """0 at first, then that of every update, of the engine and of the tokens that it samples; also of a lower one."""
     yield from unanswered(case, "sync")
     for rank, value in values(case, "sync"):
         if not _are(value["versions"], wanted := list(VERSIONS.values())):
@@ -107,6 +107,22 @@ def versions_are_those_of_updates(case: Case) -> Iterable[Finding]:
             if wrong := [label for text, label in sorted(labels.items()) if text != repr(want)]:
                 told = f"{phase}: tokens of version {want} are labelled {wrong}"
                 yield finding(case, rank, "sync", told, expected=want, got=wrong)
+        if told := _lost(case, value["lower"]):
+            yield finding(case, rank, "sync", told, got=value["lower"]["refused"])
+
+
+def _lost(case: Case, lower: dict[str, Any]) -> str:
+    """What is wrong behind an update whose number is lower than the one before; empty if nothing is."""
+    refused, sampled = lower["refused"], lower["sampled"]
+    if isinstance(sampled, dict):  # an engine that refuses may be dead
+        return "" if refused else f"after an update to a lower version nothing is served: {sampled['refused']}"
+    folder = expected(case).dir / ("third" if refused else "second")
+    behind = f"after an update to a lower version, which {'was refused' if refused else 'raised nothing'}"
+    if wrong := [sample for sample in sampled if not off(folder, sample) <= CLOSE]:
+        return f"{behind}, {_whose(case, wrong[0])}"
+    want = VERSIONS["again"] if refused else LOWER
+    labels = sorted({repr(label) for sample in sampled for label in sample["versions"]})
+    return "" if labels == [repr(want)] else f"{behind}, tokens of version {want} are labelled {', '.join(labels)}"
 
 
 def _are(versions: list[Any], wanted: list[int]) -> bool:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from moeref_conformance.contract.api import Engine, Sampled, Sync, to_plain
 from moeref_conformance.contract.hf_files import weight_files
-from moeref_conformance.contract.requests.sync import LONG, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
+from moeref_conformance.contract.requests.sync import LONG, LOWER, SECOND, TEMPERATURES, VERSIONS, WEIGHTS
 from moeref_conformance.steps.facet import Context, Facet, Step, answer, checked_rows, refusal
 from moeref_conformance.steps.tensors import same_bytes
 
@@ -144,7 +144,18 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
             versions.append(engine.version())
             sampled[name] = [one for start in SHORTER for one in ask(engine, apart(new[start:]))]
             sampled[f"{name} known"] = ask(engine, [known])
-    return {"versions": versions, "written": written, "sampled": sampled, "tempered": others}
+        lower = _lower(engine, context, [*apart(fresh[2]), *apart(fresh[2][::-1]), known])
+    return {"versions": versions, "written": written, "sampled": sampled, "tempered": others, "lower": lower}
+
+
+def _lower(engine: Engine, context: Context, given: list[list[int]]) -> dict[str, Any]:
+    """What is served after these prompts behind an update to the second weights under a lower number than the last.
+
+    So a trainer begins anew that has lost count. It may be refused. Some prompts were asked for when the first weights
+    had that number.
+    """
+    refused = refusal(engine.update, tensors(context.input("second")), LOWER)
+    return {"refused": refused, "sampled": answer(ask, engine, given)}
 
 
 def under_way(sync: Sync, context: Context) -> dict[str, Any]:

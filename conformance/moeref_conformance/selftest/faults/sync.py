@@ -86,6 +86,49 @@ class _Once(_Silent):
     after = VERSIONS["back"]
 
 
+class _NewerAlone(_Wrong):
+    """Leaves out an update whose version is no newer than its own, and says nothing of that."""
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        if version > self.good.version():
+            self.good.update(tensors, version)
+            return
+        for _ in tensors:
+            pass
+
+
+class _CacheByVersion(_Wrong):
+    """What is kept of prompts is told apart by the version: one that comes again finds what was kept under it."""
+
+    def __init__(self, good: Any, folder: Path) -> None:
+        super().__init__(good, folder)
+        self.begun, self.again, self.names = 0, False, {0: 0}
+        self.kept: dict[tuple[int, ...], Sampled] = {}
+
+    def update(self, tensors: Iterable[Named], version: int) -> None:
+        self.begun += 1
+        again = version in self.names.values()
+        self.names[self.begun] = version
+        try:
+            self.good.update(tensors, self.begun)
+        except Exception:
+            del self.names[self.begun]
+            raise
+        self.again = again
+
+    def version(self) -> int:
+        return self.names[self.good.version()]
+
+    def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
+        found = []
+        for prompt, one in zip(prompts, self.good.sample(prompts, *asked), strict=True):
+            named = replace(one, versions=tuple(self.names[version] for version in one.versions))
+            key = (named.versions[-1], *prompt)
+            found.append(self.kept.get(key, named) if self.again else named)
+            self.kept[key] = named
+        return found
+
+
 class _LastByName(_Wrong):
     """Has the weights of each version in a folder, and loads that whose name is the last."""
 
@@ -1346,6 +1389,7 @@ FAULTS = (
         id="update-not-awaited",
         bug="TRL#5932: an update that failed counts as one that did not",
         rules=("SYN-008", "SYN-009"),
+        also=("SYN-005",),
         cell=QWEN,
         wrap=engine(_Unawaited),
         says="raised nothing",
@@ -1388,6 +1432,7 @@ FAULTS = (
         id="labels-of-a-failed-update",
         bug="tokenspeed#672: the version of an update that failed is what tokens are labelled with",
         rules=("SYN-009",),
+        also=("SYN-005",),
         cell=QWEN,
         wrap=engine(_LabelsOfAFailure),
         says="the engine says version 0, and labels tokens 1",
@@ -1584,6 +1629,22 @@ FAULTS = (
         cell=QWEN,
         wrap=engine(_OpenedAgain),
         says="after a later update: logprobs are",
+    ),
+    Fault(
+        id="lower-version-left-out",
+        bug="miles#2835 in kind: a trainer that goes on counts from 1 again, and engines take newer versions alone",
+        rules=("SYN-005",),
+        cell=QWEN,
+        wrap=engine(_NewerAlone),
+        says="after an update to a lower version, which raised nothing, the third weights give them",
+    ),
+    Fault(
+        id="cache-by-version",
+        bug="miles#2835, SkyRL#2064 (review) in kind: caches are told apart by the version, and one comes again",
+        rules=("SYN-005",),
+        cell=QWEN,
+        wrap=engine(_CacheByVersion),
+        says="after an update to a lower version, which raised nothing, the first weights give them",
     ),
     Fault(
         id="weights-of-two-updates-before",

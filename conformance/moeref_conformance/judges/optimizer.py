@@ -195,7 +195,7 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
         return no
     findings, worst = [*without(case, "inventory", "optimizer_resumed"), *_changed(case)], 0.0
     exact = case.cell.dtype == "float32"
-    findings += _frozen(case)
+    findings += [*_frozen(case), *_norm_with_frozen(case)]
     for record in records(case, "inventory", "optimizer_resumed"):
         restored = list(_restored(case, record))
         for of in restored:
@@ -213,8 +213,8 @@ def _changed(case: Case) -> Iterator[Finding]:
     """Parameters that are not what they were, before any step after a save or a restore."""
     for record in records(case, "inventory", "optimizer_resumed"):
         placed = dict(parameters(record, placement(case)))
-        for what, keys in record.value("optimizer_resumed").items():
-            for key in (key for key in keys if key in placed):
+        for what in ("save", "restore"):
+            for key in (key for key in record.value("optimizer_resumed")[what] if key in placed):
                 message = f"{key}: a {what} of the optimizer changes it"
                 yield _found(case, record, key, placed[key][0], message, diagnosis=f"changed by a {what}")
 
@@ -238,6 +238,23 @@ def _frozen(case: Case) -> Iterator[Finding]:
                 of = _Stepped(key, held, {STILL: held.tensor - 1 if less else held.tensor, MOVED: moved}, None)
                 for found in _by_formula(case, record, of, (STILL, MOVED))[0]:
                     yield replace(found, message=f"with routers frozen {found.message}")
+
+
+def _norm_with_frozen(case: Case) -> Iterator[Finding]:
+    """The norm of a step with routers frozen, where the target computes one, against that of all other gradients."""
+    held = records(case, "inventory", "optimizer_resumed")
+    own = (of for record in held for key, (of,) in parameters(record, placement(case)) if is_frozen(key))
+    frozen = {name for of in own for name in of.hf}
+    gradients = _trained(_gradients(case)[MOVED].tensors)
+    want = optimizer.norm({name: gradient for name, gradient in gradients.items() if name not in frozen})
+    limit = NORM_LIMIT if case.cell.dtype == "float32" else TURNED_NORM
+    for record in held:
+        got = record.value("optimizer_resumed").get(FROZEN)
+        if got is not None and not abs(got / want - 1.0) <= limit:
+            whole = abs(got / optimizer.norm(gradients) - 1.0) <= limit
+            message = f"with routers frozen the norm of the gradient is {got:.8g}, that of all others' {want:.8g}"
+            told = {"expected": want, "got": got, "diagnosis": "that of all gradients, frozen ones too" * whole}
+            yield finding(case, record.rank, "optimizer_resumed", message, **told)
 
 
 def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:

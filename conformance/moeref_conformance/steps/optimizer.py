@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -65,7 +66,7 @@ def _sent(context: Context) -> dict[str, torch.Tensor]:
     return {f"{SENT}.{meta.name}": copied(tensor) for meta, tensor in pairs if tensor is not None}
 
 
-def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | None:
+def resumed(optimizer: Optimizer, context: Context) -> dict[str, Any] | None:
     """Save after two steps, take a third, and take it again from the save with a new optimizer.
 
     The optimizer is saved and restored between the first two steps as well, so that the second save is that of a
@@ -74,7 +75,8 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | No
 
     Saves all parameters as `saved.chunk:local`, `on.…` after the third step, `resumed.…` after the same one of the new
     optimizer, and `frozen.…`; then they hold what they did before. The value has the parameters that the second save
-    and the second restore have changed. None, without any step, where the target does not claim to save.
+    and the second restore have changed, and the norm of the last step's gradient. None, without any step, where the
+    target does not claim to save.
     """
     if not context.claims.optimizer_saves:
         return None
@@ -96,25 +98,28 @@ def resumed(optimizer: Optimizer, context: Context) -> dict[str, list[str]] | No
     optimizer.step(first_BS, OPTIMIZER_RATE)
     kept[RESUMED] = _copies(context)
     _put(context, kept["loaded"])
-    kept[FROZEN] = _with_routers_frozen(optimizer, context, first_BS, second_BS)
+    norm, kept[FROZEN] = _with_routers_frozen(optimizer, context, first_BS, second_BS)
     _put(context, kept.pop("loaded"))
     names = _parameters(context)
     context.save("optimizer_resumed", {f"{when}.{name}": of[name] for when, of in kept.items() for name in names})
-    return changed
+    return {**changed, FROZEN: norm}
 
 
 def _with_routers_frozen(
     optimizer: Optimizer, context: Context, first_BS: torch.Tensor, second_BS: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """All tensors after two steps of a new optimizer, of which the second moves weights, but none of a router."""
+) -> tuple[float | None, dict[str, torch.Tensor]]:
+    """All tensors after two steps of a new optimizer, of which the second moves weights, but none of a router.
+
+    Before them, the norm of the second step's gradient.
+    """
     routers = [of for name, of in _parameters(context).items() if is_frozen(name) and of.requires_grad]
     for parameter in routers:
         parameter.requires_grad_(False)
     try:
         optimizer.make()
         optimizer.step(first_BS, 0.0)
-        optimizer.step(second_BS, OPTIMIZER_RATE)
-        return _copies(context)
+        norm = optimizer.step(second_BS, OPTIMIZER_RATE)
+        return None if norm is None else float(norm), _copies(context)
     finally:
         for parameter in routers:
             parameter.requires_grad_(True)

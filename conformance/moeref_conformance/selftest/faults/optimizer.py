@@ -242,6 +242,18 @@ def _frozen_decay(session: Session, cell: Cell, world: World) -> Any:
     return facet(session, "optimizer", step=step)
 
 
+def _norm_with_the_frozen(session: Session, cell: Cell, world: World) -> Any:
+    """The gradient of what is frozen counts in the norm, as where it is trained."""
+    good: Any = session.optimizer
+    of_all: dict[bytes, float | None] = {}
+
+    def step(tokens_BS: torch.Tensor, rate: float) -> Any:
+        norm, rows = good.step(tokens_BS, rate), tokens_BS.numpy().tobytes()
+        return of_all[rows] if _frozen_all(session) else of_all.setdefault(rows, norm) and norm
+
+    return facet(session, "optimizer", step=step)
+
+
 def _shared_experts_too(session: Session, cell: Cell, world: World) -> Any:
     """Where routers are frozen, shared experts are."""
     good: Any = session.optimizer
@@ -562,6 +574,15 @@ FAULTS = (
         wrap=_shared_experts_too,
         diagnosis="not moved at all",
         says="with routers frozen",
+    ),
+    Fault(
+        id="norm-counts-frozen-routers",
+        bug="maxtext#5290: the norm of the gradient, which clips it, counts parameters that are frozen",
+        rules=("OPT-004",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        wrap=_norm_with_the_frozen,
+        says="with routers frozen the norm of the gradient is",
+        diagnosis="that of all gradients, frozen ones too",
     ),
     Fault(
         id="experts-sent-before-they-step",

@@ -17,7 +17,7 @@ from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.findings import Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
 from moeref_conformance.contract.requests.adapters import PHASES, RATES
-from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, TEMPERATURE, WIDER, rolled
+from moeref_conformance.contract.requests.logprobs import CHANGED, OTHER_TEMPERATURE, TEMPERATURE, WIDER, ended, rolled
 from moeref_conformance.judges import JUDGES, Case
 from moeref_conformance.judges.adapters import ROUNDED
 from moeref_conformance.oracles import adapters, logprobs, optimizer, policy, routed
@@ -197,7 +197,7 @@ def test_half_of_the_logprobs_in_bf16_may_be_far_off(model: Model, which: str, o
 def test_half_of_the_logprobs_of_changed_weights_may_be_far_off(model: Model, which: str, off: float) -> None:
     right = of_logits(model, model.exact.logits_BSV)
     logits_BSV = WIDER * routed.of_changed_weights(model.want)
-    again = logprobs.of_tokens(model.want, OTHER_TEMPERATURE, logits_BSV)
+    again = logprobs.of_tokens(model.want, OTHER_TEMPERATURE, logits_BSV, ended(model.want.tokens_BS))
     changed = {name: rolled(of_BS, model.cell, 0).float() for name, of_BS in again.items()}
 
     def findings(share: float, by: float) -> int:

@@ -18,6 +18,7 @@ from moeref_conformance.contract.requests.logprobs import (
     ROUTES,
     TEMPERATURE,
     WIDER,
+    ended,
     rolled,
 )
 from moeref_conformance.diagnosis.token_values import Trial, of_others, told
@@ -72,7 +73,18 @@ def _wanted(case: Case, of: str) -> dict[str, torch.Tensor]:
 
 def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
     """Those of weights that have changed, with a head that is multiplied by `WIDER`."""
-    return logprobs.of_tokens(expected(case), temperature, WIDER * of_changed_weights(expected(case)))
+    return _anew(case, temperature, WIDER * of_changed_weights(expected(case)))
+
+
+def _anew(case: Case, temperature: float, logits_BSV: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Those of the tokens that are asked for once weights have changed."""
+    return logprobs.of_tokens(expected(case), temperature, logits_BSV, _tokens(case, CHANGED))
+
+
+def _tokens(case: Case, how: str) -> torch.Tensor:
+    """The tokens that are asked for, in the kit's order."""
+    tokens_BS = expected(case).tokens_BS
+    return ended(tokens_BS) if how == CHANGED else tokens_BS
 
 
 def _of_rank(case: Case, rank: int, of_BS: torch.Tensor, how: str) -> torch.Tensor:
@@ -162,15 +174,16 @@ def _of_others(case: Case, rank: int, which: str, how: str) -> Iterator[tuple[st
             said = "those under routes of other rows, of the call before or of another replica"
             yield said, own(logprobs.of_tokens(expected(case), TEMPERATURE, under.logits_BSV))
     if how == CHANGED:
-        yield "those of the weights before", own(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE))
+        yield "those of the weights before", own(_anew(case, OTHER_TEMPERATURE))
         said = f"those of the temperature of the call before, {TEMPERATURE}, not {OTHER_TEMPERATURE}"
         yield said, own(_changed(case, TEMPERATURE))
         logits_BSV = of_changed_weights(expected(case))
-        yield "those of the head before", own(logprobs.of_tokens(expected(case), OTHER_TEMPERATURE, logits_BSV))
-        for by in range(1, len(want_BS)):
-            yield "those of other rows, of the call before or of another replica", want_BS.roll(by, 0)
+        yield "those of the head before", own(_anew(case, OTHER_TEMPERATURE, logits_BSV))
+        said = "those of other rows, of the call before or of another replica"
+        yield said, logprobs.of_tokens(expected(case), OTHER_TEMPERATURE, WIDER * logits_BSV)[which]
+        yield from ((said, want_BS.roll(by, 0)) for by in range(1, len(want_BS)))
     said = f"those of a temperature of 1, not {OTHER_TEMPERATURE if how == CHANGED else TEMPERATURE}"
-    yield said, own(logprobs.of_tokens(expected(case), 1.0, _logits(case, how)))
+    yield said, own(logprobs.of_tokens(expected(case), 1.0, _logits(case, how), _tokens(case, how)))
     late_BS = want_BS.roll(1, 1)
     late_BS[:, 0] = torch.nan
     yield "those of the token before", late_BS
@@ -179,8 +192,7 @@ def _of_others(case: Case, rank: int, which: str, how: str) -> Iterator[tuple[st
 def _trial(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor, limit: float) -> Trial:
     """What mistakes in the softmax are tried on."""
     logits_BSV, tokens_BS, want_BS = (
-        _of_rank(case, rank, of, how)
-        for of in (_logits(case, how), expected(case).tokens_BS, _wanted(case, how)[which])
+        _of_rank(case, rank, of, how) for of in (_logits(case, how), _tokens(case, how), _wanted(case, how)[which])
     )
     temperature = OTHER_TEMPERATURE if how == CHANGED else TEMPERATURE
     return Trial(which, want_BS, got_BS, logits_BSV, tokens_BS, temperature, limit, case.cell.layout.tp)

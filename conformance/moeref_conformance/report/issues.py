@@ -11,6 +11,7 @@ _OWNERS = {
     "allenai": ("OLMo-core", "open-instruct"),
     "AI-Hypercomputer": ("maxtext",),
     "AMD-AGI": ("Primus",),
+    "apple": ("ml-cross-entropy",),
     "areal-project": ("AReaL",),
     "deepseek-ai": ("DeepEP", "DeepSeek-V3"),
     "flashinfer-ai": ("flashinfer",),

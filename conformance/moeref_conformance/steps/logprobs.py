@@ -16,6 +16,7 @@ from moeref_conformance.contract.requests.logprobs import (
     ROUTES,
     TEMPERATURE,
     WIDER,
+    ended,
     rolled,
 )
 from moeref_conformance.contract.requests.sequences import shorter
@@ -44,7 +45,8 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
     The first call comes amid training; the step `around` has what it changed there. A second one follows in models of
     one stage whose forward the oracle has. There weights are `scaled`, so that weights which a target set aside show;
     the head is `WIDER`, so that what holds for nearly equal probabilities alone shows; the temperature is another one,
-    so that a kept one shows; and rows are `rolled`, so that tokens show that were kept or are another replica's.
+    so that a kept one shows; rows are `rolled`, so that tokens show that were kept or are another replica's; and they
+    are `ended`, so that a token shows that no rank takes for its own, or two.
     """
     if context.cell.replay != "off":
         return None
@@ -55,7 +57,8 @@ def logprobs(facet: Logprobs, context: Context) -> dict[str, Any] | None:
     layer, head = _changed(context) if shorter(tokens_BS.shape[1], context.cell) else ([], [])
     if head:
         with scaled(layer), scaled(head, WIDER):
-            again = _checked(facet.logprobs(rolled(tokens_BS, context.cell, context.rank), OTHER_TEMPERATURE))
+            asked_BS = rolled(ended(tokens_BS), context.cell, context.rank)
+            again = _checked(facet.logprobs(asked_BS, OTHER_TEMPERATURE))
         saved |= {f"{CHANGED}{name}": of_BS for name, of_BS in again.items()}
     if saved:
         context.save("logprobs", saved)

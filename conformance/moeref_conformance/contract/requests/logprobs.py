@@ -23,6 +23,21 @@ ROUTES = "a"
 OTHER_ROUTES = "b"
 
 
+#: First and last tokens of a TP rank's part of the vocabulary, where that is padded to a multiple of 128 rows a rank,
+#: Megatron-Core's default, and where two ranks have it without more padding.
+BORDERS = (128, 127, 66, 65)
+
+
+def ended(tokens_BS: torch.Tensor) -> torch.Tensor:
+    """The same rows, each ending in a token at a border of the vocabulary's parts; -1 stays after its end.
+
+    A last token has a log-probability, and no logits are asked for that depend on it.
+    """
+    ends_B1 = (tokens_BS >= 0).sum(1, keepdim=True) - 1
+    last_B = torch.tensor(BORDERS).repeat(-(-len(tokens_BS) // len(BORDERS)))[: len(tokens_BS)]
+    return tokens_BS.scatter(1, ends_B1, last_B[:, None].to(tokens_BS))
+
+
 def rolled(rows_B: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
     """Rows of tokens or results, rolled by 1 and the number of the rank's data-parallel replica.
 

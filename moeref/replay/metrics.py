@@ -60,11 +60,16 @@ class Mismatch:
 
 
 def mismatch(trainer_T: Any, engine_T: Any, mask_T: Any = None, *, taus: Sequence[float] = TAUS) -> Mismatch:
-    """Compare log-probabilities in float64. Raises RouteError for unequal shapes, no tokens or values not finite."""
-    trainer, engine = (np.asarray(x, np.float64).reshape(-1) for x in (trainer_T, engine_T))
-    mask = np.ones(trainer.shape, bool) if mask_T is None else np.asarray(mask_T).reshape(-1).astype(bool)
+    """Compare log-probabilities of the same tokens in float64; arrays of several axes are taken as one list of tokens.
+
+    mask_T: which tokens count; None takes all. Raises RouteError for unequal shapes, a mask without a token, and values
+    that are not finite.
+    """
+    trainer, engine = np.asarray(trainer_T, np.float64), np.asarray(engine_T, np.float64)
+    mask = np.ones(trainer.shape, bool) if mask_T is None else np.asarray(mask_T).astype(bool)
     if not trainer.shape == engine.shape == mask.shape:
-        raise RouteError(f"log-probabilities of {trainer.size} and {engine.size} tokens with a mask of {mask.size}")
+        shapes = f"shapes {list(trainer.shape)} (trainer), {list(engine.shape)} (engine), {list(mask.shape)} (mask)"
+        raise RouteError(f"log-probabilities of the same tokens have one shape, not {shapes}")
     if not mask.any():
         raise RouteError("no token is left by the mask; a mean over none is not 0")
     trainer, engine = trainer[mask], engine[mask]

@@ -45,7 +45,9 @@ def test_equal_sides_are_zero() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((TRAINER, ENGINE[:3]), "4 and 3 tokens"),
+        ((TRAINER, ENGINE[:3]), r"\[4\] \(trainer\), \[3\] \(engine\)"),
+        ((TRAINER.reshape(1, 4), ENGINE.reshape(4, 1)), r"\[1, 4\] \(trainer\), \[4, 1\] \(engine\)"),
+        ((TRAINER, ENGINE, [[1, 1, 1, 0]]), r"\[1, 4\] \(mask\)"),
         ((TRAINER, ENGINE, [0, 0, 0, 0]), "no token is left"),
         ((TRAINER, [0, 0, 0, -np.inf]), "the engine has"),
         (([0, 0, 0, np.nan], ENGINE), "the trainer has"),

@@ -154,6 +154,8 @@ def _audit_parser(command: argparse.ArgumentParser) -> None:
 def _audit(options: argparse.Namespace) -> int:
     from moeref import audit  # needs torch
 
+    if options.found is None and not options.save:
+        raise CheckError("a model alone has nothing to compare with: give FOUND, or --save FILE for its manifest")
     try:
         manifest = audit.read(options.expected) if options.found is None else None
         report = audit.compare(manifest or options.expected, manifest or options.found, previous=options.previous)
@@ -180,9 +182,12 @@ def _convert_parser(command: argparse.ArgumentParser) -> None:
     command.add_argument("--format", default="shards", choices=("shards", "torch_dist"), help=formats)
     command.add_argument("--layout", help="of the shards, such as tp=2,pp=2,ep=2,etp=1; with torch_dist, of the ranks")
     command.add_argument("--config", metavar="FOLDER", help="of a config.json that the torch_dist source lacks")
-    command.add_argument("--norms", default="separate", choices=("separate", "fused"), help="Megatron's norm modules")
-    command.add_argument("--experts", default="sequential", choices=("sequential", "grouped"), help="expert modules")
-    command.add_argument("--divisible-by", type=int, default=128, metavar="N", help="as of moeref check")
+    norms = "Megatron's norm modules, whose names the shards have (default: separate)"
+    command.add_argument("--norms", choices=("separate", "fused"), help=norms)
+    command.add_argument(
+        "--experts", choices=("sequential", "grouped"), help="expert modules of the shards (default: sequential)"
+    )
+    command.add_argument("--divisible-by", type=int, metavar="N", help="as of moeref check")
     command.add_argument("--dry-run", action="store_true", help="check, and say what would be written")
     command.set_defaults(run=_convert)
 

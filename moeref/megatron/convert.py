@@ -22,7 +22,7 @@ from moeref.megatron import device, groups, torch_dist
 from moeref.megatron.build import Built, build
 from moeref.megatron.torch_dist import TorchDistError
 from moeref.record import Record, installed_core
-from moeref.shards.command import bar
+from moeref.shards.command import bar, divisible_by, refuse
 from moeref.shards.files import nbytes, staged, write_file
 from moeref.shards.folder import CONFIG
 from moeref.shards.join import checkpoint_files, write_index
@@ -33,8 +33,9 @@ def convert(options: Any) -> str:
     """Convert either way; what was done, for the user, and "" on all ranks but 0. Raises ValueError and OSError."""
     source, target = Path(options.source), Path(options.target)
     back = torch_dist.is_torch_dist(source)
+    refuse(options, ("norms", "experts"), "a distributed checkpoint has the names of Transformer Engine's modules")
     config = Path(options.config) if options.config else source
-    record = _record(config, options.layout or "world=1", options.divisible_by)
+    record = _record(config, options.layout or "world=1", divisible_by(options))
     return (_to_hugging_face if back else _to_torch_dist)(source, target, config / CONFIG, record, options.dry_run)
 
 

@@ -11,7 +11,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from moeref import families
-from moeref.bridge import ShardMap
+from moeref.bridge import VOCAB_DIVISIBLE_BY, ShardMap
 from moeref.families import SpecNames
 from moeref.layout import Layout
 from moeref.shards.files import ShardError
@@ -29,9 +29,10 @@ def convert(options: Any) -> str:
         raise ShardError(f"{source} holds folders of shards; name one: {', '.join(map(str, within))}")
     if not options.layout:
         raise ShardError(f"{source} has no {MANIFEST}: to write it as shards give --layout tp=…,pp=…,ep=…,etp=…")
-    names = SpecNames(norms=options.norms, experts=options.experts)
+    refuse(options, ("config",), "the source has its own config.json")
+    names = SpecNames(norms=options.norms or "separate", experts=options.experts or "sequential")
     layout = Layout.parse(options.layout)
-    shard_map = ShardMap(families.read(source), layout, names, divisible_by=options.divisible_by)
+    shard_map = ShardMap(families.read(source), layout, names, divisible_by=divisible_by(options))
     if options.dry_run:
         listed = files(checked(shard_map, source))
         total = sum(map(size, listed))
@@ -40,9 +41,21 @@ def convert(options: Any) -> str:
         return f"written: {split(shard_map, source, target, progress=progress)}"
 
 
+def refuse(options: Any, names: tuple[str, ...], why: str) -> None:
+    """Raise ShardError for options of these `names` that are given, though the conversion does not read them."""
+    if given := [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]:
+        raise ShardError(f"drop {', '.join(given)}: {why}")
+
+
+def divisible_by(options: Any) -> int:
+    """The option, or Megatron-LM's default."""
+    return VOCAB_DIVISIBLE_BY if options.divisible_by is None else int(options.divisible_by)
+
+
 def _back(source: Path, target: Path, options: Any) -> str:
     if options.layout:
         raise ShardError(f"{source} holds shards, whose layout is known: --layout goes with a Hugging Face folder")
+    refuse(options, ("norms", "experts", "divisible_by", "config"), f"{source / MANIFEST} and config.json say it")
     if options.dry_run:
         with ShardFolder(source) as folder:
             number, elements, _ = folder.shard_map.hf_sizes()

@@ -96,6 +96,18 @@ def finish(part: Path, shard_map: ShardMap, config: Path) -> None:
     write_json(part / MANIFEST, {**describe(shard_map), "files": sizes})
 
 
+def _read(manifest: Path) -> dict[str, Any]:
+    """The values of a manifest. Raises ShardError for a file that is not one, and for another format."""
+    try:
+        values = json.loads(manifest.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ShardError(f"{manifest}: not a manifest ({error}); convert it again") from error
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != FORMAT:
+        raise ShardError(f"{manifest}: format {found}; this reads {FORMAT}")
+    return dict(values)
+
+
 class ShardFolder:
     """An opened folder of shards. A context manager: files stay memory-mapped until it closes.
 
@@ -110,9 +122,7 @@ class ShardFolder:
         manifest = self.folder / MANIFEST
         if self.folder.name.endswith(".part") or not manifest.is_file():
             raise ShardError(f"{self.folder}: no whole folder of shards: it has no {MANIFEST}, or is still written")
-        self.manifest = json.loads(manifest.read_text(encoding="utf-8"))
-        if self.manifest.get("format") != FORMAT:
-            raise ShardError(f"{manifest}: format {self.manifest.get('format')}; this reads {FORMAT}")
+        self.manifest = _read(manifest)
         for name, size in self.manifest["files"].items():
             found = (self.folder / name).stat().st_size if (self.folder / name).is_file() else "missing"
             if found != size:

@@ -363,6 +363,8 @@ def test_the_command(checkpoints: dict[str, Path], qwen: Tensors, tmp_path: Path
     qwen["model.norm.weight"][0] = math.inf
     save_file(qwen, bad)
     assert main(["audit", good, "--save", manifest]) == 0
+    assert main(["audit", good]) == 2
+    assert "give FOUND, or --save FILE" in capsys.readouterr().err
     assert main(["audit", good, manifest]) == 0
     capsys.readouterr()
     assert main(["audit", manifest, str(bad), "--previous", manifest]) == 1

@@ -113,6 +113,10 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     (shards / "tp1-pp0.safetensors").write_bytes((tmp_path / "kept").read_bytes()[:-1])
     with pytest.raises(ShardError, match="the manifest says"):
         join(shards, tmp_path / "back")
+    for text, said in (("[1]", "format None; this reads 1"), ("{", "not a manifest .*; convert it again")):
+        (shards / "moeref.json").write_text(text)
+        with pytest.raises(ShardError, match=said):
+            ShardFolder(shards)
     with pytest.raises(ShardError, match="no whole folder of shards"):
         ShardFolder(hf)
     assert not (tmp_path / "back").exists()
@@ -188,6 +192,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ([str(out), str(tmp_path / "again")], f"{out} holds folders of shards; name one: {shards}\n"),
         ([str(hf), str(out), "--layout", LAYOUTS[0]], "exists"),
         ([str(shards), str(out / "b"), "--layout", "tp=2"], "whose layout is known"),
+        ([str(shards), str(out / "b"), "--norms", "fused", "--divisible-by", "64"], "drop --norms, --divisible-by: "),
+        ([str(hf), str(out / "b"), "--layout", "tp=2", "--config", str(hf)], "drop --config: the source has its own"),
         ([str(hf), str(out / "c"), "--layout", "tp=7"], "7"),
         ([str(tmp_path), str(out / "d"), "--layout", "tp=2"], "config.json: No such file or directory\n"),
         ([str(tmp_path / "no"), str(out / "d"), "--layout", "tp=2"], "no: there is no such folder\n"),

@@ -114,6 +114,7 @@ def test_bad_input_is_refused_before_anything_is_written(prepared: warm.Prepared
     new = tmp_path / "new"
     assert "exists; remove it" in refused(prepared, hf, dist, "--format=torch_dist")
     assert "torchrun --nproc-per-node 2" in refused(prepared, hf, new, "--format=torch_dist", "--layout=tp=2")
+    assert "drop --experts: a distributed checkpoint" in refused(prepared, dist, new, "--experts=grouped")
     assert "none: there is no such folder" in refused(prepared, tmp_path / "none", new, "--format=torch_dist")
     assert sorted(tmp_path.iterdir()) == before
 

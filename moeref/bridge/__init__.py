@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from moeref.bridge.regions import BridgeError, CopyRegion, Shard, padded_vocab, shard_regions
-from moeref.bridge.shard_map import VOCAB_DIVISIBLE_BY, GlobalParam, HFTensor, LocalShard, ShardMap
+from moeref.bridge.shard_map import VOCAB_DIVISIBLE_BY, GlobalParam, HFTensor, LocalShard, ShardMap, hf_tensors
 
 if TYPE_CHECKING:
     from moeref.bridge.checkpoint import Checkpoint
-    from moeref.bridge.loader import bind, hf_tensors, inventory, load
+    from moeref.bridge.loader import bind, inventory, load
 
-_NEED_TORCH = ("Checkpoint", "bind", "hf_tensors", "inventory", "load")
+_NEED_TORCH = ("Checkpoint", "bind", "inventory", "load")
 
 __all__ = [
     "VOCAB_DIVISIBLE_BY",

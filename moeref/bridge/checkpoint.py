@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from moeref.bridge import fp8_blocks
 from moeref.bridge.fp8_blocks import FP8, Block, dequantised
 from moeref.bridge.regions import BridgeError, Index
-from moeref.bridge.shard_map import HFTensor
+from moeref.bridge.shard_map import HFTensor, ShardMap, hf_tensors
 
 _log = logging.getLogger(__name__)
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
@@ -27,8 +27,6 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 #: Not weights: files of Kimi-K2 and Moonlight hold rotary frequencies, which follow from the config.
 DERIVED = (".rotary_emb.inv_freq",)
 BIAS = ".e_score_correction_bias"
-#: Held in fp32 by a model in bf16, which every bf16 number is: biases of routers, and Qwen3.5's decays and inner norms.
-KEPT = (BIAS, ".linear_attn.A_log", ".linear_attn.norm.weight")
 #: Scales of weights that are quantised, such as gpt-oss's (`_scales`).
 SCALES = ("_scale_inv", "_scale", "_scales")
 _AGAIN = "download or write it again"
@@ -175,17 +173,18 @@ def _require_regular(path: Path) -> None:
         raise BridgeError(f"{path}: not a regular file; {_AGAIN}")
 
 
-def check_headers(
-    checkpoint: Checkpoint, wanted: Iterable[HFTensor], family: str, layout: str, ignored: tuple[str, ...] = ()
-) -> None:
-    """Raise BridgeError for a checkpoint whose names, shapes or dtypes differ from the model's.
+def check_headers(checkpoint: Checkpoint, shard_map: ShardMap) -> None:
+    """Raise BridgeError for a checkpoint whose names, shapes or dtypes differ from those of the map, in its format.
 
-    The error names the first few tensors of each kind of difference and what to do. Tensors with a prefix in `ignored`
-    and DERIVED ones are allowed; a warning counts them.
+    The error names the first few tensors of each kind of difference and what to do. Tensors with a prefix in the
+    model's `ignored` and DERIVED ones are allowed, and so is bf16 where the family's table keeps fp32, of which every
+    bf16 number is one; a warning counts each.
     """
-    expected = {t.name: t for t in wanted}
+    model, family = shard_map.model, shard_map.model.family
+    expected = {t.name: t for t in hf_tensors(shard_map)}
+    kept = {t.name for p in shard_map.global_params if p.mapping.dtype == "float32" for t in p.hf}
     missing, extra = sorted(expected.keys() - checkpoint.names), sorted(checkpoint.names - expected.keys())
-    left_out = [name for name in extra if name.startswith(ignored) or name.endswith(DERIVED)]
+    left_out = [name for name in extra if name.startswith(model.ignored) or name.endswith(DERIVED)]
     extra = [name for name in extra if name not in set(left_out)]
     if left_out:
         _log.warning("%s: %d tensors are left out, as the family says: %s", family, len(left_out), _some(left_out))
@@ -201,30 +200,26 @@ def check_headers(
         near = difflib.get_close_matches(extra[0], missing, n=1, cutoff=0.8)
         hint = f" (is {extra[0]} meant to be {near[0]}?)" if near else ""
         problems.append(f"{len(extra)} tensors belong to no row of the table: {_some(extra)}{hint}")
-    both = [expected[name] for name in expected.keys() & checkpoint.names]
-    problems += filter(None, (_differs(checkpoint, tensor) for tensor in both))
-    if widened := [tensor.name for tensor in both if _widens(checkpoint, tensor)]:
+    both = expected.keys() & checkpoint.names
+    widened = [name for name in both & kept if checkpoint.header(name).dtype == "bfloat16"]
+    problems += filter(None, (_differs(checkpoint, expected[name], name in widened) for name in both))
+    if widened:
         kind = "router biases" if all(name.endswith(BIAS) for name in widened) else "tensors"
         _log.warning("%s: %d %s are bfloat16 in the file and become float32", family, len(widened), kind)
     if problems:
         shown = "; ".join(problems[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
-        raise BridgeError(f"{family}: checkpoint {checkpoint.folder.name} does not fit the model ({layout}): {shown}")
+        what = f"checkpoint {checkpoint.folder.name} does not fit the model ({shard_map.layout.text})"
+        raise BridgeError(f"{family}: {what}: {shown}")
 
 
-def _differs(checkpoint: Checkpoint, tensor: HFTensor) -> str:
-    """In what the tensor of the checkpoint differs from the model's; empty if in nothing."""
+def _differs(checkpoint: Checkpoint, tensor: HFTensor, widened: bool) -> str:
+    """How the tensor of the checkpoint differs from the model's; "" if not, or only in a dtype that is `widened`."""
     found = checkpoint.header(tensor.name)
     if found.shape != tensor.shape:
         return f"{tensor.name} has shape {list(found.shape)}, the config says {list(tensor.shape)}"
-    if found.dtype != tensor.dtype and not _widens(checkpoint, tensor):
+    if found.dtype != tensor.dtype and not widened:
         return f"{tensor.name} is {found.dtype}, the model holds {tensor.dtype}"
     return ""
-
-
-def _widens(checkpoint: Checkpoint, tensor: HFTensor) -> bool:
-    """Whether a tensor is held with more bits than the file has."""
-    kept = tensor.name.endswith(KEPT) and tensor.dtype == "float32"
-    return kept and checkpoint.header(tensor.name).dtype == "bfloat16"
 
 
 def _some(names: list[str]) -> str:

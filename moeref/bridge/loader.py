@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moeref.bridge.agreement import all_or_none, check_place, device_of
 from moeref.bridge.checkpoint import Checkpoint, check_headers
 from moeref.bridge.regions import BridgeError, bounding, relative
-from moeref.bridge.shard_map import HFTensor, LocalShard, ShardMap
+from moeref.bridge.shard_map import LocalShard, ShardMap
 from moeref.torch_dtypes import TORCH
 
 
@@ -85,11 +85,6 @@ def bound(shard_map: ShardMap, rank: int, chunks: Sequence[torch.nn.Module]) -> 
     return pairs
 
 
-def hf_tensors(shard_map: ShardMap) -> list[HFTensor]:
-    """Every Hugging Face tensor of the model once, in export order."""
-    return list({t.name: t for p in shard_map.global_params if p.exports for t in p.hf}.values())
-
-
 def load(
     shard_map: ShardMap,
     rank: int,
@@ -125,8 +120,7 @@ def load(
             checkpoint = opened.enter_context(Checkpoint(folder, shard_map.model.fp8_block))
             in_format = shard_map.for_checkpoint(checkpoint.names)
             pairs = bind(in_format, rank, chunks)
-            model = shard_map.model
-            check_headers(checkpoint, hf_tensors(in_format), model.family, shard_map.layout.text, model.ignored)
+            check_headers(checkpoint, in_format)
         with together("the model is loaded in part"):
             for shard, tensor in pairs:
                 _fill(in_format, checkpoint, shard, tensor)

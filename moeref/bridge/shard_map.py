@@ -360,5 +360,10 @@ class ShardMap:
         return tuple(layout.expert_rank_of(etp=etp, ep=ep, pp=pp) for etp in range(1 if whole else layout.etp))
 
 
+def hf_tensors(shard_map: ShardMap) -> list[HFTensor]:
+    """Every Hugging Face tensor of the model once, in export order."""
+    return list({t.name: t for p in shard_map.global_params if p.exports for t in p.hf}.values())
+
+
 def _in_layer(name: str, layer: int | None) -> str:
     return name.replace("{layer}", str(layer))

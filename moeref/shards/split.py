@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moeref.bridge import ShardMap, hf_tensors
+from moeref.bridge import ShardMap
 from moeref.bridge.checkpoint import Checkpoint, check_headers
 from moeref.bridge.loader import read_shard
 from moeref.shards.files import nbytes, staged, write_file
@@ -45,8 +45,7 @@ def checked(shard_map: ShardMap, folder: Path) -> ShardMap:
     """The map in the expert format of a Hugging Face folder. Raises BridgeError if that does not fit the model."""
     with Checkpoint(folder, shard_map.model.fp8_block) as checkpoint:
         found = shard_map.for_checkpoint(checkpoint.names)
-        model = found.model
-        check_headers(checkpoint, hf_tensors(found), model.family, found.layout.text, model.ignored)
+        check_headers(checkpoint, found)
     return found
 
 

@@ -214,7 +214,7 @@ def _stages(report: Report) -> Table:
             str(first.vp),
             f"{_range(run)} ({len(first.layers)} each)" if len(run) > 1 else f"{_range(run)} ({len(first.layers)})",
             ", ".join(first.holds),
-            f"{size / 2**30:.2f}" if size is not None else "",
+            _gib(size) if size is not None else "",
         )
     return table
 
@@ -250,7 +250,7 @@ def _settings(report: Report, every: bool) -> Table:
     shown = {
         name: setting
         for name, setting in sorted(report.settings.by_name.items())
-        if every or name in SHOWN or (setting.origin in ("field", "override", "derived") and _given(report, name))
+        if every or name in SHOWN or ((setting.asked or setting.origin == "derived") and _given(report, name))
     }
     # Names are not wrapped, even at 80 columns; the other columns are.
     table.add_column("setting", no_wrap=True)

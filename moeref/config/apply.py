@@ -20,7 +20,6 @@ from moeref.config.holder import names_of
 from moeref.config.setting import Setting
 from moeref.config.settings import ATTRIBUTES
 
-_ASKED = ("field", "override")
 #: Strings that megatron-core replaces by a parsed object.
 _PARSED = ("pipeline_model_parallel_layout",)
 
@@ -125,7 +124,7 @@ def _finalise(record: EffectiveSettings, target: Any) -> None:
     try:
         action()
     except (ValueError, AssertionError, TypeError, NotImplementedError) as error:
-        given = {n: s.value for n, s in record.by_name.items() if s.origin in _ASKED}
+        given = {n: s.value for n, s in record.by_name.items() if s.asked}
         raise ConfigError(f"{type(target).__name__} refuses these settings: {error}; asked for: {given}") from error
 
 

@@ -44,7 +44,7 @@ def uncovered(trails: Mapping[str, tuple[Setting, ...]], core: str, *, mla: bool
     return tuple(
         name
         for name, (*before, setting) in trails.items()
-        if setting.origin in ("field", "override")
+        if setting.asked
         and name not in COVERED | ATTRIBUTES
         and not any(same(one.value, setting.value) for one in before)
         and (name in _OF_LAYERS or not _free(known.get(name, {}), setting.value))

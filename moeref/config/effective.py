@@ -32,8 +32,7 @@ class EffectiveSettings:
     """Effective settings with their origins.
 
     `trails` has all values of a name, from the weakest to the effective one. `unchecked` are the pass-through names
-    that were not compared with the names of a provider; `moeref.config.apply` does that. `written` are the names that
-    `apply` has set.
+    that were not compared with the names of a provider; `moeref.config.apply` does that.
     """
 
     asked: MoEConfig

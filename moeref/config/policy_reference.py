@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from moeref.config.effective import EffectiveSettings, plain
+from moeref.config.effective import EffectiveSettings, plain, same
 from moeref.config.errors import nearest, raise_all
 from moeref.config.holder import held_by
 from moeref.config.user_config import MoEConfig
@@ -33,7 +33,7 @@ def declared_differences(
     differ = {
         name: (one.get(name, "absent"), other.get(name, "absent"))
         for name in sorted(one.keys() | other.keys())
-        if name not in _OF_THE_POLICY and (name not in one or name not in other or not _equal(one[name], other[name]))
+        if name not in _OF_THE_POLICY and (name not in one or name not in other or not same(one[name], other[name]))
     }
     problems = [
         f"{name} is {a!r} for the policy and {b!r} for the reference"
@@ -49,7 +49,3 @@ def declared_differences(
 def _values(side: object) -> dict[str, Any]:
     values = side.values if isinstance(side, EffectiveSettings) else {n: s.value for n, s in held_by(side).items()}
     return {name: plain(value) for name, value in values.items()}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from moeref.config.setting import Setting
 from moeref.layout import Layout
 
-_ASKED = ("field", "override")
-
 
 class Effective:
     """The effective settings as rules read them; a name that is not set reads as None.
@@ -29,7 +27,7 @@ class Effective:
 
     def asked(self, name: str) -> bool:
         """Whether `name` was asked for."""
-        return name in self.settings and self.settings[name].origin in _ASKED
+        return name in self.settings and self.settings[name].asked
 
     def said(self, *names: str) -> str:
         """`name=value (origin)` of each."""

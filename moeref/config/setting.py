@@ -18,3 +18,8 @@ class Setting:
     value: Any
     origin: Origin
     reason: str = ""
+
+    @property
+    def asked(self) -> bool:
+        """Whether the user asked for this value, by a field or an override."""
+        return self.origin in ("field", "override")

@@ -94,7 +94,7 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
 
 
 def loaded(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """A Hugging Face config as a dictionary: itself, of a `config.json`, or of a folder with one.
+    """A Hugging Face config as a dictionary: `config` itself, or what is in a `config.json` or in a folder with one.
 
     Raises FamilyError for a path without a config.
     """
@@ -117,8 +117,10 @@ def loaded(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 def _check(model: Model) -> None:
     """Raise FamilyError for what megatron-core computes differently from transformers, or cannot compute."""
     sizes = f"{model.heads} heads, {model.kv_groups} KV groups, top-{model.top_k} of {model.experts} experts"
-    if model.heads % model.kv_groups or model.top_k > model.experts:
-        raise FamilyError(f"{model.family}: {sizes}")
+    if model.heads % model.kv_groups:
+        raise FamilyError(f"{model.family}: the KV groups do not divide the heads: {sizes}")
+    if model.top_k > model.experts:
+        raise FamilyError(f"{model.family}: a token takes more experts than there are: {sizes}")
     if model.tied and model.mtp_layers:
         raise UnmappedModelError(f"{model.family}: tied embeddings with multi-token prediction are not mapped")
     if model.score_function == "sigmoid" and model.top_k == 1:

@@ -31,7 +31,8 @@ _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rota
 _SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm")
 _MAPPINGS = ("rope_parameters", "rope_scaling", "quantization_config")
 _LISTS = ("layer_types", "mlp_layer_types", "mlp_only_layers")
-WRONG = "a value of this config is no number, list or switch"
+#: What errors about a value of a config begin with.
+WRONG = "a value of this config has a wrong type or size"
 
 
 def check_values(config: Mapping[str, Any], family: str) -> None:

@@ -66,7 +66,7 @@ def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
     found = {name: Setting(value, "default") for name, value in values.items()}
     if model.gated_delta_net and gated_delta_net.without_fla():
         found["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
-    asked = {name for name, one in by_name.items() if one.origin in ("field", "override")}
+    asked = {name for name, one in by_name.items() if one.asked}
     return {name: one for name, one in found.items() if name not in asked}
 
 

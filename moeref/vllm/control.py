@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -93,13 +94,17 @@ def serve(control: Control, connection: Connection[Any, Any]) -> Any:
         connection.send_bytes(answer)
 
 
-#: Commands whose arguments are in the query, and where the value is in the answer.
+#: Commands whose arguments are in the query, and the key of the value in the answers of those that have one.
 _QUERY = frozenset({"pause", "reset_prefix_cache"})
 _VALUE = {"weight_info": "weight_version", "reset_prefix_cache": "success", "collective_rpc": "results"}
 
 
 class Served:
-    """vLLM's own server at `url`, of 0.30 or later, started with VLLM_SERVER_DEV_MODE=1, which adds these commands."""
+    """vLLM's own server at `url`, of 0.30 or later, started with VLLM_SERVER_DEV_MODE=1, which adds these commands.
+
+    A call raises RuntimeError with the server's text if it fails there or answers without its value; OSError for a
+    server that is not reached within `seconds`.
+    """
 
     def __init__(self, url: str, seconds: float = 120.0) -> None:
         self._url, self._seconds = url.rstrip("/"), seconds
@@ -109,7 +114,17 @@ class Served:
         query = "?" + "&".join(f"{k}={v}" for k, v in arguments.items()) if name in _QUERY and arguments else ""
         body = None if name in _QUERY or not arguments else json.dumps(arguments).encode()
         headers = {"Content-Type": "application/json"} if body else {}
-        request = urllib.request.Request(f"{self._url}/{name}{query}", body, headers, method=method)
-        with urllib.request.urlopen(request, timeout=self._seconds) as response:
-            text = response.read()
-        return json.loads(text).get(_VALUE.get(name, "")) if text else None
+        url = f"{self._url}/{name}{query}"
+        request = urllib.request.Request(url, body, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=self._seconds) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            told = error.read().decode(errors="replace")
+            raise RuntimeError(f"{url}: {error.code} {error.reason}: {told[:2000]}") from error
+        if name not in _VALUE:
+            return None
+        answer = json.loads(text) if text else {}
+        if _VALUE[name] not in answer:
+            raise RuntimeError(f"{url}: the answer has no {_VALUE[name]}: {text[:200]!r}")
+        return answer[_VALUE[name]]

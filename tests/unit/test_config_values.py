@@ -41,7 +41,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 64]}
     ],
 )
 def test_a_value_that_no_model_has_is_named_with_what_it_must_be(key: str, value: Any, wanted: str) -> None:
-    said = f"qwen3_moe: a value of this config is no number, list or switch: {key}={value!r}, and it must be {wanted}"
+    said = f"qwen3_moe: a value of this config has a wrong type or size: {key}={value!r}, and it must be {wanted}"
     with pytest.raises(FamilyError, match=f"^{re.escape(said)}$"):
         check_values({"model_type": "qwen3_moe", key: value}, "qwen3_moe")
 

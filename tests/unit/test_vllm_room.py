@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,28 @@ def test_commands_cross_a_pipe_with_their_errors() -> None:
     near.send((None, None))
     thread.join(10)
     assert not thread.is_alive()
+
+
+class _Dev(BaseHTTPRequestHandler):
+    """A server with two commands: one has no value, the other fails."""
+
+    def do_POST(self) -> None:
+        status, text = (200, b"{}") if self.path == "/collective_rpc" else (500, b"torn")
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_what_a_server_says_of_a_failure_is_in_the_error() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Dev) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        served = vllm.Served(f"http://127.0.0.1:{server.server_port}", 10)
+        with pytest.raises(RuntimeError, match=r"/resume: 500 .*: torn$"):
+            served.call("resume")
+        with pytest.raises(RuntimeError, match="/collective_rpc: the answer has no results"):
+            served.call("collective_rpc", method="moeref_state", args=[])
+        server.shutdown()

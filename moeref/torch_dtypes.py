@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy.typing as npt
@@ -12,6 +13,12 @@ from moeref.dtypes import DTYPES
 TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 #: The integers in which elements are compared and copied bit for bit, by their bytes: no NaN, no −0, no rounding.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype without its package: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:

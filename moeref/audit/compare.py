@@ -10,9 +10,9 @@ import torch
 
 from moeref.audit import trials
 from moeref.audit.manifest import Fingerprint, Manifest, place
+from moeref.audit.pieces import Said
 from moeref.audit.report import Finding, Report
 from moeref.audit.source import KEEP, Given, Source
-from moeref.audit.trials import Said
 
 Trial = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Said | None]
 #: Parts of names whose tensors are tried together.

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from moeref.bridge.shard_map import HFTensor
-from moeref.torch_dtypes import bits_of
+from moeref.bridge.named import Named
+from moeref.bridge.named import named as without_none
+from moeref.torch_dtypes import bits_of, dtype_name
 
-Named = tuple[str | HFTensor, torch.Tensor | None]
 FORMAT = "moeref-manifest-1"
 #: Elements that are hashed and measured at once, so that they are in the cache for both.
 BLOCK = 1 << 17
@@ -131,10 +131,7 @@ def fingerprints(stream: Iterable[Named]) -> Iterator[tuple[str, Fingerprint]]:
 def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) without those that are None. Raises AuditError for a name that comes twice."""
     seen: set[str] = set()
-    for described, tensor in stream:
-        name = described if isinstance(described, str) else described.name
-        if tensor is None:
-            continue
+    for name, tensor in without_none(stream):
         if name in seen:
             raise AuditError(f"{name} comes twice in the stream")
         seen.add(name)
@@ -155,12 +152,7 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
         statistics = min(values, default=None), max(values, default=None), 0
     else:
         statistics = _statistics(tensor)
-    return Fingerprint(_name(tensor.dtype), tuple(tensor.shape), digest.hexdigest(), *statistics)
-
-
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Fingerprint(dtype_name(tensor.dtype), tuple(tensor.shape), digest.hexdigest(), *statistics)
 
 
 def _float_extremes(block: npt.NDArray[Any]) -> set[int]:

@@ -9,6 +9,7 @@ import xxhash
 
 from moeref.torch_dtypes import bits_of
 
+#: What happened to a tensor: its kind, and a sentence.
 Said = tuple[str, str]
 #: The most shards that are looked for.
 MOST = 64

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moeref.audit.manifest import AuditError, Fingerprint, Manifest, Named, fingerprint, named
+from moeref.audit.manifest import AuditError, Fingerprint, Manifest, fingerprint, named
 from moeref.bridge import BridgeError, Checkpoint
+from moeref.bridge.named import Named
 
 Given = str | Path | Manifest | Mapping[str, torch.Tensor] | Iterable[Named]
 #: Bytes of tensors of a stream that differ and are kept to find out what happened to them.

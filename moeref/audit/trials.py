@@ -13,9 +13,8 @@ import numpy.typing as npt
 import torch
 
 from moeref.audit import pieces
-from moeref.torch_dtypes import bits_of
-
-Said = tuple[str, str]
+from moeref.audit.pieces import Said
+from moeref.torch_dtypes import bits_of, dtype_name
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -47,7 +46,7 @@ def permuted(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) ->
 
 def _cast(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     if expected.shape == found.shape and equal(expected.to(found.dtype), found):
-        was, now = (str(t.dtype).removeprefix("torch.") for t in (expected, found))
+        was, now = (dtype_name(t.dtype) for t in (expected, found))
         if equal(found.to(expected.dtype), expected):
             return "dtype", f"{now} instead of {was}, without loss"
         return "rounded", f"rounded from {was} to {now}"
@@ -58,7 +57,7 @@ def _rounded(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         narrower = expected.dtype.is_floating_point and dtype.itemsize < expected.dtype.itemsize
         if narrower and equal(expected.to(dtype).to(expected.dtype), found):
-            return "rounded", f"rounded to {str(dtype).removeprefix('torch.')}, and stored as before"
+            return "rounded", f"rounded to {dtype_name(dtype)}, and stored as before"
     return None
 
 

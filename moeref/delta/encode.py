@@ -9,13 +9,15 @@ import numpy as np
 import torch
 import xxhash
 
+from moeref.bridge.named import Named, named
 from moeref.delta import forms
 from moeref.delta.apply import Receiver
 from moeref.delta.changes import Changes, between, joined, split
 from moeref.delta.errors import DeltaError
 from moeref.delta.forms import Part
 from moeref.delta.messages import FORMAT, Writer
-from moeref.delta.state import Bits, Named, State, bits_of, dtype_of, named
+from moeref.delta.state import Bits, State, bits_of
+from moeref.torch_dtypes import dtype_name
 
 #: Elements of a span, and bytes that are compared and hashed at once, so that those of both versions stay in the cache.
 SPAN = 1 << 20
@@ -126,7 +128,7 @@ class Delta:
     def _tensor(self, name: str, old: torch.Tensor, new: torch.Tensor) -> Iterator[bytes]:
         self._compare(name, old, new)
         before, after = bits_of(name, old), bits_of(name, new)
-        described = Described(name, dtype_of(new), new.shape)
+        described = Described(name, dtype_name(new.dtype), new.shape)
         small = after.nbytes <= SMALL
         if not (small and self._together.fits(after)):
             yield from self._flush()
@@ -169,8 +171,8 @@ class Delta:
         if known is None:
             raise DeltaError(f"{name} is not in the base, version {self._base.version}")
         for tensor in (old, new):
-            if dtype_of(tensor) != known.dtype or tensor.shape != known.shape:
-                found = f"{dtype_of(tensor)} {list(tensor.shape)}"
+            if dtype_name(tensor.dtype) != known.dtype or tensor.shape != known.shape:
+                found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 raise DeltaError(f"{name} is {found}, in version {self._base.version} {known.dtype} {[*known.shape]}")
 
     def _changes(self, old: Bits, new: Bits, was: xxhash.xxh3_64, now: xxhash.xxh3_64) -> Changes:

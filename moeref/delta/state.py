@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ import torch
 import xxhash
 
 from moeref import torch_dtypes
-from moeref.bridge.shard_map import HFTensor
+from moeref.bridge.named import Named, named
 from moeref.delta.errors import DeltaError
+from moeref.torch_dtypes import dtype_name
 
 #: Kept, as `json.dumps` makes one for each call that names separators.
 _COMPACT = json.JSONEncoder(separators=(",", ":"))
-Named = tuple[str | HFTensor, torch.Tensor | None]
 Bits = npt.NDArray[Any]
 
 
@@ -46,7 +46,7 @@ class State:
             if name in found:
                 raise DeltaError(f"{name} comes twice in the stream")
             bits = bits_of(name, tensor)
-            found[name] = Fingerprint(dtype_of(tensor), tuple(tensor.shape), xxhash.xxh3_64_hexdigest(bits))
+            found[name] = Fingerprint(dtype_name(tensor.dtype), tuple(tensor.shape), xxhash.xxh3_64_hexdigest(bits))
         return cls(version, found)
 
     @cached_property
@@ -64,27 +64,10 @@ class State:
         return State(version, {**self.tensors, **changed})
 
 
-def named(stream: Iterable[Named]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of a stream; tensors that are None, as on ranks that are not the writer, are left out."""
-    for described, tensor in stream:
-        if tensor is not None:
-            yield described if isinstance(described, str) else described.name, tensor
-
-
 @functools.lru_cache(maxsize=1 << 16)
 def _front(name: str, dtype: str, shape: tuple[int, ...]) -> str:
     """The line of a tensor up to its hash, kept, as each version has it again."""
     return _COMPACT.encode([name, dtype, shape])[:-1]
-
-
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(tensor: torch.Tensor) -> str:
-    """Such as `bfloat16`."""
-    return _name(tensor.dtype)
 
 
 def bits_of(name: str, tensor: torch.Tensor) -> Bits:

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 import xxhash
 
+from moeref.bridge.named import Named
 from moeref.exporter.assembly import Filled, fill, segments
 from moeref.exporter.cuts import ALIGNMENT, FIXED, BucketError, Entry, aligned, apart, text_bytes
 from moeref.exporter.lending import Lender, Owned, holders
 from moeref.exporter.messages import Peer
 from moeref.exporter.stream import Stream
 from moeref.exporter.transfer import Transfer
-from moeref.exporter.units import Named, closed_up, unit_of
+from moeref.exporter.units import closed_up, unit_of
+from moeref.torch_dtypes import dtype_name
 
 #: A message ends with the length of its metadata, the XXH3 of all before, and this.
 MAGIC = b"moerefB1"
@@ -56,7 +58,7 @@ class Bucket:
         """The bucket as bytes that `read` understands, in its own memory: tensors, metadata, checksum."""
         memory, end = self.memory(), aligned(self.nbytes)
         told = {
-            "tensors": [[e.name, list(e.shape), str(e.dtype).removeprefix("torch."), e.offset] for e in self.entries],
+            "tensors": [[e.name, list(e.shape), dtype_name(e.dtype), e.offset] for e in self.entries],
             "number": self.number,
             "generation": generation,
         }

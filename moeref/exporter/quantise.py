@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from moeref.bridge.fp8_blocks import SCALES, Block
+from moeref.bridge.named import Named, name_of
 from moeref.exporter.plan import ExportError
-from moeref.exporter.units import Named
 from moeref.families import UnmappedModelError, loaded
 from moeref.families.quantised import FP8Blocks, fp8_blocks
 
@@ -50,7 +50,7 @@ def quantised(
 
 def _quantised(stream: Iterable[Named], blocks: FP8Blocks) -> Iterator[tuple[str, torch.Tensor | None]]:
     for described, tensor in stream:
-        name = described if isinstance(described, str) else described.name
+        name = name_of(described)
         if not blocks.quantises(name):
             yield name, tensor
         elif tensor is None:

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from moeref.bridge.fp8_blocks import SCALES
-from moeref.bridge.shard_map import HFTensor
-
-Named = tuple[str | HFTensor, torch.Tensor | None]
+from moeref.bridge.named import Named, named
 
 #: What comes before these parts of a name is the unit: all experts of a layer, which a loader stacks; an attention,
 #: whose q, k, v (MLA: both down projections) it fuses; a dense or shared MLP, whose gate and up it fuses.
@@ -38,10 +36,7 @@ def closed_up(stream: Iterable[Named], unit: Callable[[str], str]) -> Iterator[t
     Megatron keeps a norm with the linear after it: in its order, o_proj is followed by the norm, and then by q_proj.
     """
     key, norms = "", list[tuple[str, torch.Tensor]]()
-    for described, tensor in stream:
-        if tensor is None:
-            continue
-        name = described if isinstance(described, str) else described.name
+    for name, tensor in named(stream):
         if unit(name) == name and "norm" in name and key.startswith(_layer(name)):
             norms.append((name, tensor.clone()))  # the stream may use its memory again
             continue

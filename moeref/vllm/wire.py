@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from moeref.exporter.cuts import Entry, side_by_side
+from moeref.torch_dtypes import dtype_name
 
 #: A tensor in a bucket's bytes, which are laid out as `moeref.exporter.buckets` does: its name, dtype and shape.
 Described = tuple[str, str, list[int]]
@@ -80,7 +81,7 @@ class Wire:
 
 def describe(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Described]:
     """What `receive` needs to know, in words that JSON has."""
-    return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
+    return [(name, dtype_name(tensor.dtype), list(tensor.shape)) for name, tensor in tensors]
 
 
 def _memory(entries: Sequence[Entry], device: torch.device | str) -> torch.Tensor:

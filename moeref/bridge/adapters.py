@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from moeref import families
 from moeref.bridge.regions import BridgeError, CopyRegion, Shard
-from moeref.bridge.shard_map import ShardMap, _Rows
+from moeref.bridge.shard_map import LayerParams, ShardMap
 from moeref.families import HFPattern, Model, ParamMapping, SpecNames
 from moeref.families.mapping import Sharding
 
@@ -92,7 +92,7 @@ class AdapterMap(ShardMap):
     def _mappings(self) -> tuple[ParamMapping, ...]:
         return tuple(self._origins)
 
-    def _layer(self, layer: int | None) -> tuple[_Rows, ...]:
+    def _layer(self, layer: int | None) -> tuple[LayerParams, ...]:
         return () if layer in self._mtp_layers else super()._layer(layer)
 
     def _shape(self, tensor: HFPattern) -> tuple[int, ...]:

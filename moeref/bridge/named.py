@@ -1,4 +1,4 @@
-"""Streams of named tensors: what `moeref.exporter.export`, exporters of other bridges and `Checkpoint.tensors` yield."""
+"""Streams of named tensors, as exporters and `Checkpoint.tensors` yield them."""
 
 from __future__ import annotations
 

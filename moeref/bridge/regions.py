@@ -17,7 +17,7 @@ from moeref.families.model import GatedDeltaNet
 
 Index = tuple[int | slice, ...]
 #: The number of a Hugging Face tensor among those of its parameter, and rows of it.
-Run = tuple[int, slice]
+TensorRows = tuple[int, slice]
 
 
 class BridgeError(ValueError):
@@ -75,7 +75,7 @@ def shard_regions(
         return cut.vocab(padded)
     if mapping.sharding == "row":
         return cut.columns()
-    return cut.stacked(_RUNS[mapping.sharding](cut))
+    return cut.stacked(_ROWS[mapping.sharding](cut))
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class _Cut:
         rest = tuple(slice(0, n) for n in self.shape[1:])
         return self.region(tensor, (rows, *rest), (shard_rows, *rest))
 
-    def stacked(self, runs: Iterable[Run]) -> Shard:
-        """The shard that holds `runs` one below the other."""
+    def stacked(self, pieces: Iterable[TensorRows]) -> Shard:
+        """The shard that holds `pieces` one below the other."""
         regions: list[CopyRegion] = []
         at = 0
-        for tensor, rows in runs:
+        for tensor, rows in pieces:
             count = len(range(rows.start, rows.stop, rows.step or 1))
             regions.append(self.rows(tensor, rows, _rows(at, count)))
             at += count
@@ -149,15 +149,15 @@ class _Cut:
         return Shard((rows.stop - rows.start, *self.shape[1:]), regions)
 
 
-def _replicate(cut: _Cut) -> Iterable[Run]:
+def _replicate(cut: _Cut) -> Iterable[TensorRows]:
     return [(0, slice(0, cut.shape[0]))]
 
 
-def _column(cut: _Cut) -> Iterable[Run]:
+def _column(cut: _Cut) -> Iterable[TensorRows]:
     return [(0, cut.share(cut.shape[0], " dim 0"))]
 
 
-def _gate_up(cut: _Cut) -> Iterable[Run]:
+def _gate_up(cut: _Cut) -> Iterable[TensorRows]:
     """Gate, then up: two tensors, every second row of one, or its two halves."""
     two = len(cut.tensors) == 2
     width = cut.shape[0] if two else cut.shape[0] // 2
@@ -169,7 +169,7 @@ def _gate_up(cut: _Cut) -> Iterable[Run]:
     return [(0, slice(start + share.start, start + share.stop)) for start in (0, width)]
 
 
-def _qkv(cut: _Cut) -> Iterable[Run]:
+def _qkv(cut: _Cut) -> Iterable[TensorRows]:
     """Per KV group its q heads, k, v."""
     d = cut.model.head_dim
     q = d * (cut.model.heads // cut.model.kv_groups)
@@ -178,13 +178,13 @@ def _qkv(cut: _Cut) -> Iterable[Run]:
     )
 
 
-def _gated_qkv(cut: _Cut) -> Iterable[Run]:
+def _gated_qkv(cut: _Cut) -> Iterable[TensorRows]:
     model = cut.model
     rows = 2 * model.head_dim * (model.heads // model.kv_groups + 1)
     return _of_groups(cut, rows, lambda group: gated_delta_net.gated_qkv(model, range(group, group + 1)))
 
 
-def _of_groups(cut: _Cut, rows: int, runs: Callable[[int], Iterable[gated_delta_net.Run]]) -> Iterable[Run]:
+def _of_groups(cut: _Cut, rows: int, runs: Callable[[int], Iterable[gated_delta_net.Run]]) -> Iterable[TensorRows]:
     """The rank's rows of KV groups one below the other, each of `rows` rows that `runs` lists.
 
     TP takes contiguous rows. With more ranks than groups a rank has a part of a group's, wherever that begins: no row
@@ -203,13 +203,13 @@ def _of_groups(cut: _Cut, rows: int, runs: Callable[[int], Iterable[gated_delta_
             at += count
 
 
-def _gdn_in_proj(cut: _Cut) -> Iterable[Run]:
+def _gdn_in_proj(cut: _Cut) -> Iterable[TensorRows]:
     """q, k, v, z, b, a of two tensors that have them by key head, or of four that have them one after the other."""
     runs = gated_delta_net.gdn_in_proj if len(cut.tensors) == 2 else gated_delta_net.gdn_in_projs
     return _slices(runs(*_key_heads(cut)))
 
 
-def _gdn_conv1d(cut: _Cut) -> Iterable[Run]:
+def _gdn_conv1d(cut: _Cut) -> Iterable[TensorRows]:
     return _slices(gated_delta_net.gdn_conv1d(*_key_heads(cut)))
 
 
@@ -222,12 +222,12 @@ def _key_heads(cut: _Cut) -> tuple[GatedDeltaNet, range]:
     return net, range(share.start, share.stop)
 
 
-def _slices(runs: Iterable[gated_delta_net.Run]) -> Iterable[Run]:
+def _slices(runs: Iterable[gated_delta_net.Run]) -> Iterable[TensorRows]:
     return ((tensor, _rows(start, count)) for tensor, start, count in runs)
 
 
 #: The rows of a shard, by `ParamMapping.sharding`, for every kind that splits whole rows.
-_RUNS: dict[Sharding, Callable[[_Cut], Iterable[Run]]] = {
+_ROWS: dict[Sharding, Callable[[_Cut], Iterable[TensorRows]]] = {
     "replicate": _replicate,
     "column": _column,
     "gate_up": _gate_up,

@@ -65,7 +65,7 @@ T = TypeVar("T")
 _Pieces = tuple[str, ...]
 
 
-class _Rows:
+class LayerParams:
     """The parameters of one mapping in one layer: one, or one for every expert. Experts differ in numbers in names."""
 
     def __init__(self, mapping: ParamMapping, layer: int | None, name: str, hf: tuple[HFTensor, ...]) -> None:
@@ -97,12 +97,12 @@ class _Rows:
         return tuple(tensor for _, tensor in self._hf)
 
 
-def _one_expert_after_the_other(layer: Sequence[_Rows], of: Callable[[_Rows], list[T]]) -> Iterator[T]:
-    """`of` all rows of a layer, as Hugging Face saves them: what is of no expert, then all of the first expert."""
-    for rows in layer:
-        if not rows.of_experts:
-            yield from of(rows)
-    for of_expert in zip(*[of(rows) for rows in layer if rows.of_experts], strict=True):
+def _one_expert_after_the_other(layer: Sequence[LayerParams], of: Callable[[LayerParams], list[T]]) -> Iterator[T]:
+    """`of` all mappings of a layer, as Hugging Face saves them: what is of no expert, then all of the first expert."""
+    for params in layer:
+        if not params.of_experts:
+            yield from of(params)
+    for of_expert in zip(*[of(params) for params in layer if params.of_experts], strict=True):
         yield from of_expert
 
 
@@ -128,7 +128,9 @@ class ShardMap:
     _shards: dict[tuple[ParamMapping, int, int | None], Shard] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _rows: dict[int | None, tuple[_Rows, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _layers: dict[int | None, tuple[LayerParams, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _local_shards: dict[tuple[int, int, int, int], tuple[LocalShard, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -188,20 +190,20 @@ class ShardMap:
         """The MTP layers as files number them."""
         return range(self.model.num_layers, self.model.num_layers + self.model.mtp_layers)
 
-    def _layer(self, layer: int | None) -> tuple[_Rows, ...]:
+    def _layer(self, layer: int | None) -> tuple[LayerParams, ...]:
         """The parameters of a layer, or those outside the layers."""
-        if layer not in self._rows:
+        if layer not in self._layers:
             present = (m for m in self._mappings if m.present(self.model, layer))
-            self._rows[layer] = tuple(self._made(mapping, layer) for mapping in present)
-        return self._rows[layer]
+            self._layers[layer] = tuple(self._made(mapping, layer) for mapping in present)
+        return self._layers[layer]
 
-    def _made(self, mapping: ParamMapping, layer: int | None) -> _Rows:
+    def _made(self, mapping: ParamMapping, layer: int | None) -> LayerParams:
         model, mtp = self.model, layer in self._mtp_layers
         tensors = (mapping.fused,) if mapping.fused and self._is_fused(layer) else mapping.hf
         dtype = mapping.dtype or model.param_dtype
         hf = (HFTensor(self._hf_name(t, layer), self._shape(t), dtype) for t in tensors)
         number = layer - model.num_layers if layer is not None and mtp else layer
-        return _Rows(mapping, layer, _in_layer(self.names.of(mapping, mtp=mtp), number), tuple(hf))
+        return LayerParams(mapping, layer, _in_layer(self.names.of(mapping, mtp=mtp), number), tuple(hf))
 
     def _is_fused(self, layer: int | None) -> bool:
         """Whether one Hugging Face tensor holds all experts of `layer`."""
@@ -219,7 +221,7 @@ class ShardMap:
 
     def _outside(self, mapping: ParamMapping) -> GlobalParam:
         """The parameter of a mapping outside the layers."""
-        (param,) = next(rows for rows in self._layer(None) if rows.mapping is mapping).params((None,))
+        (param,) = next(one for one in self._layer(None) if one.mapping is mapping).params((None,))
         if self.model.tied and param.name == "output_layer.weight":
             embedding = next(self._outside(m) for m in self._mappings if m.where == "first")
             return param._replace(hf=embedding.hf, exports=False)
@@ -236,7 +238,7 @@ class ShardMap:
         mappings = self._mappings
         yield from (self._outside(m) for m in mappings if m.where == "first")
         for layer in range(self.model.num_layers + self.model.mtp_layers):
-            yield from _one_expert_after_the_other(self._layer(layer), lambda rows: rows.params(rows.of(experts)))
+            yield from _one_expert_after_the_other(self._layer(layer), lambda one: one.params(one.of(experts)))
         yield from (self._outside(m) for m in mappings if m.where == "last")
 
     def hf_sizes(self) -> tuple[int, int, int]:
@@ -323,13 +325,13 @@ class ShardMap:
         """The shards of a layer, which is `local_layer` in its chunk."""
         experts, mtp = self.layout.experts(at.ep, self.model.experts), layer in self._mtp_layers
 
-        def held(rows: _Rows) -> list[LocalShard]:
-            name = _pieces(_in_layer(self.names.of(rows.mapping, mtp=mtp), local_layer))
-            part = at.etp if rows.of_experts else at.tp
-            alike = self._shard(rows.mapping, part, None) if rows.own or not rows.of_experts else None
+        def held(one: LayerParams) -> list[LocalShard]:
+            name = _pieces(_in_layer(self.names.of(one.mapping, mtp=mtp), local_layer))
+            part = at.etp if one.of_experts else at.tp
+            alike = self._shard(one.mapping, part, None) if one.own or not one.of_experts else None
             return [
-                LocalShard(p, chunk, str(n).join(name), *(alike or self._shard(rows.mapping, part, p.expert)))
-                for n, p in enumerate(rows.params(rows.of(experts)))
+                LocalShard(p, chunk, str(n).join(name), *(alike or self._shard(one.mapping, part, p.expert)))
+                for n, p in enumerate(one.params(one.of(experts)))
             ]
 
         return _one_expert_after_the_other(self._layer(layer), held)

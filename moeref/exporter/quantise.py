@@ -16,7 +16,7 @@ from moeref.bridge.fp8_blocks import SCALES, Block
 from moeref.bridge.named import Named, name_of
 from moeref.exporter.plan import ExportError
 from moeref.families import UnmappedModelError, loaded
-from moeref.families.quantised import FP8Blocks, fp8_blocks
+from moeref.families.quantised import FP8Blocks, read_fp8_blocks
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -38,7 +38,7 @@ def quantised(
     """
     found = loaded(config)
     asked = found.get("quantization_config") or {}
-    blocks = fp8_blocks(found)
+    blocks = read_fp8_blocks(found)
     if blocks is None:
         raise UnmappedModelError(
             f"{str(found.get('model_type'))[:100]}: the config asks for {str(asked.get('quant_method'))[:100]} with "

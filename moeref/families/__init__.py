@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from moeref.families.catalog import Source, known, published, sources
 from moeref.families.mapping import ExpertFormat, HFPattern, ParamMapping, SpecNames
 from moeref.families.model import FamilyError, Model, UnmappedModelError
-from moeref.families.quantised import fp8_block
+from moeref.families.quantised import fp8_block_size
 from moeref.families.values import WRONG, check_values
 
 __all__ = [
@@ -80,7 +80,7 @@ def read(config: Mapping[str, Any] | str | Path, dtype: str | None = None) -> Mo
             + (f" (did you mean {near[0]}?)" if near else "")
         )
     check_values(config, str(name))
-    block = fp8_block(config, str(name))
+    block = fp8_block_size(config, str(name))
     found = dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     try:
         model = replace(family.read(config, found.removeprefix("torch.")), fp8_block=block)

@@ -49,7 +49,7 @@ class FP8Blocks:
         return bool(_KEPT.fullmatch(module)) or not self.kept.isdisjoint(ends)
 
 
-def fp8_blocks(config: Mapping[str, Any]) -> FP8Blocks | None:
+def read_fp8_blocks(config: Mapping[str, Any]) -> FP8Blocks | None:
     """What `quantization_config` says; None if it says anything but FP8 (e4m3) in blocks, or is not there."""
     given = config.get("quantization_config") or {}
     block: Any = given.get("weight_block_size")
@@ -63,7 +63,7 @@ def fp8_blocks(config: Mapping[str, Any]) -> FP8Blocks | None:
     return FP8Blocks((block[0], block[1]), frozenset(listed + of_text), given.get("scale_fmt") == "ue8m0")
 
 
-def fp8_block(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
+def fp8_block_size(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
     """(rows, columns) of the blocks of FP8 weights that share a scale; None for files that are not quantised.
 
     Raises UnmappedModelError for files that are quantised otherwise.
@@ -71,7 +71,7 @@ def fp8_block(config: Mapping[str, Any], name: str) -> tuple[int, int] | None:
     given = config.get("quantization_config")
     if not given:
         return None
-    if (found := fp8_blocks(config)) is None:
+    if (found := read_fp8_blocks(config)) is None:
         raise UnmappedModelError(
             f"{name}: the checkpoint is quantised ({str(given.get('quant_method'))[:100]}), and only FP8 (e4m3) in "
             "blocks is read; turn it into bf16 first and give that config"

@@ -8,7 +8,7 @@ from typing import Any
 from moeref.families.constructors import gated_mlp, qkv, replicated, row, vocab
 from moeref.families.model import Model
 from moeref.families.reading import check_switches, decoder, require
-from moeref.families.yarn import grouped_query
+from moeref.families.yarn import grouped_query_with_yarn
 
 NAME = "qwen3_moe"
 # Prefixes of a layer: in Megatron, in Hugging Face files
@@ -104,7 +104,7 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
     step, dense = hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
     return Model(
         **base,
-        **grouped_query(hf, NAME),
+        **grouped_query_with_yarn(hf, NAME),
         qk_norm=True,
         # Published configs say num_experts, transformers 5 saves num_local_experts.
         experts=require(hf, NAME, "num_experts", "num_local_experts"),

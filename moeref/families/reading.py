@@ -18,7 +18,7 @@ def require(hf: Mapping[str, Any], family: str, *names: str, default: Any = None
     return default
 
 
-def scaled(hf: Mapping[str, Any]) -> list[str]:
+def scaled_rope_types(hf: Mapping[str, Any]) -> list[str]:
     """The rope types that a config names besides 'default'."""
     given = (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {})
     return sorted({str(d.get("rope_type", d.get("type", "default"))) for d in given} - {"default"})
@@ -30,7 +30,7 @@ def rope(hf: Mapping[str, Any], family: str, partial: float) -> tuple[float, flo
     Raises UnmappedModelError for a scaled rope.
     """
     inner = hf.get("rope_parameters") or {}
-    if kinds := scaled(hf):
+    if kinds := scaled_rope_types(hf):
         raise UnmappedModelError(f"{family}: rope type {kinds} is not mapped; only 'default' is")
     theta = float(inner.get("rope_theta") or require(hf, family, "rope_theta"))
     return theta, float(inner.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or partial)

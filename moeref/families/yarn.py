@@ -8,7 +8,7 @@ from typing import Any
 
 from moeref.families import reading
 from moeref.families.model import UnmappedModelError, Yarn
-from moeref.families.reading import grouped_heads, require, scaled
+from moeref.families.reading import grouped_heads, require, scaled_rope_types
 
 KEYS = frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"})
 
@@ -16,9 +16,9 @@ KEYS = frozenset({"factor", "original_max_position_embeddings", "beta_fast", "be
 GROUPED = KEYS - {"mscale", "mscale_all_dim"} | {"truncate", "attention_factor"}
 
 
-def grouped_query(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
+def grouped_query_with_yarn(hf: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The fields of grouped-query attention with plain rope or YaRN. Raises FamilyError as `read_rope` does."""
-    if not scaled(hf):
+    if not scaled_rope_types(hf):
         return reading.grouped_query(hf, name)
     theta, yarn = read_rope(hf, name, GROUPED)
     return {**grouped_heads(hf, name), "rope_theta": theta, "yarn": yarn}

@@ -66,7 +66,7 @@ class Layout:
     embedding: bool = False
     loss: bool = False
     pipeline_layout: str | None = None
-    order: str = "tp-cp-ep-dp-pp"
+    order: str = text_form.DEFAULT_ORDER
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "ep", "etp", "cp"):

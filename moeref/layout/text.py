@@ -15,7 +15,8 @@ _SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "world")
 _ENDS = ("first", "last")
 _SWITCHES = ("embedding", "loss")
 _KEYS = (*_SIZES, *_ENDS, *_SWITCHES, "order", "pipeline_layout")
-_DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+#: megatron-core's default order of axes, fastest first.
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 def read(text: str) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def write(layout: Layout) -> str:
     parts = [f"{key}={getattr(layout, key)}" for key in _SIZES]
     parts += [f"{key}={value}" for key in _ENDS if (value := getattr(layout, key)) is not None]
     parts += [f"{key}=1" for key in _SWITCHES if getattr(layout, key)]
-    if layout.order != _DEFAULT_ORDER:
+    if layout.order != DEFAULT_ORDER:
         parts.append(f"order={layout.order}")
     if layout.pipeline_layout is not None:
         parts.append(f"pipeline_layout={layout.pipeline_layout}")

@@ -63,22 +63,23 @@ def layer_spec(local: ModuleSpec, *, moe: bool, mla: bool, fused: bool, norm: ty
     """
     local = norms.in_layer(local, norm)
     layer = local.submodules
-    if not mla:
-        parts = replace(layer.self_attention.submodules, core_attention=GroupedQueryAttention)
-        layer = replace(layer, self_attention=replace(layer.self_attention, submodules=parts))
-    if mla:
-        layer = replace(layer, self_attention=_latent(layer.self_attention, fused))
-    elif fused:
-        parts = replace(layer.self_attention.submodules, linear_qkv=LayerNormColumnParallelLinear)
-        layer = replace(
-            layer, input_layernorm=IdentityOp, self_attention=replace(layer.self_attention, submodules=parts)
-        )
+    attention = (_latent if mla else _grouped_query)(layer.self_attention, fused)
+    layer = replace(layer, self_attention=attention)
+    if fused and not mla:
+        layer = replace(layer, input_layernorm=IdentityOp)
     if fused:  # parameters have Transformer Engine's names already, and an MoE layer keeps pre_mlp_layernorm
         layer = replace(layer, sharded_state_dict_keys_map={})
     if fused and not moe:
         mlp = get_mlp_module_spec_for_backend(backend=_FusedNorms(), num_experts=None)
         layer = replace(layer, pre_mlp_layernorm=IdentityOp, mlp=mlp)
     return replace(local, submodules=layer)
+
+
+def _grouped_query(local: ModuleSpec, fused: bool) -> ModuleSpec:
+    parts = replace(local.submodules, core_attention=GroupedQueryAttention)
+    if fused:
+        parts = replace(parts, linear_qkv=LayerNormColumnParallelLinear)
+    return replace(local, submodules=parts)
 
 
 def _latent(local: ModuleSpec, fused: bool) -> ModuleSpec:

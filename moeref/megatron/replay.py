@@ -5,7 +5,7 @@ of each microbatch (the training forward of R2, both forwards of R3). Only the c
 scores are the router's own and have gradients.
 
 Routers are found by walking the chunks. RouterReplay's global list is not used, because it also has routers of other
-and discarded models.
+and discarded models. `moeref.megatron.routers` says which of them can be recorded and replayed.
 
 The number of a microbatch is the number of earlier forwards of its chunk: every schedule of megatron-core runs the
 microbatches of a chunk in order, and their backwards in the same order. So each router has a FIFO of targets: a forward
@@ -17,60 +17,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moeref.replay import MISSING, PAD, RouteError, Routes, index_dtype, marked, merge_layers, routes, select_layers
-from moeref.replay.routes import check_distinct
+from moeref.megatron.routers import SCOPED, AuxLoss, Router, check_fit, checked_routers, config_of, routers
+from moeref.replay import MISSING, PAD, RouteError, Routes, index_dtype, marked, merge_layers, routes
 
-AuxLoss = Literal["refuse", "native"]
 Given = Sequence[Routes] | Callable[[int], Routes] | Iterable[Routes]
-#: Fields of TransformerConfig under which the experts of a token are not those of RouterReplay, and why.
-_OTHER_CHOICE = {
-    "moe_expert_capacity_factor": "drops tokens of full experts after the choice",
-    "moe_router_force_load_balancing": "routes by random scores",
-    "moe_router_force_biased": "adds a random bias to the scores",
-}
-#: Routers inside a `recording` or `replaying` block. Before the first forward they have no action that would show it.
-_SCOPED: weakref.WeakSet[RouterReplay] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Router:
-    """A router and the global number of its layer; multi-token prediction layers are numbered after the decoder's."""
-
-    layer: int
-    module: TopKRouter
-    mtp: bool
-
-    @property
-    def replay(self) -> RouterReplay:
-        """megatron-core's RouterReplay of this router."""
-        return self.module.router_replay
-
-
-def routers(chunk: torch.nn.Module) -> list[Router]:
-    """The routers of one chunk, in the order in which they run.
-
-    MTP layers are numbered by their module names, because their `layer_number` starts again at 1.
-    """
-    found = []
-    for name, module in chunk.named_modules():
-        if isinstance(module, TopKRouter):
-            parts = name.split(".")
-            mtp = "mtp" in parts
-            layer = module.config.num_layers + int(parts[parts.index("mtp") + 2]) if mtp else module.layer_number - 1
-            found.append(Router(layer, module, mtp))
-    return found
 
 
 class Recording:
@@ -115,8 +75,8 @@ class Recording:
 @contextmanager
 def recording(chunks: Sequence[torch.nn.Module], *, mtp: bool = False) -> Iterator[Recording]:
     """Record the forwards of one schedule. Raises RouteError on entry for routers that cannot be recorded."""
-    walked = [_checked(chunk, mtp=mtp, aux_loss="native") for chunk in chunks]
-    config = _config(chunks[0])
+    walked = [checked_routers(chunk, mtp=mtp, aux_loss="native") for chunk in chunks]
+    config = config_of(chunks[0])
     recorded = Recording(config.num_moe_experts, config.moe_router_topk)
     columns = [1] * len(chunks)
 
@@ -160,7 +120,7 @@ def replaying(
     their order (packed, or batched over B samples) does not match its input, and at the end if the number of
     microbatches does not. The routers are reset on any exit.
     """
-    walked = [_checked(chunk, mtp=mtp, aux_loss=aux_loss) for chunk in chunks]
+    walked = [checked_routers(chunk, mtp=mtp, aux_loss=aux_loss) for chunk in chunks]
     replayed = [[_Replayed(router) for router in routers] for routers in walked]
     source = _Source(given, walked)
 
@@ -217,8 +177,8 @@ class _Source:
             raise RouteError(f"routes are given for more than the {most} microbatches that ran")
 
     def _check(self, routes: Routes) -> None:
-        for routers in self._walked:
-            _check_fit(routes, routers)
+        for of_chunk in self._walked:
+            check_fit(routes, of_chunk)
 
 
 class _Replayed:
@@ -344,74 +304,6 @@ def _disarm(replays: Sequence[RouterReplay]) -> None:
         replay.clear_router_replay_action()
 
 
-def _config(chunk: torch.nn.Module) -> TransformerConfig:
-    """The TransformerConfig of a model, also of a wrapped one, for example in DistributedDataParallel."""
-    configs = (getattr(module, "config", None) for module in chunk.modules())
-    return next(config for config in configs if isinstance(config, TransformerConfig))
-
-
-def _why_unsupported(config: TransformerConfig, *, mtp: bool) -> str:
-    """Why a model with this config cannot be recorded or replayed; "" if it can."""
-    if config.overlap_moe_expert_parallel_comm:
-        return "overlap_moe_expert_parallel_comm alternates between layers of two microbatches; set it to False"
-    if config.cuda_graph_impl != "none":
-        # An empty list captures whole layers. The field is cuda_graph_scope in megatron-core 0.16.
-        parts = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ()
-        names = {str(getattr(part, "name", part)) for part in ([parts] if isinstance(parts, str) else parts)}
-        if not names or names & {"full", "full_iteration", "moe", "moe_router"}:
-            return "a CUDA graph that holds the router repeats the routes of its capture; leave the router out of it"
-    for field, effect in _OTHER_CHOICE.items():
-        if getattr(config, field, None) not in (None, False):
-            return f"{field}={getattr(config, field)} {effect}; unset it"
-    if mtp and getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1:
-        return "mtp_use_repeated_layer runs one router for several layers; replay without mtp=True"
-    return ""
-
-
-def _checked(chunk: torch.nn.Module, *, mtp: bool, aux_loss: AuxLoss) -> list[Router]:
-    """The routers of `chunk` to record or replay. Raises RouteError if one cannot be."""
-    if reason := _why_unsupported(_config(chunk), mtp=mtp):
-        raise RouteError(reason)
-    found = [router for router in routers(chunk) if mtp or not router.mtp]
-    for router in found:
-        config = router.module.config
-        kind = router.module.routing_type  # as the router reads it; a list of names for several losses
-        where = f"layer {router.layer}"
-        if router.module.router_replay is None:
-            raise RouteError(f"{where}: build the model with moe_enable_routing_replay=True")
-        if router.replay in _SCOPED or router.replay.router_replay_action is not None:
-            raise RouteError(f"{where} is recorded or replayed already; blocks cannot be nested")
-        if config.moe_router_fusion:
-            raise RouteError(f"{where}: the fused router bypasses RouterReplay; set moe_router_fusion=False")
-        if kind in ("sinkhorn", "quantile_balancing"):
-            raise RouteError(f"{where}: {kind} routing ignores RouterReplay; use another load balancing type")
-        if aux_loss == "refuse" and router.module.is_aux_loss_enabled():
-            losses = kind if isinstance(kind, str) else ", ".join(kind)
-            raise RouteError(
-                f"{where}: {losses} is computed over the router's own top-k, not over the replayed routes; "
-                f"set moe_router_load_balancing_type='none', or pass aux_loss='native' to accept that"
-            )
-    layers = [router.layer for router in found]
-    if len(set(layers)) < len(layers):
-        raise RouteError(f"two routers of one chunk have the same layer: {layers}")
-    return found
-
-
-def _check_fit(given: Routes, walked: Sequence[Router]) -> None:
-    """Raise RouteError for routes of other experts or layers than those of the routers, or with an expert twice."""
-    for router in walked:
-        config = router.module.config
-        if (given.experts, given.top_k) != (config.num_moe_experts, router.module.topk):
-            raise RouteError(
-                f"layer {router.layer} routes to top-{router.module.topk} of {config.num_moe_experts} experts, the "
-                f"routes are top-{given.top_k} of {given.experts}"
-            )
-    chosen = select_layers(given, [router.layer for router in walked])
-    if chosen.idx_TLK.size and int(chosen.idx_TLK.max()) >= given.experts:
-        raise RouteError(f"routes with expert {int(chosen.idx_TLK.max())} of {given.experts}")
-    check_distinct(chosen.idx_TLK, chosen.layers, given.start)
-
-
 def _device_targets(given: Routes, walked: Sequence[Router]) -> torch.Tensor:
     """The int32 targets [L, T, K] of the routers of a chunk, on their device, in one copy.
 
@@ -451,12 +343,12 @@ def _scope(
     replays = [router.replay for routers in walked for router in routers]
     for replay in replays:
         replay.clear_indices()
-        _SCOPED.add(replay)
+        SCOPED.add(replay)
     try:
         yield
     finally:
         for replay in replays:
-            _SCOPED.discard(replay)
+            SCOPED.discard(replay)
         for hook in hooks:
             hook.remove()
         _disarm(replays)

@@ -15,7 +15,7 @@ from moeref import families, seeds
 from moeref.bridge import BridgeError, LocalShard
 from moeref.check.cost import costed, held, spread, synced
 from moeref.check.report import CheckError, Padding, Problem, Report, Stage, UnmappedError
-from moeref.check.settings import quantised, settled, split
+from moeref.check.settings import problem_and_fix, quantised, settled
 from moeref.check.splits import splits
 from moeref.check.verified import verified
 from moeref.config import ConfigError, MoEConfig
@@ -169,7 +169,7 @@ def _checked(report: Report, draft: Draft, seq_length: int | None, pad_to: int |
     report = settled(report, draft, problems, notes)
     recipe = quantised(report, str(draft.options.precision))
     if recipe in FORMATS and (wrong := unfit_widths(shards.items(), recipe)):
-        problems.append(Problem("config", *split(wrong)))
+        problems.append(Problem("config", *problem_and_fix(wrong)))
     report = replace(report, padding=_padding(report, draft.layout, recipe, (seq_length, pad_to), problems))
     if report.weights:
         report = costed(report, draft, problems)

@@ -14,7 +14,6 @@ YAML is read with OmegaConf, which resolves interpolations. JSON needs no packag
 
 from __future__ import annotations
 
-import importlib
 import json
 import os.path
 import re
@@ -23,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moeref.check.files import check_yaml, in_a_line, text_of
 from moeref.check.report import CheckError, Report
 from moeref.check.run import OPTIONS, check
 from moeref.config import ConfigError, MoEConfig, declared_differences
 from moeref.config.errors import nearest
 
-#: Bytes of the largest run file, and the most nesting and values of one in YAML, aliases counted as what they repeat.
-LARGEST, DEEPEST, MOST_NODES = 1_000_000, 50, 20_000
 _ARGUMENTS = ("seq_length", "pad_to", "training", "hbm", "gpus_per_node", "engine", "density", *OPTIONS)
 _KEYS = ("model", "layout", *_ARGUMENTS, "policy", "reference", "declared")
 
@@ -113,55 +111,6 @@ def _settings(path: Path, name: str, found: Any) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise CheckError(f"{path}: {name} is a mapping of settings, not {found!r}")
     return dict(found)
-
-
-def _check_file(path: Path) -> None:
-    """Raise CheckError for what is no regular file, and for one larger than LARGEST."""
-    try:
-        if path.exists() and not path.is_file():
-            raise CheckError(f"{path}: not a regular file")
-        if path.is_file() and path.stat().st_size > LARGEST:
-            raise CheckError(f"{path}: a run file has at most {LARGEST} bytes")
-    except CheckError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckError(f"{path}: {error}") from error
-
-
-def check_yaml(text: str) -> None:
-    """Raise CheckError for YAML with more nesting or repetition than a run file has: its readers recurse and copy."""
-    yaml = importlib.import_module("yaml")
-    sizes: dict[str | None, int] = {}
-    parents: list[tuple[str | None, int]] = []
-    nodes = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        if isinstance(event, yaml.events.CollectionStartEvent):
-            parents.append((event.anchor, nodes))
-        elif isinstance(event, yaml.events.CollectionEndEvent):
-            anchor, before = parents.pop()
-            sizes[anchor] = nodes - before
-        nodes += sizes.get(event.anchor, 1) if isinstance(event, yaml.events.AliasEvent) else 1
-        if len(parents) > DEEPEST or nodes > MOST_NODES:
-            raise CheckError(f"it is nested more than {DEEPEST} times or has more than {MOST_NODES} values")
-
-
-def in_a_line(error: Exception) -> str:
-    """What PyYAML or OmegaConf says of a file over several lines, as one."""
-    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
-    if isinstance(problem, str) and mark:
-        return f"line {mark.line + 1}: {problem}"
-    return " ".join(str(error).split())
-
-
-def text_of(path: Path) -> str:
-    """The text of a regular file of at most LARGEST bytes. Raises CheckError."""
-    _check_file(path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise CheckError(f"{path}: no such file") from error
-    except (OSError, ValueError) as error:
-        raise CheckError(f"{path}: {error}") from error
 
 
 def _parsed(path: Path) -> Any:

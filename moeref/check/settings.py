@@ -79,7 +79,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
             report = replace(report, needs=(*report.needs, "apex's fused_weight_gradient_mlp_cuda"))
         record = _record(draft, report, problems)
     except DispatcherError as error:
-        problems.append(Problem("config", *split(str(error))))
+        problems.append(Problem("config", *problem_and_fix(str(error))))
         return report
     except LayoutError as error:
         if str(error) not in {problem.text for problem in problems}:
@@ -88,7 +88,7 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
     except ConfigError as error:
         for text in error.problems:
             if not text.endswith(refused):
-                problems.append(Problem("config", *split(text)))
+                problems.append(Problem("config", *problem_and_fix(text)))
         return report
     # Linear layers of multi-latent attention have no biases, whatever is asked for.
     apart = frozenset({"add_qkv_bias"}) if report.model.mla else frozenset[str]()
@@ -210,7 +210,7 @@ def _of_the_checkpoint(
                 notes.append(text)
 
 
-def split(text: str) -> tuple[str, str]:
+def problem_and_fix(text: str) -> tuple[str, str]:
     """(problem, fix) of a message; the two are separated by a semicolon."""
     wrong, _, fix = text.partition("; ")
     return wrong, fix

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from moeref.check.ask_megatron import Answer, ask
 from moeref.check.report import Problem, Report
-from moeref.check.verify import Answer, ask
 from moeref.config.coverage import uncovered
 from moeref.dispatcher.setup import minor_version
 

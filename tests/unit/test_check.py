@@ -207,7 +207,7 @@ def test_what_will_not_work_is_a_verdict(layout: str, more: dict[str, Any], abou
         ("qwen3-30b-a3b", "world=1", {"norms": "apart"}, "norms='apart' is none of separate, fused"),
         ("qwen3-30b-a3b", "world=1", {"divisible_by": 0}, "divisible_by=0 must be an integer and at least 1"),
         ("qwen3-30b-a3b", "world=1", {"kernel": "te"}, "unknown option 'kernel'; did you mean kernels"),
-        (known("glm-4.5") | {"num_hidden_layers": "many"}, "world=1", {}, "no number, list or switch"),
+        (known("glm-4.5") | {"num_hidden_layers": "many"}, "world=1", {}, "a wrong type or size"),
         ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_router_topkk=2)}, "did you mean moe_router_topk"),
         ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_token_dispatcher_type="pigeon")}, "none of 'allgather'"),
         ("qwen3-30b-a3b", "ep=8", {"asked": through(moe_router_topk="two")}, "no integer"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moeref.check import Report, UnmappedError, check, verify
+from moeref.check import Report, UnmappedError, ask_megatron, check
 from moeref.cli import main
 from moeref.config import MoEConfig
 from moeref.families import known
@@ -162,9 +162,9 @@ def test_megatron_is_asked_about_what_no_rule_covers(
 ) -> None:
     asked: list[str] = []
 
-    def ask(model: Any, settings: Any, core: str) -> verify.Answer:
+    def ask(model: Any, settings: Any, core: str) -> ask_megatron.Answer:
         asked.append(core)
-        return verify.Answer(**answer)
+        return ask_megatron.Answer(**answer)
 
     monkeypatch.setattr(sys.modules["moeref.check.verified"], "ask", ask)
     report = judged({"use_mup": True}, verify=None)

@@ -7,7 +7,6 @@ class's default, also where the model's own config says otherwise: Megatron-LM d
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from moeref.check.readers.arguments import (
     SWITCHES,
     converted,
+    destination,
     entry,
     flags,
     may_hold_arguments,
@@ -100,7 +100,7 @@ def parsed(words: Iterable[Word], reading: Reading, own: Mapping[str, str] | Non
             reading.unread.append(Value(flag, text, word.where, word.known))
             continue
         known = table.get(flag)
-        destination = known[0] if known else flag.lstrip("-").replace("-", "_")
+        name = known[0] if known else destination(flag)
         kind = (own or {}).get(flag) or (known[1] if known else "str list")
         if kind == "elsewhere":
             if values and may_hold_arguments(values[0], first=True):
@@ -111,7 +111,7 @@ def parsed(words: Iterable[Word], reading: Reading, own: Mapping[str, str] | Non
         sure = word.known or (flag != word.text and all(value.known for value in values))
         text = " ".join(value.text for value in values[:taken])
         unsure = Value(flag, text, word.where, known=False)
-        arguments[destination] = converted(flag, kind, values[:taken], word.where) if sure else unsure
+        arguments[name] = converted(flag, kind, values[:taken], word.where) if sure else unsure
         reading.unread += [Value(more.text, "", more.where, more.known) for more in values[taken:]]
     return arguments
 
@@ -120,7 +120,7 @@ def launcher(words: Sequence[Word]) -> Arguments:
     """The number of ranks that torchrun starts."""
     found: Arguments = {}
     for flag, values, word in flags(words):
-        name = flag.lstrip("-").replace("-", "_")
+        name = destination(flag)
         if name in ("nnodes", "nproc_per_node") and values:
             found[name] = converted(flag, "int", values, word.where)
     if len(found) < 2 or not all(value.known for value in found.values()):
@@ -231,8 +231,8 @@ def _order(order: Value, layout: Layout) -> Problem | None:
 def defaults() -> Arguments:
     """The parser's default of every destination."""
     found: Arguments = {}
-    for flag, (destination, _, default) in megatron_arguments().items():
-        found.setdefault(destination, Value(flag, default, f"default of {NAME}"))
+    for flag, (name, _, default) in megatron_arguments().items():
+        found.setdefault(name, Value(flag, default, f"default of {NAME}"))
     return found
 
 
@@ -381,6 +381,6 @@ def _settings(reading: Reading, every: Arguments, fields: Mapping[str, Mapping[s
             value = Value(name, field["default"], f"default of TransformerConfig, {NAME} has no argument")
         if value is None or (name == "rope_type" and value.value is None):
             continue
-        if re.fullmatch(r"kv_channels|num_query_groups", name) and every["multi_latent_attention"].value:
+        if name in ("kv_channels", "num_query_groups") and every["multi_latent_attention"].value:
             continue  # MLA has head dimensions of its own
         reading.settings[name] = value

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moeref.check.readers import megatron_lm, provider
-from moeref.check.readers.arguments import entry, flags, may_hold_arguments, program_of, read_script
+from moeref.check.readers.arguments import destination, entry, flags, may_hold_arguments, program_of, read_script
 from moeref.check.readers.reading import OPTIMIZER, Reading, under
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.readers.tree import Names, Tree
@@ -193,7 +193,7 @@ def _kind(reading: Reading, tree: Tree, kinds: Set[str]) -> None:
 
 def _override(flag: str, values: Sequence[Word], word: Word) -> Word:
     """An argument as `name=value`; a switch without a value is true, and several values are a list."""
-    name, texts = flag.lstrip("-").replace("-", "_"), [value.text for value in values]
+    name, texts = destination(flag), [value.text for value in values]
     text = "true" if not texts else texts[0] if len(texts) == 1 else f"[{','.join(map(repr, texts))}]"
     where = values[0].where if values else word.where
     return Word(f"{name}={text}", where, word.known and all(value.known for value in values))

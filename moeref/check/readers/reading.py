@@ -42,36 +42,41 @@ def under(prefix: str, axes: Mapping[str, str], *without: str) -> dict[str, str]
 
 @dataclass
 class Reading:
-    """What a configuration says, under the names that `moeref.check.check` takes.
-
-    model: a published name or a path. layout: axes of the layout's text. options: arguments of `check`. settings:
-    fields of TransformerConfig. step: samples of a step of the optimizer, where a batch has several. training: fields
-    of `moeref.costs.Training`. beside: arguments of the model that are none of either (see `checked.BESIDE`).
-    computed: arguments whose value only the framework or a shell could compute, by their name for `check`. elsewhere:
-    what concerns other parts of the framework. unread: what the reader does not know. problems: what the framework
-    itself refuses, or builds in a way that moeref does not map. by_layout: more of these, by the layout of the run.
-    by_model: more, by the model. as_files: settings that the framework compares with the model's files, and refuses if
-    they differ. lost: settings that are given, and that the framework does not pass on. stages: the pattern
-    of pipeline stages that it makes for a model on a layout's axes.
-    """
+    """What a configuration says, under the names that `moeref.check.check` takes."""
 
     framework: str
+    #: A published name, or a path.
     model: Value | None = None
+    #: Axes of the layout's text.
     layout: dict[str, Value] = field(default_factory=dict)
+    #: Arguments of `check`.
     options: dict[str, Value] = field(default_factory=dict)
+    #: Samples of a step of the optimizer, where a batch has several.
     step: Value | None = None
+    #: Fields of TransformerConfig.
     settings: dict[str, Value] = field(default_factory=dict)
+    #: Fields of `moeref.costs.Training`.
     training: dict[str, Value] = field(default_factory=dict)
+    #: Settings that the framework's bridge makes of the model's own config, by family; `settings` go over them. None if
+    #: there is no bridge, or once those of the model's family are taken over.
     by_family: dict[str, dict[str, Value]] | None = None
+    #: Arguments of the model that TransformerConfig lacks (see `checked.BESIDE`).
     beside: dict[str, Value] = field(default_factory=dict)
+    #: Arguments whose value only the framework or a shell could compute, by their name for `check`.
     computed: dict[str, Value] = field(default_factory=dict)
+    #: What concerns other parts of the framework.
     elsewhere: list[Value] = field(default_factory=list)
+    #: What the reader does not know.
     unread: list[Value] = field(default_factory=list)
+    #: What the framework itself refuses, or builds in a way that moeref does not map; more by layout and by model.
     problems: list[Problem] = field(default_factory=list)
     by_layout: list[Callable[[Layout], Problem | None]] = field(default_factory=list)
     by_model: list[Callable[[Model], Problem | None]] = field(default_factory=list)
+    #: Settings that the framework compares with the model's files, and refuses if they differ.
     as_files: dict[str, Value] = field(default_factory=dict)
+    #: Settings that are given, and that the framework does not pass on.
     lost: dict[str, Value] = field(default_factory=dict)
+    #: The pattern of pipeline stages that the framework makes for a model on a layout's axes.
     stages: Callable[[Model, Mapping[str, Value]], Value] | None = None
 
     @property

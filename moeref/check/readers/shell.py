@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moeref.check.files import text_of
 from moeref.check.readers.literal import LiteralError, literal
 from moeref.check.report import CheckError
-from moeref.check.runfile import text_of
 
 _CLOSING = {"$(": ")", "${": "}"}
 _OPENING, _CLOSERS = frozenset({"if", "for", "while", "until", "case"}), frozenset({"fi", "done", "esac"})

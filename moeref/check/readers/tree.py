@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moeref.check.files import check_yaml, in_a_line, text_of
 from moeref.check.readers.arguments import entry, read_script
 from moeref.check.readers.reading import Reading
 from moeref.check.readers.shell import GIVEN, Word
 from moeref.check.report import CheckError, Problem
-from moeref.check.runfile import check_yaml, in_a_line, text_of
 from moeref.check.value import Value
 
 _OVERRIDE = re.compile(r"(?:\+{0,2})([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)

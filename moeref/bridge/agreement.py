@@ -16,7 +16,7 @@ from moeref.layout import Layout
 
 #: What a rank sends that refuses; digests are not negative.
 _REFUSED = -1
-#: Bytes of what a rank says of its failure.
+#: The most bytes of a rank's error that the others get.
 _TEXT = 480
 
 

@@ -43,9 +43,9 @@ class GlobalParam(NamedTuple):
 
     name: str
     mapping: ParamMapping
-    layer: int | None
-    expert: int | None
-    hf: tuple[HFTensor, ...]
+    layer: int | None  # by global number, MTP layers after the decoder's; None outside the layers
+    expert: int | None  # by global number; None for what is of no expert
+    hf: tuple[HFTensor, ...]  # in the order of the mapping's `hf`, by which `CopyRegion.tensor` counts
     dtype: str
     exports: bool = True  # False for a copy that no export reads: a tied head on the last stage
 
@@ -116,6 +116,8 @@ class ShardMap:
 
     names: how Megatron names parameters. expert_format: `per_expert` as in most published files, `fused` as in
     transformers 5's memory, or `fused_decoder`. divisible_by: the vocabulary is padded to a multiple of this times TP.
+
+    Raises LayoutError for layers or experts that the layout does not divide, and BridgeError for attention heads.
     """
 
     model: Model

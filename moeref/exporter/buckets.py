@@ -227,10 +227,10 @@ def read(message: torch.Tensor, generation: int | None = None) -> Bucket:
     """The bucket of a message, in place. Raises BucketError for other bytes, torn ones, or another generation."""
     raw = message[-_TAIL:].cpu().numpy().tobytes() if message.numel() >= _TAIL else b""
     if raw[16:] != MAGIC:
-        raise BucketError(f"{message.numel()} bytes do not end as a bucket's message does: cut, or none")
+        raise BucketError(f"{message.numel()} bytes are no whole message of a bucket: they do not end with {MAGIC!r}")
     length = int.from_bytes(raw[:8], "little")
     if length > message.numel() - _TAIL:
-        raise BucketError(f"metadata of {length} bytes do not fit into a message of {message.numel()}")
+        raise BucketError(f"metadata of {length} bytes does not fit into a message of {message.numel()}")
     if _checksum(message[:-16]) != raw[8:16]:
         raise BucketError("the bytes of a bucket are not those that were sent: a torn read")
     text = message[-_TAIL - length : -_TAIL].cpu().numpy().tobytes()

@@ -20,7 +20,7 @@ FIXED = 200
 
 
 class BucketError(RuntimeError):
-    """A stream that cannot be cut into buckets, a bucket used after its time, or a message that is none."""
+    """A stream that cannot be cut into buckets, a lent bucket used too late, or bytes that are no bucket's message."""
 
 
 class Entry(NamedTuple):

@@ -23,7 +23,8 @@ from moeref.exporter.buckets import Bucket, read
 from moeref.exporter.cuts import BucketError
 
 _HALVES = 2
-#: A record is a number of the bucket, its bytes and the XXH3 of both; another one is the number last acknowledged.
+#: A record is the number of a bucket, its bytes and the XXH3 of both. There is one a half, and one more for what the
+#: reader has acknowledged last.
 _RECORD = 24
 _HEADER = 128
 _PAUSE = 0.0005
@@ -99,7 +100,7 @@ class SharedBuffer:
         while not ready():
             if time.monotonic() > end:
                 raise BucketError(
-                    f"shared memory {self.name}: waited {self._timeout} s until {what}; the other is gone"
+                    f"shared memory {self.name}: waited {self._timeout} s until {what}; is the other process gone?"
                 )
             time.sleep(_PAUSE)
 

@@ -74,12 +74,12 @@ class Stream(Iterator[Item]):
 
     @property
     def plan(self) -> Plan:
-        """What comes."""
+        """What is exported, and to which ranks."""
         return self._export.peer.plan
 
     @property
     def rank(self) -> int:
-        """Who takes part here."""
+        """The rank of this process in the layout."""
         return self._export.peer.rank
 
     @property

@@ -177,15 +177,15 @@ class Layout:
         return build_grid(self.order, EXPERT_AXES, {"etp": self.etp, "ep": self.ep, "edp": self.edp, "pp": self.pp})
 
     def coords(self, rank: int) -> Coords:
-        """The coordinates of `rank` in both grids."""
+        """The coordinates of `rank` in both grids. Raises LayoutError for a rank outside the world."""
         return Coords(**{**self._expert_grid.position(rank), **self._dense_grid.position(rank)})
 
     def rank_of(self, *, tp: int, pp: int, cp: int = 0, dp: int = 0) -> int:
-        """The rank at these coordinates of the dense grid."""
+        """The rank at these coordinates of the dense grid. Raises LayoutError for one outside its axis."""
         return self._dense_grid.rank({"tp": tp, "cp": cp, "dp": dp, "pp": pp})
 
     def expert_rank_of(self, *, etp: int, ep: int, pp: int, edp: int = 0) -> int:
-        """The rank at these coordinates of the expert grid."""
+        """The rank at these coordinates of the expert grid. Raises LayoutError for one outside its axis."""
         return self._expert_grid.rank({"etp": etp, "ep": ep, "edp": edp, "pp": pp})
 
     def groups(self, kind: str) -> tuple[tuple[int, ...], ...]:
@@ -193,12 +193,14 @@ class Layout:
 
         A kind is an axis, or several axes of one grid joined by `-` in any order. Dense grid: tp, cp, dp, pp, dp-cp,
         tp-cp, …, and mp for tp-pp. Expert grid: etp, ep, edp, etp-ep, etp-ep-pp, …
+
+        Raises LayoutError for axes of no grid or of both, and for an axis named twice.
         """
         grid, axes = self._axes(kind)
         return grid.groups(axes)
 
     def group_of(self, kind: str, rank: int) -> tuple[int, ...]:
-        """The members of `rank`'s group of `kind`, in group order."""
+        """The members of `rank`'s group of `kind`, in group order. Raises LayoutError as `groups` and `coords` do."""
         grid, axes = self._axes(kind)
         return grid.group_of(axes, rank)
 

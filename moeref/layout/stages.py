@@ -29,29 +29,32 @@ class Stages:
     mtp_layers: int = 0
 
     def offset(self, pp: int, vp: int = 0) -> int:
-        """Global index of the first layer of stage (pp, vp); local layer i there is global layer offset + i."""
+        """Global index of the first layer of stage (pp, vp); local layer i there is global layer offset + i.
+
+        Raises LayoutError for a stage that does not exist.
+        """
         if (pp, vp) not in self.offsets:
             last_pp, last_vp = max(self.offsets)
             raise LayoutError(f"no stage (pp {pp}, vp {vp}): pp goes from 0 to {last_pp}, vp from 0 to {last_vp}")
         return self.offsets[pp, vp]
 
     def owner(self, layer: int) -> tuple[int, int]:
-        """The stage (pp, vp) that builds the global `layer`."""
+        """The stage (pp, vp) that builds the global `layer`. Raises LayoutError for a layer that does not exist."""
         for stage, layers in self.layers.items():
             if layer in layers:
                 return stage
         raise LayoutError(f"layer {layer} does not exist: the model has layers 0 to {self.num_layers - 1}")
 
 
-def deal(counts: Sequence[int], num_layers: int, pp: int, why: str) -> Stages:
-    """Give layers 0 … num_layers-1 in order to stages with these `counts`; errors begin with `why`.
+def deal(counts: Sequence[int], num_layers: int, pp: int, layout: str) -> Stages:
+    """Give layers 0 … num_layers-1 in order to stages with these `counts`. layout: its text, for the error.
 
     Raises LayoutError if a count is negative or the counts do not add up to `num_layers`.
     """
     if min(counts) < 0 or sum(counts) != num_layers:
         stages = ", ".join(f"(pp {i % pp}, vp {i // pp}): {n}" for i, n in enumerate(counts))
         raise LayoutError(
-            f"{why} with num_layers={num_layers}: the stages cannot hold every layer exactly once, they would "
+            f"{layout} with num_layers={num_layers}: the stages cannot hold every layer exactly once, they would "
             f"have {stages} layers. megatron-core builds this silently; lower first= or last="
         )
     layers, offsets, start = {}, {}, 0

@@ -43,12 +43,12 @@ def _to_torch_dist(source: Path, target: Path, config: Path, record: Record, dry
     with _model(record) as (built, rank):
         if dry_run:
             number, elements, _ = checked(built.shard_map, source).hf_sizes()
-            return _said(rank, f"would write {number} tensors, {elements} elements, to {target}")
+            return _on_rank_0(rank, f"would write {number} tensors, {elements} elements, to {target}")
         load(built.shard_map, rank, built.chunks, source)
         shard_map = checked(built.shard_map, source)  # in the expert format of the source
         with bar(shown=rank == 0) as progress:
             torch_dist.save(shard_map, rank, built.chunks, target, config, progress=progress)
-        return _said(rank, f"written: {target}")
+        return _on_rank_0(rank, f"written: {target}")
 
 
 def _to_hugging_face(source: Path, target: Path, config: Path, record: Record, dry_run: bool) -> str:
@@ -57,7 +57,7 @@ def _to_hugging_face(source: Path, target: Path, config: Path, record: Record, d
         shard_map = built.shard_map.in_format(torch_dist.expert_format(source))
         if dry_run:
             number, elements, _ = shard_map.hf_sizes()
-            return _said(rank, f"would write {number} tensors, {elements} elements, to {target}")
+            return _on_rank_0(rank, f"would write {number} tensors, {elements} elements, to {target}")
         torch_dist.load(shard_map, rank, built.chunks, source)
         with export(Plan(shard_map), rank, built.chunks) as streamed:
             if rank == 0:
@@ -65,7 +65,7 @@ def _to_hugging_face(source: Path, target: Path, config: Path, record: Record, d
             else:
                 for _ in streamed:
                     pass
-        return _said(rank, f"written: {target}")
+        return _on_rank_0(rank, f"written: {target}")
 
 
 def _write(streamed: Stream, source: Path, target: Path, config: Path) -> None:
@@ -73,7 +73,7 @@ def _write(streamed: Stream, source: Path, target: Path, config: Path) -> None:
     listed = checkpoint_files(list(streamed.plan.tensors))
     begun = {"source": source_of(source, "*.distcp"), "expert_format": streamed.plan.shard_map.expert_format}
     with staged(target, begun) as part, bar() as progress:
-        weights = _told(streamed, sum(nbytes(t) for tensors in listed.values() for t in tensors), progress)
+        weights = _counted(streamed, sum(nbytes(t) for tensors in listed.values() for t in tensors), progress)
         for name, tensors in listed.items():
             mine = islice(weights, len(tensors))
             if (part / name).exists():
@@ -85,7 +85,7 @@ def _write(streamed: Stream, source: Path, target: Path, config: Path) -> None:
             pass
 
 
-def _told(streamed: Stream, total: int, progress: Progress) -> Iterator[torch.Tensor]:
+def _counted(streamed: Stream, total: int, progress: Progress) -> Iterator[torch.Tensor]:
     """The tensors of a stream of which this rank receives all; tells `progress` of their bytes."""
     done = 0
     for tensor, full in streamed:
@@ -96,7 +96,7 @@ def _told(streamed: Stream, total: int, progress: Progress) -> Iterator[torch.Te
         progress(done, total)
 
 
-def _said(rank: int, text: str) -> str:
+def _on_rank_0(rank: int, text: str) -> str:
     return text if rank == 0 else ""
 
 

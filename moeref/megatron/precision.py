@@ -10,11 +10,9 @@ from typing import Any
 
 from moeref.bridge import ShardMap
 from moeref.config import ConfigError
-from moeref.config.precision import FORMATS, recipe, unfit_widths
+from moeref.config.precision import recipe, unfit_widths
 from moeref.dispatcher import padding
 from moeref.layout import Layout
-
-__all__ = ["FORMATS", "SINCE", "check_length", "check_widths"]
 
 #: The first version of Transformer Engine for which megatron-core's `get_fp8_recipe` accepts each recipe.
 SINCE = {"delayed": "1.7.0", "tensorwise": "2.2.0.dev0", "blockwise": "2.3.0.dev0", "mxfp8": "2.1.0"}

@@ -76,7 +76,7 @@ class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         return self
 
 
-class _Told(MCoreSavePlanner):  # type: ignore[misc]
+class _ReportingPlanner(MCoreSavePlanner):  # type: ignore[misc]
     """Tells `progress` of the bytes of weights that this rank writes."""
 
     def __init__(self, progress: Progress) -> None:
@@ -142,7 +142,7 @@ def save(
 
 def _write(planned: _Planned, part: Path, progress: Progress) -> None:
     """The files, by torch's writer, which raises on all ranks if it fails on one, and megatron-core's note of them."""
-    write_plan(planned.state, storage_writer=FileSystemWriter(part), planner=_Told(progress))
+    write_plan(planned.state, storage_writer=FileSystemWriter(part), planner=_ReportingPlanner(progress))
     if dist.get_rank() == 0:
         save_config(CheckpointingConfig(planned.backend, planned.version), str(part))
 

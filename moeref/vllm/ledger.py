@@ -26,15 +26,16 @@ _RANDOM = len("-12345678")
 
 @dataclass
 class _Request:
-    id: str
-    prompt: int
+    id: str  # vLLM's
+    prompt: int  # tokens
     recorder: Recorder
-    blocks: list[int] = field(default_factory=list)
-    told: bool = False
-    broken: str = ""
+    blocks: list[int] = field(default_factory=list)  # of the KV cache, in order
+    told: bool = False  # whether `take` has given its labels out
+    broken: str = ""  # why its forwards are not understood
 
     @property
     def name(self) -> str:
+        """The caller's id."""
         return self.id[:-_RANDOM]
 
 

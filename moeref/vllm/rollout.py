@@ -107,7 +107,11 @@ def from_outputs(control: Control, output: Any, model: Model, n: int = 1, *, rou
 
 
 def from_output(prompt: Sequence[int], output: Any, model: Model, made: Labels, *, routes: bool = True) -> Sample:
-    """The sample of a vLLM `CompletionOutput`."""
+    """The sample of a vLLM `CompletionOutput`. made: its labels, as `labels` gives them.
+
+    Raises EngineError for an output without a logprob or labels for each token, and for routes that are asked for and
+    absent; RouteError for routes of another model.
+    """
     ids = list(output.token_ids)
     rows = output.logprobs
     logprobs = None if rows is None else [row[token].logprob for row, token in zip(rows, ids, strict=True)]
@@ -119,7 +123,10 @@ def from_output(prompt: Sequence[int], output: Any, model: Model, made: Labels, 
 def from_response(
     prompt: Sequence[int], choice: Mapping[str, Any], model: Model, made: Labels, *, routes: bool = True
 ) -> Sample:
-    """The sample of a choice of `/v1/completions` with `return_token_ids` and `logprobs` set."""
+    """The sample of a choice of `/v1/completions` with `return_token_ids` and `logprobs` set.
+
+    made: its labels, as `labels` gives them. Raises EngineError for a choice without token ids; more as `from_output`.
+    """
     if choice.get("token_ids") is None:
         raise EngineError("the response has no token_ids; ask with return_token_ids=true: text does not map back")
     logprobs = (choice.get("logprobs") or {}).get("token_logprobs")

@@ -16,6 +16,7 @@ from megatron.core.enums import Fp8Recipe
 from moeref import megatron
 from moeref.bridge import ShardMap
 from moeref.config import ConfigError, MoEConfig, Setting
+from moeref.config.precision import FORMATS
 from moeref.dispatcher import DispatcherError, Environment, padding
 from moeref.families import Model
 from moeref.layout import Layout
@@ -61,7 +62,7 @@ def test_experts_decide_on_grouped_gemm() -> None:
 def test_recipes_have_the_names_and_sizes_of_megatron() -> None:
     from megatron.core.fp8_utils import get_fp8_align_size
 
-    assert set(RECIPES) == {recipe.value for recipe in Fp8Recipe} - {"custom"} == set(precision.FORMATS)
+    assert set(RECIPES) == {recipe.value for recipe in Fp8Recipe} - {"custom"} == set(FORMATS)
     for recipe in RECIPES:
         # Megatron aligns what experts receive; a block of blockwise scaling is longer.
         assert padding.RECIPES[recipe] % get_fp8_align_size(Fp8Recipe(recipe)) == 0

@@ -80,9 +80,9 @@ class Provenance:
         impossible = (made != (self.kv_T >= 0)) | (made != (self.logprob_T > 0)) | (self.kv_T > self.weights_T)
         if (bad := np.flatnonzero(impossible)).size:
             at = int(bad[0])
-            raise ProvenanceError(
-                f"token {at}: {dict(zip(COLUMNS, (c[at].item() for c in self.columns()), strict=True))}"
-            )
+            labels = dict(zip(COLUMNS, (c[at].item() for c in self.columns()), strict=True))
+            rule = "a sampled token has weights_T, kv_T up to that and a kind of logprob, any other token none of them"
+            raise ProvenanceError(f"token {at}: {labels}: {rule}")
 
     def __len__(self) -> int:
         return int(self.tokens_T.size)
@@ -137,7 +137,7 @@ class Provenance:
     def truncated(self, length: int) -> Provenance:
         """The first `length` tokens. Raises ProvenanceError if there are fewer."""
         if not 0 <= length <= len(self):
-            raise ProvenanceError(f"{length} of {len(self)} tokens")
+            raise ProvenanceError(f"there is no prefix of {length} of {len(self)} tokens")
         return Provenance(*(values[:length] for values in self.columns()))
 
     def then(self, tokens: Sequence[int]) -> Provenance:

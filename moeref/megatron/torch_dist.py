@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -188,11 +188,20 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def expert_format(folder: Path) -> ExpertFormat:
-    """The expert format of the Hugging Face checkpoint that `folder` was written from; `per_expert` if not known."""
+    """The expert format of the Hugging Face checkpoint that `folder` was written from, by moeref's note in it.
+
+    `per_expert` without a note, as in a training run's folder. Raises TorchDistError for a note that does not say it.
+    """
     note = folder / MANIFEST
-    said = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else {}
-    known: tuple[ExpertFormat, ...] = get_args(ExpertFormat)
-    return next((name for name in known if name == said.get("expert_format")), "per_expert")
+    if not note.is_file():
+        return "per_expert"
+    try:
+        found = json.loads(note.read_text(encoding="utf-8"))["expert_format"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise TorchDistError(f"{note}: not the note of a conversion ({error!r}); convert again or remove it") from error
+    if found not in get_args(ExpertFormat):
+        raise TorchDistError(f"{note}: expert_format={found!r} is none of {', '.join(get_args(ExpertFormat))}")
+    return cast(ExpertFormat, found)
 
 
 def _agreement(

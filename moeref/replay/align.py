@@ -83,9 +83,9 @@ def join_turns(earlier: Routes, later: Routes) -> Routes:
 
 
 def pad(routes: Routes, *, left: int = 0, right: int = 0) -> Routes:
-    """`routes` with PAD rows before and after."""
+    """`routes` with PAD rows before and after. Raises RouteError for a negative number of them."""
     if left < 0 or right < 0:
-        raise RouteError(f"padding of {left} and {right} rows")
+        raise RouteError(f"left={left} and right={right} rows of padding must be at least 0")
     parts = [missing_rows(left, routes, PAD), routes, missing_rows(right, routes, PAD)]
     return replace(concat([p for p in parts if p.tokens] or parts[:1]), start=routes.start)
 

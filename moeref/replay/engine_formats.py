@@ -213,7 +213,7 @@ def _described(data: Mapping[str, Any], limit: int) -> npt.NDArray[Any]:
         )
     shape, content = data["shape"], data["data"]
     if not isinstance(shape, list | tuple) or not all(map(_is_count, shape)):
-        raise RouteError(f"shape of the routes: {shape!r:.60}")
+        raise RouteError(f"shape of the routes: {shape!r:.60}; it is a list of whole numbers from 0")
     if not isinstance(content, str | bytes | bytearray):
         raise RouteError(f"data of the routes is base64 or bytes, not {type(content).__name__}")
     raw = _base64(content, limit) if isinstance(content, str) else _within(bytes(content), limit)
@@ -232,7 +232,7 @@ def _type_of(size: int, shape: Sequence[int]) -> str:
 def _start_of(data: Mapping[str, Any]) -> int | None:
     start = data.get("start")
     if start is not None and not _is_count(start):
-        raise RouteError(f"start of the routes: {start!r:.60}")
+        raise RouteError(f"start of the routes: {start!r:.60}; it is a whole number from 0")
     return start
 
 

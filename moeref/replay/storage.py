@@ -89,7 +89,8 @@ def _checked(
     layers, experts, start = fields["layers"], fields["experts"], fields["start"]
     numbers = [experts, start, *layers] if isinstance(layers, list) else [None]
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or layers != sorted(set(layers)):
-        raise RouteError(f"{where}: layers={layers!r:.60}, experts={experts!r:.20}, start={start!r:.20}")
+        given = f"layers={layers!r:.60}, experts={experts!r:.20}, start={start!r:.20}"
+        raise RouteError(f"{where}: {given}; all are whole numbers from 0, and layers ascend")
     dtypes = (index_dtype(experts), np.dtype(np.uint8), np.dtype(np.int32))
     for array, part, dtype in zip(arrays, _PARTS, dtypes, strict=True):
         if array.dtype != dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import xxhash
@@ -32,7 +32,7 @@ class Update:
     `drafts`: weights of drafts (MTP layers, EAGLE) are among those sent, are meant to stay as they are, or are in
     neither model. `id` tells updates of two trainers apart; a retry keeps it.
 
-    Raises ValueError for a version that is no int or below 0, or a base that does not fit.
+    Raises ValueError for a version that is no int or below 0, an unknown kind or drafts, or a base that does not fit.
     """
 
     version: int
@@ -43,9 +43,12 @@ class Update:
 
     def __post_init__(self) -> None:
         if type(self.version) is not int or type(self.base) not in (int, type(None)):  # True and 1.0 equal 1
-            raise ValueError(f"no update: version and base are ints: {self}")
-        if self.version < 0 or self.kind not in ("full", "delta") or self.drafts not in ("none", "sent", "kept"):
-            raise ValueError(f"no update: {self}")
+            raise ValueError(f"version and base of an update are ints: {self}")
+        if self.version < 0:
+            raise ValueError(f"version={self.version} of an update must be at least 0")
+        for name, choices in (("kind", get_args(Kind)), ("drafts", get_args(Drafts))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} of an update is none of {', '.join(choices)}")
         fits = self.base is None if self.kind == "full" else self.base is not None and 0 <= self.base < self.version
         if not fits:
             raise ValueError(f"a delta needs the earlier version that it changes, a full update has none: {self}")

@@ -82,7 +82,7 @@ class WeightSync:
         if colocated and not isinstance(engine, Colocated):
             raise TypeError(f"{type(engine).__name__} has no wake_weights and wake_kv, which a colocated engine needs")
         if attempts < 1:
-            raise ValueError(f"{attempts} attempts")
+            raise ValueError(f"attempts={attempts} must be at least 1")
         self.engine, self.colocated, self.attempts = engine, colocated, attempts
         self.bucket_bytes, self.timeouts = bucket_bytes, timeouts or Timeouts()
         self.state, self.reason = State.SERVING, ""

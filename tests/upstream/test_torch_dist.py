@@ -119,6 +119,17 @@ def test_bad_input_is_refused_before_anything_is_written(prepared: warm.Prepared
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "not the note of a conversion"), ("[]", "not the note"), ('{"expert_format": "x"}', "'x' is none of per_")],
+)
+def test_a_note_that_does_not_say_the_expert_format_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    assert torch_dist.expert_format(tmp_path) == "per_expert"
+    (tmp_path / "moeref.json").write_text(text)
+    with pytest.raises(torch_dist.TorchDistError, match=said):
+        torch_dist.expert_format(tmp_path)
+
+
 def test_a_folder_of_another_model_is_refused(prepared: warm.Prepared, tmp_path: Path) -> None:
     hf, dist = folder_of(prepared, tmp_path)
     config = json.loads((hf / "config.json").read_text())

@@ -23,13 +23,12 @@ from moeref.bridge import ShardMap, padded_vocab
 from moeref.config import ConfigError, EffectiveSettings, Setting, read_back
 from moeref.config.settings import ATTRIBUTES
 from moeref.dispatcher.setup import minor_version
-from moeref.megatron import device as on
-from moeref.megatron import dispatch, gated_delta_net, groups, seeding, te_layers
-from moeref.megatron import norms as norms_of_torch
-from moeref.megatron import precision as recipes
+from moeref.megatron import dispatch, gated_delta_net, groups, precision, seeding, te_layers
+from moeref.megatron.device import checked as checked_device
 from moeref.megatron.expert_bias_patch import patch_expert_biases
 from moeref.megatron.grouped_names import with_grouped_names
 from moeref.megatron.marks import mark_sequence_parallel
+from moeref.megatron.norms import TorchNorm, ZeroCenteredNorm
 from moeref.megatron.spec import LayerNormColumnParallelLinear, layer_spec, mtp_name, mtp_spec
 from moeref.record import Record, installed_core
 from moeref.torch_dtypes import TORCH
@@ -49,7 +48,7 @@ class Built:
     shard_map: ShardMap
 
 
-def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
+def _machine_settings(record: Record, device: str) -> dict[str, Setting]:
     """Settings that are not in the record: torch objects, and what depends on this machine."""
     model, dtype = record.model, TORCH[record.model.param_dtype]
     by_name = record.settings.by_name
@@ -64,7 +63,7 @@ def _of_the_machine(record: Record, device: str) -> dict[str, Setting]:
         "use_cpu_initialization": device == "cpu",
     }
     found = {name: Setting(value, "default") for name, value in values.items()}
-    if model.gated_delta_net and gated_delta_net.without_fla():
+    if model.gated_delta_net and gated_delta_net.replace_missing_fla():
         found["deterministic_mode"] = Setting(True, "default", "GatedDeltaNet without kernels for GPUs")
     asked = {name for name, one in by_name.items() if one.asked}
     return {name: one for name, one in found.items() if name not in asked}
@@ -78,7 +77,7 @@ def transformer_config(
     Raises ConfigError if a value differs from the record's, and the config's own errors.
     """
     kind = MLATransformerConfig if record.model.mla else TransformerConfig
-    settings = record.settings.with_settings(_of_the_machine(record, device))
+    settings = record.settings.with_settings(_machine_settings(record, device))
     if not drawn:
         settings = settings.with_settings({"perform_initialization": Setting(False, "default", "weights are loaded")})
     given = {name: s.value for name, s in settings.by_name.items() if s.origin != "provider default"}
@@ -100,11 +99,11 @@ def build(record: Record, rank: int, device: str = "cpu", *, drawn: bool = True)
     Raises ConfigError for what cannot be built in this process, DispatcherError for a flex dispatcher whose kernels are
     missing, LayoutError for process groups of another layout, and SeedError for refused seeds.
     """
-    where = on.checked(device)
+    where = checked_device(device)
     _check_here(record, where)
     config, settings = transformer_config(record, where.type, drawn=drawn)
     shard_map = ShardMap(record.model, record.layout, record.names, divisible_by=record.divisible_by)
-    recipes.check_widths(shard_map, rank, config)
+    precision.check_widths(shard_map, rank, config)
     dispatch.let_router_run()
     if drawn:
         seeding.seed_rank(record.layout, record.seeds.seed, per_dp=record.seeds.per_dp, formula=record.seeds.formula)
@@ -190,7 +189,7 @@ def _specs(shard_map: ShardMap, config: TransformerConfig, pp: int, vp: int, ker
         mla = model.mla is not None
         return block, te_layers.mtp_spec(config, moe=moe[-1], mla=mla, vp_stage=vp_stage) if with_mtp else None
     fused = shard_map.names.norms == "fused"
-    norm = norms_of_torch.ZeroCenteredNorm if model.zero_centered else norms_of_torch.TorchNorm
+    norm = ZeroCenteredNorm if model.zero_centered else TorchNorm
     kind: dict[str, Any] = {"mla": model.mla is not None, "fused": fused, "norm": norm}
     block.layer_norm = norm
     block.layer_specs = [

@@ -24,8 +24,8 @@ def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def without_fla() -> bool:
-    """Whether flash-linear-attention is not installed. If so, give megatron-core's module the one function it needs.
+def replace_missing_fla() -> bool:
+    """Give megatron-core's module the one function of FLA that it needs, if FLA is not installed; whether it is not.
 
     GatedDeltaNet requires the whole package when it is built, even in the deterministic form, which uses no kernel.
     """

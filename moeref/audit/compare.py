@@ -10,11 +10,11 @@ import torch
 
 from moeref.audit import trials
 from moeref.audit.manifest import Fingerprint, Manifest, place
-from moeref.audit.pieces import Said
+from moeref.audit.pieces import Cause
 from moeref.audit.report import Finding, Report
 from moeref.audit.source import KEEP, Given, Source
 
-Trial = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Said | None]
+Trial = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Cause | None]
 #: Parts of names whose tensors are tried together.
 _TOGETHER: tuple[tuple[tuple[str, ...], Trial], ...] = (
     (("gate_proj", "up_proj"), trials.gate_up),
@@ -55,7 +55,7 @@ class _Comparison:
 
     def __init__(self, expected: Source, found: Source, previous: Manifest | None) -> None:
         self._a, self._b, self._previous = expected, found, previous
-        self._said: dict[str, Said] = {}
+        self._causes: dict[str, Cause] = {}
         self._tried: set[str] = set()
         self._owners: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         for name, one in expected.manifest.tensors.items():
@@ -71,7 +71,7 @@ class _Comparison:
         ]
         return Report(self._a.manifest, self._b.manifest, tuple(findings))
 
-    def _finding(self, name: str, expected: Fingerprint | None, found: Fingerprint | None) -> Said:
+    def _finding(self, name: str, expected: Fingerprint | None, found: Fingerprint | None) -> Cause:
         if found is None:
             return "missing", f"missing; expected {_described(expected)}"
         if expected is None:
@@ -81,7 +81,7 @@ class _Comparison:
             return "extra", f"not expected: {_described(found)}"
         return self._plain(name, expected, found) or self._other(name, found) or self._by_trial(name, expected, found)
 
-    def _plain(self, name: str, expected: Fingerprint, found: Fingerprint) -> Said | None:
+    def _plain(self, name: str, expected: Fingerprint, found: Fingerprint) -> Cause | None:
         """What statistics and an earlier version say."""
         if found.zero and not expected.zero:
             return "zero", "all of it is zero"
@@ -92,7 +92,7 @@ class _Comparison:
             return "stale", "stale: it is as in the previous version"
         return None
 
-    def _other(self, name: str, found: Fingerprint) -> Said | None:
+    def _other(self, name: str, found: Fingerprint) -> Cause | None:
         """Another expected tensor whose values these are; the nearest one by name."""
         owners = self._owners.get(found.content)
         if not owners or found.zero:
@@ -109,7 +109,7 @@ class _Comparison:
             return kind, f"gate and up are exchanged: it holds the values of {owner}"
         return kind, f"holds the values of {owner}"
 
-    def _by_trial(self, name: str, expected: Fingerprint, found: Fingerprint) -> Said:
+    def _by_trial(self, name: str, expected: Fingerprint, found: Fingerprint) -> Cause:
         """What the tensors themselves say."""
         a, b = self._a.read(name), self._b.read(name)
         fallback = "values"
@@ -122,12 +122,12 @@ class _Comparison:
             side = self._a.label if a is None else self._b.label
             return fallback, f"{differs}; the {side} side has hashes alone, so what happened cannot be tried"
         stacked = re.search(r"\.experts\.\D", name) is not None
-        if said := trials.one(a, b, fused="gate_up_proj" in name, stacked=stacked) or self._together(name):
-            return said
+        if cause := trials.one(a, b, fused="gate_up_proj" in name, stacked=stacked) or self._together(name):
+            return cause
         return fallback, trials.difference(a, b) if fallback == "values" else differs
 
-    def _together(self, name: str) -> Said | None:
-        """What happened to a unit of several tensors; tried once, and said of each."""
+    def _together(self, name: str) -> Cause | None:
+        """What happened to a unit of several tensors; tried once, and the cause noted for each."""
         for parts, trial in _TOGETHER:
             part = next((one for one in parts if re.search(rf"\.{one}\b", name)), None)
             if part is None:
@@ -137,9 +137,9 @@ class _Comparison:
                 self._tried.add(names[0])
                 sides = [self._both(one) for one in names]
                 here, there = ([pair[side] for pair in sides if pair] for side in (0, 1))
-                said = trial(here, there) if all(sides) else None
-                self._said |= dict.fromkeys(names, said) if said else {}
-            return self._said.get(name)
+                cause = trial(here, there) if all(sides) else None
+                self._causes |= dict.fromkeys(names, cause) if cause else {}
+            return self._causes.get(name)
         return None
 
     def _both(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:

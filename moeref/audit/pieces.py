@@ -10,12 +10,12 @@ import xxhash
 from moeref.torch_dtypes import bits_of
 
 #: What happened to a tensor: its kind, and a sentence.
-Said = tuple[str, str]
+Cause = tuple[str, str]
 #: The most shards that are looked for.
 MOST = 64
 
 
-def experts(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def experts(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     """Experts along dimension 0, each of them an expected one."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return None
@@ -27,7 +27,7 @@ def experts(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return "expert", f"{many} hold those of others: expert {first} holds the values of expert {other}"
 
 
-def alone(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def alone(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     """One rank's shard, where all are expected; or one in place of all."""
     if expected.ndim != found.ndim or expected.dtype != found.dtype:
         return None
@@ -44,7 +44,7 @@ def alone(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return "shard", f"it is shard {shards.index(held)} of {parts} along dimension {dims[0]}, without the others"
 
 
-def _repeated(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def _repeated(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     for dim, parts in _cuts(found):
         first, second = (found.narrow(dim, at, 1) for at in (0, found.shape[dim] // parts))
         if (bits_of(first) != bits_of(second)).any():  # most are not, and hashing them all takes long
@@ -55,7 +55,7 @@ def _repeated(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return None
 
 
-def order(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def order(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     """The shards of ranks, in another order; the largest shards that say so."""
     for dim, parts in _cuts(found):
         if sorted(_hashes(expected, parts, dim)) == sorted(_hashes(found, parts, dim)):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from moeref.audit import pieces
-from moeref.audit.pieces import Said
+from moeref.audit.pieces import Cause
 from moeref.torch_dtypes import bits_of, dtype_name
 
 
@@ -22,20 +22,20 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool((bits_of(a) == bits_of(b)).all())
 
 
-def one(expected: torch.Tensor, found: torch.Tensor, fused: bool, stacked: bool = False) -> Said | None:
+def one(expected: torch.Tensor, found: torch.Tensor, fused: bool, stacked: bool = False) -> Cause | None:
     """What happened to one tensor; `fused`: gate and up lie in it side by side; `stacked`: it has experts in a row."""
     if expected.dtype != found.dtype:
         return _cast(expected, found)
-    if stacked and (said := pieces.experts(expected, found)):
-        return said
+    if stacked and (cause := pieces.experts(expected, found)):
+        return cause
     if not permuted([expected], [found]):
         return pieces.alone(expected, found) or _rows(expected, found) or _rounded(expected, found)
     if expected.ndim >= 2 and equal(expected.transpose(-1, -2), found):
         return "transposed", "transposed: its last two dimensions are exchanged"
     if expected.shape != found.shape:
         return _rows(expected, found) or _wrong_dim(expected, found)
-    said = _fused(expected, found, range(int(stacked), expected.ndim)) if fused else None
-    return said or pieces.order(expected, found)
+    cause = _fused(expected, found, range(int(stacked), expected.ndim)) if fused else None
+    return cause or pieces.order(expected, found)
 
 
 def permuted(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
@@ -44,7 +44,7 @@ def permuted(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) ->
     return a == b
 
 
-def _cast(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def _cast(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     if expected.shape == found.shape and equal(expected.to(found.dtype), found):
         was, now = (dtype_name(t.dtype) for t in (expected, found))
         if equal(found.to(expected.dtype), expected):
@@ -53,7 +53,7 @@ def _cast(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return None
 
 
-def _rounded(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def _rounded(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         narrower = expected.dtype.is_floating_point and dtype.itemsize < expected.dtype.itemsize
         if narrower and equal(expected.to(dtype).to(expected.dtype), found):
@@ -61,7 +61,7 @@ def _rounded(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return None
 
 
-def _rows(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def _rows(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     if not expected.ndim or expected.ndim != found.ndim or expected.shape[1:] != found.shape[1:]:
         return None
     have, want = len(found), len(expected)
@@ -73,7 +73,7 @@ def _rows(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return "padded rows", f"{have - want} rows more than {want}, {zero}: padding was not cut off"
 
 
-def _wrong_dim(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
+def _wrong_dim(expected: torch.Tensor, found: torch.Tensor) -> Cause | None:
     """Shards of one dimension, joined along another."""
     if expected.ndim != 2 or found.ndim != 2 or expected.numel() != found.numel() or not found.numel():
         return None
@@ -84,19 +84,19 @@ def _wrong_dim(expected: torch.Tensor, found: torch.Tensor) -> Said | None:
     return None
 
 
-def _fused(expected: torch.Tensor, found: torch.Tensor, dims: Iterable[int]) -> Said | None:
+def _fused(expected: torch.Tensor, found: torch.Tensor, dims: Iterable[int]) -> Cause | None:
     """Gate and up in one tensor, along any even dimension of `dims`."""
     for dim in dims:
         if expected.shape[dim] % 2 == 0 and expected.shape[dim]:
             gate, up = expected.chunk(2, dim)
             if equal(torch.cat([up, gate], dim), found):
                 return "gate and up", f"gate and up are exchanged along dimension {dim}"
-            if said := _unchunked([gate, up], found, dim):
-                return said
+            if cause := _unchunked([gate, up], found, dim):
+                return cause
     return None
 
 
-def _unchunked(parts: Sequence[torch.Tensor], found: torch.Tensor, dim: int = 0) -> Said | None:
+def _unchunked(parts: Sequence[torch.Tensor], found: torch.Tensor, dim: int = 0) -> Cause | None:
     """Each rank's [gate | up] after the other's, where all of gate comes first; and the reverse."""
     size = parts[0].shape[dim]
     for tp in _divisors(size):
@@ -113,7 +113,7 @@ def _unchunked(parts: Sequence[torch.Tensor], found: torch.Tensor, dim: int = 0)
     return None
 
 
-def gate_up(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Said | None:
+def gate_up(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Cause | None:
     """What happened to a gate and an up projection together; whether they are exchanged, their hashes say."""
     if any(a.shape != expected[0].shape or a.dtype != expected[0].dtype for a in (*expected, *found)):
         return None
@@ -122,7 +122,7 @@ def gate_up(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> 
     return _unchunked(expected, torch.cat(list(found)))
 
 
-def qkv(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Said | None:
+def qkv(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> Cause | None:
     """What happened to q, k and v together."""
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(expected, found, strict=True)):
         return None

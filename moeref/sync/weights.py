@@ -1,6 +1,6 @@
 """A weight update as a transaction: afterwards the engine serves the new weights, or the old ones, or is dead.
 
-What keeps the bugs out that this step has really had (issue or pull request behind each):
+What keeps out the bugs that weight updates have had in practice (with the issue or pull request of each):
 
 - Whatever fails, the engine is resumed or declared dead, with the reason (SkyRL#1212).
 - An engine with torn weights is never resumed: only `commit` or `revert` ends a begun update.
@@ -18,7 +18,7 @@ What keeps the bugs out that this step has really had (issue or pull request beh
 - A bucket's checksum waits for the kernels that make its tensors, and its memory is not used again (verl#7083,
   verl#7987).
 
-What an engine does with tensors that it has received rightly is its own to prove: memory that CUDA graphs hold
+What an engine does with tensors that it has received correctly is not checked here: memory that CUDA graphs hold
 (vLLM#48251), experts that were moved (vLLM#55228), drafts that are finalised though no tensor came (miles#1926).
 """
 

@@ -131,7 +131,7 @@ def _weaker_loss(dp: int, values: Mapping[str, object]) -> list[str]:
 
 
 def _otherwise(values: Mapping[str, object], precision: str | None) -> Iterator[str]:
-    """What balancing does that is no loss, what recomputation has without a granularity, and what bf16 does not do."""
+    """Notes on settings that mislead: bf16=False, balancing that chooses experts, recomputation without granularity."""
     if precision == "bf16" and values.get("bf16") is False:
         yield "bf16=False leaves the parameters in bfloat16; precision fp32 reads them in float32"
     kind = values.get("moe_router_load_balancing_type")

@@ -48,7 +48,7 @@ class Peer(NamedTuple):
 
     @contextmanager
     def naming(self, messages: Sequence[Message]) -> Iterator[None]:
-        """An error between here and there names the tensors and the ranks."""
+        """Turn an error of the block into an ExportError that names the tensors and ranks of `messages`."""
         try:
             yield
         except (RuntimeError, ValueError) as error:

@@ -47,7 +47,7 @@ class Microbatch:
         return torch.cat([torch.arange(size, device=self.tokens_BS.device) for size in self._sizes])
 
     def ahead(self, number: int) -> torch.Tensor:
-        """The label `[B, S]` of the token so many positions on in its sample; IGNORED where there is none."""
+        """The labels `[B, S]` of tokens `number` positions later in the same sample; IGNORED after its end."""
         within_S = self.positions_S + number < self._each(self._sizes)
         return self.labels_BS.roll(-number, 1).where(within_S, IGNORED)
 
@@ -57,7 +57,7 @@ class Microbatch:
         return (self.positions_S >= self._each(self.lengths))[None]
 
     def _each(self, of_sequences: Sequence[int]) -> torch.Tensor:
-        """A number of each sequence, at its positions [S]."""
+        """A number for each sequence, repeated at its positions [S]."""
         numbers, sizes = (torch.tensor(of, device=self.tokens_BS.device) for of in (of_sequences, self._sizes))
         return numbers.repeat_interleave(sizes)
 
@@ -78,7 +78,7 @@ class Microbatch:
         )
 
     def spread(self, samples: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What tokens of packed samples have, at their positions [S]; 0 in padding."""
+        """Values of the tokens of packed samples, at their positions [S]; 0 in padding."""
         pairs = zip(samples, self._sizes, strict=True)
         return torch.cat([torch.nn.functional.pad(of, (0, size - len(of))) for of, size in pairs])
 
@@ -89,7 +89,9 @@ class Microbatch:
 
 
 def labels(tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The token behind each along the last axis, behind the last one the first; IGNORED where `mask` says no of it.
+    """The label of each position: the next token along the last axis, and at the end the first token.
+
+    It is IGNORED where `mask` is False for the token that is predicted.
 
     Raises ValueError for a mask that is not bool or has another shape.
     """

@@ -105,7 +105,7 @@ class Trainer:
         return Path(folder) / f"optimizer-{dist.get_rank():05}-of-{dist.get_world_size():05}.pt"
 
     def _place(self) -> dict[str, list[str]]:
-        """What a state can be restored to."""
+        """What has to be equal where a state is restored."""
         of, chunks = self.built.shard_map, enumerate(self.built.chunks)
         named = [(n, *pair) for n, chunk in chunks for pair in chunk.named_parameters()]
         return {

@@ -19,8 +19,8 @@ from moeref.megatron.forward import Kept, in_order, on_device, outputs, packing_
 
 
 class Logprobs(NamedTuple):
-    """Of the tokens of a row from the second on, in fp32: log-probabilities, and entropies in nats of what they were
-    drawn from. Both are `[B, S - 1]`, or `[S - 1]` of a packed sample.
+    """Log-probabilities of the tokens of a row from the second on, and entropies in nats of the distributions that they
+    were drawn from, in fp32. Both are `[B, S - 1]`, or `[S - 1]` of a packed sample.
     """
 
     logprobs: torch.Tensor
@@ -35,7 +35,9 @@ def logprobs(
     *,
     temperature: float = 1.0,
 ) -> Logprobs | None:
-    """Of the decoder's logits divided by `temperature`, over the unpadded vocabulary, without gradients.
+    """Log-probabilities and entropies of the decoder's logits divided by `temperature`, over the unpadded vocabulary.
+
+    They have no gradients.
 
     As `logits`, on ranks of the last stage, and of all positions; but no rank holds more logits than its own. Raises as
     `logits` does, and ValueError for a temperature that is not positive.

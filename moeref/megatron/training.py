@@ -197,7 +197,7 @@ def _step(
 
 
 def _share(chunks: Sequence[GPTModel], microbatches: Sequence[batches.Microbatch], ahead: int = 0) -> float:
-    """How many labels `ahead` of their tokens a microbatch has, in the mean over all of all replicas."""
+    """How many labels a microbatch has, averaged over those of all replicas; `ahead`: positions after the decoder's."""
     own = sum(int((of.ahead(ahead) != batches.IGNORED).sum()) for of in microbatches)
     counts = len(microbatches) * parallel_state.get_data_parallel_world_size()
     share: float = _over_replicas(own, chunks, torch.distributed.ReduceOp.SUM) / counts

@@ -209,7 +209,8 @@ class ShardMap:
 
     def _is_fused(self, layer: int | None) -> bool:
         """Whether one Hugging Face tensor holds all experts of `layer`."""
-        return self.expert_format == "fused" or (self.expert_format == "fused_decoder" and layer not in self._mtp_layers)
+        of_decoder = self.expert_format == "fused_decoder" and layer not in self._mtp_layers
+        return of_decoder or self.expert_format == "fused"
 
     def _shape(self, tensor: HFPattern) -> tuple[int, ...]:
         return tuple(self.model.dims[dim] for dim in tensor.dims)
@@ -269,7 +270,7 @@ class ShardMap:
         return self._shard(mapping, part, expert)
 
     def _shard(self, mapping: ParamMapping, part: int, expert: int | None) -> Shard:
-        """`expert` is None where experts have Hugging Face tensors of their own: these are cut alike, in every layer."""
+        """`expert` is None where experts have Hugging Face tensors of their own: these are cut alike in all layers."""
         key = mapping, part, expert
         if key not in self._shards:
             self._shards[key] = self._cut(mapping, part, expert)

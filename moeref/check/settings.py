@@ -95,7 +95,8 @@ def settled(report: Report, draft: Draft, problems: list[Problem], notes: list[s
     trails = {name: trail for name, trail in settings.trails.items() if name not in apart}
     if "mtp." in report.model.ignored and settings.values.get("mtp_num_layers"):
         trails.pop("mtp_num_layers")
-        text = f"mtp_num_layers: {report.model.family}'s files hold one such layer (mtp.*), and moeref does not map more"
+        held = f"{report.model.family}'s files hold one such layer (mtp.*)"
+        text = f"mtp_num_layers: {held}, and moeref does not map more"
         problems.append(Problem("config", text, "leave them out to have a verdict", refused=False))
     problems += _unmapped(settings.values, draft)
     _of_the_checkpoint(trails, problems, notes, dense=not all(report.model.moe_layers))

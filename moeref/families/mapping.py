@@ -12,8 +12,8 @@ from moeref.families.model import Model
 
 Sharding = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up", "gated_qkv", "gdn_in_proj", "gdn_conv1d"]
 Where = Literal["first", "last", "layer", "dense", "moe", "attention", "gated_delta_net", "mtp"]
-#: Hugging Face files have a tensor for each expert; one for all of a layer; or this of the decoder and that of MTP layers.
-#: Qwen3.5 is published so, its FP8 files have a tensor for each expert, and Qwen3.6's one also of the MTP layer.
+#: Hugging Face files have tensors of each expert; or one of all experts of a layer; or the latter of the decoder's layers
+#: alone, and the former of MTP layers, as Qwen3.5 has (miles' mbridge plugin for it; Qwen3.6 has all experts in one).
 ExpertFormat = Literal["per_expert", "fused", "fused_decoder"]
 
 

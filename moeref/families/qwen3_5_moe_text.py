@@ -40,7 +40,7 @@ MAPPINGS = tuple(_of_this(mapping) for mapping in OF_QWEN3_NEXT if mapping.where
 
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
-    """The text model's config as a `Model`, with an MTP layer if it says so. The experts' weights are always normalised."""
+    """The text model's config as a `Model`, with an MTP layer if it says so. Experts' weights are always normalised."""
     check_switches(hf, NAME, {"norm_topk_prob": True, "attn_output_gate": True, "mlp_only_layers": []})
     check_switches(hf, NAME, {"mtp_use_dedicated_embeddings": False})
     width = require(hf, NAME, "moe_intermediate_size")  # no layer is dense

@@ -14,7 +14,6 @@ from moeref.check import Report, UnmappedError, ask_megatron, check
 from moeref.cli import main
 from moeref.config import MoEConfig
 from moeref.families import known
-from tests.unit.test_qwen3_5 import TEXT
 
 QWEN = "qwen3-30b-a3b"
 

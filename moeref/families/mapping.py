@@ -12,8 +12,8 @@ from moeref.families.model import Model
 
 Sharding = Literal["replicate", "vocab", "column", "row", "qkv", "gate_up", "gated_qkv", "gdn_in_proj", "gdn_conv1d"]
 Where = Literal["first", "last", "layer", "dense", "moe", "attention", "gated_delta_net", "mtp"]
-#: Hugging Face files have tensors of each expert; or one of all experts of a layer; or the latter of the decoder's layers
-#: alone, and the former of MTP layers, as Qwen3.5 has (miles' mbridge plugin for it; Qwen3.6 has all experts in one).
+#: Hugging Face files have tensors of each expert; or one of all experts of a layer; or the latter of the decoder's
+#: layers alone, and the former of MTP layers, as Qwen3.5 has (miles' plugin for mbridge; Qwen3.6 has one of all there).
 ExpertFormat = Literal["per_expert", "fused", "fused_decoder"]
 
 

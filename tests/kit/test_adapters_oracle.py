@@ -6,7 +6,7 @@ import pytest
 import torch
 from moeref_conformance.contract.cells import ADAPTER_MODULES
 from moeref_conformance.contract.requests.adapters import RANK, SCALE
-from moeref_conformance.oracles import adapters, routed
+from moeref_conformance.oracles import adapters, expert_tensors, routed
 from moeref_conformance.oracles.checkpoint import expected
 from moeref_conformance.oracles.expected import Expected
 from moeref_conformance.selftest.faults.base import cell
@@ -87,9 +87,9 @@ def test_experts_are_taken_apart_as_other_files_hold_them(
     fused = expected(
         cell("glm4_moe", "one", expert_format="fused", loss_mask=True), tmp_path_factory.mktemp("fused")
     ).tensors
-    apart = adapters.apart(fused)
+    apart = expert_tensors.split(fused)
     assert apart.keys() == want.tensors.keys() != fused.keys()
     assert all(torch.equal(of, want.tensors[name]) for name, of in apart.items())
-    again = adapters.together(apart, fused)
+    again = expert_tensors.joined(apart, fused)
     assert again.keys() == fused.keys()
     assert all(torch.equal(of, fused[name]) for name, of in again.items())

@@ -34,7 +34,8 @@ CELLS = (
 
 
 def test_both_data_sets_agree_key_by_key() -> None:
-    assert set(families.published()) == set(published())
+    # The kit's cells are of text models alone; Qwen3.5's has a vision model beside it.
+    assert {name for name in families.published() if "text_config" not in families.known(name)} == set(published())
     for name, size in published().items():
         ours = families.known(name)
         assert ours == {key: size.config[key] for key in ours}

@@ -163,8 +163,9 @@ class Cell:
         of_size=True,
         hashed_if_set=True,
     )
-    #: Experts of the Hugging Face checkpoint: a tensor each, or one for all, as in the modules of transformers 5.
-    expert_format: str = axis("per_expert", choices=("per_expert", "fused"), claim="expert_formats")
+    #: Experts of the Hugging Face checkpoint: tensors of each, or one of all, as in the modules of transformers 5, or
+    #: this of the decoder's layers alone, beside multi-token prediction layers that have tensors of each (Qwen3.5).
+    expert_format: str = axis("per_expert", choices=("per_expert", "fused", "fused_decoder"), claim="expert_formats")
     #: Norms of the Megatron modules: separate (local spec), or fused into linears (Transformer Engine's names).
     norms: str = axis("separate", choices=("separate", "fused"), claim="norms", shown="{}-norms")
     #: Expert modules of Megatron.

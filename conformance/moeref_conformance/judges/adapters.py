@@ -37,7 +37,7 @@ from moeref_conformance.judges.common import (
     without,
 )
 from moeref_conformance.oracles import adapters as oracle
-from moeref_conformance.oracles import routed
+from moeref_conformance.oracles import expert_tensors, routed
 
 #: How far a step may be off what transformers' gradients say, relative to the largest move of the same factor.
 #: Measured: 1.1e-5, of DeepSeek-V3 under
@@ -89,7 +89,7 @@ def _together(of: list[RankRecord]) -> _Sent:
 
 def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Tensors with each expert's linears by themselves, also of files that hold all experts as one tensor."""
-    return oracle.apart(tensors) if case.cell.expert_format == "fused" else tensors
+    return expert_tensors.split(tensors) if case.cell.expert_format == "fused" else tensors
 
 
 @once
@@ -293,7 +293,7 @@ def _with(case: Case, sent: _Sent, said: str, adapters: Mapping[str, torch.Tenso
     key = ("_with", said)
     if key not in case.made:
         merged = oracle.merged(_weights(case), adapters, _whole(case, sent))
-        case.made[key] = routed.of_weights(expected(case), oracle.together(merged, expected(case).tensors))
+        case.made[key] = routed.of_weights(expected(case), expert_tensors.joined(merged, expected(case).tensors))
     found: routed.OfWeights = case.made[key]
     return found
 

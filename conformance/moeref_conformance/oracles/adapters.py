@@ -17,34 +17,6 @@ from moeref_conformance.contract.requests.adapters import RANK, SCALE
 PREFIX = "base_model.model."
 FACTORS = ("lora_A", "lora_B")
 Tensors = Mapping[str, torch.Tensor]
-#: Linears of an expert in a tensor [experts, rows, columns] that holds those of all, one above the other.
-TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-
-
-def apart(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Split each tensor that holds all experts into their linears, under the names that per-expert files have."""
-    found = dict[str, torch.Tensor]()
-    for name, tensor in tensors.items():
-        experts, _, held = name.rpartition(".")
-        if not experts.endswith(".mlp.experts"):
-            found[name] = tensor
-            continue
-        for expert, rows in enumerate(tensor):
-            linears = rows.chunk(len(TOGETHER[held]))
-            found |= {f"{experts}.{expert}.{of}.weight": w for of, w in zip(TOGETHER[held], linears, strict=True)}
-    return found
-
-
-def together(tensors: Tensors, like: Tensors) -> dict[str, torch.Tensor]:
-    """Join what `apart` has split, into tensors with the names and shapes of those in `like`."""
-    return {name: tensors[name] if name in tensors else _joined(tensors, name, len(of)) for name, of in like.items()}
-
-
-def _joined(tensors: Tensors, name: str, experts: int) -> torch.Tensor:
-    within, _, held = name.rpartition(".")
-    return torch.stack(
-        [torch.cat([tensors[f"{within}.{number}.{of}.weight"] for of in TOGETHER[held]]) for number in range(experts)]
-    )
 
 
 def adapted(tensors: Tensors, modules: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from moeref_conformance.contract.backends import ENGINE
 from moeref_conformance.contract.hf_files import INDEX
 from moeref_conformance.contract.published_models import TINY, TINY_SEED
 from moeref_conformance.contract.requests import quantised as request
-from moeref_conformance.oracles import mtp_names, published, quantised, recipes, routed, spoiled
+from moeref_conformance.oracles import expert_tensors, mtp_names, published, quantised, recipes, routed, spoiled
 from moeref_conformance.oracles.dialect import as_published, of_5
 from moeref_conformance.oracles.expected import LEFT_OVER, Expected, read_checkpoint
 
@@ -331,7 +331,7 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
             _part(folder, lambda name: any(part in name for part in _APART))
         path = folder / "config.json"
         path.write_text(json.dumps(as_published(json.loads(path.read_text())), indent=2) + "\n")
-    elif cell.expert_format == "fused":
+    elif cell.expert_format in ("fused", "fused_decoder"):
         folder.mkdir()
         state = dict(model.state_dict())
         if cell.tied:
@@ -341,13 +341,15 @@ def _save(model: Any, cell: Cell, folder: Path) -> None:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
     else:
-        raise ValueError(f"cell {cell.id}: expert_format {cell.expert_format} has no recipe; use per_expert or fused")
+        raise ValueError(f"cell {cell.id}: expert_format {cell.expert_format} has no recipe")
 
 
 def _mtp(cell: Cell, decoder: Mapping[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Multi-token prediction layers, which transformers does not build: as they are published, with random values."""
     if cell.tied:
         raise ValueError(f"cell {cell.id}: multi-token prediction has a recipe for untied checkpoints only")
+    if cell.expert_format == "fused_decoder":
+        decoder = expert_tensors.split(decoder)
     tensors = {}
     for number in range(cell.checkpoint_mtp):
         for name, like in sorted(published.mtp_layer(cell.family, cell.layers, number, decoder).items()):

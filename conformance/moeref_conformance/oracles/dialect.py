@@ -35,8 +35,9 @@ def in_files(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch
 
 
 def as_named(model: Any, tensors: Mapping[str, torch.Tensor], names: Container[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a module by its own names, if a checkpoint has these `names` (a fused one), or as `in_files`."""
-    return dict(tensors) if all(name in names for name in tensors) else in_files(model, tensors)
+    """Tensors of a module by its own names where a checkpoint has these among its `names`, the others as `in_files`."""
+    others = {name: tensor for name, tensor in tensors.items() if name not in names}
+    return {name: tensor for name, tensor in tensors.items() if name in names} | in_files(model, others)
 
 
 def as_published(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ FACTOR = 0.1
 #: Of a layer, beside what a decoder layer has.
 AROUND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 #: Families whose norms scale by 1 + weight.
-ZERO_CENTRED = ("qwen3_next",)
+ZERO_CENTRED = ("qwen3_next", "qwen3_5_moe_text")
 
 
 #: Rows and positions that a rank computes of a microbatch.
@@ -94,7 +94,7 @@ def under(
 
 
 def _computed(expected: Expected, routes: Sequence[Any], design: Design, counted: int | None) -> Step:
-    layers, number = (int(expected.config[key]) for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    layers, number = int(expected.config["num_hidden_layers"]), mtp_names.number(expected.config)
     family, model = str(expected.config["model_type"]), _model(expected, layers + number)
     names = {name: mtp_names.standard(family, layers, name) for name in expected.tensors}
     around = {

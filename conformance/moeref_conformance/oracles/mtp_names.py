@@ -1,17 +1,19 @@
 """Where files have the tensors of multi-token prediction layers.
 
 DeepSeek-V3 and GLM-4.5 number these layers after the decoder's, and call what is around them `enorm`, `hnorm`,
-`eh_proj` and `shared_head.norm`. Qwen3-Next has one, apart under `mtp`, with other names around it and without copies
-of embedding and head. Here the first are the standard names.
+`eh_proj` and `shared_head.norm`. Qwen3-Next and Qwen3.5 have one, apart under `mtp`, with other names around it and
+without copies of embedding and head. Here the first are the standard names.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 #: Families that have them apart, by `model_type`.
-APART = ("qwen3_next",)
+APART = ("qwen3_next", "qwen3_5_moe_text")
 #: Names there of what is around a layer.
 _AROUND = MappingProxyType(
     {
@@ -21,6 +23,7 @@ _AROUND = MappingProxyType(
         "shared_head.norm": "norm",
     }
 )
+_KEY, _KEYS = "num_nextn_predict_layers", {"qwen3_5_moe_text": "mtp_num_hidden_layers"}
 _STANDARD = MappingProxyType({name: standard for standard, name in _AROUND.items()})
 
 
@@ -45,3 +48,13 @@ def standard(family: str, layers: int, name: str) -> str:
         return f"model.layers.{layers + int(inside[1])}.{inside[2]}"
     module, _, kind = name.removeprefix("mtp.").rpartition(".")
     return f"model.layers.{layers}.{_STANDARD[module]}.{kind}" if module in _STANDARD else name
+
+
+def key(family: str) -> str:
+    """The key of a config that says how many such layers there are."""
+    return _KEYS.get(family, _KEY)
+
+
+def number(config: Mapping[str, Any]) -> int:
+    """How many such layers a Hugging Face config says."""
+    return int(config.get(key(str(config.get("model_type")))) or 0)

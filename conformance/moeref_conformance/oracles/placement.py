@@ -95,6 +95,7 @@ class Placement:
         self.final = next(s for s, ids in self.layers.items() if cell.layers - 1 in ids) if cell.mtp else end
         self.moe_layers = {hf_numbers(name)[0] for name in tensors if _GATE_HF.search(name)}
         self._layer, self._expert = _tables(config, tensors)
+        self._mtp_expert = shares.EXPERT if cell.expert_format == "fused_decoder" else self._expert
         self._mtp_layer = {**self._layer, **AROUND_MTP}
         self._coords: dict[int, dict[str, int]] = {}
         self._largest: dict[str, float] = {}
@@ -168,7 +169,8 @@ class Placement:
             )
         else:
             linear = "linear_" + within.rest.partition("linear_")[2].rstrip("0123456789")
-            entry, tp, size = self._expert.get(linear), at["etp"], self.layout.expert_tp
+            table = self._mtp_expert if within.mtp else self._expert
+            entry, tp, size = table.get(linear), at["etp"], self.layout.expert_tp
         if entry is None:
             raise Unknown("module", f"no Megatron module known to the oracle has a tensor {local}")
         names, make = entry

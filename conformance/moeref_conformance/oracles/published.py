@@ -67,7 +67,7 @@ def tensors(name: str, expert_format: str) -> dict[str, torch.Tensor]:
 
 def derived(config: Mapping[str, Any], expert_format: str) -> dict[str, torch.Tensor]:
     """The tensors that a Hugging Face config gives, on the meta device, in the order of their names."""
-    model, mtp = _model(config), int(config.get("num_nextn_predict_layers") or 0)
+    model, mtp = _model(config), mtp_names.number(config)
     if expert_format == "fused" and mtp:
         raise ValueError("multi-token prediction layers are published per expert, not fused")
     state = dict(model.state_dict())

@@ -16,7 +16,7 @@ import torch
 
 from moeref_conformance.contract.api import Cell
 from moeref_conformance.contract.backends import ENGINE
-from moeref_conformance.oracles import dialect
+from moeref_conformance.oracles import dialect, mtp_names
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 40,
@@ -333,7 +333,7 @@ def _of_batch(cell: Cell) -> dict[str, Any]:
 
 def _of_files(cell: Cell) -> dict[str, Any]:
     """What files with fused experts change."""
-    return _FUSED.get(cell.family, {}) if cell.expert_format == "fused" and not cell.precision else {}
+    return _FUSED.get(cell.family, {}) if cell.expert_format != "per_expert" and not cell.precision else {}
 
 
 def _served(values: dict[str, Any]) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def model(cell: Cell) -> Any:
     if cell.backend == ENGINE:
         values = _served(values)
     if cell.checkpoint_mtp:
-        values["num_nextn_predict_layers"] = cell.checkpoint_mtp
+        values[mtp_names.key(cell.family)] = cell.checkpoint_mtp
     values = {k: v for k, v in values.items() if k not in _ABSENT.get(cell.family, ())}
     if cell.family == "qwen3_moe" and cell.tied:
         values["norm_topk_prob"] = False

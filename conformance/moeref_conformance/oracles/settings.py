@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeref_conformance.contract import activations
 from moeref_conformance.contract.api import Cell, Layout
+from moeref_conformance.oracles import mtp_names
 from moeref_conformance.oracles.expected import Expected
 
 #: With the type of Megatron's field; a file may have 32 for 32.0.
@@ -107,9 +108,7 @@ def of_the_model(cell: Cell, expected: Expected) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": rows(
             ".mlp.shared_experts.gate_proj.weight", ".mlp.shared_expert.gate_proj.weight"
         ),
-        "mtp_num_layers": 0
-        if cell.mtp_left_out
-        else int(getattr(config, "num_nextn_predict_layers", None) or cell.mtp),
+        "mtp_num_layers": 0 if cell.mtp_left_out else mtp_names.number(vars(config)) or cell.mtp,
         "qk_layernorm": rows(".q_norm.weight", ".kv_a_layernorm.weight") is not None,
     }
     if len(routers) < layers:

@@ -85,7 +85,7 @@ def _found(package: str) -> tuple[Path | None, Path | None]:
 
 def lacks_transformers(cell: Cell) -> str:
     """Why the transformers here, of which the expected model is made, has none of the cell; empty if it has."""
-    if cell.expert_format != "fused" and cell.family != "glm4_moe_lite":
+    if cell.expert_format == "per_expert" and cell.family != "glm4_moe_lite":
         return ""
     version = _version("transformers")
     if not version or _numbers(version) >= (5,):

@@ -636,7 +636,7 @@ class MoerefTarget:
         facets=frozenset(facets.FACETS),
         families=frozenset({*families.FAMILIES, *families.ALIASES}),
         backends=frozenset({"static", "gloo", "gloo-cuda", "nccl", "engine"}),
-        expert_formats=frozenset({"per_expert", "fused"}),
+        expert_formats=frozenset({"per_expert", "fused", "fused_decoder"}),
         norms=frozenset({"separate", "fused"}),
         engine_routes=True,
         mtp=2,

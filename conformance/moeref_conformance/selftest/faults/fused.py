@@ -51,15 +51,16 @@ _plan_fused = border.planned(lambda metas: [told for meta in metas if (told := _
 
 def _sent_fused(session: Any, cell: Cell, world: World) -> Any:
     """Plan and stream have the experts of a layer as one tensor."""
+    return border.stream(_plan_fused(session, cell, world), _together)
 
-    def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
-        metas, tensors = border.collected(pairs)
-        for meta in metas:
-            told = _fused(meta, 16)
-            if told is not None:
-                yield told, _stacked(told.name, tensors) if tensors else None
 
-    return border.stream(_plan_fused(session, cell, world), rewrite)
+def _together(pairs: Iterator[Pair]) -> Iterator[Pair]:
+    """Experts that are sent one by one are sent as one tensor."""
+    metas, tensors = border.collected(pairs)
+    for meta in metas:
+        told = _fused(meta, 16)
+        if told is not None:
+            yield told, _stacked(told.name, tensors) if tensors else None
 
 
 def _mtp_per_expert(pairs: Iterator[Pair]) -> Iterator[Pair]:
@@ -146,6 +147,26 @@ FAULTS = (
         rules=("LOD-001", "EXP-002"),
         also=("EXP-007",),
         cell=cell("glm4_moe", "ep2", mtp=1, expert_format="fused"),
+        wrap=_left_as_built("mtp.", ".experts."),
+        diagnosis="an initial value",
+        one_rank=True,
+    ),
+    Fault(
+        id="mtp-experts-fused-as-the-decoders",
+        bug="ISEEKYAN/mbridge#145 the other way round: Qwen3.5's MTP layer is sent as Qwen3.6's, all experts in one",
+        rules=("EXP-001",),
+        also=("EXP-004", "EXP-005"),
+        cell=cell("qwen3_5_moe_text", "ep2", mtp=1, expert_format="fused_decoder"),
+        wrap=lambda session, cell, world: border.stream(session, _together),
+        says="mtp.layers.0.mlp.experts.0.down_proj.weight was never sent",
+        one_rank=True,
+    ),
+    Fault(
+        id="experts-of-mtp-not-read-beside-fused-ones",
+        bug="ISEEKYAN/mbridge#145 in kind: files have the form of one layer, and the MTP layer's experts are not found",
+        rules=("LOD-001", "EXP-002"),
+        also=("EXP-007",),
+        cell=cell("qwen3_5_moe_text", "ep2", mtp=1, expert_format="fused_decoder"),
         wrap=_left_as_built("mtp.", ".experts."),
         diagnosis="an initial value",
         one_rank=True,

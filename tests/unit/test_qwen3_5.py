@@ -209,3 +209,35 @@ def test_a_text_model_keeps_what_the_whole_model_lists(published: Path) -> None:
     names = [f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("a", "b", "qkv")]
     sent = [name for name, _ in quantised(((name, torch.ones(24, 12)) for name in names), whole)]
     assert sent == [*names, f"{names[2]}_scale_inv"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "decoder", "mtp"),
+    [
+        ("per_expert", "0.gate_proj.weight", "0.gate_proj.weight"),  # FP8 files
+        ("fused_decoder", "gate_up_proj", "0.gate_proj.weight"),  # Qwen3.5
+        ("fused", "gate_up_proj", "gate_up_proj"),  # Qwen3.6
+    ],
+)
+def test_the_mtp_layer_has_a_form_of_its_own(experts: Any, decoder: str, mtp: str) -> None:
+    more = {
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "mtp_num_hidden_layers": 1,
+    }
+    text = {**TEXT, **more, "model_type": "qwen3_5_moe_text"}
+    model = families.read({"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": False})
+    assert (model.mtp_layers, model.ignored, model.with_mtp(0).ignored) == (
+        1,
+        ("model.visual.",),
+        ("mtp.", "model.visual."),
+    )
+    shards = ShardMap(model, Layout(), expert_format=experts)
+    names = {tensor.name for tensor in Plan(shards).tensors}
+    assert f"model.language_model.layers.0.mlp.experts.{decoder}" in names
+    assert f"mtp.layers.0.mlp.experts.{mtp}" in names
+    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} < names
+    assert ShardMap(model, Layout()).for_checkpoint(names) == shards
+    with pytest.raises(FamilyError, match="mtp_num_hidden_layers=2 is not mapped"):
+        families.read({**text, "mtp_num_hidden_layers": 2})

@@ -21,7 +21,7 @@ from moeref.exporter.transfer import LONG, Transfer
 from moeref.torch_dtypes import TORCH
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """Bytes that follow each other in a shard and in a tensor: the first in each, and how many."""
 
     into: int
@@ -29,34 +29,38 @@ class Run(NamedTuple):
     nbytes: int
 
 
-class Moved(NamedTuple):
-    """What is copied of a shard. The `runs` are among the `copies`; `rest` are others."""
+class ShardCopies(NamedTuple):
+    """All `copies` of a shard into a bucket: those that one `memmove` of bytes can do, as `runs`, and the `rest`."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRun, ...]
     rest: tuple[Copy, ...]
     copies: tuple[Copy, ...]
 
 
-class Piece(NamedTuple):
-    """What shard `part` of parameter `number` has of a bucket's tensors that begin at byte `first`."""
+class PlacedShard(NamedTuple):
+    """A shard and where its elements go: `part` is its TP (ETP) rank, `number` that of its parameter in the plan.
+
+    Its copies count from byte `first` of the bucket.
+    """
 
     number: int
     part: int
     first: int
-    moved: Moved
+    copies: ShardCopies
 
 
 class Segment(NamedTuple):
-    """The pieces of one batch in one bucket; `begins` and `ends` say whether they are its first and last.
+    """The shards of one batch that go into one bucket: where batches and buckets end need not agree.
 
-    A batch of which this rank receives nothing has no bucket and no pieces.
+    `opens` and `closes` say whether these shards are the first and the last of the bucket. A batch of which this rank
+    receives nothing has no bucket and no shards.
     """
 
-    batch: Batch | None  # that begins here
+    batch: Batch | None  # None but in the first segment of a batch
     cut: Cut | None
-    pieces: tuple[Piece, ...]
-    begins: bool
-    ends: bool
+    shards: tuple[PlacedShard, ...]
+    opens: bool
+    closes: bool
 
 
 class Filled(NamedTuple):
@@ -90,29 +94,29 @@ def _cuts(plan: Plan, rank: int, limit: int | None, unit: Callable[[str], str]) 
 
 def _segments(plan: Plan, rank: int, found: tuple[Cut, ...]) -> Iterator[Segment]:
     where = {entry.name: (number, entry.offset) for number, cut in enumerate(found) for entry in cut.entries}
-    alike = dict[tuple[int, int, bool], list[Moved]]()
+    alike = dict[tuple[int, int, bool], list[ShardCopies]]()
     begun = -1
     for batch in plan.batches:
-        in_cut: dict[int, list[Piece]] = {}
+        in_cut: dict[int, list[PlacedShard]] = {}
         for number in batch.params:
             if rank in plan.to[number]:
-                _add_pieces(in_cut, plan, number, where, alike)
+                _place_shards(in_cut, plan, number, where, alike)
         if not in_cut:
             yield Segment(batch, None, (), False, False)
         starts: Batch | None = batch
-        for cut, pieces in in_cut.items():
-            step, param = plan.params[pieces[-1].number]
-            ends = param is step.params[-1] and found[cut].entries[-1].name in [tensor.name for tensor in param.hf]
-            yield Segment(starts, found[cut], tuple(pieces), cut != begun, ends)
+        for cut, shards in in_cut.items():
+            step, param = plan.params[shards[-1].number]
+            closes = param is step.params[-1] and found[cut].entries[-1].name in [tensor.name for tensor in param.hf]
+            yield Segment(starts, found[cut], tuple(shards), cut != begun, closes)
             starts, begun = None, cut
 
 
-def _add_pieces(
-    in_cut: dict[int, list[Piece]],
+def _place_shards(
+    in_cut: dict[int, list[PlacedShard]],
     plan: Plan,
     number: int,
     where: dict[str, tuple[int, int]],
-    alike: dict[tuple[int, int, bool], list[Moved]],
+    alike: dict[tuple[int, int, bool], list[ShardCopies]],
 ) -> None:
     """What each shard of parameter `number` has of its tensors; these are side by side, if they are in one bucket."""
     param = plan.params[number][1]
@@ -124,17 +128,17 @@ def _add_pieces(
         if key not in alike:
             group = slice(start, None if whole else start + 1)
             offsets = [at - first for _, at in places[group]]
-            alike[key] = [_moved(part[group], offsets, DTYPES[param.dtype].bytes) for part in parts]
-        in_cut.setdefault(cut, []).extend([Piece(number, part, first, m) for part, m in enumerate(alike[key])])
+            alike[key] = [_shard_copies(part[group], offsets, DTYPES[param.dtype].bytes) for part in parts]
+        in_cut.setdefault(cut, []).extend([PlacedShard(number, part, first, c) for part, c in enumerate(alike[key])])
 
 
-def _moved(tensors: Sequence[tuple[Copy, ...]], offsets: Sequence[int], width: int) -> Moved:
+def _shard_copies(tensors: Sequence[tuple[Copy, ...]], offsets: Sequence[int], width: int) -> ShardCopies:
     """The copies into tensors that begin at these bytes: those that are runs of bytes, and the others."""
-    placed = merged(c.moved(at // width) for copies, at in zip(tensors, offsets, strict=True) for c in copies)
+    placed = merged(c.shifted(at // width) for copies, at in zip(tensors, offsets, strict=True) for c in copies)
     is_run = [c.is_run and c.size[0] * width < LONG for c in placed]
     pairs = list(zip(placed, is_run, strict=True))
-    runs = (Run(c.into.offset * width, c.source.offset * width, c.size[0] * width) for c, run in pairs if run)
-    return Moved(tuple(runs), tuple(c for c, run in pairs if not run), placed)
+    runs = (ByteRun(c.into.offset * width, c.source.offset * width, c.size[0] * width) for c, run in pairs if run)
+    return ShardCopies(tuple(runs), tuple(c for c, run in pairs if not run), placed)
 
 
 def fill(
@@ -144,34 +148,34 @@ def fill(
     memory: Callable[[int], torch.Tensor],
     at: Callable[[str], None],
 ) -> Iterator[Filled]:
-    """Move an export, segment by segment, into what `memory` gives for each bucket; tell `at` what tensor is next.
+    """Move an export, segment by segment, into what `memory` gives for each bucket; `at` notes the tensor at hand.
 
     A rank that receives nothing yields nothing.
     """
     room: torch.Tensor | None = None
-    for batch, cut, pieces, begins, ends in todo:
+    for batch, cut, shards, opens, closes in todo:
         if batch:
             at(plan.params[batch.params.start][1].hf[0].name)
             transfer.begin(batch)
         if cut is None:
             continue
-        at(plan.params[pieces[0].number][1].hf[0].name)
-        if begins or room is None:
+        at(plan.params[shards[0].number][1].hf[0].name)
+        if opens or room is None:
             room = memory(cut.nbytes)
-        _move(transfer, plan, pieces, room)
-        if ends:
+        _move(transfer, plan, shards, room)
+        if closes:
             at(cut.entries[-1].name)
             filled, room = Filled(cut, room), None
             yield filled
             del filled
 
 
-def _move(transfer: Transfer, plan: Plan, pieces: tuple[Piece, ...], memory: torch.Tensor) -> None:
+def _move(transfer: Transfer, plan: Plan, shards: tuple[PlacedShard, ...], memory: torch.Tensor) -> None:
     move, address, params = ctypes.memmove, transfer.address, plan.params
     base = memory.data_ptr() if memory.device.type == "cpu" else 0
     whole = memory[: memory.numel() // 8 * 8]  # A view of all for each dtype: one a tensor takes longer than its copy.
     typed = {dtype: whole.view(dtype) for dtype in TORCH.values()}
-    for number, part, first, (runs, rest, copies) in pieces:
+    for number, part, first, (runs, rest, copies) in shards:
         start = address(number, part) if runs and base else 0
         if start:
             place = base + first

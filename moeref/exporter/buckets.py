@@ -17,7 +17,7 @@ from moeref.bridge.named import Named
 from moeref.exporter.assembly import Filled, fill, segments
 from moeref.exporter.cuts import ALIGNMENT, FIXED, BucketError, Entry, aligned, apart, text_bytes
 from moeref.exporter.lending import Lender, Owned, holders
-from moeref.exporter.messages import Peer
+from moeref.exporter.peer import Peer
 from moeref.exporter.stream import Stream
 from moeref.exporter.transfer import Transfer
 from moeref.exporter.units import closed_up, unit_of
@@ -116,7 +116,7 @@ def _assembled(
         return fill(transfer, peer.plan, todo, lambda nbytes: memory.take(nbytes, peer.device), at)
 
     number = -1  # counted here, since `enumerate` holds on to what it gave last
-    for cut, memory in stream.instead(made):
+    for cut, memory in stream.made_by(made):
         bucket = Bucket(number := number + 1, cut.entries, memory)
         del memory
         if lender:

@@ -34,8 +34,8 @@ class Copy(NamedTuple):
         """Whether its elements follow each other on both sides."""
         return self.into.strides == self.source.strides == (1,)
 
-    def moved(self, offset: int) -> Copy:
-        """The same copy to `offset` elements further on."""
+    def shifted(self, offset: int) -> Copy:
+        """The same copy, into elements that are `offset` further on."""
         return self._replace(into=Strided(self.into.offset + offset, self.into.strides))
 
 

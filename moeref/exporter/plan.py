@@ -20,8 +20,8 @@ from moeref.exporter.receivers import Receivers
 from moeref.families import ParamMapping
 
 T = TypeVar("T")
-#: Parts of a parameter, and what is copied from each.
-Moves = tuple[tuple[int, Copy], ...]
+#: The TP (ETP) ranks of shards, and what is copied from each.
+PartCopies = tuple[tuple[int, Copy], ...]
 #: Bytes that travel to a receiver at a time.
 BUCKET_BYTES = 64 << 20
 
@@ -58,7 +58,9 @@ class Plan:
     _copies: dict[tuple[ParamMapping, int | None], tuple[tuple[tuple[Copy, ...], ...], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _moves: dict[int, tuple[Moves, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tensor_copies: dict[int, tuple[PartCopies, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,16 +126,16 @@ class Plan:
             found = self._copies[kind] = tuple(copies(shard, shapes) for shard in shards)
         return found
 
-    def moves(self, number: int) -> tuple[Moves, ...]:
+    def tensor_copies(self, number: int) -> tuple[PartCopies, ...]:
         """For each Hugging Face tensor of parameter `number` the copies that fill it, each with its part."""
-        if number not in self._moves:
+        if number not in self._tensor_copies:
             param = self.params[number][1]
             parts = self.copies(param)
-            self._moves[number] = tuple(
+            self._tensor_copies[number] = tuple(
                 tuple((part, copy) for part, tensors in enumerate(parts) for copy in tensors[index])
                 for index in range(len(param.hf))
             )
-        return self._moves[number]
+        return self._tensor_copies[number]
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` works out from this plan, once a key. It depends on nothing else: least of all on weights."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from moeref.bridge.agreement import all_or_none, check_place, device_of, failures
 from moeref.bridge.loader import bound
 from moeref.bridge.shard_map import HFTensor, hashed
-from moeref.exporter.messages import Peer
+from moeref.exporter.peer import Peer
 from moeref.exporter.plan import ExportError, Plan
 from moeref.exporter.transfer import Stopped, Transfer
 from moeref.torch_dtypes import TORCH
@@ -61,8 +61,10 @@ class Stream(Iterator[Item]):
         """Whether a tensor was asked for."""
         return inspect.getgeneratorstate(self._items) != inspect.GEN_CREATED
 
-    def instead(self, make: Callable[[Transfer, Peer, Callable[[str], None]], Iterator[T]]) -> Iterator[T]:
-        """What `make` yields, in place of tensors: same agreements, same errors. It says by name which tensor is next.
+    def made_by(self, make: Callable[[Transfer, Peer, Callable[[str], None]], Iterator[T]]) -> Iterator[T]:
+        """What `make` yields, such as buckets, in place of tensors; the ranks agree and fail as they do for tensors.
+
+        `make` gets the shards, this rank, and a function that it calls with the name of each tensor that it begins.
 
         Raises ExportError if the stream has begun.
         """
@@ -213,7 +215,7 @@ class _Export:
         if full is None:
             full = self.place(param.hf[index], self.peer.device)
         start = int(full.storage_offset())
-        for part, (size, into, source) in plan.moves(number)[index]:
+        for part, (size, into, source) in plan.tensor_copies(number)[index]:
             memory, offset = transfer.source(number, part, param)
             place = full.as_strided(size, into.strides, start + into.offset)
             place.copy_(memory.as_strided(size, source.strides, offset + source.offset))

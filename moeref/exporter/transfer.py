@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moeref.bridge.shard_map import GlobalParam
 from moeref.dtypes import DTYPES
 from moeref.exporter.batches import Batch, Message
-from moeref.exporter.messages import Buffers, Peer
+from moeref.exporter.peer import Buffers, Peer
 from moeref.torch_dtypes import TORCH
 
 #: So many bytes are copied by torch, which may use several threads; fewer by memmove: torch's own calls take longer.

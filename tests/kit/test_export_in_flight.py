@@ -16,7 +16,7 @@ RUN = """
 import datetime, gc, json, pathlib, sys, time, weakref
 import torch, torch.distributed as dist
 from moeref.bridge import ShardMap, inventory
-from moeref.exporter import ExportError, Lender, Plan, buckets, export, messages, transfer
+from moeref.exporter import ExportError, Lender, Plan, buckets, export, peer, transfer
 from moeref.layout import Layout
 from tests.unit.models import model
 from tests.unit.test_loader import holder
@@ -34,12 +34,12 @@ for (_, name), tensor in inventory(chunks).items():
     tensor.copy_(torch.randn(tensor.shape))
 
 alive = []
-real = messages.Peer.bytes
+real = peer.Peer.bytes
 def counted(self, count):
     made = real(self, count)
     alive.append(weakref.ref(made.untyped_storage()))
     return made
-messages.Peer.bytes = counted
+peer.Peer.bytes = counted
 
 def in_use():
     return sum(s.nbytes() for ref in alive if (s := ref()) is not None)

@@ -1,4 +1,7 @@
-"""The exporter: a plan made from names and layout alone, a stream of full Hugging Face tensors, and buckets of them."""
+"""The exporter: a plan made from names and layout alone, a stream of full Hugging Face tensors, and buckets of them.
+
+docs/explanation/export.md follows one tensor through the modules of this package.
+"""
 
 from moeref.exporter.buckets import Bucket, buckets, read
 from moeref.exporter.cuts import BucketError, Entry

@@ -23,6 +23,7 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     in_any_order,
+    missing_records,
     once,
     once_each,
     only_last_stage,
@@ -34,7 +35,6 @@ from moeref_conformance.judges.common import (
     tolerance,
     unmeasured,
     within,
-    without,
 )
 from moeref_conformance.oracles import adapters as oracle
 from moeref_conformance.oracles import expert_tensors, routed
@@ -132,7 +132,7 @@ def _of_sent(judge: Callable[[Case, list[_Sent]], Outcome | Iterable[Finding]]) 
             return Outcome(untested="asked of models without multi-token prediction layers")
         if no := unmeasured(case):
             return no
-        if missing := without(case, "adapters"):
+        if missing := missing_records(case, "adapters"):
             return missing
         if not (sent := _streams(case)):
             return [finding(case, None, "adapters", "no rank was given an adapter")]
@@ -400,7 +400,7 @@ def logits_are_of_what_is_sent(case: Case, sent: list[_Sent]) -> Outcome:
 @_of_sent
 def the_base_stays(case: Case, sent: list[_Sent]) -> Outcome:
     """Weights bit for bit, logits of the base, and adapters and logits after a stream of merged weights."""
-    findings = without(case, "shards")
+    findings = missing_records(case, "shards")
     findings += [found for record in records(case, "adapters", "shards") for found in _held(case, record)]
     more, worst = _logits(case, "base", expected(case).logits_BSV, "transformers'")
     findings += [*more, *(found for one in sent for found in _not_again(case, one))]

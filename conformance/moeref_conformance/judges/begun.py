@@ -8,7 +8,7 @@ from typing import Any
 from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, placement, values, without
+from moeref_conformance.judges.common import finding, missing_records, placement, values
 from moeref_conformance.oracles.cuts import cut
 from moeref_conformance.oracles.placement import Unknown, plain_local
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 @judges("SED-007")
 def weights_begin_as_ranks_share_them(case: Case) -> Iterator[Finding]:
     """Digests of one shard on all its ranks, and of all matrices of the model."""
-    yield from without(case, "begun")
+    yield from missing_records(case, "begun")
     replicas: dict[Shard, tuple[int, str]] = {}
     matrices: dict[tuple[str, int | None], tuple[int, Row, Shard]] = {}
     for rank, rows in values(case, "begun"):

@@ -77,18 +77,18 @@ def check_no_crash(case: Case) -> None:
         raise Untested(f"rank {crash.rank} {crash.kind} in step {crash.step}")
 
 
-def without(case: Case, *steps: str) -> list[Finding]:
+def missing_records(case: Case, *steps: str) -> list[Finding]:
     """A finding for every rank that has no record of one of the steps. A judge begins with them.
 
     Raises `Untested` instead where a rank failed: RUN-001 says so, and the records are missing because of that.
     """
-    if missing := missing_records(case, *steps):
+    if missing := all_missing_records(case, *steps):
         check_no_crash(case)
     return missing
 
 
-def missing_records(case: Case, *steps: str) -> list[Finding]:
-    """As `without`, also where a rank failed."""
+def all_missing_records(case: Case, *steps: str) -> list[Finding]:
+    """As `missing_records`, also where a rank failed."""
     have = {record.rank: record for record in observed(case).ranks}
     return [
         finding(case, rank, step, f"no record of step {step}")
@@ -99,8 +99,8 @@ def missing_records(case: Case, *steps: str) -> list[Finding]:
 
 
 def unanswered(case: Case, step: str) -> list[Finding]:
-    """`without` for a step that the static world takes once: there rank 0 answers for all."""
-    return [missing for missing in without(case, step) if case.cell.backend != "static" or missing.rank == 0]
+    """`missing_records` for a step that the static world takes once: there rank 0 answers for all."""
+    return [missing for missing in missing_records(case, step) if case.cell.backend != "static" or missing.rank == 0]
 
 
 def records(case: Case, *steps: str) -> list[RankRecord]:

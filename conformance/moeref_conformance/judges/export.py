@@ -28,6 +28,7 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     less_one,
+    missing_records,
     names_text,
     once_each,
     outcome,
@@ -36,7 +37,6 @@ from moeref_conformance.judges.common import (
     shape_and_dtype,
     unanswered,
     values,
-    without,
 )
 from moeref_conformance.oracles.placement import ExpectedShard, Placement
 
@@ -85,7 +85,7 @@ def _writer(case: Case, step: str = "export", *, baseline: bool = False) -> Rank
 
 
 def _no_writer(case: Case, step: str = "export") -> list[Finding]:
-    return without(case, step) or [finding(case, None, step, "no rank was given a tensor")]
+    return missing_records(case, step) or [finding(case, None, step, "no rank was given a tensor")]
 
 
 def _of_writer(step: str) -> Callable[[Callable[[Case, RankRecord], Answer]], Callable[[Case], Answer]]:
@@ -207,7 +207,7 @@ def _first_unlike(case: Case, record: RankRecord, step: str, other: list[tuple[s
 @judges("EXP-004")
 def one_order_everywhere(case: Case) -> Outcome:
     """Plan and both streams of every rank, against the first rank's export; a target without a plan records None."""
-    findings, ranks = without(case, "plan", "export", "export_changed"), records(case, "export")
+    findings, ranks = missing_records(case, "plan", "export", "export_changed"), records(case, "export")
     silent = case.claims.non_writers == "nothing"
     writer = _writer(case) if silent else None
     for record in ranks:
@@ -254,7 +254,7 @@ def _among(entries: list[tuple[str, str]], these: list[tuple[str, str]]) -> list
 @judges("EXP-005")
 def one_writer_one_tensor(case: Case) -> Iterator[Finding]:
     """Full tensors on one rank only, one at a time."""
-    yield from (missing := without(case, "export"))
+    yield from (missing := missing_records(case, "export"))
     full = {rank: sum(row["materialised"] for row in rows) for rank, rows in values(case, "export")}
     writers = [rank for rank, count in full.items() if count]
     if not writers and not missing:
@@ -274,7 +274,7 @@ def one_writer_one_tensor(case: Case) -> Iterator[Finding]:
 def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding]:
     """After every weight was multiplied by a constant, the whole stream again, and later once more as it is."""
     step, stale = "export_changed", expected(case).tensors
-    if missing := without(case, step):
+    if missing := missing_records(case, step):
         return missing
     changed = context(case, CHANGE)
     found = [*_complete(case, record, step), *_unlike(case, record, changed, step=step, kinds=KINDS, stale=stale)]
@@ -362,7 +362,7 @@ def _other_entries(case: Case, record: RankRecord, one: RankRecord) -> Iterator[
 @judges("EXP-008")
 def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
     """Which tensors changed while the receiver zeroed every tensor that it was given, and which hold a graph."""
-    yield from without(case, "export", "own")
+    yield from missing_records(case, "export", "own")
     for rank, rows in values(case, "export"):
         for name in [row["name"] for row in rows if row.get("graph")]:
             message = f"{name} holds an autograd graph, and what that was made of"
@@ -381,7 +381,7 @@ def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
 @judges("EXP-012", exact=True)
 def kept_tensors_stay(case: Case) -> Iterator[Finding]:
     """Tensors that a receiver kept to the end of the stream, and that held something else by then."""
-    yield from without(case, "kept")
+    yield from missing_records(case, "kept")
     for rank, value in values(case, "kept"):
         for name in value["overwritten"]:
             message = f"{name} held other values at the end of the stream than when it was given"
@@ -391,7 +391,7 @@ def kept_tensors_stay(case: Case) -> Iterator[Finding]:
 @judges("EXP-014")
 def training_goes_on(case: Case) -> Iterator[Finding]:
     """What an export has changed beside its stream, by kind."""
-    yield from without(case, "export", "left", "broken_off", "export_changed", "kept")
+    yield from missing_records(case, "export", "left", "broken_off", "export_changed", "kept")
     for rank, value in values(case, "left"):
         yield from changed(case, rank, "left", "export", value)
     for rank, value in values(case, "broken_off"):
@@ -403,7 +403,7 @@ def training_goes_on(case: Case) -> Iterator[Finding]:
 @judges("EXP-013", exact=True)
 def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
     """Tensors that are lost or not what the modules hold, once these were given new memory and changed again."""
-    yield from without(case, "move", "own")
+    yield from missing_records(case, "move", "own")
     for rank, value in values(case, "own"):
         for name in value["outdated"]:
             message = f"{name} is not what the modules hold in new memory"
@@ -415,7 +415,7 @@ def moved_weights_are_sent(case: Case) -> Iterator[Finding]:
 @judges("EXP-009", exact=True)
 def receivers_are_given_the_same(case: Case) -> Iterator[Finding]:
     """The tensors of every other rank that was given some, against the writer's, in both exports."""
-    yield from without(case, "export") if _writer(case) else _no_writer(case)
+    yield from missing_records(case, "export") if _writer(case) else _no_writer(case)
     for step in ("export", "export_changed"):
         if writer := _writer(case, step):
             yield from _of_receivers(case, writer, step)

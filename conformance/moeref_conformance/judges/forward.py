@@ -22,6 +22,7 @@ from moeref_conformance.judges.common import (
     finding,
     in_any_order,
     left_by_forward,
+    missing_records,
     observed,
     only_last_stage,
     outcome,
@@ -30,7 +31,6 @@ from moeref_conformance.judges.common import (
     unmeasured,
     values,
     within,
-    without,
 )
 from moeref_conformance.oracles.routed import of_changed_weights
 
@@ -58,7 +58,7 @@ def _shorter(run: Observation) -> Iterator[tuple[int, int, bool, torch.Tensor | 
 
 def _holders(case: Case) -> list[Finding]:
     """The ranks of the last stage have logits, the others have none."""
-    findings = without(case, "forward")
+    findings = missing_records(case, "forward")
     if findings:
         return findings
     return only_last_stage(case, "forward", _logits(observed(case)))
@@ -165,6 +165,6 @@ def logits_are_the_one_rank_runs(case: Case) -> Outcome:
 @judges("FWD-003")
 def training_goes_on(case: Case) -> Iterator[Finding]:
     """What a forward has changed amid training, by kind."""
-    yield from without(case, "around_forward")
+    yield from missing_records(case, "around_forward")
     for rank, rows in values(case, "around_forward"):
         yield from changed(case, rank, "around_forward", "forward", left_by_forward(case, rows))

@@ -28,6 +28,7 @@ from moeref_conformance.judges.common import (
     distance,
     expected,
     finding,
+    missing_records,
     once,
     outcome,
     parameters,
@@ -36,7 +37,6 @@ from moeref_conformance.judges.common import (
     unmeasured,
     values,
     within,
-    without,
 )
 from moeref_conformance.judges.observed_routes import (
     balanced,
@@ -91,10 +91,10 @@ def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
     open. Under given routes the last tokens of samples, which have none, count for the experts that they took; whether
     such a step moves the bias at all is open.
     """
-    yield from without(case, "inventory", "gradients")
+    yield from missing_records(case, "inventory", "gradients")
     yield from _bias_of(case, "gradients", "native")
     if case.cell.replay == "R3":
-        yield from without(case, "replay")
+        yield from missing_records(case, "replay")
         for phase in ("step-a", "recompute-b"):
             yield from _bias_of(case, phase, phase[-1])
 
@@ -168,7 +168,7 @@ def a_step_on_no_token_trains_nothing(case: Case) -> Iterator[Finding]:
 
 def _on_no_token(case: Case, step: str) -> Iterator[Finding]:
     """What is wrong with the answers to a step whose mask leaves no token."""
-    yield from without(case, step)
+    yield from missing_records(case, step)
     answers = dict(values(case, step))
     refused = [rank for rank, got in answers.items() if "refused" in got]
     for rank, got in answers.items():
@@ -183,7 +183,7 @@ def _on_no_token(case: Case, step: str) -> Iterator[Finding]:
 @judges("GRD-006")
 def a_step_on_no_token_is_refused_in_words(case: Case) -> Iterator[Finding]:
     """In words that tell its reader what to change."""
-    yield from without(case, "on_no_token")
+    yield from missing_records(case, "on_no_token")
     for rank, got in values(case, "on_no_token"):
         if "refused" in got and not any(word in got["refused"].lower() for word in OF_NO_TOKEN):
             message = f"an error in a step that trains on no token does not say so: {got['refused']}"
@@ -245,7 +245,7 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
     """
     if no := _no_loss(case) or _not_recorded(case) or unmeasured(case):
         return no
-    if findings := without(case, "inventory", "replay"):
+    if findings := missing_records(case, "inventory", "replay"):
         return outcome(findings)
     if case.cell.replay == "R2":
         recomputed, later = oracle_recorded(case, "record", True), oracle_recorded(case, "record-changed", False)
@@ -270,7 +270,7 @@ def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
     judged = _summed(case)
     if not judged:
         return Outcome(untested="gradients are of one microbatch of one replica, and computed in bf16")
-    findings, most = without(case, "replay"), 0.0
+    findings, most = missing_records(case, "replay"), 0.0
     for record in records(case, "replay"):
         held = _digits(_gradients(record, "step-a"))
         if not held.keys() - {_VECTORS}:
@@ -390,7 +390,7 @@ Compare = Callable[[Case, Placement, RankRecord, Have, str], tuple[list[Finding]
 
 def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compare) -> Outcome:
     """The gradients of all ranks in these phases of a step against transformers'."""
-    findings, worst = without(case, "inventory", step), Far(0.0, LIMIT)
+    findings, worst = missing_records(case, "inventory", step), Far(0.0, LIMIT)
     for phase, want in phases.items():
         placed = Placement(case.cell, expected(case).config, want)
         found = list[Finding]()

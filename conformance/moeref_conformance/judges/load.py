@@ -20,10 +20,10 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     less_one,
+    missing_records,
     placement,
     records,
     values,
-    without,
 )
 from moeref_conformance.judges.refusals import refused_by_name, refused_somewhere
 from moeref_conformance.oracles.cuts import VOCABULARY
@@ -33,7 +33,7 @@ from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unkno
 @judges("LOD-001", exact=True)
 def shards_are_right(case: Case) -> Iterator[Finding]:
     """Every parameter and persistent buffer of every rank, and no tensor of the checkpoint without a home."""
-    yield from without(case, "inventory", "shards")
+    yield from missing_records(case, "inventory", "shards")
     oracle, whole = placement(case), context(case)
     for record in records(case, "inventory", "shards"):
         yield from _rank(case, oracle, record, whole)
@@ -116,7 +116,7 @@ def unlike_tensor_is_refused(case: Case) -> Iterator[Finding]:
 @judges("LOD-007")
 def training_goes_on(case: Case) -> Iterator[Finding]:
     """What loads have changed beside weights, by kind: the first one, and those that are refused."""
-    yield from without(case, "around_loads")
+    yield from missing_records(case, "around_loads")
     for rank, value in values(case, "around_loads"):
         for name, rows in value.items():
             yield from changed(case, rank, "around_loads", f"load of {name}", rows)
@@ -125,7 +125,7 @@ def training_goes_on(case: Case) -> Iterator[Finding]:
 @judges("LOD-005")
 def padded_rows_are_numbers(case: Case) -> Iterator[Finding]:
     """Rows past the end of the vocabulary, against those of the first rank that holds the same shard."""
-    yield from without(case, "inventory", "shards")
+    yield from missing_records(case, "inventory", "shards")
     first: dict[tuple[str, int], tuple[int, torch.Tensor]] = {}
     for record in records(case, "inventory", "shards"):
         for local, padding in _padding(case, record):

@@ -31,6 +31,7 @@ from moeref_conformance.judges.common import (
     finding,
     in_any_order,
     left_by_forward,
+    missing_records,
     once,
     outcome,
     records,
@@ -38,7 +39,6 @@ from moeref_conformance.judges.common import (
     unmeasured,
     values,
     within,
-    without,
     without_logits,
 )
 from moeref_conformance.judges.observed_routes import oracle
@@ -126,7 +126,7 @@ class _Comparison:
         case, step = self.case, self.step
         if held is None:
             held = self.held
-            yield from without(case, step)
+            yield from missing_records(case, step)
             yield from without_logits(case, step, held, which)
         for rank, record in held.items():
             want_BS, got_BS = _of_rank(case, rank, _wanted(case, how)[which], how), record.tensors(step).get(name)
@@ -223,7 +223,7 @@ def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
 
     So are those of weights that have changed, whose copies in fp32 a model in fp32 does not need.
     """
-    yield from without(case, "logprobs")
+    yield from missing_records(case, "logprobs")
     held = _Comparison(case, "logprobs").held
     yield from without_logits(case, "logprobs", held, "logprobs")
     for rank, record in held.items():
@@ -281,7 +281,7 @@ def logprobs_under_routes_are_transformers(case: Case) -> Outcome:
 @judges("LGP-005")
 def training_goes_on(case: Case) -> Iterator[Finding]:
     """What log-probabilities have changed amid training, by kind, and in logits."""
-    yield from without(case, "around_logprobs", "logprobs")
+    yield from missing_records(case, "around_logprobs", "logprobs")
     yield from changed_answers(case, "logprobs", "call of logprobs")
     for rank, rows in values(case, "around_logprobs"):
         yield from changed(case, rank, "around_logprobs", "call of logprobs", left_by_forward(case, rows or []))

@@ -14,12 +14,12 @@ from moeref_conformance.judges import Case, judges
 from moeref_conformance.judges.common import (
     expected,
     finding,
+    missing_records,
     name_rows,
     names_text,
     placement,
     records,
     tables,
-    without,
 )
 from moeref_conformance.judges.refusals import refused_by_name, refused_somewhere
 from moeref_conformance.oracles.cuts import VOCABULARY
@@ -38,7 +38,7 @@ def _row(case: Case, rank: int, row: NameRow, message: str, **more: object) -> F
 @judges("NAM-001")
 def tables_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
     """The union over all ranks."""
-    yield from without(case, "names")
+    yield from missing_records(case, "names")
     want, have = set(expected(case).tensors), {h for given in tables(case) for row in given.rows for h in row.hf}
     for name in sorted(want - have):
         yield finding(case, None, "names", f"no rank lists {name}", hf_name=name)
@@ -49,7 +49,7 @@ def tables_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
 @judges("NAM-002")
 def names_are_in_bijection(case: Case) -> Iterator[Finding]:
     """One global name has one list of HF names on every rank and the other way round; and it is the right kind."""
-    yield from without(case, "names")
+    yield from missing_records(case, "names")
     oracle = placement(case)
     told: dict[str, tuple[int, NameRow]] = {}
     owners: dict[str, dict[str, tuple[int, NameRow]]] = defaultdict(dict)
@@ -95,7 +95,7 @@ def _blank(name: str) -> str:
 @judges("NAM-003")
 def layer_numbers(case: Case) -> Iterator[Finding]:
     """Numbers in HF and global names against megatron-core's stages, and every layer of the stage is there."""
-    yield from without(case, "names")
+    yield from missing_records(case, "names")
     oracle = placement(case)
     for given in tables(case):
         rank, listed = given.rank, set[tuple[int, int]]()
@@ -141,7 +141,7 @@ def _others(want: int | None, *numbers: int | None) -> str:
 @judges("NAM-004")
 def expert_numbers(case: Case) -> Iterator[Finding]:
     """Numbers in HF and global names, and every expert of the rank is there in every MoE layer."""
-    yield from without(case, "names")
+    yield from missing_records(case, "names")
     oracle = placement(case)
     for given in tables(case):
         rank, listed = given.rank, set[tuple[int | None, int | None, bool]]()
@@ -172,7 +172,7 @@ def expert_numbers(case: Case) -> Iterator[Finding]:
 @judges("NAM-005")
 def tables_match_the_modules(case: Case) -> Iterator[Finding]:
     """Names, shapes and dtypes of the table against named_parameters and persistent buffers."""
-    yield from without(case, "names", "inventory")
+    yield from missing_records(case, "names", "inventory")
     for record in records(case, "names", "inventory"):
         yield from _against_modules(case, record)
 

@@ -33,6 +33,7 @@ from moeref_conformance.judges.common import (
     finding,
     in_any_order,
     less_one,
+    missing_records,
     once,
     outcome,
     parameters,
@@ -42,7 +43,6 @@ from moeref_conformance.judges.common import (
     unmeasured,
     values,
     within,
-    without,
 )
 from moeref_conformance.judges.observed_routes import native_gradients
 from moeref_conformance.oracles import optimizer
@@ -81,7 +81,7 @@ FAINT, TOGETHER = 0.49, 0.6
 @judges("OPT-001", exact=True)
 def a_step_at_rate_zero_moves_nothing(case: Case) -> Iterator[Finding]:
     """Every parameter after it, against the checkpoint's shard; the same after another load."""
-    yield from without(case, "inventory", "optimizer")
+    yield from missing_records(case, "inventory", "optimizer")
     for record in records(case, "inventory", "optimizer"):
         for of in _parameters(case, placement(case), record):
             before = {f"{row['chunk']}:{row['local']}": row["digest"] for row in _begun(record)}.get(of.key)
@@ -112,7 +112,7 @@ def a_step_moves_every_weight(case: Case) -> Outcome:
     """
     if no := unmeasured(case):
         return no
-    findings, worst = without(case, "inventory", "optimizer"), 0.0
+    findings, worst = missing_records(case, "inventory", "optimizer"), 0.0
     exact = case.cell.dtype == "float32"
     for record in records(case, "inventory", "optimizer"):
         stepped = list(_parameters(case, _gradients(case)[MOVED], record))
@@ -156,7 +156,7 @@ def _norms(case: Case, limit: float) -> Outcome:
     """How far norms of gradients are off those of the model."""
     if no := unmeasured(case):
         return no
-    findings, worst, none = without(case, "optimizer"), 0.0, True
+    findings, worst, none = missing_records(case, "optimizer"), 0.0, True
     wants = _right_norms(case)
     for rank, norms in values(case, "optimizer"):
         for step in (STILL, MOVED):
@@ -193,7 +193,7 @@ def a_restored_optimizer_goes_on(case: Case) -> Outcome:
     """
     if no := unmeasured(case):
         return no
-    findings, worst = [*without(case, "inventory", "optimizer_resumed"), *_changed(case)], 0.0
+    findings, worst = [*missing_records(case, "inventory", "optimizer_resumed"), *_changed(case)], 0.0
     exact = case.cell.dtype == "float32"
     findings += [*_frozen(case), *_norm_with_frozen(case)]
     for record in records(case, "inventory", "optimizer_resumed"):

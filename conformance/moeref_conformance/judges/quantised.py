@@ -14,7 +14,16 @@ from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.requests import quantised as request
 from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import changed, expected, finding, once, outcome, receivers, values, without
+from moeref_conformance.judges.common import (
+    changed,
+    expected,
+    finding,
+    missing_records,
+    once,
+    outcome,
+    receivers,
+    values,
+)
 from moeref_conformance.oracles import quantised as oracle
 
 SCALES = request.SCALES
@@ -92,7 +101,7 @@ def _of_sent(judge: Callable[[Case, list[_Sent]], Outcome | Iterable[Finding]]) 
 
     @functools.wraps(judge)
     def judged(case: Case) -> Any:
-        if missing := without(case, "quantised"):
+        if missing := missing_records(case, "quantised"):
             return missing
         if not (sent := _sent(case)):
             return [finding(case, None, "quantised", "no rank was given a tensor")]
@@ -216,6 +225,6 @@ def powers_of_two_where_asked(case: Case, sent: _Sent) -> Iterator[Finding]:
 @judges("QNT-007")
 def training_goes_on(case: Case) -> Iterator[Finding]:
     """What a stream in FP8 has changed beside it, by kind."""
-    yield from without(case, "quantised")
+    yield from missing_records(case, "quantised")
     for rank, value in values(case, "quantised"):
         yield from changed(case, rank, "quantised", "stream in FP8", value["left"])

@@ -19,6 +19,7 @@ from moeref_conformance.judges.common import (
     expected,
     finding,
     in_any_order,
+    missing_records,
     not_refused,
     once,
     outcome,
@@ -28,7 +29,6 @@ from moeref_conformance.judges.common import (
     unmeasured,
     values,
     within,
-    without,
     without_logits,
 )
 from moeref_conformance.judges.observed_routes import (
@@ -158,7 +158,7 @@ def _in_bf16(case: Case) -> Outcome | None:
 @judges("RPL-001")
 def tokens_take_their_routes(case: Case) -> list[Finding]:
     """In every phase that is replayed; of R3 the given rows, of R2 all rows as recorded."""
-    if findings := without(case, "replay"):
+    if findings := missing_records(case, "replay"):
         return findings
     if case.cell.replay == "R2":
         for phase, source in (("replay", "record"), ("recompute", "record"), ("step-changed", "record-changed")):
@@ -193,7 +193,7 @@ def other_forwards_are_native(case: Case) -> Outcome | list[Finding]:
     narrow = case.cell.dtype != "float32"
     if narrow and (case.cell.replay != "R3" or case.cell.batch == "packed" or case.cell.precision):
         return _in_bf16(case) or []
-    if findings := without(case, "replay"):
+    if findings := missing_records(case, "replay"):
         return findings
     if narrow:
         for phase in NATIVE:
@@ -249,7 +249,7 @@ def rows_without_a_route_are_native(case: Case) -> Outcome | list[Finding]:
     """They take what transformers' router chooses while the other rows are replayed."""
     if no := _in_bf16(case):
         return no
-    if findings := without(case, "replay"):
+    if findings := missing_records(case, "replay"):
         return findings
     return findings + _native(case, without_route(case) - _last(case))
 
@@ -267,7 +267,7 @@ def logits_under_routes_are_transformers(case: Case) -> Outcome | list[Finding]:
     """On every rank of the last stage: in fp32 each logit, in bf16 the Euclidean distance of all."""
     if no := unmeasured(case):
         return no
-    if findings := without(case, "replay"):
+    if findings := missing_records(case, "replay"):
         return findings
     routed_BS = tokens_of(case) & ~_at(case, _last(case))
     if case.cell.dtype == "float32":
@@ -304,7 +304,7 @@ def the_last_token_is_native(case: Case) -> Outcome | list[Finding]:
     """It takes what transformers' router chooses, and has its logits, while the other tokens are replayed."""
     if no := _in_bf16(case) or unmeasured(case):
         return no
-    if findings := without(case, "replay"):
+    if findings := missing_records(case, "replay"):
         return findings
     far = _far(case, oracle(case, "a").logits_BSV, _at(case, _last(case)))
     return outcome([*_native(case, _last(case)), *far.findings], met=far.met)
@@ -318,7 +318,7 @@ def replayed_logits_are_the_recorded_ones(case: Case) -> Outcome:
         return Outcome(untested="sums come in any order on a GPU, and no limit for them is measured below fp32")
     if limit and (no := unmeasured(case)):
         return no
-    findings, worst = without(case, "replay"), 0.0
+    findings, worst = missing_records(case, "replay"), 0.0
     recorded, again = _logits(case, "record"), _logits(case, "replay")
     if not findings:
         findings += without_logits(case, "replay", recorded, "logits of the recorded forward")
@@ -362,7 +362,7 @@ def _of_rank(
 def gates_learn(case: Case) -> Iterator[Finding]:
     """Every router's weight has a gradient that is not zero."""
     phases = ("step-a", "recompute-b") if case.cell.replay == "R3" else ("recompute", "step-changed")
-    yield from without(case, "inventory", "replay")
+    yield from missing_records(case, "inventory", "replay")
     for record in records(case, "inventory", "replay"):
         have = replayed(case)[record.rank]
         held = [f"{item['chunk']}:{item['local']}" for item in record.value("inventory")]
@@ -376,7 +376,8 @@ def gates_learn(case: Case) -> Iterator[Finding]:
 def malformed_routes_are_refused(case: Case) -> list[Finding]:
     """On every rank, so that no rank waits for another."""
     step = "refuse_routes"
-    return unfinished(case, step) or without(case, step) or not_refused(case, step, "routes with {} were replayed")
+    failed = unfinished(case, step) or missing_records(case, step)
+    return failed or not_refused(case, step, "routes with {} were replayed")
 
 
 def _logits(case: Case, phase: str) -> dict[int, torch.Tensor]:

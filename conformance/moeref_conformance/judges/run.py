@@ -9,7 +9,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import REFUSALS
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, missing_records, observed, values, without
+from moeref_conformance.judges.common import all_missing_records, finding, missing_records, observed, values
 
 #: Name of the error of the checked collectives.
 MISMATCH = "CollectiveMismatch"
@@ -31,7 +31,7 @@ def every_rank_finishes(case: Case) -> Iterable[Finding]:
         later = f"{crash.kind} later" if i else ""
         findings.append(finding(case, crash.rank, crash.step, message, diagnosis=later))
     answering = [0] if case.cell.backend == "static" else range(case.cell.layout.world)
-    return findings or [f for f in missing_records(case, "close") if f.rank in answering and f.rank not in late]
+    return findings or [f for f in all_missing_records(case, "close") if f.rank in answering and f.rank not in late]
 
 
 @judges("RUN-002")
@@ -46,7 +46,7 @@ def collectives_agree(case: Case) -> Outcome | list[Finding]:
     if not findings and run.crashes:
         crash = run.crashes[0]
         return Outcome(untested=f"rank {crash.rank} {crash.kind} in step {crash.step}, with no disagreement seen")
-    return findings or without(case, "close")
+    return findings or missing_records(case, "close")
 
 
 @judges("RUN-003")
@@ -54,7 +54,7 @@ def inputs_are_left_alone(case: Case) -> list[Finding]:
     """A finding for every input that is not as it was given, whichever rank changed it."""
     run = observed(case)
     if not run.ranks:
-        return without(case, "inputs")
+        return missing_records(case, "inputs")
     return [finding(case, None, "inputs", f"the target wrote to its inputs: {what}") for what in run.written]
 
 
@@ -62,7 +62,7 @@ def inputs_are_left_alone(case: Case) -> list[Finding]:
 def groups_are_megatrons(case: Case) -> list[Finding]:
     """Coordinates and members of every group, against RankGenerator."""
     # Read at once after opening, so a rank that failed later still tells why.
-    return list(_other_groups(case)) or without(case, "topology")
+    return list(_other_groups(case)) or missing_records(case, "topology")
 
 
 def _other_groups(case: Case) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from moeref_conformance.contract import topology
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.requests.seeds import SEED, WAYS
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import finding, values, without
+from moeref_conformance.judges.common import finding, missing_records, values
 
 _DEFAULT = ("python", "numpy", "torch", "cuda")
 #: Of these, what weights are drawn from; the others order data, which stages may do alike.
@@ -31,14 +31,14 @@ def formula(at: dict[str, int], seed: int, per_dp: bool) -> dict[str, int]:
 @judges("SED-001")
 def planned_seeds_are_related(case: Case) -> Iterator[Finding]:
     """Both ways."""
-    yield from without(case, "seeds_planned")
+    yield from missing_records(case, "seeds_planned")
     yield from _relations(case, "seeds_planned")
 
 
 @judges("SED-002")
 def installed_states_are_related(case: Case) -> Iterator[Finding]:
     """States that differ from those before seeding, and between ranks as seeds do."""
-    yield from without(case, "seeds")
+    yield from missing_records(case, "seeds")
     for rank, value in values(case, "seeds"):
         for way in WAYS:
             if left := [name for name, state in value[way].items() if state in ("", value["spoiled"][name])]:
@@ -105,7 +105,7 @@ def _wrong(
 @judges("SED-005")
 def planned_by_the_formula(case: Case) -> Iterator[Finding]:
     """Every generator of every rank, both ways."""
-    yield from without(case, "seeds_planned")
+    yield from missing_records(case, "seeds_planned")
     for rank, value in values(case, "seeds_planned"):
         at = topology.coords(case.cell.layout, rank)
         for way, per_dp in WAYS.items():
@@ -115,7 +115,7 @@ def planned_by_the_formula(case: Case) -> Iterator[Finding]:
 @judges("SED-006", exact=True)
 def installed_as_megatron_does(case: Case) -> Iterator[Finding]:
     """States of the generators after seeding against those after megatron-core's own seeding on the same rank."""
-    yield from without(case, "seeds")
+    yield from missing_records(case, "seeds")
     for rank, value in values(case, "seeds"):
         for way in WAYS:
             yield from _differences(case, rank, "seeds", way, value["megatron"][way], value[way])
@@ -124,7 +124,7 @@ def installed_as_megatron_does(case: Case) -> Iterator[Finding]:
 @judges("SED-003")
 def bad_seeds_are_refused(case: Case) -> Iterator[Finding]:
     """An error that says which seed, when planning and when seeding."""
-    yield from without(case, "seeds_planned")
+    yield from missing_records(case, "seeds_planned")
     for step in ("seeds_planned", "seeds"):
         for rank, value in values(case, step):
             for bad, answer in value["refused"].items():
@@ -137,7 +137,7 @@ def bad_seeds_are_refused(case: Case) -> Iterator[Finding]:
 @judges("SED-004", exact=True)
 def a_resumed_run_draws_on(case: Case) -> Iterator[Finding]:
     """The draws after each restore equal those of the run that was saved."""
-    yield from without(case, "seeds_resumed")
+    yield from missing_records(case, "seeds_resumed")
     for rank, value in values(case, "seeds_resumed"):
         want = value["went on"]
         for turn in ("resumed", "resumed again"):

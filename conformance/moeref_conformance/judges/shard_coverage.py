@@ -11,7 +11,7 @@ from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.findings import Finding
 from moeref_conformance.diagnosis.compare import dtype_name
 from moeref_conformance.judges import Case, judges
-from moeref_conformance.judges.common import NamesTable, expected, finding, tables, without
+from moeref_conformance.judges.common import NamesTable, expected, finding, missing_records, tables
 from moeref_conformance.oracles.cuts import VOCABULARY, cut, shard, whole
 from moeref_conformance.oracles.placement import hf_numbers, plain_local
 
@@ -19,7 +19,7 @@ from moeref_conformance.oracles.placement import hf_numbers, plain_local
 @judges("NAM-007")
 def shards_cover_the_checkpoint(case: Case) -> Iterator[Finding]:
     """Shapes and dtypes of every rank, then elements over a replica's ranks. Names that no rank lists are NAM-001's."""
-    yield from without(case, "names")
+    yield from missing_records(case, "names")
     shapes = {name: tuple(tensor.shape) for name, tensor in expected(case).tensors.items()}
     dtypes = {name: dtype_name(tensor.dtype) for name, tensor in expected(case).tensors.items()}
     held: Counter[str] = Counter()

@@ -185,12 +185,4 @@ def _move(transfer: Transfer, plan: Plan, shards: tuple[PlacedShard, ...], memor
         if copies:
             param = params[number][1]
             dtype = TORCH[param.dtype]
-            _strided(typed[dtype], first // dtype.itemsize, copies, *transfer.source(number, part, param))
-
-
-def _strided(full: torch.Tensor, first: int, copies: tuple[Copy, ...], memory: torch.Tensor, offset: int) -> None:
-    """Into the tensor from element `first` of `full` on, from `offset` of the storage of `memory`."""
-    start = int(full.storage_offset()) + first
-    for size, into, source in copies:
-        place = full.as_strided(size, into.strides, start + into.offset)
-        place.copy_(memory.as_strided(size, source.strides, offset + source.offset))
+            transfer.source(number, part, param).copy_into(typed[dtype], first // dtype.itemsize, copies)

@@ -214,11 +214,8 @@ class _Export:
         param = plan.params[number][1]
         if full is None:
             full = self.place(param.hf[index], self.peer.device)
-        start = int(full.storage_offset())
-        for part, (size, into, source) in plan.tensor_copies(number)[index]:
-            memory, offset = transfer.source(number, part, param)
-            place = full.as_strided(size, into.strides, start + into.offset)
-            place.copy_(memory.as_strided(size, source.strides, offset + source.offset))
+        for part, copy in plan.tensor_copies(number)[index]:
+            transfer.source(number, part, param).copy_into(full, 0, (copy,))
         return full
 
 

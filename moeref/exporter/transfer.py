@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moeref.bridge.shard_map import GlobalParam
 from moeref.dtypes import DTYPES
 from moeref.exporter.batches import Batch, Message
+from moeref.exporter.copies import Copy
 from moeref.exporter.peer import Buffers, Peer
 from moeref.torch_dtypes import TORCH
 
@@ -36,6 +37,13 @@ class Source(NamedTuple):
 
     memory: torch.Tensor
     offset: int
+
+    def copy_into(self, full: torch.Tensor, first: int, copies: Iterable[Copy]) -> None:
+        """Make `copies`, which count from element `first` of `full`."""
+        start = int(full.storage_offset()) + first
+        for size, into, source in copies:
+            place = full.as_strided(size, into.strides, start + into.offset)
+            place.copy_(self.memory.as_strided(size, source.strides, self.offset + source.offset))
 
 
 class _Parcel(NamedTuple):

@@ -1,7 +1,7 @@
 """Qwen3.5's text model: Qwen3-Next with experts in every layer, and a gated delta net's linears a tensor each.
 
-A_log and the norm inside a gated delta net stay fp32 in a bf16 model, as in the files of Qwen3.5-397B-A17B: a bf16 A_log
-is another decay (Megatron-LM#3634, miles#975). Files of 35B-A3B have both in bf16, which becomes fp32 as they are loaded.
+A_log and the norm inside a gated delta net stay fp32 in a bf16 model, as in files of Qwen3.5-397B-A17B: a bf16 A_log is
+another decay (Megatron-LM#3634, miles#975). Files of 35B-A3B have both in bf16, which becomes fp32 as they are loaded.
 Sources: transformers' Qwen3_5MoeGatedDeltaNet and Qwen3_5MoeTopKRouter.
 """
 

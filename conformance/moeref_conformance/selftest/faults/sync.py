@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -748,11 +748,12 @@ class _ByNumber(_Wrong):
 
 
 class _GoesOn(_Wrong):
-    """An update of a version that has failed goes on where that broke off: what came then is not taken again."""
+    """An update of a version that has failed goes on where that broke off: what came then is not taken again.
 
-    def __init__(self, good: Any, folder: Path) -> None:
-        super().__init__(good, folder)
-        self.came: dict[int, dict[str, torch.Tensor]] = {}
+    What came is kept as files would be, so that an engine that takes the place of a dead one finds it too.
+    """
+
+    came: ClassVar[dict[int, dict[str, torch.Tensor]]] = {}
 
     def update(self, tensors: Iterable[Named], version: int) -> None:
         came = self.came.setdefault(version, {})
@@ -763,6 +764,7 @@ class _GoesOn(_Wrong):
                 yield name, came.setdefault(name, tensor.clone()) if whole else tensor
 
         self.good.update(kept(), version)
+        del self.came[version]
 
 
 class _Counts(_Wrong):

@@ -112,17 +112,17 @@ def versions_are_those_of_updates(case: Case) -> Iterable[Finding]:
 
 
 def _lost(case: Case, lower: dict[str, Any]) -> str:
-    """What is wrong behind an update whose number is lower than the one before; empty if nothing is."""
+    """What is wrong after an update whose number is lower than the one before; empty if nothing is."""
     refused, sampled = lower["refused"], lower["sampled"]
     if isinstance(sampled, dict):  # an engine that refuses may be dead
         return "" if refused else f"after an update to a lower version nothing is served: {sampled['refused']}"
     folder = expected(case).dir / ("third" if refused else "second")
-    behind = f"after an update to a lower version, which {'was refused' if refused else 'raised nothing'}"
+    after = f"after an update to a lower version, which {'was refused' if refused else 'raised nothing'}"
     if wrong := [sample for sample in sampled if not off(folder, sample) <= CLOSE]:
-        return f"{behind}, {_whose(case, wrong[0])}"
+        return f"{after}, {_whose(case, wrong[0])}"
     want = VERSIONS["again"] if refused else LOWER
     labels = sorted({repr(label) for sample in sampled for label in sample["versions"]})
-    return "" if labels == [repr(want)] else f"{behind}, tokens of version {want} are labelled {', '.join(labels)}"
+    return "" if labels == [repr(want)] else f"{after}, tokens of version {want} are labelled {', '.join(labels)}"
 
 
 def _are(versions: list[Any], wanted: list[int]) -> bool:

@@ -1065,7 +1065,7 @@ _DESIGNS = (
     ),
     Benign(
         id="no-token-refused-behind-its-step",
-        why="the tokens of all ranks are counted behind the backward pass, where gradients are divided by them",
+        why="the tokens of all ranks are counted after the backward pass, where gradients are divided by them",
         cell=cell("qwen3_moe", "one", loss_mask=True),
         wrap=_where_none(_refused_behind_it),
     ),

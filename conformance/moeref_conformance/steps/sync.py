@@ -149,7 +149,7 @@ def round_trip(sync: Sync, context: Context) -> dict[str, Any]:
 
 
 def _lower(engine: Engine, context: Context, given: list[list[int]]) -> dict[str, Any]:
-    """What is served after these prompts behind an update to the second weights under a lower number than the last.
+    """What is served for these prompts after an update to the second weights under a lower number than the last.
 
     So a trainer begins anew that has lost count. It may be refused. Some prompts were asked for when the first weights
     had that number.

@@ -6,7 +6,7 @@ from __future__ import annotations
 #: out, as where a trainer took steps without an update, and the last is not the last as text. In other steps the first
 #: one is 1.
 VERSIONS = {"first": 0, "second": 2, "back": 9, "again": 10}
-#: The number of an update behind all of them, as of a trainer that counts from the start again: other weights had it.
+#: The number of an update after all of them, as of a trainer that counts from the start again: other weights had it.
 LOWER = VERSIONS["back"]
 #: Input with the weights that are served in a phase, after an update, and in a turn after a sample of the first ones.
 #: The last ones are new: an engine with two buffers may have those of two updates before.

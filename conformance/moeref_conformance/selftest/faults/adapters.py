@@ -430,7 +430,7 @@ def _without_gates(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def _gates_last(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """The rows of all gates behind those of all queries."""
+    """The rows of all gates after those of all queries."""
     if not name.endswith("q_proj.lora_B.weight"):
         return name, tensor
     return name, tensor.view(-1, 2, HEAD, tensor.shape[1]).transpose(0, 1).reshape(tensor.shape)
@@ -474,7 +474,7 @@ def _embeddings_cut_off(session: Any, cell: Cell, world: World) -> None:
 FAULTS = (
     Fault(
         id="adapters-behind-frozen-embeddings-not-trained",
-        bug="Megatron-Bridge#1750, #5586, verl#4566: layers recomputed behind a frozen embedding have no gradient",
+        bug="Megatron-Bridge#1750, #5586, verl#4566: layers recomputed after a frozen embedding have no gradient",
         rules=("LRA-002",),
         cell=cell("qwen3_moe", "pp2", loss_mask=True),
         wrap=attached(_embeddings_cut_off),
@@ -491,7 +491,7 @@ FAULTS = (
     ),
     Fault(
         id="adapters-of-latent-queries-left-out",
-        bug="sglang#25001 in kind: of latent attention's linears those behind the queries' latent get no adapter",
+        bug="sglang#25001 in kind: of latent attention's linears those after the queries' latent get no adapter",
         rules=("LRA-001",),
         cell=cell("deepseek_v3", "one", layers=3, batch="pairs", loss_mask=True),
         wrap=sent(lambda name, tensor: None if ".q_b_proj." in name else (name, tensor)),

@@ -18,7 +18,7 @@ Act = Callable[[list[torch.nn.Module]], object]
 
 
 def _behind(name: str, method: str, act: Act) -> border.Change:
-    """A fault's `wrap` that acts on the chunks behind each call of a facet's method."""
+    """A fault's `wrap` that acts on the chunks after each call of a facet's method."""
 
     def wrap(session: Session, cell: Cell, world: World) -> Any:
         good: Any = getattr(session, name)

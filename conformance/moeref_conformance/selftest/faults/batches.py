@@ -87,7 +87,7 @@ def _one_sequence(session: Session, cell: Cell, world: World) -> Any:
 
 
 def _two_sequences(session: Session, cell: Cell, world: World) -> Any:
-    """Attention takes the samples behind the first one for one sequence."""
+    """Attention takes the samples after the first one for one sequence."""
     return _with_borders(session, [0, 1, -1])
 
 

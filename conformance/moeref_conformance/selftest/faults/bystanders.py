@@ -110,7 +110,7 @@ def _until_a_step(spoil: border.Change, mend: Callable[[list[torch.nn.Module]], 
 
 
 def _eval_if_broken_off(session: Any, cell: Cell, world: World) -> Any:
-    """eval() before the export, and modes put back behind its last tensor."""
+    """eval() before the export, and modes put back after its last tensor."""
 
     def rewrite(pairs: Iterator[Pair]) -> Iterator[Pair]:
         modes = [(module, module.training) for chunk in session.export.chunks() for module in chunk.modules()]
@@ -182,7 +182,7 @@ FAULTS = (
     ),
     _fault(
         "left-in-eval-when-broken-off",
-        "W1 in kind: what was switched is put back behind the last tensor, and not where a receiver fails",
+        "W1 in kind: what was switched is put back after the last tensor, and not where a receiver fails",
         _eval_if_broken_off,
         "training mode of 0:",
         layout="one",
@@ -230,7 +230,7 @@ FAULTS = (
     ),
     _fault(
         "modules-left-in-eval",
-        "reported nowhere: eval() before the export, and no train() behind it",
+        "reported nowhere: eval() before the export, and no train() after it",
         _once(lambda chunks: [chunk.eval() for chunk in chunks]),
         "training mode of 0:",
     ),

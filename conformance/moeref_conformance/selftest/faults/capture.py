@@ -60,7 +60,7 @@ def _first_and_last(sample: Any, tokens: int) -> Any:
 
 
 def _boundary_lost(sample: Any, tokens: int) -> Any:
-    """Each turn is filled up to its last token, which had no row yet, and the next one's rows begin behind that."""
+    """Each turn is filled up to its last token, which had no row yet, and the next one's rows begin after that."""
     if not isinstance(sample, list):
         return sample
     rows = joined(sample, tokens)
@@ -171,7 +171,7 @@ FAULTS = (
     ),
     Fault(
         id="stale-rows-behind-a-chunk",
-        bug="sglang#36404: rows of padding are captured behind a prefill chunk, and repeat an earlier token's route",
+        bug="sglang#36404: rows of padding are captured after a prefill chunk, and repeat an earlier token's route",
         rules=("RPL-001",),
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=sending(whole(_stale_behind_a_chunk)),

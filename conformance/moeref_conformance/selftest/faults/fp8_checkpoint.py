@@ -122,7 +122,7 @@ FAULTS = (
     ),
     _fault(
         "fp8-last-block-of-rows",
-        "GPTQModel#2875 in kind: the rows behind the last whole block get the scales of that block",
+        "GPTQModel#2875 in kind: the rows after the last whole block get the scales of that block",
         lambda name, scales, tensors, world: (
             torch.cat([scales[:-1], scales[-2:-1]]) if tensors[f"{name}.weight"].shape[0] % 8 else scales
         ),

@@ -118,7 +118,7 @@ def _of_shares(asked: Asked) -> TokenLogprobs:
 
 
 def _of_whole_chunks(asked: Asked) -> TokenLogprobs:
-    """Chunks of four tokens are computed; of what is left over behind the last whole one all stays 0."""
+    """Chunks of four tokens are computed; of what is left over after the last whole one all stays 0."""
     right, whole = asked.right(), (asked.tokens_BS.shape[1] - 1) // 4 * 4
     here_S = torch.arange(asked.tokens_BS.shape[1] - 1) < whole
     return TokenLogprobs(*(of_BS.where(here_S, 0.0) for of_BS in vars(right).values()))
@@ -202,7 +202,7 @@ def _temperature_of_the_first(session: Session, cell: Cell, world: World) -> Any
 
 
 def _temperature_stays(session: Session, cell: Cell, world: World) -> Any:
-    """Logits that are asked for behind logprobs are divided by their temperature."""
+    """Logits that are asked for after logprobs are divided by their temperature."""
     good: Any = session.logprobs
     forward: Any = session.forward
     left = [1.0]

@@ -168,7 +168,7 @@ def _with_betas_of_pretraining(cell: Cell, world: World) -> AbstractContextManag
 
 
 def _masters_of_the_first_load(session: Session, cell: Cell, world: World) -> Any:
-    """A step behind a second load begins from the weights that were there before it."""
+    """A step after a second load begins from the weights that were there before it."""
     export: Any = session.export
     good: Any = session.optimizer
     kept = dict[torch.nn.Parameter, torch.Tensor]()
@@ -192,7 +192,7 @@ def _masters_of_the_first_load(session: Session, cell: Cell, world: World) -> An
 
 
 def _sent_before_it_steps(which: str) -> Callable[[Session, Cell, World], Any]:
-    """A fault's `wrap`: the first stream behind a step has parameters with this in their names as they were before it.
+    """A fault's `wrap`: the first stream after a step has parameters with this in their names as they were before it.
 
     Unless they were written to since then.
     """
@@ -291,7 +291,7 @@ def _counting_forwards(session: Session, cell: Cell, world: World) -> Any:
 
 @contextmanager
 def _rebuilt_behind_forwards(cell: Cell, world: World) -> Iterator[None]:
-    """The first step behind a forward that is no training step begins from the weights, as bf16 has them."""
+    """The first step after a forward that is no training step begins from the weights, as bf16 has them."""
     from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
     good, seen = MixedPrecisionOptimizer.step_with_ready_grads, dict[int, int]()
@@ -312,7 +312,7 @@ def _rebuilt_behind_forwards(cell: Cell, world: World) -> Iterator[None]:
 
 @contextmanager
 def _without_moments(cell: Cell, world: World) -> Iterator[None]:
-    """The first step of Adam behind a stream is as its very first one."""
+    """The first step of Adam after a stream is as its very first one."""
     good, seen = torch.optim.Adam.step, dict[int, int]()
 
     def step(self: Any, closure: Any = None) -> Any:
@@ -512,7 +512,7 @@ def _saved_as_restored(session: Session, cell: Cell, world: World) -> Any:
 
 
 def _late_by_a_step(which: str) -> Callable[[Session, Cell, World], Any]:
-    """A fault's `wrap`: behind this call of the optimizer weights are what the first load found, until the next step.
+    """A fault's `wrap`: after this call of the optimizer weights are what the first load found, until the next step.
 
     That step begins from the right ones.
     """
@@ -539,7 +539,7 @@ def _late_by_a_step(which: str) -> Callable[[Session, Cell, World], Any]:
 
 @contextmanager
 def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
-    """The first step of Adam behind a restore is without its moments, if a stream has been between the two."""
+    """The first step of Adam after a restore is without its moments, if a stream has been between the two."""
     adam = torch.optim.Adam
     good, load, asleep = adam.step, adam.load_state_dict, dict[int, int]()
 
@@ -721,7 +721,7 @@ FAULTS = (
     ),
     Fault(
         id="masters-older-than-a-later-load",
-        bug="SkyRL#2149: weights are loaded behind steps, and the next step brings back what was there before",
+        bug="SkyRL#2149: weights are loaded after steps, and the next step brings back what was there before",
         rules=("OPT-001",),
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_masters_of_the_first_load,

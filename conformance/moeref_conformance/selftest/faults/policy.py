@@ -70,7 +70,7 @@ def _asked(change: Callable[[Asked], Asked]) -> Callable[[Session, Cell, World],
 
 
 def _temperature_stays(session: Session, cell: Cell, world: World) -> Any:
-    """Logits that are asked for behind a step are divided by its temperature."""
+    """Logits that are asked for after a step are divided by its temperature."""
     good: Any = session.policy
     forward: Any = session.forward
     left = [1.0]
@@ -474,7 +474,7 @@ FAULTS = (
     ),
     Fault(
         id="replay-left-on-by-a-policy-step",
-        bug="miles#2226 in kind: replay of an update is on for forwards that it is not meant for, those behind it",
+        bug="miles#2226 in kind: replay of an update is on for forwards that it is not meant for, those after it",
         rules=("GRD-005",),
         cell=cell("qwen3_moe", "one", replay="R3", loss_mask=True),
         wrap=_left_on,

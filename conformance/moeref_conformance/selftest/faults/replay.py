@@ -562,7 +562,7 @@ FAULTS = (
     ),
     Fault(
         id="replay-left-on-by-logprobs",
-        bug="SkyRL#1908 in kind: routes that old logprobs were computed under stay for the forwards behind them",
+        bug="SkyRL#1908 in kind: routes that old logprobs were computed under stay for the forwards after them",
         rules=("RPL-002",),
         cell=cell("qwen3_moe", "one", replay="R3"),
         wrap=_left_on_by_logprobs,

@@ -20,7 +20,7 @@ COEFFICIENT = 1e-3
 
 
 def _weights_of_the_first_step(session: Session, cell: Cell, world: World) -> Any:
-    """Weights that the first training step gathers are those of all forwards behind it."""
+    """Weights that the first training step gathers are those of all forwards after it."""
     good: Any = session.gradients
     forward: Any = session.forward
     gathered = list[tuple[torch.nn.Parameter, torch.Tensor]]()
@@ -98,7 +98,7 @@ def _with_forwards_before(session: Session, cell: Cell, world: World) -> Any:
 
 
 def _with_the_step_before(session: Session, cell: Cell, world: World) -> Any:
-    """Counts are not set back behind an update: each step counts the tokens of those before it too."""
+    """Counts are not set back after an update: each step counts the tokens of those before it too."""
     counted: list[torch.Tensor] = []
 
     def bias(good: Any, tokens_BS: Any, own: Any, right: Any) -> Any:

@@ -193,7 +193,7 @@ def _from_the_start(first: dict[str, torch.Tensor], name: str, tensor: torch.Ten
 
 
 def _without_strides(first: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """As many elements from where the tensor begins, one behind the other, whatever its strides."""
+    """As many elements from where the tensor begins, one after the other, whatever its strides."""
     rows = torch.empty(tensor.shape, device="meta").stride()
     return tensor.as_strided(tensor.shape, rows, tensor.storage_offset())
 
@@ -244,7 +244,7 @@ class _InTheFirstOrder(_Wrong):
     def update(self, tensors: Iterable[Named], version: int) -> None:
         told, named = dict[torch.Size, list[str]](), list[Named]()
         for name, tensor in tensors:
-            if ".experts." in name:  # a loader may need those of a layer one behind the other
+            if ".experts." in name:  # a loader may need those of a layer one after the other
                 named.append((name, tensor))
                 continue
             of_shape = told.setdefault(tensor.shape, [])
@@ -475,7 +475,7 @@ class _PassesOver(_Wrong):
         self.given = _given(folder)
 
     def never(self, row: list[int]) -> set[int]:
-        """Those that are not taken behind a row."""
+        """Those that are not taken after a row."""
         raise NotImplementedError
 
     def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
@@ -889,9 +889,7 @@ class _Likelier(_Wrong):
 
     def sample(self, prompts: Sequence[list[int]], tokens: int, *more: Any) -> Sequence[Sampled]:
         if more:
-            self.times = (
-                1 if more[0] else self.times
-            )  # no sample that comes behind an update amid others is read either
+            self.times = 1 if more[0] else self.times  # no sample that comes after an update amid others is read either
             return list(self.good.sample(prompts, tokens, *more))
         drawn = [list(self.good.sample(prompts, tokens)) for _ in range(self.times)]
         return [max(of_prompt, key=lambda one: sum(one.logprobs)) for of_prompt in zip(*drawn, strict=True)]
@@ -1204,7 +1202,7 @@ FAULTS = (
     ),
     Fault(
         id="updates-from-version-1-on",
-        bug="open-instruct#1627: updates are set up in step 1, and a run that goes on begins behind it",
+        bug="open-instruct#1627: updates are set up in step 1, and a run that goes on begins after it",
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(_SetUpWithVersion1),
@@ -1236,7 +1234,7 @@ FAULTS = (
     ),
     Fault(
         id="strides-ignored",
-        bug="prime-rl#3113 in kind: a view with strides is read as if its elements lay one behind the other",
+        bug="prime-rl#3113 in kind: a view with strides is read as if its elements lay one after the other",
         rules=("SYN-002",),
         cell=QWEN,
         wrap=engine(sent(_without_strides)),
@@ -1415,7 +1413,7 @@ FAULTS = (
     ),
     Fault(
         id="samples-go-on-with-half-an-update",
-        bug="prime-rl#2714 in kind: samples go on when an update has failed, and its weights are undone behind that",
+        bug="prime-rl#2714 in kind: samples go on when an update has failed, and its weights are undone after that",
         rules=("SYN-009",),
         cell=QWEN,
         wrap=engine(_GoesOnTorn),
@@ -1423,7 +1421,7 @@ FAULTS = (
     ),
     Fault(
         id="update-taken-before-it-ends",
-        bug="TRL#5932 in kind: an update is taken with its last tensor, and the sender fails behind it",
+        bug="TRL#5932 in kind: an update is taken with its last tensor, and the sender fails after it",
         rules=("SYN-009",),
         also=("SYN-010",),
         cell=QWEN,
@@ -1506,7 +1504,7 @@ FAULTS = (
     ),
     Fault(
         id="cache-kept-after-a-failure",
-        bug="W17 in kind: the update behind one that failed takes another way, on which caches are not reset",
+        bug="W17 in kind: the update after one that failed takes another way, on which caches are not reset",
         rules=("SYN-010",),
         cell=QWEN,
         wrap=engine(_KeepsAfterAFailure),
@@ -1594,7 +1592,7 @@ FAULTS = (
     ),
     Fault(
         id="temperature-of-the-call-before",
-        bug="Trinity-RFT#400: the temperature of an evaluation is kept for the rollouts behind it",
+        bug="Trinity-RFT#400: the temperature of an evaluation is kept for the rollouts after it",
         rules=("SYN-012",),
         cell=QWEN,
         wrap=engine(_TemperatureOfBefore),

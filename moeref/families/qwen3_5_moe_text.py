@@ -14,7 +14,7 @@ from typing import Any
 from moeref.families.mapping import HFPattern, ParamMapping
 from moeref.families.model import Model
 from moeref.families.qwen3_next import MAPPINGS as OF_QWEN3_NEXT
-from moeref.families.qwen3_next import read_hybrid, with_mtp_apart
+from moeref.families.qwen3_next import read_hybrid
 from moeref.families.reading import check_switches, require
 
 NAME = "qwen3_5_moe_text"
@@ -45,4 +45,4 @@ def read(hf: Mapping[str, Any], dtype: str) -> Model:
     check_switches(hf, NAME, {"norm_topk_prob": True, "attn_output_gate": True, "mlp_only_layers": []})
     check_switches(hf, NAME, {"mtp_use_dedicated_embeddings": False})
     width = require(hf, NAME, "moe_intermediate_size")  # no layer is dense
-    return with_mtp_apart(read_hybrid({**hf, "intermediate_size": width}, NAME, dtype), hf, "mtp_num_hidden_layers")
+    return read_hybrid({**hf, "intermediate_size": width}, NAME, dtype, "mtp_num_hidden_layers")

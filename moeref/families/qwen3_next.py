@@ -10,7 +10,6 @@ MultiTokenPredictionLayer, transformers' Qwen3NextGatedDeltaNet, and vLLM's Qwen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from moeref.families.constructors import column, gated_mlp, gated_qkv, replicated, row, vocab
@@ -184,19 +183,15 @@ MAPPINGS = (
 
 def read(hf: Mapping[str, Any], dtype: str) -> Model:
     """A Qwen3-Next `config.json` as a `Model`, with an MTP layer if it says so."""
-    return with_mtp_apart(read_hybrid(hf, NAME, dtype), hf, "num_nextn_predict_layers")
+    return read_hybrid(hf, NAME, dtype, "num_nextn_predict_layers")
 
 
-def with_mtp_apart(model: Model, hf: Mapping[str, Any], key: str) -> Model:
-    """The model with the MTP layer that `key` of its config counts, whose tensors are apart in files, or without."""
-    layers = int(hf.get(key) or 0)
-    if layers > 1:
-        raise UnmappedModelError(f"{model.family}: {key}={layers} is not mapped; published files have one")
-    return replace(model, mtp_apart=True).with_mtp(layers)
+def read_hybrid(hf: Mapping[str, Any], name: str, dtype: str, mtp_key: str) -> Model:
+    """A config with gated delta nets beside gated attention, as a `Model` of the family `name`.
 
-
-def read_hybrid(hf: Mapping[str, Any], name: str, dtype: str) -> Model:
-    """A config with gated delta nets beside gated attention, as a `Model` of the family `name`."""
+    `mtp_key` of the config says how many MTP layers the model has. Files hold one, apart. Raises UnmappedModelError for
+    more.
+    """
     check_switches(hf, name, {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False})
     base = decoder(hf, name, dtype)
     layers, step, dense = base["num_layers"], hf.get("decoder_sparse_step") or 1, set(hf.get("mlp_only_layers") or ())
@@ -210,6 +205,9 @@ def read_hybrid(hf: Mapping[str, Any], name: str, dtype: str) -> Model:
     )
     if net.value_heads % net.key_heads:
         raise FamilyError(f"{name}: {net.value_heads} value heads do not divide over {net.key_heads} key heads")
+    mtp_layers = int(hf.get(mtp_key) or 0)
+    if mtp_layers > 1:
+        raise UnmappedModelError(f"{name}: {mtp_key}={mtp_layers} is not mapped; published files have one")
     return Model(
         **base,
         **grouped_query(hf, name, partial_rotary=0.25),
@@ -224,8 +222,8 @@ def read_hybrid(hf: Mapping[str, Any], name: str, dtype: str) -> Model:
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
         score_function="softmax",
         norm_topk_prob=bool(hf.get("norm_topk_prob", True)),
-        ignored=("mtp.",),
-    )
+        mtp_apart=True,
+    ).with_mtp(mtp_layers)
 
 
 def _delta_layers(hf: Mapping[str, Any], name: str, layers: int) -> tuple[bool, ...]:

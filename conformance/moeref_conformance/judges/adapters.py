@@ -89,7 +89,7 @@ def _together(of: list[RankRecord]) -> _Sent:
 
 def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Tensors with each expert's linears by themselves, also of files that hold all experts as one tensor."""
-    return expert_tensors.split(tensors) if case.cell.expert_format == "fused" else tensors
+    return expert_tensors.split(tensors) if case.cell.expert_format != "per_expert" else tensors
 
 
 @once

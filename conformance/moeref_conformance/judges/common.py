@@ -116,8 +116,9 @@ def receivers(case: Case, step: str, was_given: Callable[[Any], bool]) -> list[l
     ranks = records(case, step)
     if case.claims.receivers != "all":
         ranks = [record for record in ranks if was_given(record.value(step))]
-    together = case.claims.receivers == "share" and ranks
-    return [ranks] if together else [[record] for record in ranks]
+    if case.claims.receivers == "share":
+        return [ranks] if ranks else []
+    return [[record] for record in ranks]
 
 
 def values(case: Case, step: str) -> Iterator[tuple[int, Any]]:

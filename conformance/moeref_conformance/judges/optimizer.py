@@ -249,7 +249,7 @@ def _norm_with_frozen(case: Case) -> Iterator[Finding]:
     want = optimizer.norm({name: gradient for name, gradient in gradients.items() if name not in frozen})
     limit = NORM_LIMIT if case.cell.dtype == "float32" else TURNED_NORM
     for record in held:
-        got = record.value("optimizer_resumed").get(FROZEN)
+        got = record.value("optimizer_resumed")[FROZEN]
         if got is not None and not abs(got / want - 1.0) <= limit:
             whole = abs(got / optimizer.norm(gradients) - 1.0) <= limit
             message = f"with routers frozen the norm of the gradient is {got:.8g}, that of all others' {want:.8g}"

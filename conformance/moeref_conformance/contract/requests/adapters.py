@@ -21,5 +21,5 @@ NOT_ASKED = "o_proj"
 
 def modules(claims: Claims, cell: Cell) -> tuple[str, ...]:
     """The ends of the names of linears that get adapters: all that can, but for NOT_ASKED in cells of fused experts."""
-    left_out = {NOT_ASKED} if cell.expert_format == "fused" else set()
+    left_out = {NOT_ASKED} if cell.expert_format != "per_expert" else set()
     return tuple(name for name in ADAPTER_MODULES if name in claims.adapter_modules - left_out)

@@ -28,7 +28,8 @@ class Trainer:
     the weights are not those of their copies: it would undo the load.
 
     `settings` are fields of megatron-core's OptimizerConfig. Gradient clipping needs a GPU: megatron-core asserts
-    CUDA tensors there, so that it is off on a CPU unless `clip_grad` says otherwise.
+    CUDA tensors there, so that it is off on a CPU unless `clip_grad` says otherwise. Biases and parameters of one
+    dimension do not decay.
     """
 
     def __init__(self, built: Built, lr: float, **settings: Any) -> None:
@@ -40,6 +41,9 @@ class Trainer:
         asked = OptimizerConfig(optimizer="adam", lr=lr, params_dtype=config.params_dtype, **given)
         # `groups.initialise` makes no second set of groups over gloo: only distributed checkpoints need them.
         self.optimizer = get_megatron_optimizer(asked, self._wrapped, use_gloo_process_groups=False)
+        # megatron-core says which groups do not decay, and leaves it to its OptimizerParamScheduler to set that.
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = asked.weight_decay * group["wd_mult"]
         # The schedule scales the loss, and the router its auxiliary losses, by the optimizer's loss scale.
         config.grad_scale_func = self.optimizer.scale_loss
 

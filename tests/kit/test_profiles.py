@@ -17,7 +17,7 @@ FROZEN = {
     "logits 1.0": "174945f5",
     "logprobs 1.0": "c0b6caaa",
     "gradients 1.0": "868306a9",
-    "optimizer 1.0": "f110e1d1",
+    "optimizer 1.0": "fcfbcad3",
     "adapters 1.0": "b3e7623b",
     "settings 1.0": "10e6b272",
     "dispatch 1.0": "b3503a06",

@@ -1,4 +1,4 @@
-"""moeref's trainer refuses a step that would undo a load: its master weights are older."""
+"""moeref's trainer refuses a step that would undo a load, and decays what Megatron's training loop does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from moeref_conformance.selftest.faults.base import cell
 from moeref_conformance.worlds.forked import ForkedWorld
 
+from tests.kit import toy_trainer
 from tests.kit.bench import Bench
 from tests.kit.shared_world import Shared
-from tests.kit.toy_trainer import target
 
 pytestmark = [pytest.mark.cpu, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory, shared_world: ForkedWorld, variants: Path) -> Iterator[Bench]:
-    with Shared(shared_world, "tests.kit.toy_trainer:target", grace=1.0) as world:
-        yield Bench(world, tmp_path_factory.mktemp("trainers"), target, inputs=variants)
+    with Shared(shared_world, "tests.kit.toy_trainer:never_reloads", grace=1.0) as world:
+        yield Bench(world, tmp_path_factory.mktemp("trainers"), toy_trainer.never_reloads, inputs=variants)
 
 
 def test_a_step_from_older_master_weights_is_refused(bench: Bench) -> None:
@@ -32,3 +32,12 @@ def test_a_step_from_older_master_weights_is_refused(bench: Bench) -> None:
 def test_fp32_weights_have_no_masters(bench: Bench) -> None:
     outcomes = bench.judge(cell("qwen3_moe", "one", optimizer_step=True))
     assert {rule: o.findings for rule, o in outcomes.items() if o.findings} == {}
+
+
+def test_norms_do_not_decay(shared_world: ForkedWorld, tmp_path: Path, variants: Path) -> None:
+    with Shared(shared_world, "tests.kit.toy_trainer:looks_at_decay", grace=1.0) as world:
+        outcomes = Bench(world, tmp_path, toy_trainer.looks_at_decay, inputs=variants).judge(
+            cell("qwen3_moe", "one", optimizer_step=True)
+        )
+    assert {rule: o.findings for rule, o in outcomes.items() if o.findings} == {}
+    assert outcomes["OPT-006"].met

@@ -237,16 +237,21 @@ class Policy(Protocol):
 class Optimizer(Protocol):
     """Facet `optimizer`, asked in cells with `optimizer_step`. All calls are made by all ranks."""
 
-    def make(self) -> None:
+    def make(self, settings: Mapping[str, float] | None = None) -> None:
         """Make the optimizer. Called before `Export.load`; a target that makes it later does nothing here.
 
         If the target claims `optimizer_saves`, this is called four more times, after steps. Each new optimizer goes on
-        from the weights as they are, and what the one before held is gone. Before the last call the kit freezes
-        routers: parameters that have no `requires_grad` when the optimizer is made stay as they are.
+        from the weights as they are, and what the one before held is gone. Before the last of these calls the kit
+        freezes routers: parameters that have no `requires_grad` when the optimizer is made stay as they are.
 
         The optimizer updates all parameters of the model as torch.optim.Adam does, with betas (0.9, 0.999), an epsilon
         of 1e-8, no weight decay and no clipping. In bf16 it keeps what a step adds beyond the last digit of a weight,
         as fp32 master weights do.
+
+        `settings` are given to a target that claims `optimizer_settings`, in fp32 and in one more call. They are
+        adam_beta1, adam_beta2, adam_eps, weight_decay and clip_grad of megatron-core's OptimizerConfig. The decay is
+        AdamW's: a step takes `rate` · weight_decay · weight off each weight; parameters of one dimension may be left
+        out. All gradients are scaled alike, so that the norm of the whole model's is `clip_grad` at most.
         """
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:

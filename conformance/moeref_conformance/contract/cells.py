@@ -33,6 +33,7 @@ DESIGNS: Mapping[str, tuple[Any, ...]] = {
     "mtp_mean": ("step", "microbatch", "per_token"),
     "non_writers": ("names", "nothing"),
     "optimizer_saves": (False, True),
+    "optimizer_settings": (False, True),
     "order": ORDERS,
     "receivers": ("writer", "all", "share"),
     "unmapped": ("exported", "built"),
@@ -296,6 +297,7 @@ class Claims:
     mtp_mean: str = "step"
     non_writers: str = "names"  # what `Export.stream` yields for tensors that go to others: names and None, or nothing
     optimizer_saves: bool = False  # `Optimizer` has `save` and `restore`
+    optimizer_settings: bool = False  # `Optimizer.make` takes settings
     order: str = ORDERS[0]  # of ranks in process groups; `Cell.layout.order` has it
     receivers: str = "writer"  # who `Export.stream` gives tensors to: the writer, all ranks, or each rank a share
     unmapped: str = "exported"  # a parameter that no table knows is refused on export, or as the model is `built`

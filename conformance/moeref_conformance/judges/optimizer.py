@@ -21,6 +21,7 @@ from moeref_conformance.contract.requests.optimizer import (
     RELOADED,
     RESUMED,
     SAVED,
+    SETTINGS,
     STILL,
     is_frozen,
     of_one_microbatch,
@@ -46,7 +47,7 @@ from moeref_conformance.judges.common import (
 )
 from moeref_conformance.judges.observed_routes import native_gradients
 from moeref_conformance.oracles import optimizer
-from moeref_conformance.oracles.placement import ExpectedShard, Placement
+from moeref_conformance.oracles.placement import ExpectedShard, Placement, hf_numbers
 from moeref_conformance.oracles.published import COPIES
 
 #: Of the largest gradient of a tensor. Smaller ones may have another sign: they are right within 1e-4 of it (GRD-001).
@@ -152,6 +153,15 @@ def _right_norms(case: Case) -> Mapping[str, float]:
     return {step: optimizer.norm(_trained(placed.tensors)) for step, placed in _gradients(case).items()}
 
 
+@once
+def _norms_of_parts(case: Case) -> dict[str, list[float]]:
+    """The norm of the experts' gradients in the steps `STILL` and `MOVED`, and that of the others."""
+    trained = [_trained(_gradients(case)[step].tensors) for step in (STILL, MOVED)]
+    own = [{name: of for name, of in one.items() if hf_numbers(name)[1] is not None} for one in trained]
+    rest = [{name: of for name, of in one.items() if hf_numbers(name)[1] is None} for one in trained]
+    return {"experts": [*map(optimizer.norm, own)], "all but experts": [*map(optimizer.norm, rest)]}
+
+
 def _norms(case: Case, limit: float) -> Outcome:
     """How far norms of gradients are off those of the model."""
     if no := unmeasured(case):
@@ -233,11 +243,15 @@ def _frozen(case: Case) -> Iterator[Finding]:
                     message = f"{key}: it was frozen, and after a step {difference.text}"
                     yield _found(case, record, key, held, message, diagnosis="moved though frozen", **difference.told)
             elif exact:
-                still = record.tensor("optimizer", f"{STILL}.{key}")
-                less = still is not None and less_one(case, key, held, still)
-                of = _Stepped(key, held, {STILL: held.tensor - 1 if less else held.tensor, MOVED: moved}, None)
-                for found in _by_formula(case, record, of, (STILL, MOVED))[0]:
+                for found in _by_formula(case, record, _from_loaded(case, record, key, held, moved), (STILL, MOVED))[0]:
                     yield replace(found, message=f"with routers frozen {found.message}")
+
+
+def _from_loaded(case: Case, record: RankRecord, key: str, held: ExpectedShard, moved: torch.Tensor) -> _Stepped:
+    """A parameter that has `moved` from what was loaded."""
+    still = record.tensor("optimizer", f"{STILL}.{key}")
+    less = still is not None and less_one(case, key, held, still)
+    return _Stepped(key, held, {STILL: held.tensor - 1 if less else held.tensor, MOVED: moved}, None)
 
 
 def _norm_with_frozen(case: Case) -> Iterator[Finding]:
@@ -255,6 +269,25 @@ def _norm_with_frozen(case: Case) -> Iterator[Finding]:
             message = f"with routers frozen the norm of the gradient is {got:.8g}, that of all others' {want:.8g}"
             told = {"expected": want, "got": got, "diagnosis": "that of all gradients, frozen ones too" * whole}
             yield finding(case, record.rank, "optimizer_resumed", message, **told)
+
+
+@judges("OPT-006")
+def settings_reach_the_optimizer(case: Case) -> Outcome:
+    """The second of two steps that are made with settings, against the formula with these."""
+    if no := unmeasured(case):
+        return no
+    findings, worst, none = missing_records(case, "inventory", "optimizer_settings"), 0.0, torch.empty(0)
+    for record in records(case, "inventory", "optimizer_settings"):
+        tensors = record.tensors("optimizer_settings")
+        for key, (held,) in parameters(record, placement(case)):
+            of = _from_loaded(case, record, key, held, tensors.get(key, none))
+            if not _on_record(of):
+                findings.append(_found(case, record, key, held, f"{key}: no record of it after steps with settings"))
+                continue
+            found, far = _by_formula(case, record, of, (STILL, MOVED), optimizer.read(SETTINGS))
+            findings += [replace(one, message=f"with settings {one.message}") for one in found]
+            worst = max(worst, far)
+    return outcome(findings, met=within(case, worst, LIMIT))
 
 
 def _restored(case: Case, record: RankRecord) -> Iterator[_Stepped]:
@@ -386,8 +419,10 @@ class _Way(NamedTuple):
     gradients: list[torch.Tensor]
 
 
-def _way(case: Case, rank: int, of: _Stepped, steps: Sequence[str] = ()) -> _Way:
-    """`steps` are those whose gradients are taken, in order; without them each is, once."""
+def _way(
+    case: Case, rank: int, of: _Stepped, steps: Sequence[str] = (), settings: optimizer.Settings = optimizer.PLAIN
+) -> _Way:
+    """`steps` are those whose gradients are taken, in order; without them each is, once. Of no decay."""
     chunk, _, local = of.key.partition(":")
     sources = of.held.hf or ("model.embed_tokens.weight",)  # a tied head's replica names none
     gradients, floor = list[torch.Tensor](), LEAST
@@ -395,31 +430,55 @@ def _way(case: Case, rank: int, of: _Stepped, steps: Sequence[str] = ()) -> _Way
         held = placed.shard(rank, int(chunk), local, list(of.held.tensor.shape))
         gradients.append(held.tensor[: of.held.rows].double())
         floor = max(floor, TELLING * max(placed.largest(name) for name in sources))
-    adds = [optimizer.update(gradients[: number + 1], OPTIMIZER_RATE) for number in range(1, len(gradients))]
+    norms = _norms_of(case, steps)
+    adds = [
+        optimizer.update(gradients[:number], OPTIMIZER_RATE, settings, norms[:number])
+        for number in range(2, len(gradients) + 1)
+    ]
     size = torch.stack(gradients).square().mean(0).sqrt()
     return _Way(adds, size > floor, size == 0, gradients)
 
 
-def _by_formula(case: Case, record: RankRecord, of: _Stepped, steps: Sequence[str] = ()) -> tuple[list[Finding], float]:
+def _norms_of(case: Case, steps: Sequence[str]) -> list[float]:
+    """The right norm of all gradients in each of `steps`; without them in each there is, once."""
+    return [_right_norms(case)[step] for step in steps or rates(case.cell)]
+
+
+def _by_formula(
+    case: Case,
+    record: RankRecord,
+    of: _Stepped,
+    steps: Sequence[str] = (),
+    settings: optimizer.Settings = optimizer.PLAIN,
+) -> tuple[list[Finding], float]:
     """The finding of a parameter, if there is one, and its distance from what is right, relative to the rate.
 
-    That of the last of `steps`, by their gradients.
+    That of the last of `steps`, by their gradients. A parameter of one dimension may decay or not.
     """
-    (*_, right), tells, none, gradients = _way(case, record.rank, of, steps)
-    added = (of.after[MOVED].double() - of.after[STILL].double())[: of.held.rows]
-    off = (added - right).abs() / OPTIMIZER_RATE
-    # Of other gradients no more is sure than that Adam never moves an element much further than the rate.
-    wrong = torch.where(tells | none, off > LIMIT, added.abs() > OPTIMIZER_RATE * (1 + LIMIT)) | added.isnan()
+    way = _way(case, record.rank, of, steps, settings)
+    held = of.after[STILL].double()[: of.held.rows]
+    added = of.after[MOVED].double()[: of.held.rows] - held
+    decays = (settings.decay, 0.0) if held.dim() == 1 else (settings.decay,)
+    tried = [(decay, added + decay * OPTIMIZER_RATE * held) for decay in decays]
+    decay, moved = min(tried, key=lambda one: int(_wrong(one[1], way).sum()))
+    wrong, right = _wrong(moved, way), way.adds[-1]
     if not bool(wrong.any()):
-        return [], float(off[tells].max()) if bool(tells.any()) else 0.0
+        return [], float((moved - right).abs()[way.tells].max()) / OPTIMIZER_RATE if bool(way.tells.any()) else 0.0
     message = f"{of.key}: {int(wrong.sum())} of {wrong.numel()} elements are not where Adam moves them"
-    said = _said(added, right, tells)
+    said = _said(moved, right, way.tells)
     if not said:
-        norms = [_right_norms(case)[step] for step in steps or rates(case.cell)]
-        held = of.after[STILL][: of.held.rows].double()
-        step = optimizer_causes.Step(gradients, norms, held, added, tells | none, OPTIMIZER_RATE)
+        norms, parts = _norms_of(case, steps), _norms_of_parts(case) if settings.clip else {}
+        told, asked = way.tells | way.none, settings._replace(decay=decay)
+        step = optimizer_causes.Step(way.gradients, norms, held, added, told, OPTIMIZER_RATE, asked, parts)
         said = optimizer_causes.step_of(step, LIMIT)
     return [_found(case, record, of.key, of.held, message, diagnosis=said or _times(added))], 0.0
+
+
+def _wrong(added: torch.Tensor, way: _Way) -> torch.Tensor:
+    """The elements that Adam does not move so, and of those of which no more is sure any that moves much further."""
+    off = (added - way.adds[-1]).abs() / OPTIMIZER_RATE
+    far = added.abs() > OPTIMIZER_RATE * (1 + LIMIT)
+    return torch.where(way.tells | way.none, off > LIMIT, far) | added.isnan()
 
 
 def _said(added: torch.Tensor, right: torch.Tensor, tells: torch.Tensor) -> str:

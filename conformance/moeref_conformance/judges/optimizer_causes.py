@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +17,8 @@ BETAS = ((0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.95, 0.999), (0.95, 0.95), (0.
 EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
 #: The ends of names of norms.
 VECTORS = ("norm.weight", "layernorm.weight")
-#: What frameworks clip norms to, and what they add to a norm.
-CLIPPED, TINY = 1.0, 1e-6
+#: What frameworks clip norms to.
+CLIPPED = 1.0
 #: How near a norm is that is explained, relative to it, and how many times as far the right one is at least.
 NORM_NEAR, FARTHER = 1e-5, 3
 #: So many elements have to tell.
@@ -27,7 +28,8 @@ ENOUGH = 4
 class Step(NamedTuple):
     """What a parameter that was `held` has `added` at a rate, and the right gradients of all steps up to this one.
 
-    `norms` are those of all gradients of each step. An element `tells` if Adam's formula says how it moves.
+    `norms` are those of all gradients of each step, `parts` those of some, by words for them. An element `tells` if
+    Adam's formula says how it moves. `asked` are the settings that the optimizer was made with.
     """
 
     gradients: Sequence[torch.Tensor]
@@ -36,6 +38,12 @@ class Step(NamedTuple):
     added: torch.Tensor
     tells: torch.Tensor
     rate: float
+    asked: optimizer.Settings = optimizer.PLAIN
+    parts: Mapping[str, Sequence[float]] = MappingProxyType({})
+
+    def moved_by(self, **settings: Any) -> torch.Tensor:
+        """What is added with these settings in the place of those that were asked for."""
+        return optimizer.update(self.gradients, self.rate, self.asked._replace(**settings), self.norms, self.held)
 
 
 def step_of(step: Step, limit: float) -> str:
@@ -51,29 +59,50 @@ def _near(step: Step, other: torch.Tensor, limit: float) -> bool:
 
 def _others(step: Step) -> Iterator[tuple[str, torch.Tensor]]:
     """Words for a mistake, and what would be added with it."""
-    gradients, rate, number = step.gradients, step.rate, len(step.gradients)
-    right = optimizer.update(gradients, rate)
-    for betas in BETAS:
-        yield f"betas are {betas}, not {optimizer.BETAS}", optimizer.update(gradients, rate, betas)
-    for epsilon in EPSILONS:
-        said = f"epsilon is {epsilon:g}, not {optimizer.EPSILON:g}"
-        yield said, optimizer.update(gradients, rate, epsilon=epsilon)
-    scales = [min(1.0, CLIPPED / (norm + TINY)) for norm in step.norms]
-    scaled = [scale * of for scale, of in zip(scales, gradients, strict=True)]
-    yield f"gradients are clipped to a norm of {CLIPPED:g}", optimizer.update(scaled, rate)
+    yield from _other_settings(step)
+    gradients, number, right = step.gradients, len(step.gradients), step.moved_by()
     for counted in range(1, number + 2):
         if counted != number:
             said = f"the step counts as number {counted}, not {number}"
-            yield said, right * (optimizer.corrected(counted) / optimizer.corrected(number))
-    yield "moments are lost: it moves as by a first step", optimizer.update(gradients[-1:], rate)
+            betas = step.asked.betas
+            yield said, right * (optimizer.corrected(counted, betas) / optimizer.corrected(number, betas))
+    once = step._replace(gradients=gradients[-1:], norms=step.norms[-1:])
+    yield "moments are lost: it moves as by a first step", once.moved_by()
     *_, before, last = [gradients[-1], *gradients]
-    idle = [*gradients[:-1], last.where(last != 0, before)]
-    yield "where it has no gradient, that of the step before counts again", optimizer.update(idle, rate)
+    idle = step._replace(gradients=[*gradients[:-1], last.where(last != 0, before)])
+    yield "where it has no gradient, that of the step before counts again", idle.moved_by()
     yield "where it has no gradient, it does not move", right.where(last != 0, 0.0)
     times = _times(step.added, right, step.tells)
     yield f"moved {times:.3g} times as far", times * right
-    decay = _times(right - step.added, step.held, step.tells) / rate
-    yield f"a weight decay of {decay:.3g}", right - decay * rate * step.held
+
+
+def _other_settings(step: Step) -> Iterator[tuple[str, torch.Tensor]]:
+    """Words for a setting that is not the one that was asked for, and what would be added with it."""
+    asked, plain = step.asked, optimizer.PLAIN
+    if asked != plain:
+        yield "it moves as without any settings", step.moved_by(**plain._asdict())
+    for betas in (*BETAS, plain.betas):
+        yield f"betas are {betas}, not {asked.betas}", step.moved_by(betas=betas)
+    for epsilon in (*EPSILONS, plain.epsilon):
+        yield f"epsilon is {epsilon:g}, not {asked.epsilon:g}", step.moved_by(epsilon=epsilon)
+    if asked.clip:
+        yield "gradients are not clipped", step.moved_by(clip=0.0)
+    yield f"gradients are clipped to a norm of {CLIPPED:g}", step.moved_by(clip=CLIPPED)
+    for words, norms in step.parts.items():
+        yield f"gradients are clipped by the norm of {words} alone", step._replace(norms=norms).moved_by()
+    without = step.moved_by(decay=0.0)
+    decay = _times(without - step.added, step.held, step.tells) / step.rate
+    said = f", not {asked.decay:g}" if asked.decay else ""
+    yield f"a weight decay of {decay:.3g}{said}", without - decay * step.rate * step.held
+    if asked.decay:
+        yield "weights decay by their gradients, as by Adam's L2 penalty, not AdamW's", _with_penalty(step)
+
+
+def _with_penalty(step: Step) -> torch.Tensor:
+    """What is added where the decay is a part of each gradient, once that is clipped."""
+    scales = [min(1.0, step.asked.clip / norm) if step.asked.clip else 1.0 for norm in step.norms]
+    gradients = [s * of + step.asked.decay * step.held for s, of in zip(scales, step.gradients, strict=True)]
+    return step._replace(gradients=gradients).moved_by(clip=0.0, decay=0.0)
 
 
 def _times(got: torch.Tensor, want: torch.Tensor, tells: torch.Tensor) -> float:

@@ -1,31 +1,59 @@
-"""Steps of Adam, by its formula: Kingma and Ba, arXiv:1412.6980, algorithm 1."""
+"""Steps of Adam, by its formula: Kingma and Ba, arXiv:1412.6980, algorithm 1; decay as Loshchilov and Hutter's AdamW.
+
+AdamW is algorithm 2 of arXiv:1711.05101, with its schedule multiplier as the rate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-BETAS = (0.9, 0.999)
-EPSILON = 1e-8
+
+class Settings(NamedTuple):
+    """Of AdamW, and the norm to which gradients are scaled where theirs is larger; without settings it is Adam."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    decay: float = 0.0
+    clip: float = 0.0  # 0: gradients are not scaled
+
+
+PLAIN = Settings()
+
+
+def read(settings: Mapping[str, float]) -> Settings:
+    """Settings by the names of megatron-core's OptimizerConfig."""
+    betas = (settings["adam_beta1"], settings["adam_beta2"])
+    return Settings(betas, settings["adam_eps"], settings["weight_decay"], settings["clip_grad"])
 
 
 def update(
-    gradients: Sequence[torch.Tensor], rate: float, betas: tuple[float, float] = BETAS, epsilon: float = EPSILON
+    gradients: Sequence[torch.Tensor],
+    rate: float,
+    settings: Settings = PLAIN,
+    norms: Sequence[float] = (),
+    held: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What the last of these steps, each with its gradient, adds to the weights, in fp64."""
-    first, second = torch.zeros(()).double(), torch.zeros(()).double()
-    for gradient in gradients:
-        of = gradient.double()
+    """What the last of these steps, each with its gradient, adds to the weights, in fp64.
+
+    `norms`, of the whole model's gradient in each step, are for clipping; what the weights `held` is for the decay.
+    """
+    first, second, betas = torch.zeros(()).double(), torch.zeros(()).double(), settings.betas
+    scales = [min(1.0, settings.clip / norm) for norm in norms] if settings.clip else [1.0] * len(gradients)
+    for scale, gradient in zip(scales, gradients, strict=True):
+        of = scale * gradient.double()
         first = betas[0] * first + (1 - betas[0]) * of
         second = betas[1] * second + (1 - betas[1]) * of.square()
     mean, square = (moment / (1 - beta ** len(gradients)) for moment, beta in zip((first, second), betas, strict=True))
-    return -rate * mean / (square.sqrt() + epsilon)
+    decay = 0.0 if held is None else settings.decay * held.double()
+    return -rate * (mean / (square.sqrt() + settings.epsilon) + decay)
 
 
-def corrected(number: int) -> float:
+def corrected(number: int, betas: tuple[float, float] = PLAIN.betas) -> float:
     """The factor on the rate by which Adam corrects both moments in step `number`, were epsilon 0."""
-    first, second = (1 - beta**number for beta in BETAS)
+    first, second = (1 - beta**number for beta in betas)
     return float(second**0.5 / first)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -112,6 +113,21 @@ def _made_by_its_first_step(session: Session, cell: Cell, world: World) -> Any:
         good.step(tokens_BS, rate)
 
     return facet(session, "optimizer", make=lambda: None, step=step)
+
+
+@contextmanager
+def _vectors_decay(cell: Cell, world: World) -> Iterator[None]:
+    """Every group of parameters decays as the one that decays most, whatever its shapes are."""
+    good = torch.optim.Adam.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        decay = max(group["weight_decay"] for group in self.param_groups)
+        for group in self.param_groups:
+            group["weight_decay"] = decay
+        return good(self, closure)
+
+    with mock.patch.object(torch.optim.Adam, "step", step):
+        yield
 
 
 def _saved_in_memory(session: Session, cell: Cell, world: World) -> Any:
@@ -1265,7 +1281,13 @@ _DESIGNS = (
         why="made after the weights are loaded it has no older copies of them, and norms are for clipping alone",
         cell=cell("qwen3_moe", "tp2", dtype="bfloat16", optimizer_step=True),
         wrap=_made_by_its_first_step,
-        claims={"optimizer_saves": False},
+        claims={"optimizer_saves": False, "optimizer_settings": False},
+    ),
+    Benign(
+        id="vectors-decay-too",
+        why="torch.optim.AdamW of all parameters decays norms and biases; Megatron's groups leave them out",
+        cell=cell("gpt_oss", "one", layers=4, optimizer_step=True),
+        patch=_vectors_decay,
     ),
     Benign(
         id="optimizer-saved-in-memory",

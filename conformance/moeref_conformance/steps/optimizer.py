@@ -19,6 +19,7 @@ from moeref_conformance.contract.requests.optimizer import (
     RESUMED,
     SAVED,
     SENT,
+    SETTINGS,
     STILL,
     is_frozen,
     of_one_microbatch,
@@ -125,6 +126,21 @@ def _with_routers_frozen(
             parameter.requires_grad_(True)
 
 
+def with_settings(optimizer: Optimizer, context: Context) -> None:
+    """Save all parameters after the second step of an optimizer that is made with settings; the first is at the rate 0.
+
+    Then they hold what they did before. Nothing is asked of a target that takes none, nor below fp32.
+    """
+    if not context.claims.optimizer_settings or context.cell.dtype != "float32":
+        return
+    loaded = _copies(context)
+    optimizer.make(SETTINGS)
+    for step, rate in ((STILL, 0.0), (MOVED, OPTIMIZER_RATE)):
+        optimizer.step(_rows(context, step == of_one_microbatch(context.cell)), rate)
+    context.save("optimizer_settings", {name: copied(of) for name, of in _parameters(context).items()})
+    _put(context, loaded)
+
+
 def _saved(optimizer: Optimizer, context: Context, number: int) -> Path:
     """The folder of this rank to which an optimizer was saved."""
     folder = context.world.workdir / f"optimizer-{number}"
@@ -180,5 +196,6 @@ FACET = Facet(
         Step(name="optimizer_made", ask=lambda optimizer, context: optimizer.make()),
         Step(name="optimizer", ask=stepped, stage=Stage.LOADED),
         Step(name="optimizer_resumed", ask=resumed, stage=Stage.LOADED),
+        Step(name="optimizer_settings", ask=with_settings, stage=Stage.LOADED),
     ),
 )

@@ -280,10 +280,10 @@ class _Optimizer:
     def __init__(self, model: _Model, built: Built) -> None:
         self._model, self._built = model, built
 
-    def make(self) -> None:
+    def make(self, settings: Mapping[str, float] | None = None) -> None:
         from moeref.megatron.optimizer import Trainer
 
-        self._trainer = Trainer(self._built, lr=0.0, clip_grad=0.0)
+        self._trainer = Trainer(self._built, lr=0.0, **{"clip_grad": 0.0, **(settings or {})})
         self._model.loaded = self._trainer.reload
 
     def step(self, tokens_BS: torch.Tensor, rate: float) -> float | None:
@@ -299,7 +299,7 @@ class _Optimizer:
         for group in self._trainer.optimizer.param_groups:
             group["lr"] = rate
         self._trainer.step(tokens_BS, loss)
-        # With `clip_grad` 0 gradients are not scaled: this is their norm as the step took them.
+        # Where gradients are not clipped, this is their norm as the step took them.
         return float(self._trainer.optimizer.get_grad_norm())
 
     def save(self, folder: Path) -> None:
@@ -656,6 +656,7 @@ class MoerefTarget:
         limits=_limits(),
         optimizer_steps=True,
         optimizer_saves=True,
+        optimizer_settings=True,
         adapter_modules=frozenset(ADAPTER_MODULES),
     )
 

@@ -15,6 +15,8 @@ RELOADED = "reloaded"
 SAVED, ON, RESUMED = "saved", "on", "resumed"
 #: The weights after the first two steps of an optimizer that is made while routers are frozen.
 FROZEN = "frozen"
+#: Of megatron-core's OptimizerConfig, each other than any default. An epsilon as large as gradients shows their scale.
+SETTINGS = {"adam_beta1": 0.85, "adam_beta2": 0.97, "adam_eps": 3e-5, "weight_decay": 0.3, "clip_grad": 0.25}
 
 
 def rates(cell: Cell) -> dict[str, float]:

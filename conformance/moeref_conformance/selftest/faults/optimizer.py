@@ -51,10 +51,10 @@ def _after(change: Change) -> Callable[[Session, Cell, World], Any]:
         right: Named = {}
         saved: Named = {}
 
-        def make() -> None:
+        def make(*settings: Any) -> None:
             begun.update(_copies(session))
             right.clear()
-            good.make()
+            good.make(*settings)
 
         def save(folder: Any) -> None:
             saved.update(_copies_of(right))
@@ -389,18 +389,52 @@ def _clipped(cell: Cell, world: World) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _with_epsilon(cell: Cell, world: World) -> Iterator[None]:
-    """Adam's epsilon is that of a recipe."""
+def _in_groups(change: Callable[[dict[str, Any]], Any]) -> Callable[[Cell, World], AbstractContextManager[Any]]:
+    """A fault's `patch`: Adam steps once `change` has been at each of its groups of parameters."""
     good = torch.optim.Adam.step
 
     def step(self: Any, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["eps"] = 1e-6
+            change(group)
         return good(self, closure)
 
-    with mock.patch.object(torch.optim.Adam, "step", step):
-        yield
+    return lambda cell, world: mock.patch.object(torch.optim.Adam, "step", step)
+
+
+def _experts_do_not_decay(group: dict[str, Any]) -> None:
+    if group["is_expert_parallel"]:
+        group["weight_decay"] = 0.0
+
+
+def _settings_not_passed_on(session: Session, cell: Cell, world: World) -> Any:
+    """Whatever is asked for, the optimizer is made as ever."""
+    good: Any = session.optimizer
+    return facet(session, "optimizer", make=lambda *settings: good.make())
+
+
+def _clipping(by: Callable[[list[torch.Tensor], float, float], float]) -> Callable[[Cell, World], Any]:
+    """A fault's `patch`: gradients of an optimizer's parameters are clipped as if their norm was what `by` gives."""
+
+    def patch(cell: Cell, world: World) -> AbstractContextManager[Any]:
+        from megatron.core.optimizer import optimizer
+
+        good: Any = optimizer.clip_grad_by_total_norm_fp32
+
+        def clip(parameters: Any, max_norm: float, total_norm: float, *more: Any, **named: Any) -> None:
+            held = list(parameters)
+            good(held, max_norm, by(held, max_norm, total_norm), *more, **named)
+
+        return mock.patch.object(optimizer, "clip_grad_by_total_norm_fp32", clip)
+
+    return patch
+
+
+def _of_its_own(held: list[torch.Tensor], max_norm: float, total_norm: float) -> float:
+    """The norm of what one of the chained optimizers has; under EP without TP and PP each rank has other experts."""
+    square = sum((of.grad.double().square().sum() for of in held if of.grad is not None), torch.zeros(()).double())
+    if not getattr(held[0], "allreduce", True):
+        dist.all_reduce(square)
+    return square.sqrt().item()
 
 
 def _restoring(
@@ -483,9 +517,9 @@ def _written_late(session: Session, cell: Cell, world: World) -> Any:
         write()
         return norm
 
-    def make() -> None:
+    def make(*settings: Any) -> None:
         write()
-        good.make()
+        good.make(*settings)
 
     return facet(session, "optimizer", make=make, save=due.append, step=step)
 
@@ -495,9 +529,9 @@ def _saved_as_restored(session: Session, cell: Cell, world: World) -> Any:
     good: Any = session.optimizer
     restored = dict[str, bytes]()
 
-    def make() -> None:
+    def make(*settings: Any) -> None:
         restored.clear()
-        good.make()
+        good.make(*settings)
 
     def save(folder: Path) -> None:
         good.save(folder)
@@ -557,6 +591,48 @@ def _restored_asleep(cell: Cell, world: World) -> Iterator[None]:
 
 
 FAULTS = (
+    Fault(
+        id="settings-of-the-optimizer-lost",
+        bug="SkyRL#1646 in kind: none of the settings that are given for the optimizer gets to Megatron's",
+        rules=("OPT-006",),
+        cell=cell("qwen3_moe", "tp2", optimizer_step=True),
+        wrap=_settings_not_passed_on,
+        diagnosis="it moves as without any settings",
+        says="with settings",
+    ),
+    Fault(
+        id="experts-clipped-by-their-own-norm",
+        bug="Megatron-LM#785: under EP experts have an optimizer of their own, which clips them by the norm it sees",
+        rules=("OPT-006",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_clipping(_of_its_own),
+        diagnosis="gradients are clipped by the norm of experts alone",
+    ),
+    Fault(
+        id="gradients-not-clipped",
+        bug="prime-rl#2214 in kind: gradients are not clipped in some setups, and their norm in a log looks as ever",
+        rules=("OPT-006",),
+        cell=cell("glm4_moe", "pp2", optimizer_step=True),
+        patch=_clipping(lambda held, max_norm, total_norm: max_norm),
+        diagnosis="gradients are not clipped",
+    ),
+    Fault(
+        id="decay-in-the-gradients",
+        bug="reported nowhere: weight decay goes into the gradients, and Adam's moments with them: Adam for AdamW",
+        rules=("OPT-006",),
+        cell=cell("qwen3_moe", "one", optimizer_step=True),
+        patch=_in_groups(lambda group: group.update(decoupled_weight_decay=False)),
+        one_rank=True,
+        diagnosis="as by Adam's L2 penalty, not AdamW's",
+    ),
+    Fault(
+        id="experts-do-not-decay",
+        bug="reported nowhere: groups of parameters that differ in their decay are made of the dense layers alone",
+        rules=("OPT-006",),
+        cell=cell("qwen3_moe", "ep2", optimizer_step=True),
+        patch=_in_groups(_experts_do_not_decay),
+        diagnosis="a weight decay of ",
+    ),
     Fault(
         id="frozen-routers-decay",
         bug="SkyRL#1568, prime-rl#1836 in kind: the optimizer is given what is frozen too, and weight decay moves it",
@@ -714,7 +790,7 @@ FAULTS = (
         bug="SkyRL#1646 in kind: Adam's epsilon is that of a recipe, and hides small gradients",
         rules=("OPT-002",),
         cell=cell("qwen3_moe", "one", optimizer_step=True),
-        patch=_with_epsilon,
+        patch=_in_groups(lambda group: group.update(eps=1e-6)),
         one_rank=True,
         says="are not where Adam moves them",
         diagnosis="epsilon is 1e-06, not 1e-08",

@@ -46,14 +46,16 @@ def _logits(run: Observation) -> dict[int, torch.Tensor]:
     return {rank: logits_BSV for rank, logits_BSV in found.items() if logits_BSV is not None}
 
 
-def _shorter(run: Observation) -> Iterator[tuple[int, int, bool, torch.Tensor | None]]:
-    """Of the ranks that have logits, and were asked for those of a shorter sequence: rank, its length, whether weights
-    had changed, and its logits."""
+def _shorter(run: Observation) -> Iterator[tuple[int, int, str, torch.Tensor | None]]:
+    """Of the ranks that have logits, and were asked for those of a shorter sequence: rank, its length, what had become
+    of weights, if anything had, and its logits."""
     for record in run.ranks:
         value = record.value("forward") if record.has("forward") else {"has": False}
         if value["has"] and value.get("shorter"):
-            found = record.tensors("forward").get("shorter")
-            yield record.rank, value["shorter"], bool(value.get("changed")), found
+            held, length = record.tensors("forward"), value["shorter"]
+            yield record.rank, length, "have changed" if value.get("changed") else "", held.get("shorter")
+            if value.get("moved"):
+                yield record.rank, length, "have changed in new memory", held.get("moved")
 
 
 def _holders(case: Case) -> list[Finding]:
@@ -108,7 +110,7 @@ def _judge(case: Case, want: torch.Tensor, whose: str, limit: float, shorter: bo
     for rank, got in _logits(observed(case)).items():
         findings += compared.of(rank, want, got)
     for rank, length, anew, again in _shorter(observed(case)) if shorter else ():
-        what = f"logits of the first {length} tokens alone" + (", once weights have changed," if anew else "")
+        what = f"logits of the first {length} tokens alone" + (f", once weights {anew}," if anew else "")
         of_all = of_changed_weights(expected(case)) if anew else want
         if again is None:
             findings.append(finding(case, rank, "forward", f"no {what}"))

@@ -48,11 +48,15 @@ def logits(forward: Forward, context: Context) -> dict[str, int]:
     if length:
         with scaled(last):
             found["shorter"] = forward.logits(first_BS)
+    plain = last if all(type(of.data) is torch.Tensor for of in last) else []  # a quantised tensor has parts
+    if plain:
+        with moved(plain):
+            found["moved"] = forward.logits(first_BS)
     saved = {name: logits_BSV for name, logits_BSV in found.items() if logits_BSV is not None}
     if saved:
         context.save("forward", saved)
     context.made["around_forward"] = left
-    return {"has": "logits" in saved, "shorter": length, "changed": len(last)}
+    return {"has": "logits" in saved, "shorter": length, "changed": len(last), "moved": len(plain)}
 
 
 def around(forward: Forward, context: Context) -> list[list[str]]:
@@ -87,6 +91,20 @@ def scaled(parameters: Sequence[torch.Tensor], factor: float = FACTOR) -> Iterat
     finally:
         for parameter in parameters:
             parameter.data.div_(factor)
+
+
+@contextmanager
+def moved(parameters: Sequence[torch.Tensor], factor: float = FACTOR) -> Iterator[None]:
+    """Give these weights new memory, multiplied by a power of two: as an optimizer with buffers of its own, or one who
+    offloads, sets `.data`."""
+    before = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.data * factor
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, before, strict=True):
+            parameter.data = data
 
 
 FACET = Facet(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 
-from moeref_conformance.contract.api import Cell, World
-from moeref_conformance.selftest.border import Change, each_chunk, read_as
+from moeref_conformance.contract.api import Cell, Session, World
+from moeref_conformance.selftest.border import Change, each_chunk, facet, read_as
 from moeref_conformance.selftest.faults.base import Fault, cell
 from moeref_conformance.selftest.faults.gradients import configured
 from moeref_conformance.selftest.faults.steps import with_first
@@ -126,6 +126,23 @@ def _whole_heads_under_axes(cell: Cell, world: World) -> tuple[Cell, World]:
     return cell, read_as(world, whole)
 
 
+def _first_memory(session: Session, cell: Cell, world: World) -> Any:
+    """Forwards read the memory that experts' weights had in the first one."""
+    good, export, kept = cast("Any", session.forward), cast("Any", session.export), dict[str, torch.Tensor]()
+
+    def logits(tokens_BS: torch.Tensor) -> Any:
+        (chunk,) = export.chunks()
+        held = [(name, of, of.data) for name, of in chunk.named_parameters() if ".experts." in name]
+        for name, parameter, data in held:
+            parameter.data = kept.setdefault(name, data)
+        answer = good.logits(tokens_BS)
+        for _, parameter, data in held:
+            parameter.data = data
+        return answer
+
+    return facet(session, "forward", logits=logits)
+
+
 FAULTS = (
     Fault(
         id="whole-heads-under-axes",
@@ -153,6 +170,14 @@ FAULTS = (
         cell=cell("glm4_moe", "tp2-ep2-etp1", experts="grouped"),
         wrap=with_first("forward", "logits", ".experts."),
         says="once weights have changed, differ from transformers",
+    ),
+    Fault(
+        id="experts-in-the-memory-of-the-first-forward",
+        bug="Primus#975: experts compute from one buffer, and an optimizer gives the weights cut from it other memory",
+        rules=("FWD-001",),
+        cell=cell("glm4_moe", "tp2-ep2-etp1", experts="grouped"),
+        wrap=_first_memory,
+        says="once weights have changed in new memory, differ from transformers",
     ),
     Fault(
         id="routers-of-the-first-forward",

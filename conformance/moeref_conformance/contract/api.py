@@ -315,7 +315,8 @@ class Adapters(Protocol):
     def step(self, tokens_BS: torch.Tensor, mask_BS: torch.Tensor, rate: float) -> None:
         """Take a training step with the loss of `Gradients.gradients`, whose rows and mask these are. Each lora_A and
         lora_B becomes less by `rate` times its gradient: without momentum, clipping or decay. Layers of some steps are
-        recomputed in the backward pass, as the config of the chunks then says.
+        recomputed in the backward pass, as the config of the chunks then says. The base stays, and with it the experts'
+        bias in a cell with `bias_update`: no adapter has it.
         """
 
     def chunks(self) -> Sequence[torch.nn.Module]:

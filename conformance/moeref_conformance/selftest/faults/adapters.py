@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moeref_conformance.contract.api import Cell, Session, TensorMeta, World
-from moeref_conformance.contract.cells import ADAPTER_MODULES
+from moeref_conformance.contract.cells import ADAPTER_MODULES, BIAS_UPDATE_RATE
 from moeref_conformance.contract.requests.adapters import RANK, SCALE
 from moeref_conformance.contract.topology import coords
 from moeref_conformance.selftest.border import Change, Tensors, checkpoint, facet
@@ -151,6 +151,14 @@ def _routers_too(session: Any, before: Mapping[str, torch.Tensor], moved: Mappin
         for name, parameter in chunk.named_parameters():
             if name.endswith(".router.weight"):
                 parameter.mul_(1.01)
+
+
+def _biases_too(session: Any, before: Mapping[str, torch.Tensor], moved: Mapping[str, torch.Tensor]) -> None:
+    """Where steps update the experts' bias, those of adapters do so too."""
+    for chunk in session.adapters.chunks():
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                buffer.add_(BIAS_UPDATE_RATE)
 
 
 def _norms_inside_too(session: Any, before: Mapping[str, torch.Tensor], moved: Mapping[str, torch.Tensor]) -> None:
@@ -810,6 +818,15 @@ FAULTS = (
         one_rank=True,
         says="of the base has changed",
         diagnosis="the step before moves all of them as it should",
+    ),
+    Fault(
+        id="experts-bias-moves-beside-adapters",
+        bug="mcore-bridge#195: the experts' bias of frozen routers is updated still, and is in no adapter that is sent",
+        rules=("LRA-004", "LRA-005"),
+        cell=cell("glm4_moe", "one", bias_update=True, loss_mask=True),
+        wrap=stepped(_biases_too),
+        one_rank=True,
+        says="router.expert_bias of the base has changed",
     ),
     Fault(
         id="norms-inside-linears-trained",

@@ -6,17 +6,22 @@ The kit reads and changes the modules through `export.chunks()`.
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moeref_conformance.contract.api import Export, TensorMeta, to_plain
+from moeref_conformance.contract.hf_files import weight_files
+from moeref_conformance.contract.published_models import TINY
 from moeref_conformance.contract.records import digest, free_key
 from moeref_conformance.contract.requests.export import CHANGE, UNMAPPED
 from moeref_conformance.steps.bystanders import changed, in_training, modes, partly_frozen, state
@@ -238,11 +243,34 @@ def _stale(export: Export, context: Context) -> list[str]:
     The first row speaks for a tensor, of which every element was changed; rows at the end may pad the vocabulary.
     """
     file = context.folder / "shards.safetensors"
-    if context.cell.layout.world > 2 or not file.exists() or refusal(export.load, context.input("checkpoint")):
+    if context.cell.layout.world > 2 or not file.exists() or refusal(_load_again, export, context):
         return []
     was = load_file(file)
     now = {f"{c}:{n}": copied(t[:1]) for c, n, _, t in module_tensors(export.chunks())}
     return [key for key, row in now.items() if key in was and not same_bytes(row, was[key][:1])]
+
+
+def _load_again(export: Export, context: Context) -> None:
+    """Load the checkpoint; on one rank from a folder whose files held other weights when it was loaded before.
+
+    A trainer that saves to one place replaces what it has loaded from there.
+    """
+    checkpoint, cell = context.input("checkpoint"), context.cell
+    if cell.layout.world > 1 or cell.fp8_checkpoint or cell.size != TINY:
+        export.load(checkpoint)
+        return
+    with tempfile.TemporaryDirectory(dir=context.world.workdir, prefix="replaced-") as name:
+        folder = Path(name)
+        for file in checkpoint.iterdir():
+            shutil.copyfile(file, folder / file.name)
+        for file in weight_files(folder):
+            others = {key: tensor * CHANGE for key, tensor in load_file(file).items()}
+            save_file(others, file, metadata={"format": "pt"})
+        export.load(folder)
+        for file in weight_files(checkpoint):  # new files: what was mapped into memory stays as it was
+            shutil.copyfile(file, folder / f"{file.name}.new")
+            (folder / f"{file.name}.new").replace(folder / file.name)
+        export.load(folder)
 
 
 def refuse_parameter(export: Export, context: Context) -> None:

@@ -49,7 +49,7 @@ _OWNERS = {
     "THUDM": ("slime",),
     "unslothai": ("unsloth", "unsloth-zoo"),
     "verl-project": ("verl",),
-    "vllm-project": ("vLLM", "vime", "vllm-ascend"),
+    "vllm-project": ("speculators", "vLLM", "vime", "vllm-ascend"),
 }
 #: Repositories that have another name than the one that engineers use.
 _CALLED = {"NeMo-RL": "RL", "TRL": "trl", "vLLM": "vllm"}

@@ -69,10 +69,16 @@ def _load(export: Export, context: Context, name: str) -> None:
 
 
 def around(export: Export, context: Context) -> dict[str, list[list[str]]]:
-    """Kind and name of what loads have changed beside weights, by input: none of a first one that builds the model."""
+    """Kind and name of what loads have changed beside weights, by input: none of a first one that builds the model.
+
+    Of a second load of the checkpoint, of which `own` tells, where one was asked for, while parameters were frozen.
+    """
     names = ("checkpoint", "checkpoint_extra", "checkpoint_missing", "checkpoint_unlike")
-    built = ("checkpoint",) if context.claims.begins == "unset" else ()
-    return {name: context.made.pop(f"left by {name}") for name in names if name not in built}
+    left = {name: context.made.pop(f"left by {name}") for name in names}
+    if (once_more := context.made.pop("left by checkpoint once more", None)) is not None:
+        left["checkpoint once more"] = once_more
+    built = ("checkpoint", "checkpoint once more") if context.claims.begins == "unset" else ()
+    return {name: rows for name, rows in left.items() if name not in built}
 
 
 def surplus(export: Export, context: Context) -> dict[str, list[str]]:
@@ -243,7 +249,13 @@ def _stale(export: Export, context: Context) -> list[str]:
     The first row speaks for a tensor, of which every element was changed; rows at the end may pad the vocabulary.
     """
     file = context.folder / "shards.safetensors"
-    if context.cell.layout.world > 2 or not file.exists() or refusal(_load_again, export, context):
+    if context.cell.layout.world > 2 or not file.exists():
+        return []
+    with partly_frozen(export.chunks()):
+        before = modes(export.chunks())
+        refused = refusal(_load_again, export, context)
+        context.made["left by checkpoint once more"] = changed(before, modes(export.chunks()))
+    if refused:
         return []
     was = load_file(file)
     now = {f"{c}:{n}": copied(t[:1]) for c, n, _, t in module_tensors(export.chunks())}

@@ -69,6 +69,11 @@ def _frozen(chunks: list[torch.nn.Module]) -> None:
         chunk.requires_grad_(False)
 
 
+def _trained(chunks: list[torch.nn.Module]) -> None:
+    for chunk in chunks:
+        chunk.requires_grad_(True)
+
+
 def _another_size(chunks: list[torch.nn.Module]) -> None:
     from megatron.core import parallel_state
 
@@ -143,6 +148,15 @@ FAULTS = (
         wrap=_behind("export", "load", _frozen),
         one_rank=True,
         says="the load of checkpoint changed the requires_grad",
+    ),
+    Fault(
+        id="unfrozen-by-a-load",
+        bug="speculators#593 in kind: what is loaded into is trained again, also what was frozen",
+        rules=("LOD-007",),
+        cell=cell("qwen3_moe", "one"),
+        wrap=_behind("export", "load", _trained),
+        one_rank=True,
+        says="the load of checkpoint once more changed the requires_grad",
     ),
     Fault(
         id="group-size-left-by-a-load",

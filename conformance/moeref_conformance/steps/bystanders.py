@@ -160,11 +160,20 @@ def _settings() -> Iterator[tuple[tuple[str, str], str]]:
     yield ("setting", "torch.is_grad_enabled()"), str(torch.is_grad_enabled())
     yield ("setting", "torch.get_default_dtype()"), str(torch.get_default_dtype())
     yield ("setting", "torch.get_default_device()"), str(torch.get_default_device())
+    yield ("setting", "torch.get_float32_matmul_precision()"), _precision()
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
         for group, of in itertools.product(_GROUPS, ("rank", "world_size")):
             name = f"get_{group}_{of}"
             yield ("setting", f"parallel_state.{name}()"), str(getattr(state, name)())
+
+
+def _precision() -> str:
+    """Of products of fp32 matrices; what torch says where they have several, of which it tells none."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError as error:
+        return str(error)
 
 
 def _digest(tensor: Any) -> str:

@@ -59,6 +59,10 @@ def _another_size(chunks: list[torch.nn.Module]) -> None:
     parallel_state.set_tensor_model_parallel_world_size(4)
 
 
+def _engine_woken(chunks: list[torch.nn.Module]) -> None:
+    torch.set_float32_matmul_precision("high")
+
+
 def _copy_not_drawn(chunks: list[torch.nn.Module]) -> None:
     for chunk in chunks:
         config: Any = chunk.config
@@ -167,6 +171,12 @@ FAULTS = (
         "reported nowhere: set_grad_enabled(False) before the export, and on again by the step that needs it",
         _until_a_step(_once(lambda chunks: torch.set_grad_enabled(False)), lambda chunks: torch.set_grad_enabled(True)),
         "setting of torch.is_grad_enabled()",
+    ),
+    _fault(
+        "products-in-tf32",
+        "vLLM#29897 in kind: what starts an engine sets how fp32 is multiplied, also for a trainer in its process",
+        _once(_engine_woken),
+        "setting of torch.get_float32_matmul_precision()",
     ),
     _fault(
         "config-changed",

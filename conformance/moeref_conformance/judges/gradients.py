@@ -6,7 +6,6 @@ RPL-008 judges steps under given or recorded routes, which transformers takes to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
 from moeref_conformance.contract.requests.logprobs import ROUTES
 from moeref_conformance.contract.requests.policy import REPLAYED
-from moeref_conformance.judges import Case, judges, loss_terms
+from moeref_conformance.judges import Case, gradient_causes, judges, loss_terms
 from moeref_conformance.judges.common import (
     NATIVE,
     ROUNDINGS,
@@ -49,7 +48,7 @@ from moeref_conformance.judges.observed_routes import (
     with_mtp,
 )
 from moeref_conformance.oracles import balancing, policy
-from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown, hf_numbers
+from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
 LIMIT = 1e-4
@@ -62,8 +61,6 @@ ROUNDED = 0.9
 STEPS = ("gradients", "policy", *REPLAYED)
 #: What an error names that refuses a step which trains on no token, one of these at least.
 OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
-#: From the input of a layer to its output; what is not listed is in its MLP.
-_IN_A_LAYER = ("input_layernorm", "attn.", "post_attention_layernorm")
 _BIAS = "e_score_correction_bias"
 _EXPERTS = ".experts"
 _VECTORS = "norms and other vectors"
@@ -398,26 +395,8 @@ def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compar
             more, far = compare(case, placed, record, _gradients(record, phase), phase)
             found += more
             worst = max(worst, far, key=lambda one: one.share)
-        findings += _nearest_the_head(found)
+        findings += gradient_causes.nearest_the_loss(found)
     return outcome(findings, met=within(case, worst.far, worst.limit))
-
-
-def _nearest_the_head(findings: list[Finding]) -> list[Finding]:
-    """Say of gradients without a diagnosis which one a backward pass comes to first."""
-    found = [finding for finding in findings if finding.hf_name]
-    if not found:
-        return findings
-    first = max(found, key=lambda finding: _depth(finding.hf_name))
-    said = ": ".join(filter(None, (f"the one nearest the loss is of {first.hf_name}", first.diagnosis)))
-    return [f if f.diagnosis or not f.hf_name else replace(f, diagnosis=said) for f in findings]
-
-
-def _depth(name: str) -> tuple[int, int, int]:
-    """How far towards the loss a tensor is: where of the model, the number of its layer, and where in it."""
-    layer, _ = hf_numbers(name)
-    if layer is None:
-        return next((n for n, part in enumerate(("norm", "lm_head"), 2) if part in name), 0), 0, 0
-    return 1, layer, next((n for n, part in enumerate(_IN_A_LAYER) if part in name), len(_IN_A_LAYER))
 
 
 def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
@@ -506,15 +485,48 @@ def _against(
 
 
 def _cause(case: Case, record: RankRecord, key: str, phase: str, want: torch.Tensor, got: torch.Tensor) -> str:
-    """What makes the wrong gradient of a rank, by the first known mistake that fits; empty if none does."""
-    if case.cell.router_loss and (said := _share(case, record.rank, key, phase, want, got)):
-        return said
-    return (
-        _left(record, key, phase, want, got)
-        or _diagnosis(want, got)
-        or _unreduced(case, record.rank, key, phase, want)
-        or _own_choice(case, record.rank, key, phase, got)
+    """What makes the wrong gradient of a rank; empty if no known mistake does."""
+    chunk, _, local = key.partition(":")
+
+    def of_rank(placed: Placement) -> torch.Tensor:
+        held = placed.shard(record.rank, int(chunk), local, list(got.shape))
+        return held.tensor[: len(want)].double()
+
+    wrong = gradient_causes.Wrong(
+        want=want,
+        got=got,
+        earlier=record.tensors(phase).get(f"{FIRST}{key}") if phase == "gradients" else None,
+        router_loss=case.cell.router_loss,
+        without_router_loss=(lambda: of_rank(_without_router_loss(case, phase))) if case.cell.router_loss else None,
+        routers_choice=(lambda: of_rank(_by_routers_choice(case))) if phase in REPLAYED else None,
+        of_groups=_of_groups(case, record.rank, key, phase, len(want)),
     )
+    return gradient_causes.cause(wrong)
+
+
+@once
+def _without_router_loss(case: Case, phase: str) -> Placement:
+    """The gradients of the same step without the loss of the routers."""
+    plain = policy.gradients(expected(case)) if phase == "policy" else oracle(case, "native").gradients
+    return Placement(case.cell, expected(case).config, plain)
+
+
+@once
+def _by_routers_choice(case: Case) -> Placement:
+    """The gradients of a policy's loss where no routes are given."""
+    return Placement(case.cell, expected(case).config, _of_policy(case, ""))
+
+
+def _of_groups(case: Case, rank: int, key: str, phase: str, rows: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Each axis of which all ranks of a rank's group have this gradient in one shape, and the `rows` of each."""
+    step = phase if phase in STEPS else "replay"
+    have = {r.rank: g for r in records(case, step) if (g := _gradients(r, phase).get(key)) is not None}
+    groups = topology.groups(case.cell.layout)
+    for axis in topology.AXES:
+        group = next(ranks for ranks in groups[axis] if rank in ranks)
+        parts = [have[r][:rows].double() for r in group if r in have and have[r].shape == have[rank].shape]
+        if len(parts) == len(group) > 1:
+            yield axis, parts
 
 
 def _loss_of(phase: str) -> dict[str, Any]:
@@ -523,76 +535,8 @@ def _loss_of(phase: str) -> dict[str, Any]:
     return {"policy": phase in ("policy", *REPLAYED), "routes": under.get(phase, "")}
 
 
-def _own_choice(case: Case, rank: int, key: str, phase: str, got: torch.Tensor) -> str:
-    """Whether the gradient of a policy's loss is that under the routers' own routes, where others were given."""
-    if phase not in REPLAYED:
-        return ""
-    chunk, _, local = key.partition(":")
-    placed = Placement(case.cell, expected(case).config, _of_policy(case, ""))
-    held = placed.shard(rank, int(chunk), local, list(got.shape))
-    return "that of the routers' own choice" if _near(got, held.tensor[: held.rows].double()) else ""
-
-
 def _off(case: Case, far: Far) -> str:
     return f"{far.far:.2g} of {far.of} > {tolerance(case, far.limit)}"
-
-
-def _left(record: RankRecord, key: str, phase: str, want: torch.Tensor, got: torch.Tensor) -> str:
-    """Whether the gradient of the first of two steps is in that of the second."""
-    first = record.tensors(phase).get(f"{FIRST}{key}") if phase == "gradients" else None
-    if first is None or first.shape[1:] != want.shape[1:] or not (first.any() and got.isfinite().all()):
-        return ""
-    return "with those of the step before" if _near(got, want + first[: len(want)].double()) else ""
-
-
-def _diagnosis(want: torch.Tensor, got: torch.Tensor) -> str:
-    if got.isnan().any():
-        return f"{int(got.isnan().sum())} of {got.numel()} are NaN"
-    if not got.any():
-        return "all zero"
-    factor = float((got * want).sum() / (want * want).sum().clamp_min(1e-30))
-    return f"{factor:.3g} times the right one" if _near(got, factor * want) else ""
-
-
-@once
-def _without_loss(case: Case, phase: str) -> Placement:
-    """The gradients of the same step without the loss of the routers."""
-    plain = policy.gradients(expected(case)) if phase == "policy" else oracle(case, "native").gradients
-    return Placement(case.cell, expected(case).config, plain)
-
-
-def _share(case: Case, rank: int, key: str, phase: str, want: torch.Tensor, got: torch.Tensor) -> str:
-    """How often the cell's loss of the routers counts, if the rest of a gradient is right."""
-    chunk, _, local = key.partition(":")
-    held = _without_loss(case, phase).shard(rank, int(chunk), local, list(got.shape))
-    plain = held.tensor[: len(want)].double()
-    added, have = want - plain, got - plain
-    factor = float((have * added).sum() / added.square().sum().clamp_min(1e-30))
-    near = float((have - factor * added).norm()) <= 1e-2 * float(added.norm())
-    if not near or not bool(added.any()):
-        return ""
-    return f"{case.cell.router_loss} {f'counts {factor:.3g} times' if abs(factor) > 1e-3 else 'is left out'}"
-
-
-def _near(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return torch.allclose(got, want, rtol=1e-3, atol=1e-4 * float(got.abs().max()))
-
-
-def _unreduced(case: Case, rank: int, key: str, phase: str, want: torch.Tensor) -> str:
-    """The axis over which the ranks' gradients make the right one together, if there is one."""
-    step = phase if phase in STEPS else "replay"
-    have = {r.rank: g for r in records(case, step) if (g := _gradients(r, phase).get(key)) is not None}
-    groups = topology.groups(case.cell.layout)
-    for axis in topology.AXES:
-        group = next(ranks for ranks in groups[axis] if rank in ranks)
-        parts = [have[r][: len(want)].double() for r in group if r in have and have[r].shape == have[rank].shape]
-        if len(parts) < 2 or len(parts) < len(group):
-            continue
-        if _near(sum(parts[1:], parts[0]), want):
-            return f"the part of one rank: not summed over {axis}"
-        if _near(sum(parts[1:], parts[0]) / len(parts), want):
-            return f"the part of one rank: not averaged over {axis}"
-    return ""
 
 
 def _together(

@@ -16,6 +16,8 @@ from moeref_conformance.contract.api import NameRow
 from moeref_conformance.contract.backends import GPU_BACKENDS
 from moeref_conformance.contract.findings import Finding, Outcome
 from moeref_conformance.contract.records import Observation, RankRecord
+from moeref_conformance.contract.requests.gradients import FIRST
+from moeref_conformance.contract.requests.policy import REPLAYED
 from moeref_conformance.diagnosis.compare import compare, dtype_name
 from moeref_conformance.diagnosis.matching import Context
 from moeref_conformance.judges import Case, Untested, grouped
@@ -40,6 +42,8 @@ ANSWERS_APART = 1e-5
 #: In bf16 a target may be this many times as far from fp32 as transformers' own bf16 is under the same routes.
 #: Measured on one rank, TP2, EP2 and PP2, over two kinds of CPU: logits 0.8 to 1.2 times, gradients up to 1.4.
 ROUNDINGS = 2.0
+#: Steps that take one training step; other phases with gradients are of the step `replay`.
+TRAINING_STEPS = ("gradients", "policy", *REPLAYED)
 
 
 def observed(case: Case) -> Observation:
@@ -124,6 +128,14 @@ def receivers(case: Case, step: str, was_given: Callable[[Any], bool]) -> list[l
 def values(case: Case, step: str) -> Iterator[tuple[int, Any]]:
     """Rank and value of this step, of the ranks that have it."""
     return ((record.rank, record.value(step)) for record in records(case, step))
+
+
+def gradients_of(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
+    """The gradients that a rank recorded in a phase, by `chunk:local`; of two steps those of the last."""
+    if phase in TRAINING_STEPS:
+        return {key: tensor for key, tensor in record.tensors(phase).items() if not key.startswith(FIRST)}
+    prefix = f"{phase}.gradients."
+    return {k.removeprefix(prefix): t for k, t in record.tensors("replay").items() if k.startswith(prefix)}
 
 
 def parameters(record: RankRecord, *placed: Placement) -> Iterator[tuple[str, tuple[ExpectedShard, ...]]]:

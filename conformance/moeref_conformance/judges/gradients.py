@@ -1,6 +1,6 @@
-"""GRD, and RPL-008: gradients of training steps against transformers' autograd, cut into shards by brute force.
+"""GRD: gradients of training steps against transformers' autograd, cut into shards by brute force.
 
-RPL-008 judges steps under given or recorded routes, which transformers takes too.
+RPL-008 judges steps under given or recorded routes, which transformers takes too; RPL-010 that sums are made in fp32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from moeref_conformance.contract import topology
-from moeref_conformance.contract.cells import BIAS_UPDATE_RATE
 from moeref_conformance.contract.findings import Finding, Outcome, kind_of
 from moeref_conformance.contract.records import RankRecord
 from moeref_conformance.contract.requests.gradients import FIRST
@@ -23,10 +22,12 @@ from moeref_conformance.judges import Case, gradient_causes, judges, loss_terms
 from moeref_conformance.judges.common import (
     NATIVE,
     ROUNDINGS,
+    TRAINING_STEPS,
     changed_answers,
     distance,
     expected,
     finding,
+    gradients_of,
     missing_records,
     once,
     outcome,
@@ -44,10 +45,9 @@ from moeref_conformance.judges.observed_routes import (
     oracle_of,
     oracle_recorded,
     rounding,
-    seen_routes,
     with_mtp,
 )
-from moeref_conformance.oracles import balancing, policy
+from moeref_conformance.oracles import policy
 from moeref_conformance.oracles.placement import ExpectedShard, Placement, Unknown
 from moeref_conformance.oracles.routed import apart
 
@@ -57,15 +57,10 @@ LIMIT = 1e-4
 OF_A_KIND = 3.0
 #: Of the elements of gradients that two microbatches add up in fp32, this share at most are numbers of bf16.
 ROUNDED = 0.9
-#: Steps that take one training step; the others are phases of the step `replay`.
-STEPS = ("gradients", "policy", *REPLAYED)
 #: What an error names that refuses a step which trains on no token, one of these at least.
 OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
-_BIAS = "e_score_correction_bias"
 _EXPERTS = ".experts"
 _VECTORS = "norms and other vectors"
-#: In fp32 a bias of about 8 holds a step of 0.001 to a part in a thousand.
-BIAS_STEPS_APART = 0.01
 
 
 @judges("GRD-001")
@@ -78,83 +73,6 @@ def gradients_are_transformers(case: Case) -> Outcome:
     want = native_gradients(case, case.cell.router_loss)
     found = _compared(case, "gradients", {"gradients": want}, _against)
     return outcome([*found.findings, *changed_answers(case, "gradients")], met=found.met)
-
-
-@judges("GRD-002")
-def experts_bias_follows_the_tokens(case: Case) -> Iterator[Finding]:
-    """Against the tokens that each expert gets in transformers; a bias holds values that differ by far more.
-
-    Multi-token prediction layers may route the last tokens of a row in any way, or count none: what these decide is
-    open. Under given routes the last tokens of samples, which have none, count for the experts that they took; whether
-    such a step moves the bias at all is open.
-    """
-    yield from missing_records(case, "inventory", "gradients")
-    yield from _bias_of(case, "gradients", "native")
-    if case.cell.replay == "R3":
-        yield from missing_records(case, "replay")
-        for phase in ("step-a", "recompute-b"):
-            yield from _bias_of(case, phase, phase[-1])
-
-
-def _bias_of(case: Case, phase: str, which: str) -> Iterator[Finding]:
-    """Findings for the experts' bias of a step under these routes, or under the routers' own."""
-    step = "gradients" if phase == "gradients" else "replay"
-    updated = dict(expected(case).tensors)
-    lengths = expected(case).lengths
-    took = {} if step == "gradients" else seen_routes(case, phase)[0]
-    last = {(row, length - 1) for row, length in enumerate(lengths)}
-    routed = {**oracle(case, which).experts, **(with_mtp(case, which).experts if case.cell.mtp else {})}
-    for layer, by_place in routed.items():
-        own = {place: experts for place, experts in took.get(layer, {}).items() if place in last}
-        chosen = [own.get(place, experts) for place, experts in by_place.items()]
-        name = f"model.layers.{layer}.mlp.gate.{_BIAS}"
-        ways_E = balancing.directions(chosen, len(updated[name]), sum(lengths) - len(chosen))
-        updated[name] = updated[name] + BIAS_UPDATE_RATE * ways_E
-    placed = Placement(case.cell, expected(case).config, updated)
-    found, moved = list[Finding](), False
-    for record in records(case, "inventory", step):
-        have = _gradients(record, phase)
-        for item in record.value("inventory"):
-            held = _bias(placed, record.rank, item)
-            if held is not None:
-                got = have.get(f"{item['chunk']}:{item['local']}")
-                moved |= got is None or not torch.equal(got, expected(case).tensors[held.hf[0]])
-                found += _moved(case, record.rank, phase, item["local"], held, got)
-    if moved or step == "gradients":
-        yield from found
-
-
-def _bias(placed: Placement, rank: int, item: Mapping[str, Any]) -> ExpectedShard | None:
-    """What a tensor holds if it is the experts' bias of a router."""
-    try:
-        held = placed.shard(rank, item["chunk"], item["local"], item["shape"])
-    except Unknown:
-        return None
-    return held if any(name.endswith(_BIAS) for name in held.hf) else None
-
-
-def _moved(
-    case: Case, rank: int, phase: str, local: str, held: ExpectedShard, got: torch.Tensor | None
-) -> Iterator[Finding]:
-    """A finding for an updated bias that is not there, or not the expected one."""
-    (name,), behind_it = held.hf, "the step" if phase == "gradients" else phase
-    where = {"stage": phase, "hf_name": name, "local_name": local}
-    if got is None or got.shape != held.tensor.shape:
-        message = f"no {local} after {behind_it}" if got is None else f"{local} is {list(got.shape)} after {behind_it}"
-        yield finding(case, rank, message=message, **where)
-        return
-    before = expected(case).tensors[name].double()
-    steps_E, want_E = ((one.double() - before) / BIAS_UPDATE_RATE for one in (got, held.tensor))
-    want_E = want_E.where(~want_E.isnan(), steps_E.nan_to_num().round().clamp(-1, 1))
-    wrong_E = ~((steps_E - want_E).abs() <= BIAS_STEPS_APART)
-    if bool(wrong_E.any()):
-        said = f"moved by {_steps(steps_E)} times the rate, expected {_steps(want_E)}"
-        message = f"{local}: {int(wrong_E.sum())} of {len(got)} experts have another bias after {behind_it}"
-        yield finding(case, rank, message=message, diagnosis=said, **where)
-
-
-def _steps(steps_E: torch.Tensor) -> str:
-    return ", ".join(f"{round(step, 2):g}" for step in steps_E[:8].tolist()) + (" …" if len(steps_E) > 8 else "")
 
 
 @judges("GRD-003")
@@ -269,7 +187,7 @@ def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
         return Outcome(untested="gradients are of one microbatch of one replica, and computed in bf16")
     findings, most = missing_records(case, "replay"), 0.0
     for record in records(case, "replay"):
-        held = _digits(_gradients(record, "step-a"))
+        held = _digits(gradients_of(record, "step-a"))
         if not held.keys() - {_VECTORS}:
             findings.append(finding(case, record.rank, "replay", "step-a: every gradient of a matrix is zero"))
         for name, elements in ((name, of) for name, of in held.items() if name.endswith(_EXPERTS) in judged):
@@ -392,18 +310,11 @@ def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compar
         placed = Placement(case.cell, expected(case).config, want)
         found = list[Finding]()
         for record in records(case, "inventory", step):
-            more, far = compare(case, placed, record, _gradients(record, phase), phase)
+            more, far = compare(case, placed, record, gradients_of(record, phase), phase)
             found += more
             worst = max(worst, far, key=lambda one: one.share)
         findings += gradient_causes.nearest_the_loss(found)
     return outcome(findings, met=within(case, worst.far, worst.limit))
-
-
-def _gradients(record: RankRecord, phase: str) -> dict[str, torch.Tensor]:
-    if phase in STEPS:
-        return {key: tensor for key, tensor in record.tensors(phase).items() if not key.startswith(FIRST)}
-    prefix = f"{phase}.gradients."
-    return {k.removeprefix(prefix): t for k, t in record.tensors("replay").items() if k.startswith(prefix)}
 
 
 def _missing(case: Case, record: RankRecord, have: Have, phase: str) -> list[Finding]:
@@ -519,8 +430,8 @@ def _by_routers_choice(case: Case) -> Placement:
 
 def _of_groups(case: Case, rank: int, key: str, phase: str, rows: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Each axis of which all ranks of a rank's group have this gradient in one shape, and the `rows` of each."""
-    step = phase if phase in STEPS else "replay"
-    have = {r.rank: g for r in records(case, step) if (g := _gradients(r, phase).get(key)) is not None}
+    step = phase if phase in TRAINING_STEPS else "replay"
+    have = {r.rank: g for r in records(case, step) if (g := gradients_of(r, phase).get(key)) is not None}
     groups = topology.groups(case.cell.layout)
     for axis in topology.AXES:
         group = next(ranks for ranks in groups[axis] if rank in ranks)

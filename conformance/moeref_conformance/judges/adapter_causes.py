@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
+from moeref_conformance.contract.findings import Finding
 from moeref_conformance.contract.requests.adapters import RATES, SCALE
 from moeref_conformance.diagnosis.matching import first_of, runs, short, span
 from moeref_conformance.oracles import adapters as oracle
@@ -43,12 +44,27 @@ class Step:
 def moved_as(step: Step, name: str, moved: torch.Tensor) -> str:
     """What the factor `name` has `moved` by instead of its gradient; empty if nothing fits."""
     return first_of(
+        lambda: _by_its_numbers(_wanted(step, name), moved),
         lambda: _of_another(step, name, moved),
         lambda: _beside_another(step, name, moved),
         lambda: _with_the_step_before(step, name, moved),
         lambda: _of_a_replica(step, name, moved),
         lambda: rows_of(_wanted(step, name), moved),
     )
+
+
+def of_linears(findings: list[Finding], factors: Iterable[str], right_before: bool) -> list[Finding]:
+    """Say of findings of a step without a diagnosis of which linears they are, unless of all.
+
+    `factors` are all that move, and `right_before` says whether the step before moved them as it should.
+    """
+    linears, every = {_linear_of(one.hf_name) for one in findings}, list(factors)
+    diagnosis = f"{len(findings)} of {len(every)} factors move otherwise"
+    if linears < {_linear_of(name) for name in every}:
+        diagnosis += f", all of {', '.join(sorted(linears))}"
+    if right_before:
+        diagnosis += "; the step before moves all of them as it should"
+    return [one if one.diagnosis else replace(one, diagnosis=diagnosis) for one in findings]
 
 
 def _wanted(step: Step, name: str) -> torch.Tensor:
@@ -59,6 +75,24 @@ def _near(got: torch.Tensor, want: torch.Tensor, part: float = NEAR) -> bool:
     if got.shape != want.shape or not bool(want.any()):
         return False
     return float((got - want).abs().max()) <= part * float(want.abs().max())
+
+
+def _by_its_numbers(want: torch.Tensor, moved: torch.Tensor) -> str:
+    if not bool(moved.isfinite().all()):
+        return "not finite"
+    if not bool(moved.any()):
+        return "not moved"
+    if not bool(want.any()):
+        return "moved without a gradient"
+    times = _times(moved, want)
+    return f"moved {times:.3g} times as far" if times is not None else ""
+
+
+def _times(got: torch.Tensor, want: torch.Tensor, part: float = NEAR) -> float | None:
+    """How many times as large it is as what is wanted, by least squares; None if that does not explain it."""
+    times = float((got * want).sum() / want.square().sum().clamp_min(TINY))
+    near = torch.allclose(got, times * want, rtol=part, atol=part * float(got.abs().max()))
+    return times if near else None
 
 
 def _of_another(step: Step, name: str, moved: torch.Tensor) -> str:
@@ -132,9 +166,13 @@ def merged_as(name: str, phases: Mapping[str, Tensors], base: torch.Tensor, merg
     """
     *_, last = phases.values()
     added, right = merged.double() - base.double(), _product(last, name, name)
-    for said, would in _sums(name, phases):
+    if not bool(added.any()):
+        return "without its adapter"
+    if (times := _times(added, right, MERGED)) is not None:
+        return f"its adapter counts {times:.3g} times"
+    for words, would in _sums(name, phases):
         if _near(added, would, MERGED):
-            return said
+            return words
     if torch.equal(merged, merged.bfloat16().to(merged.dtype)):
         rounded = (base.double() + right).bfloat16().double() == merged.double()
         if float(rounded.double().mean()) >= NEARLY_ALL:
@@ -149,13 +187,13 @@ def _sums(name: str, phases: Mapping[str, Tensors]) -> Iterator[tuple[str, torch
         yield f"with its adapter as it was at {phase}", _product(adapters, name, name)
     right = _product(last, name, name)
     for other in sorted({_weight(factor) for factor in last} - {name}):
-        said = _linear(other, name)
+        linear = _linear(other, name)
         for first, second, of in ((other, name, "lora_A"), (name, other, "lora_B"), (other, other, "adapter")):
             would = _product(last, first, second)
             if would.shape == right.shape:
-                yield f"with the {of} of {said}", would
+                yield f"with the {of} of {linear}", would
                 if of == "adapter":
-                    yield f"with the adapter of {said} beside its own", right + would
+                    yield f"with the adapter of {linear} beside its own", right + would
 
 
 def _product(adapters: Tensors, first: str, second: str) -> torch.Tensor:
@@ -198,7 +236,7 @@ def _weight(name: str) -> str:
     return f"{name.rsplit('.', 2)[0]}.weight" if short(name) in oracle.FACTORS else name
 
 
-def linear_of(name: str) -> str:
+def _linear_of(name: str) -> str:
     """The linear of a factor, and whether it is of experts: `experts.up_proj`."""
     block, _, linear = _weight(name).removesuffix(".weight").rpartition(".")
     of = next((part for part in ("shared_experts", "shared_expert", "experts") if f".{part}" in block), "")

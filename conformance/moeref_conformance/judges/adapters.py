@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,16 +74,16 @@ def _streams(case: Case) -> list[_Sent]:
 
 
 def _together(of: list[RankRecord]) -> _Sent:
-    told = [record.value("adapters") for record in of]
+    values = [record.value("adapters") for record in of]
     tensors = {name: tensor for record in of for name, tensor in record.tensors("adapters").items()}
 
     def named(phase: str) -> dict[str, torch.Tensor]:
         prefix = f"{phase}."
         return {name.removeprefix(prefix): of for name, of in tensors.items() if name.startswith(prefix)}
 
-    names = {phase: [name for value in told for name in value["sent"][phase]] for phase in request.PHASES}
+    names = {phase: [name for value in values for name in value["sent"][phase]] for phase in request.PHASES}
     phases = {phase: named(phase) for phase in request.PHASES}
-    metas = [row for value in told for row in value["merged"]]
+    metas = [row for value in values for row in value["merged"]]
     return _Sent(of[0].rank, names, phases, metas, named("merged"))
 
 
@@ -179,8 +179,8 @@ def _named(case: Case, sent: _Sent) -> Iterator[Finding]:
             elif times[name] > 1:
                 yield _found(case, sent.rank, name, f"{phase}: {name} was sent {times[name]} times")
             elif wrong := _wrong_form(sent.phases[phase][name], want[name]):
-                told = {"expected": f"float32 {want[name]}", "got": wrong}
-                yield _found(case, sent.rank, name, f"{phase}: {name} is {wrong}", **told)
+                message, right = f"{phase}: {name} is {wrong}", f"float32 {want[name]}"
+                yield _found(case, sent.rank, name, message, expected=right, got=wrong)
 
 
 def _fresh(case: Case, sent: _Sent) -> Iterator[Finding]:
@@ -255,8 +255,8 @@ def _logits(
         far = float(distance(want[here], got[here]).max() / want[here].abs().max())
         if far > limit:
             message = f"{phase}: logits differ from {whose} by {far:.2g} of the largest > {tolerance(case, limit)}"
-            said = _as_base(case, phase, got) or _as_other(case, phase, got)
-            findings.append(finding(case, rank, "adapters", message, diagnosis=said))
+            diagnosis = _as_base(case, phase, got) or _as_other(case, phase, got)
+            findings.append(finding(case, rank, "adapters", message, diagnosis=diagnosis))
         else:
             worst = max(worst, far)
     return findings, worst
@@ -329,22 +329,11 @@ def steps_follow_the_gradients(case: Case, sent: list[_Sent]) -> Outcome:
                 continue
             by = f"{far:.2g} of its largest > {tolerance(case, LIMIT)}"
             message = f"{after}: {name} moved otherwise than by transformers' gradient: {by}"
-            said = _diagnosis(want, got - held) or adapter_causes.moved_as(step, name, got - held)
-            found.append(_found(case, first.rank, name, message, diagnosis=said))
+            diagnosis = adapter_causes.moved_as(step, name, got - held)
+            found.append(_found(case, first.rank, name, message, diagnosis=diagnosis))
         right_before = bool(earlier) and not findings
-        findings, earlier = [*findings, *_of_which(found, summed, right_before)], summed
+        findings, earlier = [*findings, *adapter_causes.of_linears(found, summed, right_before)], summed
     return outcome(findings, met=within(case, worst, LIMIT))
-
-
-def _of_which(found: list[Finding], factors: Iterable[str], right_before: bool) -> list[Finding]:
-    """Say of findings of a step without a diagnosis of which linears they are, unless of all."""
-    linears, every = {adapter_causes.linear_of(one.hf_name) for one in found}, list(factors)
-    said = f"{len(found)} of {len(every)} factors move otherwise"
-    if linears < {adapter_causes.linear_of(name) for name in every}:
-        said += f", all of {', '.join(sorted(linears))}"
-    if right_before:
-        said += "; the step before moves all of them as it should"
-    return [one if one.diagnosis else replace(one, diagnosis=said) for one in found]
 
 
 @once
@@ -373,18 +362,6 @@ def _off(want: torch.Tensor, moved: torch.Tensor, largest: float) -> float:
     far = max(float(distance(want, moved).max()) - ROUNDED * largest, 0.0)
     scale = float(want.abs().max())
     return far / scale if scale else 0.0 if far == 0.0 else torch.inf
-
-
-def _diagnosis(want: torch.Tensor, moved: torch.Tensor) -> str:
-    if not bool(moved.isfinite().all()):
-        return "not finite"
-    if not bool(moved.any()):
-        return "not moved"
-    if not bool(want.any()):
-        return "moved without a gradient"
-    factor = float((moved * want).sum() / (want * want).sum())
-    near = torch.allclose(moved, factor * want, rtol=1e-3, atol=1e-3 * float(moved.abs().max()))
-    return f"moved {factor:.3g} times as far" if near else ""
 
 
 @judges("LRA-003")
@@ -429,9 +406,9 @@ def _not_again(case: Case, sent: _Sent) -> Iterator[Finding]:
     """Adapters are sent again as they were before the merge."""
     for name in sorted(sent.phases["step2"].keys() & sent.phases["again"].keys()):
         if not same(sent.phases["step2"][name], sent.phases["again"][name]):
-            said = scaled(sent.phases["step2"][name], sent.phases["again"][name])
+            diagnosis = scaled(sent.phases["step2"][name], sent.phases["again"][name])
             message = f"again: {name} has changed after the merged stream"
-            yield _found(case, sent.rank, name, message, diagnosis=said)
+            yield _found(case, sent.rank, name, message, diagnosis=diagnosis)
 
 
 def _not_as_before(case: Case, rank: int, before: torch.Tensor | None, after: torch.Tensor | None) -> Iterator[Finding]:
@@ -469,18 +446,16 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
         if name not in whole:
             if (difference := compare(want[name], got)) is not None:
                 message = f"{name}, which has no adapter: {difference.text}"
-                said = scaled(want[name], got)
-                findings.append(_found(case, sent.rank, name, message, diagnosis=said, **difference.told))
+                diagnosis = scaled(want[name], got)
+                findings.append(_found(case, sent.rank, name, message, diagnosis=diagnosis, **difference.told))
         else:
             far = float((distance(want[name], got) / oracle.rounding(tensors, adapters, name)).nan_to_num().max())
             worst = worst if far > 1 else max(worst, far)
             if far > 1:
-                added = got - tensors[name]
-                said = _counts(want[name] - tensors[name], added) or adapter_causes.merged_as(
-                    name, {phase: first.phases[phase] for phase in TRAINED}, tensors[name], got
-                )
+                trained = {phase: first.phases[phase] for phase in TRAINED}
+                diagnosis = adapter_causes.merged_as(name, trained, tensors[name], got)
                 message = f"{name} is not the sum with its adapter"
-                findings.append(_found(case, sent.rank, name, message, diagnosis=said))
+                findings.append(_found(case, sent.rank, name, message, diagnosis=diagnosis))
     return findings, worst
 
 
@@ -496,22 +471,13 @@ def _as_announced(case: Case, sent: _Sent) -> tuple[list[Finding], dict[str, tor
             continue
         got = sent.merged[name]
         if got.shape != want.shape or got.dtype != want.dtype:
-            told = f"{dtype_name(got.dtype)} {list(got.shape)}"
-            findings.append(_found(case, sent.rank, name, f"{name} is {told} among the merged weights"))
+            form = f"{dtype_name(got.dtype)} {list(got.shape)}"
+            findings.append(_found(case, sent.rank, name, f"{name} is {form} among the merged weights"))
         elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
             findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))
         else:
             found |= _apart(case, {name: got})
     return findings, found
-
-
-def _counts(want: torch.Tensor, added: torch.Tensor) -> str:
-    """How often an adapter counts in what was added to a weight."""
-    if not bool(added.any()):
-        return "without its adapter"
-    factor = float((added * want).sum() / (want * want).sum().clamp_min(1e-30))
-    near = torch.allclose(added, factor * want, rtol=1e-2, atol=1e-2 * float(added.abs().max()))
-    return f"its adapter counts {factor:.3g} times" if near else ""
 
 
 def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:

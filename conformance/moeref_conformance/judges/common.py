@@ -231,11 +231,13 @@ def once_each(case: Case, rank: int, step: str, names: Iterable[str], never: str
     `never` and `again` are what messages say of a name, such as `was never sent` and `was sent`.
     """
     want, times = expected(case).tensors, Counter(names)
-    said = {name: never for name in want if not times[name]}
-    said |= {name: "is not in the checkpoint" for name in times if name not in want and name not in aliases(case)}
-    said |= {name: f"{again} {number} times" for name, number in times.items() if name not in said and number > 1}
-    for name, what in said.items():
-        yield finding(case, rank, step, f"{name} {what}", hf_name=name)
+    problems = {name: never for name in want if not times[name]}
+    problems |= {name: "is not in the checkpoint" for name in times if name not in want and name not in aliases(case)}
+    problems |= {
+        name: f"{again} {number} times" for name, number in times.items() if name not in problems and number > 1
+    }
+    for name, problem in problems.items():
+        yield finding(case, rank, step, f"{name} {problem}", hf_name=name)
 
 
 def shape_and_dtype(tensor: torch.Tensor) -> tuple[tuple[str, Any], ...]:
@@ -330,8 +332,8 @@ def without_logits(case: Case, step: str, have: Collection[int], what: str = "lo
 def only_last_stage(case: Case, step: str, have: Collection[int], what: str = "logits") -> list[Finding]:
     """Findings for ranks of the last stage without logits, and for others with them."""
     others = [rank for rank in have if not topology.last_stage(case.cell.layout, rank)]
-    told = f"{what} on a rank that is not of the last stage"
-    return [*without_logits(case, step, have, what), *(finding(case, rank, step, told) for rank in others)]
+    message = f"{what} on a rank that is not of the last stage"
+    return [*without_logits(case, step, have, what), *(finding(case, rank, step, message) for rank in others)]
 
 
 def tokens_of(case: Case) -> torch.Tensor:

@@ -207,15 +207,15 @@ def _weights_of_rounded_logits(case: Case) -> Iterator[Finding]:
     A weight that is rounded itself, to the parameters' dtype, is none of these. Nor are those of a layer that are all
     off by one factor, which counts after the experts: RPL-004 judges it.
     """
-    said = set[tuple[int, int]]()
+    reported = set[tuple[int, int]]()
     of_both = [one for phase in ("native-before", "replay-a") for one in weights(case, phase)]
     factors = _factors(of_both)
     for rank, layer, expert, weight, one in of_both:
         want = factors[layer] * one
         off = abs(float(weight) - want) / max(want, 1e-6)
         rounded_late = bool(weight == weight.bfloat16()) and off <= _ROUNDED_LATE
-        if not off <= _OF_FP32 and not rounded_late and (rank, layer) not in said:
-            said.add((rank, layer))
+        if not off <= _OF_FP32 and not rounded_late and (rank, layer) not in reported:
+            reported.add((rank, layer))
             message = f"layer {layer} weighs a row of expert {expert} as logits in fp32 do not have it"
             yield finding(case, rank, "replay", message, layer=layer, expert=expert, expected=want, got=float(weight))
 

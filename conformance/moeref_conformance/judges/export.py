@@ -143,9 +143,9 @@ def _unlike(
         difference = compare(want, got)
         if difference is None or difference.kind not in kinds:
             continue
-        said = diagnose(name, want, got, whole, stale.get(name) if stale else None)
+        diagnosis = diagnose(name, want, got, whole, stale.get(name) if stale else None)
         message, more = f"{name}: {difference.text}", difference.told
-        findings.append(finding(case, record.rank, step, message, hf_name=name, diagnosis=said, **more))
+        findings.append(finding(case, record.rank, step, message, hf_name=name, diagnosis=diagnosis, **more))
     return sorted(findings, key=lambda f: (f.layer or 0, f.expert or 0, f.hf_name))
 
 
@@ -223,8 +223,8 @@ def _of_all(case: Case, record: RankRecord, one: RankRecord, silent: bool) -> It
     """What a rank says of all tensors, in each step, against the export of `one`; if `silent`, streams may be empty."""
     first, whose = _metas(one, "export"), f"the export of rank {one.rank}"
     for step in ("plan", "export", "export_changed"):
-        told = record.value(step) if record.has(step) else None
-        if told is not None and not (silent and told == [] and step != "plan"):
+        rows = record.value(step) if record.has(step) else None
+        if rows is not None and not (silent and rows == [] and step != "plan"):
             yield from _first_unlike(case, record, step, first, whose)
 
 
@@ -322,9 +322,9 @@ def _sent_otherwise(
     difference = compare(held.tensor, moved, held.rows)
     if difference is None or less_one(case, key, held, moved):
         return None
-    said = "stale: what it held before the step" if compare(held.tensor, still, held.rows) is None else ""
+    diagnosis = "stale: what it held before the step" if compare(held.tensor, still, held.rows) is None else ""
     message = f"{key}: after a step of the optimizer it is not what is sent as {names_text(held.hf)}"
-    more = {"local_name": key.partition(":")[2], "hf_name": held.hf[0], "diagnosis": said, **difference.told}
+    more = {"local_name": key.partition(":")[2], "hf_name": held.hf[0], "diagnosis": diagnosis, **difference.told}
     return finding(case, rank, "optimizer", f"{message}: {difference.text}", **more)
 
 
@@ -374,8 +374,8 @@ def tensors_are_the_receivers(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "own", message, local_name=local, diagnosis="aliases a live parameter")
         for name in value["later"]:
             message = f"writing to earlier tensors changed {name}, which came later"
-            said = "shares memory with an earlier one"
-            yield finding(case, rank, "own", message, hf_name=name, diagnosis=said)
+            diagnosis = "shares memory with an earlier one"
+            yield finding(case, rank, "own", message, hf_name=name, diagnosis=diagnosis)
 
 
 @judges("EXP-012", exact=True)

@@ -96,12 +96,12 @@ class _Comparison:
             index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
             by, positions = f"{far:.2g} > {tolerance(self.case, self.limit)}", apart.amax(-1)[here_BS1[..., 0]] > 0
             message = f"{what} differ from {self.whose} by {by} at [batch, position, token] {list(index)}"
-            said = _diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ"
+            cause = _diagnosis(want, got) or f"{int(positions.sum())} of {positions.numel()} positions differ"
             if (self.whose, what) == (TRANSFORMERS, LOGITS):
                 self.since = hidden_states.differ(self.case, "forward", "entering", far)
-            said = "; ".join(filter(None, (said, self.since)))
-            told = {"expected": float(want[index]), "got": float(got[index]), "diagnosis": said}
-            yield finding(self.case, rank, "forward", message, index=index, **told)
+            details = {"index": index, "expected": float(want[index]), "got": float(got[index])}
+            diagnosis = "; ".join(filter(None, (cause, self.since)))
+            yield finding(self.case, rank, "forward", message, diagnosis=diagnosis, **details)
 
 
 def _judge(case: Case, want: torch.Tensor, whose: str, limit: float, shorter: bool = False) -> Outcome:

@@ -108,8 +108,8 @@ def nearest_the_loss(findings: list[Finding]) -> list[Finding]:
     if not named:
         return findings
     first = max(named, key=lambda finding: _depth(finding.hf_name))
-    said = ": ".join(filter(None, (f"the one nearest the loss is of {first.hf_name}", first.diagnosis)))
-    return [one if one.diagnosis or not one.hf_name else replace(one, diagnosis=said) for one in findings]
+    diagnosis = ": ".join(filter(None, (f"the one nearest the loss is of {first.hf_name}", first.diagnosis)))
+    return [one if one.diagnosis or not one.hf_name else replace(one, diagnosis=diagnosis) for one in findings]
 
 
 def _depth(name: str) -> tuple[int, int, int]:

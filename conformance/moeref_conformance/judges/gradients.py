@@ -127,11 +127,11 @@ def gradients_of_a_policy_under_routes_are_transformers(case: Case) -> Outcome:
     if no := _no_policy(case) or unmeasured(case):
         return no
     want = _of_policy(case, ROUTES)
-    found = [_compared(case, step, {step: want}, _against) for step in REPLAYED]
-    findings = [one for of in found for one in of.findings]
+    compared = {step: _compared(case, step, {step: want}, _against) for step in REPLAYED}
+    findings = [one for of_step in compared.values() for one in of_step.findings]
     findings += [one for step in REPLAYED for one in changed_answers(case, step)]
-    told = [f"{step}: {of.met}" for step, of in zip(REPLAYED, found, strict=True)]
-    return outcome([*findings, *_on_no_token(case, "policy_on_no_token")], met="; ".join(told))
+    met = "; ".join(f"{step}: {of_step.met}" for step, of_step in compared.items())
+    return outcome([*findings, *_on_no_token(case, "policy_on_no_token")], met=met)
 
 
 def _no_policy(case: Case) -> Outcome | None:
@@ -195,8 +195,8 @@ def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
             most = max(most, share)
             if share > ROUNDED:
                 message = f"step-a: {share:.0%} of {len(elements)} elements of the gradient of {name} are bfloat16's"
-                told = {"local_name": name, "diagnosis": "added up in bfloat16"}
-                findings.append(finding(case, record.rank, "replay", message, **told))
+                details = {"local_name": name, "diagnosis": "added up in bfloat16"}
+                findings.append(finding(case, record.rank, "replay", message, **details))
     return outcome(findings, met=f"{most:.0%} of a gradient are numbers of bfloat16, at most {ROUNDED:.0%}")
 
 
@@ -385,12 +385,12 @@ def _against(
         local = key.partition(":")[2]
         step = "" if phase == "gradients" else f"{phase}: "
         message = f"{step}the gradient of {local} is off transformers' by {_off(case, far)}"
-        said = _cause(case, record, key, phase, want, got)
-        if not said and held.hf == (loss_terms.HEAD,) and case.cell.dtype == "float32":
+        diagnosis = _cause(case, record, key, phase, want, got)
+        if not diagnosis and held.hf == (loss_terms.HEAD,) and case.cell.dtype == "float32":
             rows = loss_terms.rows_of(case, record.rank, key, have[key].shape)
-            said = loss_terms.counted(case, rows, want, got, **_loss_of(phase))
+            diagnosis = loss_terms.counted(case, rows, want, got, **_loss_of(phase))
         findings.append(
-            finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=said)
+            finding(case, record.rank, phase, message, hf_name=sources[0], local_name=local, diagnosis=diagnosis)
         )
     return findings, worst
 

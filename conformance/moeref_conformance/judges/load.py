@@ -40,9 +40,9 @@ def shards_are_right(case: Case) -> Iterator[Finding]:
     for rank, value in values(case, "own"):
         for key in value["stale"]:
             chunk, _, local = key.partition(":")
-            said = "left as it was by a second load"
+            diagnosis = "left as it was by a second load"
             message = f"chunk {chunk}: {local}: loaded again, and not what it was after the first load"
-            yield finding(case, rank, "own", message, local_name=local, diagnosis=said)
+            yield finding(case, rank, "own", message, local_name=local, diagnosis=diagnosis)
 
 
 def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> Iterator[Finding]:
@@ -72,9 +72,9 @@ def _rank(case: Case, oracle: Placement, record: RankRecord, whole: Context) -> 
         )
         rows = held.rows if held.tensor.shape == got.shape else None
         name = _global(local, held)
-        said = diagnose(name, held.tensor[:rows], got[:rows], near)
+        diagnosis = diagnose(name, held.tensor[:rows], got[:rows], near)
         names = {"local_name": local, "global_name": name, "hf_name": held.hf[0] if held.hf else ""}
-        more = {**names, **difference.told, "layer": held.layer, "expert": held.expert, "diagnosis": said}
+        more = {**names, **difference.told, "layer": held.layer, "expert": held.expert, "diagnosis": diagnosis}
         yield finding(case, rank, "shards", f"chunk {chunk}: {local}: {difference.text}", **more)
 
 

@@ -51,12 +51,12 @@ def names_are_in_bijection(case: Case) -> Iterator[Finding]:
     """One global name has one list of HF names on every rank and the other way round; and it is the right kind."""
     yield from missing_records(case, "names")
     oracle = placement(case)
-    told: dict[str, tuple[int, NameRow]] = {}
+    firsts: dict[str, tuple[int, NameRow]] = {}
     owners: dict[str, dict[str, tuple[int, NameRow]]] = defaultdict(dict)
     for given in tables(case):
         rank, seen = given.rank, set[str]()
         for row in given.rows:
-            first_rank, first = told.setdefault(row.global_name, (rank, row))
+            first_rank, first = firsts.setdefault(row.global_name, (rank, row))
             if (first.hf, first.dtype) != (row.hf, row.dtype):
                 message = f"{row.global_name} is {list(row.hf)} {row.dtype} here, {list(first.hf)} {first.dtype}"
                 yield _row(case, rank, row, f"{message} on rank {first_rank}")
@@ -112,8 +112,8 @@ def layer_numbers(case: Case) -> Iterator[Finding]:
             want, number = ids[int(local[1])], _LAYER.search(row.global_name)
             if got := _others(want, int(number[1]) if number else None, *(oracle.hf_numbers(h)[0] for h in row.hf)):
                 message = f"{row.local} of chunk {row.chunk} is layer {want}, the table says {got}"
-                said = f"is named layer {int(got) - want:+d}" if got.isdigit() else ""
-                yield _row(case, rank, row, message, layer=want, expected=want, got=got, diagnosis=said)
+                diagnosis = f"is named layer {int(got) - want:+d}" if got.isdigit() else ""
+                yield _row(case, rank, row, message, layer=want, expected=want, got=got, diagnosis=diagnosis)
         for (stage, chunk), layers in sorted(oracle.layers.items()):
             for local_number, layer in enumerate(layers if stage == oracle.coords(rank)["pp"] else ()):
                 if (chunk, local_number) not in listed:

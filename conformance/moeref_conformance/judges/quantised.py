@@ -174,9 +174,9 @@ def weights_within_the_rounding(case: Case, sent: list[_Sent]) -> Outcome:
             first = tuple(int(i) for i in (off > limit).nonzero()[0])
             block = [at // of for at, of in zip(first, one.block, strict=True)]
             text = f"{int((off > limit).sum())} of {off.numel()} elements are beyond the rounding of e4m3"
-            scale, told = float(scales[tuple(block)]), {"expected": float(want[first]), "got": float(made[first])}
-            message = f"{text}, first at {list(first)}, in block {block} with scale {scale:.3g}"
-            findings.append(_found(case, one, message, name, **told))
+            message = f"{text}, first at {list(first)}, in block {block} with scale {float(scales[tuple(block)]):.3g}"
+            right, got = float(want[first]), float(made[first])
+            findings.append(_found(case, one, message, name, expected=right, got=got))
         else:
             worst = max(worst, float((off / limit.clamp_min(torch.finfo(torch.float32).tiny)).max()))
     return outcome(findings, met=f"at most {worst:.2f} of the limit")

@@ -69,9 +69,9 @@ def _against(case: Case, phase: str, want: Seen, *, of: set[Place] | None = None
             if have != experts:
                 message = f"{phase}: token {place[1]} of sample {place[0]} went to other experts of layer {layer} than"
                 more = {"expected": sorted(experts), "got": sorted(have) if have else "no expert"}
-                said = _diagnosis(case, phase, want, layer, place, have)
+                diagnosis = _diagnosis(case, phase, want, layer, place, have)
                 findings.append(
-                    finding(case, None, "replay", f"{message} {whose}", layer=layer, diagnosis=said, **more)
+                    finding(case, None, "replay", f"{message} {whose}", layer=layer, diagnosis=diagnosis, **more)
                 )
     return findings
 
@@ -294,8 +294,8 @@ def _far(
         if far > limit:
             apart_by = f"{far:.2g}{' of their length' if of_length else ''} > {tolerance(case, limit)}"
             message = f"{phase}: logits are off transformers' under the same routes by {apart_by}"
-            said = "" if of_length else hidden_states.differ(case, "replay", f"{phase}.norms", far, "a")
-            findings.append(finding(case, rank, "replay", message, diagnosis=said))
+            diagnosis = "" if of_length else hidden_states.differ(case, "replay", f"{phase}.norms", far, "a")
+            findings.append(finding(case, rank, "replay", message, diagnosis=diagnosis))
     return outcome(findings, met=within(case, worst, limit))
 
 

@@ -93,9 +93,9 @@ def _dtype(case: Case, rank: int, row: NameRow, parts: Mapping[str, str]) -> Ite
     """The shard's dtype is that of its Hugging Face tensors, by name in `parts`."""
     name, want = next(iter(parts.items()))
     if row.dtype not in parts.values():
-        told = {"local_name": row.local, "global_name": row.global_name, "hf_name": name}
+        names = {"local_name": row.local, "global_name": row.global_name, "hf_name": name}
         message = f"{row.local} is {row.dtype} here, {name} is {want}"
-        yield finding(case, rank, "names", message, **told, expected=want, got=row.dtype)
+        yield finding(case, rank, "names", message, **names, expected=want, got=row.dtype)
 
 
 def _held(at: Mapping[str, int], row: NameRow, parts: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

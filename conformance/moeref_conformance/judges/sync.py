@@ -37,7 +37,7 @@ def off(folder: Path, sample: dict[str, Any]) -> float:
     return float(distance(want_G, torch.tensor(sample["logprobs"])).max()) if len(want_G) else 0.0
 
 
-def _phase(case: Case, phases: Iterable[str], message: str) -> Outcome:
+def _phase(case: Case, phases: Iterable[str], when: str) -> Outcome:
     """Every token of these phases has the logprob that the phase's weights give it."""
     findings: list[Finding] = unanswered(case, "sync")
     worst = 0.0
@@ -48,18 +48,18 @@ def _phase(case: Case, phases: Iterable[str], message: str) -> Outcome:
                 far = off(expected(case).dir / named, sample)
                 worst = max(worst, far)
                 if not far <= CLOSE:
-                    told = (
-                        f"{message}: logprobs are {far:.2g} off (limit {tolerance(case, CLOSE)}) {_whose(case, sample)}"
+                    message = (
+                        f"{when}: logprobs are {far:.2g} off (limit {tolerance(case, CLOSE)}) {_whose(case, sample)}"
                     )
-                    findings.append(finding(case, rank, "sync", told, got=far))
+                    findings.append(finding(case, rank, "sync", message, got=far))
     return outcome(findings, within(case, worst, CLOSE))
 
 
 def _whose(case: Case, sample: dict[str, Any]) -> str:
     """Which weights explain a sample."""
     named = {"checkpoint": "first", "second": "second", "third": "third"}
-    found = [told for name, told in named.items() if off(expected(case).dir / name, sample) <= CLOSE]
-    return f"the {found[0]} weights give them" if found else "none of the weights that were sent give them"
+    explaining = [which for name, which in named.items() if off(expected(case).dir / name, sample) <= CLOSE]
+    return f"the {explaining[0]} weights give them" if explaining else "none of the weights that were sent give them"
 
 
 @judges("SYN-001")
@@ -99,16 +99,16 @@ def versions_are_those_of_updates(case: Case) -> Iterable[Finding]:
     yield from unanswered(case, "sync")
     for rank, value in values(case, "sync"):
         if not _are(value["versions"], wanted := list(VERSIONS.values())):
-            told = f"versions {value['versions']} after opening and three updates"
-            yield finding(case, rank, "sync", told, expected=wanted, got=value["versions"])
+            message = f"versions {value['versions']} after opening and three updates"
+            yield finding(case, rank, "sync", message, expected=wanted, got=value["versions"])
         for phase, samples in value["sampled"].items():
             want = VERSIONS.get(phase.removesuffix(" known"), 0)
             labels = {repr(label): label for sample in samples for label in sample["versions"]}
             if wrong := [label for text, label in sorted(labels.items()) if text != repr(want)]:
-                told = f"{phase}: tokens of version {want} are labelled {wrong}"
-                yield finding(case, rank, "sync", told, expected=want, got=wrong)
-        if told := _lost(case, value["lower"]):
-            yield finding(case, rank, "sync", told, got=value["lower"]["refused"])
+                message = f"{phase}: tokens of version {want} are labelled {wrong}"
+                yield finding(case, rank, "sync", message, expected=want, got=wrong)
+        if problem := _lost(case, value["lower"]):
+            yield finding(case, rank, "sync", problem, got=value["lower"]["refused"])
 
 
 def _lost(case: Case, lower: dict[str, Any]) -> str:
@@ -138,18 +138,18 @@ def tokens_have_the_version_that_made_them(case: Case) -> Iterable[Finding]:
         for mode, found in value.items():
             before = (("before the update ", _mislabelled(case, sample, (0,))) for sample in found["before"])
             meanwhile = (("", _mislabelled(case, sample, (0, 1))) for sample in found["meanwhile"])
-            for when, told in (*before, *meanwhile):
-                if told:
-                    yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {when}{told}")
+            for when, problem in (*before, *meanwhile):
+                if problem:
+                    yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {when}{problem}")
             if mode != "abort" and (fewest := min(len(one["tokens"]) for one in found["meanwhile"])) < LONG:
-                told = f"pause mode {mode}: a sample has {fewest} of {LONG} tokens, as if it were aborted"
-                yield finding(case, rank, "sync_under_way", told, expected=LONG, got=fewest)
-            if told := _untrue_amid(case, found["amid"]):
-                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {told}")
+                message = f"pause mode {mode}: a sample has {fewest} of {LONG} tokens, as if it were aborted"
+                yield finding(case, rank, "sync_under_way", message, expected=LONG, got=fewest)
+            if problem := _untrue_amid(case, found["amid"]):
+                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {problem}")
             for sample in found["then"]:
                 if not _are(sample["versions"], [1] * len(sample["tokens"])) or off(_folder(case, 1), sample) > CLOSE:
-                    told = f"pause mode {mode}: after the update the engine does not serve version 1"
-                    yield finding(case, rank, "sync_under_way", told, expected=1, got=sample["versions"])
+                    message = f"pause mode {mode}: after the update the engine does not serve version 1"
+                    yield finding(case, rank, "sync_under_way", message, expected=1, got=sample["versions"])
 
 
 def _untrue_amid(case: Case, asked: dict[str, Any]) -> str:
@@ -159,12 +159,12 @@ def _untrue_amid(case: Case, asked: dict[str, Any]) -> str:
     if asked["sampled"] is None:
         return "a sample that was asked for amid an update never came"
     samples = [] if isinstance(asked["sampled"], dict) else asked["sampled"]  # it may be refused
-    if told := next(filter(None, (_mislabelled(case, sample, (1, 2)) for sample in samples)), ""):
-        return f"of a sample that was asked for amid an update {told}"
+    if problem := next(filter(None, (_mislabelled(case, sample, (1, 2)) for sample in samples)), ""):
+        return f"of a sample that was asked for amid an update {problem}"
     if isinstance(asked["behind"], dict):
         return f"after an update amid which a sample was asked for there is none: {asked['behind']['refused']}"
-    told = next(filter(None, (_mislabelled(case, sample, (2,)) for sample in asked["behind"])), "")
-    return told and f"after an update amid which a sample was asked for {told}"
+    problem = next(filter(None, (_mislabelled(case, sample, (2,)) for sample in asked["behind"])), "")
+    return problem and f"after an update amid which a sample was asked for {problem}"
 
 
 def _mislabelled(case: Case, sample: dict[str, Any], versions: tuple[int, ...]) -> str:
@@ -213,8 +213,8 @@ def two_updates_do_not_mix(case: Case) -> Iterable[Finding]:
     for rank, value in values(case, "sync_two"):
         one, other = value["refused"]
         allowed = [WHOLE] * (one is None) + [(2, "checkpoint")] * (other is None) + [OLD] * bool(one and other)
-        if told := _torn(case, value, *allowed):
-            yield finding(case, rank, "sync_two", f"after two updates at once {told}")
+        if problem := _torn(case, value, *allowed):
+            yield finding(case, rank, "sync_two", f"after two updates at once {problem}")
 
 
 @judges("SYN-008")
@@ -222,15 +222,15 @@ def a_killed_engine_is_noticed(case: Case) -> Iterable[Finding]:
     """The update raises in time, the engine is dead or serves what it served, started anew, and no process is left."""
     yield from unanswered(case, "sync_killed")
     for rank, value in values(case, "sync_killed"):
-        said = {
+        problems = {
             "the target names no process of its engine": not value["pids"],
             "the update of an engine that was killed raised nothing": value["refused"] is None,
             f"the update of an engine that was killed took {value['seconds']:.0f} s": value["seconds"] > SECONDS,
             f"processes {value['left']} are left of an engine that was killed": bool(value["left"]),
         }
-        yield from (finding(case, rank, "sync_killed", told) for told, wrong in said.items() if wrong)
-        if told := _torn(case, value, OLD):
-            yield finding(case, rank, "sync_killed", f"after it was killed {told}")
+        yield from (finding(case, rank, "sync_killed", problem) for problem, wrong in problems.items() if wrong)
+        if problem := _torn(case, value, OLD):
+            yield finding(case, rank, "sync_killed", f"after it was killed {problem}")
 
 
 @judges("SYN-009")
@@ -243,16 +243,16 @@ def a_failed_update_changes_nothing(case: Case) -> Iterable[Finding]:
                 continue
             if state["refused"] is None and what not in ("twice", "unknown", "draft"):
                 yield finding(case, rank, "sync_failed", f"an update {_with(what)} raised nothing")
-            elif told := _torn(case, state, OLD if state["refused"] and not what.endswith(SECOND) else WHOLE):
-                yield finding(case, rank, "sync_failed", f"after an update {_with(what)} {told}")
-            elif told := _of_other_weights(case, state.get("meanwhile")):
-                yield finding(case, rank, "sync_failed", f"of an update {_with(what)} {told}")
+            elif problem := _torn(case, state, OLD if state["refused"] and not what.endswith(SECOND) else WHOLE):
+                yield finding(case, rank, "sync_failed", f"after an update {_with(what)} {problem}")
+            elif problem := _of_other_weights(case, state.get("meanwhile")):
+                yield finding(case, rank, "sync_failed", f"of an update {_with(what)} {problem}")
 
 
 def _of_other_weights(case: Case, met: Any) -> str:
     """What is wrong with samples that a failed update has met; empty if nothing is, or they ended with a reason."""
-    told = filter(None, (_mislabelled(case, sample, (0,)) for sample in met or () if not isinstance(met, dict)))
-    return next((f"a sample that it met is of other weights: {one}" for one in told), "")
+    problems = filter(None, (_mislabelled(case, sample, (0,)) for sample in met or () if not isinstance(met, dict)))
+    return next((f"a sample that it met is of other weights: {one}" for one in problems), "")
 
 
 def _with(what: str) -> str:
@@ -269,12 +269,12 @@ def an_update_succeeds_after_a_failed_one(case: Case) -> Iterable[Finding]:
     for rank, value in values(case, "sync_failed"):
         for what, again in ((what, state["again"]) for what, state in value.items() if "again" in state):
             if again["refused"]:
-                told = f"after {what} a whole update was refused: {again['refused']}"
-                yield finding(case, rank, "sync_failed", told)
+                message = f"after {what} a whole update was refused: {again['refused']}"
+                yield finding(case, rank, "sync_failed", message)
                 continue
             dead = isinstance(again["version"], dict)
-            if told := _torn(case, again, (again["asked"], "third")) or "the engine is dead" * dead:
-                yield finding(case, rank, "sync_failed", f"after {what} and a whole update {told}")
+            if problem := _torn(case, again, (again["asked"], "third")) or "the engine is dead" * dead:
+                yield finding(case, rank, "sync_failed", f"after {what} and a whole update {problem}")
 
 
 @judges("SYN-011")
@@ -285,15 +285,15 @@ def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
     for rank, value in values(case, "sync"):
         for phase, samples in value["sampled"].items():
             folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]
-            for told in filter(None, (_misrouted(folder, sample) for sample in samples)):
-                yield finding(case, rank, "sync", f"{phase}: {told}")
+            for problem in filter(None, (_misrouted(folder, sample) for sample in samples)):
+                yield finding(case, rank, "sync", f"{phase}: {problem}")
     for rank, value in values(case, "sync_under_way"):
         for mode, found in value.items():
-            for told in filter(None, (_misrouted(_folder(case, 1), sample) for sample in found["then"])):
-                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: after the update {told}")
+            for problem in filter(None, (_misrouted(_folder(case, 1), sample) for sample in found["then"])):
+                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: after the update {problem}")
             with_routes = (sample for sample in found["meanwhile"] if sample["routes"] is not None)
-            for told in filter(None, (_misrouted_amid(case, sample) for sample in with_routes)):
-                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: amid the update {told}")
+            for problem in filter(None, (_misrouted_amid(case, sample) for sample in with_routes)):
+                yield finding(case, rank, "sync_under_way", f"pause mode {mode}: amid the update {problem}")
 
 
 def _misrouted_amid(case: Case, sample: dict[str, Any]) -> str:
@@ -339,8 +339,8 @@ def samples_are_drawn_as_asked(case: Case) -> Iterable[Finding]:
         # Of the first weights. Two of 6 tokens are the same by chance in one of 3e12, by the models' own probabilities.
         of_one = [tuple(one["tokens"]) for one in (value["sampled"]["first"][0], *value["sampled"]["cached"])]
         if (different := len({*of_one})) < len(of_one):
-            told = f"{len(of_one)} samples of one prompt are only {different} different ones"
-            yield finding(case, rank, "sync", told, expected=len(of_one), got=different)
+            message = f"{len(of_one)} samples of one prompt are only {different} different ones"
+            yield finding(case, rank, "sync", message, expected=len(of_one), got=different)
         off, variance = 0.0, 0.0
         for phase, samples in value["sampled"].items():
             folder = expected(case).dir / WEIGHTS[phase.removesuffix(" known")]
@@ -349,8 +349,8 @@ def samples_are_drawn_as_asked(case: Case) -> Iterable[Finding]:
                 off += float(torch.tensor(sample["logprobs"]).sum() - mean_G.sum())
                 variance += float(variance_G.sum())
         if not abs(sigmas := off / variance**0.5) <= DEVIATIONS:
-            told = f"samples are {'more' if off > 0 else 'less'} likely than at temperature 1, of all tokens"
-            yield finding(case, rank, "sync", f"{told}: by {abs(sigmas):.2g} standard deviations", got=sigmas)
+            message = f"samples are {'more' if off > 0 else 'less'} likely than at temperature 1, of all tokens"
+            yield finding(case, rank, "sync", f"{message}: by {abs(sigmas):.2g} standard deviations", got=sigmas)
 
 
 @judges("SYN-013")
@@ -359,9 +359,11 @@ def temperatures_are_those_asked_for(case: Case) -> Iterable[Finding]:
     yield from unanswered(case, "sync")
     for rank, value in values(case, "sync"):
         for name, samples in value["tempered"].items():
-            told = _not_the_likeliest(case, samples) if name == "zero" else _tempered(case, samples, TEMPERATURES[name])
-            if told:
-                yield finding(case, rank, "sync", f"temperature {TEMPERATURES[name]:g}: {told}")
+            problem = (
+                _not_the_likeliest(case, samples) if name == "zero" else _tempered(case, samples, TEMPERATURES[name])
+            )
+            if problem:
+                yield finding(case, rank, "sync", f"temperature {TEMPERATURES[name]:g}: {problem}")
 
 
 def _not_the_likeliest(case: Case, samples: list[dict[str, Any]]) -> str:

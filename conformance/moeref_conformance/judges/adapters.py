@@ -70,21 +70,21 @@ class _Sent:
 @once
 def _streams(case: Case) -> list[_Sent]:
     """What each receiver was given, or all together where each is given a share."""
-    return [_together(of) for of in receivers(case, "adapters", lambda value: any(value["sent"].values()))]
+    return [_together(ranks) for ranks in receivers(case, "adapters", lambda value: any(value["sent"].values()))]
 
 
-def _together(of: list[RankRecord]) -> _Sent:
-    values = [record.value("adapters") for record in of]
-    tensors = {name: tensor for record in of for name, tensor in record.tensors("adapters").items()}
+def _together(ranks: list[RankRecord]) -> _Sent:
+    values = [record.value("adapters") for record in ranks]
+    tensors = {name: tensor for record in ranks for name, tensor in record.tensors("adapters").items()}
 
     def named(phase: str) -> dict[str, torch.Tensor]:
         prefix = f"{phase}."
-        return {name.removeprefix(prefix): of for name, of in tensors.items() if name.startswith(prefix)}
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
     names = {phase: [name for value in values for name in value["sent"][phase]] for phase in request.PHASES}
     phases = {phase: named(phase) for phase in request.PHASES}
     metas = [row for value in values for row in value["merged"]]
-    return _Sent(of[0].rank, names, phases, metas, named("merged"))
+    return _Sent(ranks[0].rank, names, phases, metas, named("merged"))
 
 
 def _apart(case: Case, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -294,8 +294,8 @@ def _with(case: Case, sent: _Sent, said: str, adapters: Mapping[str, torch.Tenso
     if key not in case.made:
         merged = oracle.merged(_weights(case), adapters, _whole(case, sent))
         case.made[key] = routed.of_weights(expected(case), expert_tensors.joined(merged, expected(case).tensors))
-    found: routed.OfWeights = case.made[key]
-    return found
+    made: routed.OfWeights = case.made[key]
+    return made
 
 
 def _after(case: Case, sent: _Sent, phase: str) -> routed.OfWeights:
@@ -313,7 +313,7 @@ def steps_follow_the_gradients(case: Case, sent: list[_Sent]) -> Outcome:
         ("fresh", "step1", routed.under(expected(case), "native").gradients),
         ("step1", "step2", _after(case, first, "step1").gradients),
     ):
-        of_weights, found = _apart(case, of_weights), list[Finding]()
+        of_weights, wrong = _apart(case, of_weights), list[Finding]()
         alone = oracle.gradients(of_weights, first.phases[before], _whole(case, first))
         summed = {names[0]: torch.stack([alone[name] for name in names]).sum(0) for names in shared}
         replica = functools.partial(_of_replica, case, first.rank if after == "step1" else None)
@@ -330,9 +330,9 @@ def steps_follow_the_gradients(case: Case, sent: list[_Sent]) -> Outcome:
             by = f"{far:.2g} of its largest > {tolerance(case, LIMIT)}"
             message = f"{after}: {name} moved otherwise than by transformers' gradient: {by}"
             diagnosis = adapter_causes.moved_as(step, name, got - held)
-            found.append(_found(case, first.rank, name, message, diagnosis=diagnosis))
+            wrong.append(_found(case, first.rank, name, message, diagnosis=diagnosis))
         right_before = bool(earlier) and not findings
-        findings, earlier = [*findings, *adapter_causes.of_linears(found, summed, right_before)], summed
+        findings, earlier = [*findings, *adapter_causes.of_linears(wrong, summed, right_before)], summed
     return outcome(findings, met=within(case, worst, LIMIT))
 
 
@@ -341,14 +341,14 @@ def _of_replica(case: Case, rank: int | None) -> Mapping[str, torch.Tensor]:
     """The gradients of the sum of the rows of a rank's replica; none if it has all rows, or of no rank."""
     total = len(expected(case).tokens_BS)
     rows = range(total) if rank is None else topology.replica_rows(case.cell, rank, total)
-    found = dict[str, torch.Tensor]()
+    summed = dict[str, torch.Tensor]()
     for row in rows if len(rows) < total else ():
         for number, sign in ((row, -1), (row + 1, 1)):
             count = int((routed.labels(expected(case), counted=number) != routed.IGNORED).sum())
             if count:
-                of = routed.under(expected(case), "native", counted=number).gradients
-                found = {name: found.get(name, 0.0) + sign * count * one.double() for name, one in of.items()}
-    return _apart(case, found)
+                gradients = routed.under(expected(case), "native", counted=number).gradients
+                summed = {name: summed.get(name, 0.0) + sign * count * one.double() for name, one in gradients.items()}
+    return _apart(case, summed)
 
 
 def _shared(case: Case, sent: _Sent) -> list[list[str]]:
@@ -441,8 +441,8 @@ def _sums(case: Case, first: _Sent, sent: _Sent) -> tuple[list[Finding], float]:
     """Findings of one receiver's merged weights, and how far others are off their limit."""
     tensors, adapters, whole = _weights(case), first.phases["step2"], set(_whole(case, first))
     want, worst = oracle.merged(tensors, adapters, sorted(whole)), 0.0
-    findings, found = _as_announced(case, sent)
-    for name, got in found.items():
+    findings, fitting = _as_announced(case, sent)
+    for name, got in fitting.items():
         if name not in whole:
             if (difference := compare(want[name], got)) is not None:
                 message = f"{name}, which has no adapter: {difference.text}"
@@ -464,7 +464,7 @@ def _as_announced(case: Case, sent: _Sent) -> tuple[list[Finding], dict[str, tor
 
     Each expert's linears are by themselves.
     """
-    findings, found = list[Finding](), dict[str, torch.Tensor]()
+    findings, fitting = list[Finding](), dict[str, torch.Tensor]()
     for row in sent.metas:
         name = row["name"]
         if (want := expected(case).tensors.get(name)) is None:
@@ -476,8 +476,8 @@ def _as_announced(case: Case, sent: _Sent) -> tuple[list[Finding], dict[str, tor
         elif any(row[key] != is_ for key, is_ in shape_and_dtype(got)):
             findings.append(_found(case, sent.rank, name, f"{name} is announced as {row['dtype']} {row['shape']}"))
         else:
-            found |= _apart(case, {name: got})
-    return findings, found
+            fitting |= _apart(case, {name: got})
+    return findings, fitting
 
 
 def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:

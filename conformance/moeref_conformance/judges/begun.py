@@ -49,8 +49,8 @@ def _alike(
         return
     at, on_gpu = placement(case).coords(rank), case.cell.backend in GPU_BACKENDS
     group = None if shard[1] is None or on_gpu else at["ep"]
-    first, other, of = matrices.setdefault((row["digest"], group), (rank, row, shard))
-    if of != shard and not (on_gpu and shard[1] is not None and _one_seed(at, placement(case).coords(first))):
+    first, other, its_shard = matrices.setdefault((row["digest"], group), (rank, row, shard))
+    if its_shard != shard and not (on_gpu and shard[1] is not None and _one_seed(at, placement(case).coords(first))):
         yield _said(case, rank, row, f"begins as {other['local']} of rank {first} does")
 
 

@@ -146,7 +146,7 @@ def parameters(record: RankRecord, *placed: Placement) -> Iterator[tuple[str, tu
     for item in record.value("inventory"):
         if item["kind"] == "parameter":
             with contextlib.suppress(Unknown):
-                held = tuple(of.shard(record.rank, item["chunk"], item["local"], item["shape"]) for of in placed)
+                held = tuple(one.shard(record.rank, item["chunk"], item["local"], item["shape"]) for one in placed)
                 yield f"{item['chunk']}:{item['local']}", held
 
 
@@ -177,9 +177,9 @@ def changed(case: Case, rank: int, step: str, call: str, rows: list[list[str]]) 
     names: dict[str, list[str]] = {}
     for kind, name in rows:
         names.setdefault(kind, []).append(name)
-    for kind, found in names.items():
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        message = f"the {call} changed the {kind} of {found[0]}{more}"
+    for kind, those in names.items():
+        more = f" and {len(those) - 1} more" if len(those) > 1 else ""
+        message = f"the {call} changed the {kind} of {those[0]}{more}"
         yield finding(case, rank, step, message, diagnosis=f"not as before the {call}: {kind}")
 
 

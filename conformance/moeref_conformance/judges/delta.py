@@ -36,8 +36,8 @@ def _other(case: Case, expected: int, held: Mapping[str, str]) -> str:
     """Which tensors are not those of version `expected`, and of which version they are; empty if there are none."""
     wanted = _held(case)[expected]
     wrong = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
-    of = [i for i, version in enumerate(_held(case)) if all(held.get(name) == version.get(name) for name in wrong)]
-    stale = f", those of version {of[0]}" if of else ""
+    alike = [i for i, version in enumerate(_held(case)) if all(held.get(name) == version.get(name) for name in wrong)]
+    stale = f", those of version {alike[0]}" if alike else ""
     return (wrong and f"{names_text(wrong)} not those of version {expected}{stale}") or ""
 
 

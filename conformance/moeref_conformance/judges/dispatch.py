@@ -64,8 +64,8 @@ def padding_keeps_what_it_is_for(case: Case) -> Iterator[Finding]:
         if unfit := _unfit(request, answer):
             yield finding(case, rank, "padding", f"{_title(request)}: {unfit}")
     for rank, request, padding in _answered(case):
-        for of in range(len(request.lengths)):
-            for message in dispatch.broken(case.cell.layout, request, of, padding):
+        for member in range(len(request.lengths)):
+            for message in dispatch.broken(case.cell.layout, request, member, padding):
                 yield finding(case, rank, "padding", f"{_title(request)}: {message}")
 
 

@@ -173,7 +173,7 @@ def bytes_are_the_checkpoints(case: Case, record: RankRecord) -> list[Finding]:
 def shapes_and_dtypes(case: Case, record: RankRecord) -> list[Finding]:
     """Of the tensors at the writer, and of the metadata that came with them."""
     want = expected(case).tensors
-    want = {**want, **{name: want[of] for name, of in aliases(case).items()}}
+    want = {**want, **{name: want[original] for name, original in aliases(case).items()}}
     findings = _unlike(case, record, context(case), kinds=("shape", "dtype"))
     for row in record.value("export"):
         for what, right in shape_and_dtype(want[row["name"]]) if row["name"] in want else ():
@@ -277,11 +277,11 @@ def changed_weights_are_sent(case: Case, record: RankRecord) -> Iterable[Finding
     if missing := missing_records(case, step):
         return missing
     changed = context(case, CHANGE)
-    found = [*_complete(case, record, step), *_unlike(case, record, changed, step=step, kinds=KINDS, stale=stale)]
-    found += _unchanged(case)
-    before = _wrong_before(case) if found else set()
-    new = [finding for finding in found if finding.hf_name not in before or "stale" in finding.diagnosis]
-    if found and not new:
+    findings = [*_complete(case, record, step), *_unlike(case, record, changed, step=step, kinds=KINDS, stale=stale)]
+    findings += _unchanged(case)
+    before = _wrong_before(case) if findings else set()
+    new = [finding for finding in findings if finding.hf_name not in before or "stale" in finding.diagnosis]
+    if findings and not new:
         raise Untested("the tensors that are wrong were so in the first export, see EXP-001, EXP-002 and EXP-003")
     return [*new, *_behind_a_step(case)]
 
@@ -337,9 +337,10 @@ def _unchanged(case: Case) -> Iterator[Finding]:
 
 def _wrong_before(case: Case) -> set[str]:
     """Names that the first export lacked or repeated, or gave other tensors for."""
-    record = _writer(case)
-    found = [*_complete(case, record, "export"), *_unlike(case, record, context(case), kinds=KINDS)] if record else []
-    return {finding.hf_name for finding in found}
+    if (record := _writer(case)) is None:
+        return set()
+    wrong = [*_complete(case, record, "export"), *_unlike(case, record, context(case), kinds=KINDS)]
+    return {finding.hf_name for finding in wrong}
 
 
 @judges("EXP-007", exact=True)
@@ -352,7 +353,7 @@ def export_is_the_one_rank_export(case: Case, record: RankRecord, one: RankRecor
 
 def _other_entries(case: Case, record: RankRecord, one: RankRecord) -> Iterator[Finding]:
     """One finding on names and metadata that only one of two exports has."""
-    mine, right = (Counter(text for _, text in _metas(of, "export")) for of in (record, one))
+    mine, right = (Counter(text for _, text in _metas(each, "export")) for each in (record, one))
     if mine != right:
         here, there = (names_text(more.elements()) or "nothing" for more in (mine - right, right - mine))
         message = f"only this export has {here}; only the one-rank export has {there}"
@@ -439,9 +440,9 @@ def order_is_the_one_rank_export_s(case: Case, record: RankRecord, one: RankReco
     """Names in order against the baseline; where each rank names its share alone, each share's."""
     silent = case.claims.non_writers == "nothing"
     whole = _metas(one, "export")
-    for of in record.records if silent and isinstance(record, _Together) else (record,):
-        right = _among(whole, _metas(of, "export")) if of is not record else whole
-        yield from _first_unlike(case, of, "export", right, "the one-rank export")
+    for each in record.records if silent and isinstance(record, _Together) else (record,):
+        right = _among(whole, _metas(each, "export")) if each is not record else whole
+        yield from _first_unlike(case, each, "export", right, "the one-rank export")
 
 
 @judges("EXP-011")
@@ -450,8 +451,8 @@ def no_tensor_is_repeated(case: Case, record: RankRecord) -> Iterable[Finding]:
     """The writer's names against those that a checkpoint leaves out."""
     sent = {row["name"] for row in record.value("export")}
     return [
-        finding(case, record.rank, "export", f"{name} was sent, which repeats {of}", hf_name=name)
-        for name, of in aliases(case).items()
+        finding(case, record.rank, "export", f"{name} was sent, which repeats {original}", hf_name=name)
+        for name, original in aliases(case).items()
         if name in sent
     ]
 

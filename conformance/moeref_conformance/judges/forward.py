@@ -42,8 +42,8 @@ TRANSFORMERS, LOGITS = "transformers", "logits"
 def _logits(run: Observation) -> dict[int, torch.Tensor]:
     """Logits by rank, of the ranks that have them."""
     held = [r for r in run.ranks if r.has("forward") and r.value("forward")["has"]]
-    found = {r.rank: r.tensors("forward").get("logits") for r in held}
-    return {rank: logits_BSV for rank, logits_BSV in found.items() if logits_BSV is not None}
+    recorded = {r.rank: r.tensors("forward").get("logits") for r in held}
+    return {rank: logits_BSV for rank, logits_BSV in recorded.items() if logits_BSV is not None}
 
 
 def _shorter(run: Observation) -> Iterator[tuple[int, int, str, torch.Tensor | None]]:

@@ -190,7 +190,8 @@ def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
         held = _digits(gradients_of(record, "step-a"))
         if not held.keys() - {_VECTORS}:
             findings.append(finding(case, record.rank, "replay", "step-a: every gradient of a matrix is zero"))
-        for name, elements in ((name, of) for name, of in held.items() if name.endswith(_EXPERTS) in judged):
+        for name in (name for name in held if name.endswith(_EXPERTS) in judged):
+            elements = held[name]
             share = float((elements == elements.bfloat16()).double().mean())
             most = max(most, share)
             if share > ROUNDED:
@@ -214,18 +215,18 @@ def _digits(have: Have) -> dict[str, torch.Tensor]:
 
     Those of all vectors outside of experts are one too.
     """
-    found: dict[str, list[torch.Tensor]] = {}
-    for key, of in have.items():
+    elements: dict[str, list[torch.Tensor]] = {}
+    for key, gradient in have.items():
         name = key.partition(":")[2]
         layer, is_expert, _ = name.partition(f"{_EXPERTS}.")
         if is_expert:
             name = f"{layer}{_EXPERTS}"
-        elif of.dim() == 1:
+        elif gradient.dim() == 1:
             name = _VECTORS
-        counts = of.dim() == 2 or name == _VECTORS
-        if counts and "word_embeddings" not in name and of.any():
-            found.setdefault(name, []).append(of[of != 0])
-    return {name: torch.cat(parts).double() for name, parts in found.items()}
+        counts = gradient.dim() == 2 or name == _VECTORS
+        if counts and "word_embeddings" not in name and gradient.any():
+            elements.setdefault(name, []).append(gradient[gradient != 0])
+    return {name: torch.cat(parts).double() for name, parts in elements.items()}
 
 
 Roundings = Mapping[int | str, float]
@@ -237,8 +238,11 @@ def _roundings(case: Case) -> Roundings:
     Of what a rank holds: rounding adds up towards the first layers, and tells more in a part of a small tensor.
     """
     far = dict[int | str, float]()
-    for found in (rounding(case, which) for which in "ab"):
-        placed = [Placement(case.cell, expected(case).config, of) for of in (found.exact, found.rounded)]
+    for transformers in (rounding(case, which) for which in "ab"):
+        placed = [
+            Placement(case.cell, expected(case).config, gradients)
+            for gradients in (transformers.exact, transformers.rounded)
+        ]
         for record in records(case, "inventory"):
             pairs = [(want, got) for _, (want, got) in parameters(record, *placed)]
             tensors = [(got.tensor, want.tensor) for want, got in pairs]
@@ -308,12 +312,12 @@ def _compared(case: Case, step: str, phases: Mapping[str, Have], compare: Compar
     findings, worst = missing_records(case, "inventory", step), Far(0.0, LIMIT)
     for phase, want in phases.items():
         placed = Placement(case.cell, expected(case).config, want)
-        found = list[Finding]()
+        off = list[Finding]()
         for record in records(case, "inventory", step):
             more, far = compare(case, placed, record, gradients_of(record, phase), phase)
-            found += more
+            off += more
             worst = max(worst, far, key=lambda one: one.share)
-        findings += gradient_causes.nearest_the_loss(found)
+        findings += gradient_causes.nearest_the_loss(off)
     return outcome(findings, met=within(case, worst.far, worst.limit))
 
 
@@ -333,7 +337,7 @@ def _pairs(
     case: Case, placed: Placement, record: RankRecord, have: Have, phase: str
 ) -> tuple[list[Finding], list[Pair]]:
     """`chunk:local`, shard, wanted and given gradient without padded rows; and findings for those without a pair."""
-    findings, found = _missing(case, record, have, phase), list[Pair]()
+    findings, pairs = _missing(case, record, have, phase), list[Pair]()
     buffers = {f"{item['chunk']}:{item['local']}" for item in record.value("inventory") if item["kind"] == "buffer"}
     for key, got in sorted(have.items()):
         chunk, _, local = key.partition(":")
@@ -345,11 +349,11 @@ def _pairs(
             findings.append(finding(case, record.rank, phase, str(error), local_name=local))
             continue
         if got.shape == held.tensor.shape:
-            found.append((key, held, held.tensor[: held.rows].double(), got[: held.rows].double()))
+            pairs.append((key, held, held.tensor[: held.rows].double(), got[: held.rows].double()))
         else:
             message = f"{phase}: the gradient of {local} is {list(got.shape)}, what it is of {list(held.tensor.shape)}"
             findings.append(finding(case, record.rank, phase, message, hf_name=_sources(held.hf)[0], local_name=local))
-    return findings, found
+    return findings, pairs
 
 
 def _by_largest(placed: Placement, sources: tuple[str, ...], want: torch.Tensor, got: torch.Tensor) -> Far:
@@ -375,8 +379,8 @@ def _against(
 ) -> tuple[list[Finding], Far]:
     """Findings of one rank, and of what is right the gradient that is nearest to its limit."""
     worst = Far(0.0, LIMIT)
-    findings, found = _pairs(case, placed, record, have, phase)
-    for key, held, want, got in found:
+    findings, pairs = _pairs(case, placed, record, have, phase)
+    for key, held, want, got in pairs:
         sources = _sources(held.hf)
         far = measure(placed, sources, want, got)
         if far.share <= 1.0:
@@ -454,8 +458,8 @@ def _together(
     roundings: Roundings, case: Case, placed: Placement, record: RankRecord, have: Have, phase: str
 ) -> tuple[list[Finding], Far]:
     """Compare all gradients of one rank as one vector, relative to its length. Returns findings and the distance."""
-    findings, found = _pairs(case, placed, record, have, phase)
-    far = Far(apart([(got, want) for _, _, want, got in found]), ROUNDINGS * roundings[record.rank], "their length")
+    findings, pairs = _pairs(case, placed, record, have, phase)
+    far = Far(apart([(got, want) for _, _, want, got in pairs]), ROUNDINGS * roundings[record.rank], "their length")
     if not far.share <= 1.0:
         message = f"{phase}: the gradients are off transformers' by {_off(case, far)}"
         findings.append(finding(case, record.rank, phase, message))

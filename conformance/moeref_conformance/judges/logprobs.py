@@ -64,11 +64,11 @@ _HOW = {"": "", CHANGED: "once weights have changed, ", ROUTES: "under given rou
 
 
 @once
-def _wanted(case: Case, of: str) -> dict[str, torch.Tensor]:
+def _wanted(case: Case, how: str) -> dict[str, torch.Tensor]:
     """What is expected of the weights as they were loaded, once they have `CHANGED`, and under given `ROUTES`."""
-    if of == CHANGED:
+    if how == CHANGED:
         return _changed(case, OTHER_TEMPERATURE)
-    return logprobs.of_tokens(expected(case), TEMPERATURE, oracle(case, ROUTES).logits_BSV if of == ROUTES else None)
+    return logprobs.of_tokens(expected(case), TEMPERATURE, oracle(case, ROUTES).logits_BSV if how == ROUTES else None)
 
 
 def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
@@ -163,8 +163,8 @@ def _diagnosis(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor
 def _of_others(case: Case, rank: int, which: str, how: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Values of other weights, temperatures, routes or tokens than those that were asked for, and words for them."""
 
-    def own(of: dict[str, torch.Tensor]) -> torch.Tensor:
-        return _of_rank(case, rank, of[which], how)
+    def own(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return _of_rank(case, rank, values[which], how)
 
     want_BS = own(_wanted(case, how))
     if how == ROUTES:
@@ -192,7 +192,7 @@ def _of_others(case: Case, rank: int, which: str, how: str) -> Iterator[tuple[st
 def _trial(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor, limit: float) -> Trial:
     """What mistakes in the softmax are tried on."""
     logits_BSV, tokens_BS, want_BS = (
-        _of_rank(case, rank, of, how) for of in (_logits(case, how), _tokens(case, how), _wanted(case, how)[which])
+        _of_rank(case, rank, each, how) for each in (_logits(case, how), _tokens(case, how), _wanted(case, how)[which])
     )
     temperature = OTHER_TEMPERATURE if how == CHANGED else TEMPERATURE
     return Trial(which, want_BS, got_BS, logits_BSV, tokens_BS, temperature, limit, case.cell.layout.tp)
@@ -227,20 +227,21 @@ def logprobs_have_the_digits_of_fp32(case: Case) -> Iterator[Finding]:
     held = _Comparison(case, "logprobs").held
     yield from without_logits(case, "logprobs", held, "logprobs")
     for rank, record in held.items():
-        found = record.tensors("logprobs")
-        for which in dict.fromkeys(["logprobs", *(name for name in found if not name.startswith(CHANGED))]):
-            got_BS = found.get(which, torch.empty(0))
+        tensors = record.tensors("logprobs")
+        for which in dict.fromkeys(["logprobs", *(name for name in tensors if not name.startswith(CHANGED))]):
+            got_BS = tensors.get(which, torch.empty(0))
             values = got_BS[got_BS.isfinite()].double()
             rounded = int((values == values.bfloat16()).sum())
             if got_BS.dtype != torch.float32 or rounded > ROUNDED * len(values) or not len(values):
-                of = f"{rounded} of {len(values)} {which} in {got_BS.dtype} are numbers of bfloat16"
-                message = f"{of}; of a softmax in float32 hardly one would be"
+                share = f"{rounded} of {len(values)} {which} in {got_BS.dtype} are numbers of bfloat16"
+                message = f"{share}; of a softmax in float32 hardly one would be"
                 yield finding(case, rank, "logprobs", message, diagnosis="computed in bfloat16" * bool(len(values)))
             # How far right values are off in bf16 is measured on a CPU alone.
             elif which in HALVES and expected(case).logits_BSV.numel() and not in_any_order(case):
                 yield from _far_by_half(case, rank, which, got_BS)
                 if record.value("logprobs").get("changed"):
-                    yield from _far_by_half(case, rank, which, found.get(f"{CHANGED}{which}", torch.empty(0)), CHANGED)
+                    changed_BS = tensors.get(f"{CHANGED}{which}", torch.empty(0))
+                    yield from _far_by_half(case, rank, which, changed_BS, CHANGED)
 
 
 def _far_by_half(case: Case, rank: int, which: str, got_BS: torch.Tensor, how: str = "") -> Iterator[Finding]:

@@ -37,7 +37,7 @@ def counted(
     terms = _terms(case, policy, routes)
     kinds = [terms.logprob_TV, *([terms.entropy_TV] if policy else [])]
     of_tokens_NK = torch.cat(
-        [torch.einsum("tv,th->vht", of[:, rows], terms.states_TH).flatten(0, 1) for of in kinds], 1
+        [torch.einsum("tv,th->vht", term_TV[:, rows], terms.states_TH).flatten(0, 1) for term_TV in kinds], 1
     )
     found_K2 = torch.linalg.lstsq(of_tokens_NK, both_N2).solution
     left = (of_tokens_NK @ found_K2 - both_N2).norm(dim=0)
@@ -75,10 +75,10 @@ def _words(places: list[tuple[int, int]], want_T: torch.Tensor, got_T: torch.Ten
     for (sample, _), counts, want, got in zip(places, trained_T.tolist(), want_T.tolist(), got_T.tolist(), strict=True):
         if counts:
             times.setdefault(sample, []).append(got / want)
-    if all(max(of) - min(of) <= ALIKE * abs(max(of)) for of in times.values()):
-        each = ", ".join(_rounded(sum(of) / len(of)) for of in [*times.values()][:8])
+    if all(max(of_one) - min(of_one) <= ALIKE * abs(max(of_one)) for of_one in times.values()):
+        each = ", ".join(_rounded(sum(of_one) / len(of_one)) for of_one in [*times.values()][:8])
         return f"tokens of the samples count {each}{' …' if len(times) > 8 else ''} times"
-    each_T = [one for of in times.values() for one in of]
+    each_T = [one for of_one in times.values() for one in of_one]
     return f"tokens count {_rounded(min(each_T))} to {_rounded(max(each_T))} times"
 
 

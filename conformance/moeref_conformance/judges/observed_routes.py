@@ -106,11 +106,11 @@ def with_mtp(case: Case, which: str, counted: int | None = None, policy: bool = 
 
 def _parts(case: Case, counted: int | None) -> tuple[mtp.Part, ...]:
     """What each CP rank of each replica computes of each microbatch in the first `counted` rows."""
-    rows, length = expected(case).tokens_BS.shape
-    microbatches = topology.microbatches(case.cell, rows)
+    samples, length = expected(case).tokens_BS.shape
+    microbatches = topology.microbatches(case.cell, samples)
     across = Layout(cp=case.cell.layout.cp)
     cut = [tuple(positions(length, across, {"tp": 0, "cp": cp}, case.claims.cp_cut)) for cp in range(across.cp)]
-    return tuple((of, at) for of in microbatches if counted is None or max(of) < counted for at in cut)
+    return tuple((rows, at) for rows in microbatches if counted is None or max(rows) < counted for at in cut)
 
 
 def rounding(case: Case, which: str) -> routed.Rounding:
@@ -189,20 +189,20 @@ def weights(case: Case, phase: str) -> Iterator[tuple[int, int, int, torch.Tenso
                 rows = list(_rows(tensors["in"]))
                 taken = [frozenset(went[layer, row]) for row in rows]
                 weighed = routed.weighed(expected(case), layer, tensors["in"], taken)
-                want |= {(layer, row): of for row, of in zip(rows, weighed, strict=True)}
+                want |= {(layer, row): right for row, right in zip(rows, weighed, strict=True)}
     for rank, calls in by_rank.items():
         for at, tensors in calls.items():
             received = _received(case, {rank: {at: tensors}})
             for (_, layer, expert, row), weight in zip(received, tensors.get("weighed", ()), strict=False):
-                of = want.get((layer, row), {})
-                if went[layer, row] == of.keys():
-                    yield rank, layer, expert, torch.as_tensor(weight), of[expert]
+                right = want.get((layer, row), {})
+                if went[layer, row] == right.keys():
+                    yield rank, layer, expert, torch.as_tensor(weight), right[expert]
 
 
 def _near(case: Case) -> float:
     """The margin that a router's own rounding may turn: of fp32 where the config says so on all ranks, else of bf16."""
     given = [record.value("config")["given"] for record in records(case, "config")]
-    exact = bool(given) and all(of.get("moe_router_dtype") in ("fp32", "fp64") for of in given)
+    exact = bool(given) and all(config.get("moe_router_dtype") in ("fp32", "fp64") for config in given)
     return NEAR_IN_FP32 if exact else NEAR_IN_BF16
 
 
@@ -241,13 +241,13 @@ def _places(case: Case, by_rank: ByRank, phase: str) -> tuple[dict[int, dict[byt
                 findings.append(finding(case, rank, "replay", message, layer=layer))
                 continue
             entering = _computing(case, phase).entering.get(layer) if len(own) > case.cell.rows else None
-            of = list(in_order)
+            sample_of = list(in_order)
             if entering is not None and entering.shape[-1] == tensors["in"].shape[-1]:
                 states_SBH = tensors["in"].view(len(local), case.cell.rows, -1)
                 own_BSH = entering[list(own)][:, list(local)]
-                of = [_sample(states_SBH[:, row], own_BSH, at) for row, at in enumerate(in_order)]
-            for row, (sample, position) in zip(rows, held, strict=True):
-                place_of[layer][row] = (own[of[sample]], position)
+                sample_of = [_sample(states_SBH[:, row], own_BSH, at) for row, at in enumerate(in_order)]
+            for row, (number, position) in zip(rows, held, strict=True):
+                place_of[layer][row] = (own[sample_of[number]], position)
     return place_of, findings
 
 

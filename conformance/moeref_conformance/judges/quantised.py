@@ -70,7 +70,7 @@ class _Sent:
 def _sent(case: Case) -> list[_Sent]:
     """What each receiver was given, or all together where each is given a share. Empty if none was given a tensor."""
     given = receivers(case, "quantised", lambda value: bool(value["names"]))
-    if not any(record.value("quantised")["names"] for of in given for record in of):
+    if not any(record.value("quantised")["names"] for ranks in given for record in ranks):
         return []
     block, lasts = request.BLOCKS[case.cell.family], case.claims.lasts == "stream"
     want = request.weights(expected(case).tensors, block)
@@ -79,16 +79,16 @@ def _sent(case: Case) -> list[_Sent]:
     powers = asked["quantization_config"].get("scale_fmt") == "ue8m0"
     return [
         _Sent(
-            rank=of[0].rank,
-            names=[name for record in of for name in record.value("quantised")["names"]],
-            tensors={name: tensor for record in of for name, tensor in record.tensors("quantised").items()},
+            rank=ranks[0].rank,
+            names=[name for record in ranks for name in record.value("quantised")["names"]],
+            tensors={name: tensor for record in ranks for name, tensor in record.tensors("quantised").items()},
             want=want,
             quantised=quantised,
             block=block,
             powers=powers,
-            overwritten=[name for record in of if lasts for name in record.value("quantised")["overwritten"]],
+            overwritten=[name for record in ranks if lasts for name in record.value("quantised")["overwritten"]],
         )
-        for of in given
+        for ranks in given
     ]
 
 
@@ -166,13 +166,13 @@ def a_scale_for_each_block(case: Case, sent: _Sent) -> Iterator[Finding]:
 def weights_within_the_rounding(case: Case, sent: list[_Sent]) -> Outcome:
     """Weights times scales against the weights that were loaded, element by element."""
     findings, worst = [], 0.0
-    for one, name, weight, scales in ((of, *pair) for of in sent for pair in of.pairs()):
+    for one, name, weight, scales in ((each, *pair) for each in sent for pair in each.pairs()):
         want, made = one.want[name].float(), oracle.dequantised(weight, scales, one.block)
         limit = oracle.limits(want, one.block)
         off = torch.nan_to_num((made - want).abs(), nan=torch.inf)
         if bool((off > limit).any()):
             first = tuple(int(i) for i in (off > limit).nonzero()[0])
-            block = [at // of for at, of in zip(first, one.block, strict=True)]
+            block = [at // size for at, size in zip(first, one.block, strict=True)]
             text = f"{int((off > limit).sum())} of {off.numel()} elements are beyond the rounding of e4m3"
             message = f"{text}, first at {list(first)}, in block {block} with scale {float(scales[tuple(block)]):.3g}"
             right, got = float(want[first]), float(made[first])

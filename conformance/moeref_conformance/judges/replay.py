@@ -57,13 +57,13 @@ ENOUGH, NEARLY_ALL = 2, 0.8
 NATIVE = ("native-before", "native-between", "native-after")
 
 
-def _against(case: Case, phase: str, want: Seen, *, of: set[Place] | None = None, whose: str) -> list[Finding]:
-    """Findings where the tokens of `phase` went elsewhere than `want`, all of them or those at the places `of`."""
+def _against(case: Case, phase: str, want: Seen, *, only: set[Place] | None = None, whose: str) -> list[Finding]:
+    """Findings where the tokens of `phase` went elsewhere than `want`, all of them or `only` those at these places."""
     went, unplaced = seen_routes(case, phase)
     findings = [*unplaced]
     for layer, places in sorted(want.items()):
         for place, experts in sorted(places.items()):
-            if of is not None and place not in of:
+            if only is not None and place not in only:
                 continue
             have = went.get(layer, {}).get(place, frozenset())
             if have != experts:
@@ -90,10 +90,10 @@ def _diagnosis(case: Case, phase: str, want: Seen, layer: int, place: Place, hav
         return "the router's own choice"
     if have == frozenset(range(len(right))):  # before routes of other tokens: some rows have these experts
         return "the first experts: a padding row"
-    if case.cell.replay == "R3" and (found := _of_another_set(case, phase, layer, place[0])):
-        return found
-    if found := _of_another(want, layer, place, fits):
-        return found
+    if case.cell.replay == "R3" and (cause := _of_another_set(case, phase, layer, place[0])):
+        return cause
+    if cause := _of_another(want, layer, place, fits):
+        return cause
     if len(have) < len(right):
         return "fewer experts than top-k: an expert twice in the route"
     return ""
@@ -104,7 +104,7 @@ def _wrong(case: Case, phase: str, layer: int, sample: int) -> dict[int, tuple[f
     """By position the experts that R3's routers or routes have in this phase, and those of tokens that had others."""
     want = oracle(case, route_set(phase)).experts.get(layer, {})
     went = seen_routes(case, phase)[0].get(layer, {})
-    both = {at: (want[of, at], have) for (of, at), have in went.items() if of == sample and (of, at) in want}
+    both = {place[1]: (want[place], have) for place, have in went.items() if place[0] == sample and place in want}
     return {at: (right, have) for at, (right, have) in both.items() if right != have}
 
 
@@ -115,9 +115,9 @@ def _of_another_set(case: Case, phase: str, layer: int, sample: int) -> str:
     """
     wrong = _wrong(case, phase, layer, sample)
     for name in SETS if len(wrong) >= ENOUGH else ():
-        of = oracle(case, name).experts.get(layer, {})
+        experts = oracle(case, name).experts.get(layer, {})
         for other in range(len(expected(case).lengths)):
-            routes = {at: of.get((other, at), frozenset()) for at in wrong}
+            routes = {at: experts.get((other, at), frozenset()) for at in wrong}
             alike = sum(have in (routes[at], routes[at] | right) for at, (right, have) in wrong.items())
             if not phase.endswith(f"-{name}") and alike >= NEARLY_ALL * len(wrong):
                 whose = f", sample {other}" if other != sample else ""
@@ -258,7 +258,7 @@ def _native(case: Case, places: set[Place]) -> list[Finding]:
     """Findings where tokens at these places do not take the router's choice while others are replayed."""
     findings = []
     for phase in ("replay-a", "step-a", "recompute-b"):
-        findings += _against(case, phase, oracle(case, phase[-1]).experts, of=places, whose="the router chooses")
+        findings += _against(case, phase, oracle(case, phase[-1]).experts, only=places, whose="the router chooses")
     return findings
 
 

@@ -57,14 +57,14 @@ def _relations(case: Case, step: str) -> Iterator[Finding]:
             yield finding(case, rank, step, message, got=value["plain"][fixed[0]])
     places = {rank: topology.coords(case.cell.layout, rank) for rank, _ in values(case, step)}
     for way, per_dp in WAYS.items():
-        of = {rank: value[way] for rank, value in values(case, step)}
+        by_rank = {rank: value[way] for rank, value in values(case, step)}
         for names, grid, axes in _relations_of(per_dp):
             # Mostly several generators have the same seeds, which are looked at once.
             alike: dict[tuple[Any, ...], list[str]] = {}
             for name in names:
-                alike.setdefault(tuple(held.get(name) for held in of.values()), []).append(name)
+                alike.setdefault(tuple(held.get(name) for held in by_rank.values()), []).append(name)
             for (seeds, shared), (along, differ) in product(alike.items(), axes.items()):
-                if pair := _wrong(places, dict(zip(of, seeds, strict=True)), grid, along, differ):
+                if pair := _wrong(places, dict(zip(by_rank, seeds, strict=True)), grid, along, differ):
                     message = f"{way}: {', '.join(shared)} seeded {'alike' if differ else 'otherwise'}"
                     ranks = f"ranks {pair[0]} and {pair[1]}, which differ in {' and '.join(along)} alone"
                     yield finding(case, pair[1], step, f"{message} on {ranks}")

@@ -135,18 +135,18 @@ def tokens_have_the_version_that_made_them(case: Case) -> Iterable[Finding]:
     """Each token of a sample that meets an update, or precedes it, has the logprob of weights that its label names."""
     yield from unanswered(case, "sync_under_way")
     for rank, value in values(case, "sync_under_way"):
-        for mode, found in value.items():
-            before = (("before the update ", _mislabelled(case, sample, (0,))) for sample in found["before"])
-            meanwhile = (("", _mislabelled(case, sample, (0, 1))) for sample in found["meanwhile"])
+        for mode, seen in value.items():
+            before = (("before the update ", _mislabelled(case, sample, (0,))) for sample in seen["before"])
+            meanwhile = (("", _mislabelled(case, sample, (0, 1))) for sample in seen["meanwhile"])
             for when, problem in (*before, *meanwhile):
                 if problem:
                     yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {when}{problem}")
-            if mode != "abort" and (fewest := min(len(one["tokens"]) for one in found["meanwhile"])) < LONG:
+            if mode != "abort" and (fewest := min(len(one["tokens"]) for one in seen["meanwhile"])) < LONG:
                 message = f"pause mode {mode}: a sample has {fewest} of {LONG} tokens, as if it were aborted"
                 yield finding(case, rank, "sync_under_way", message, expected=LONG, got=fewest)
-            if problem := _untrue_amid(case, found["amid"]):
+            if problem := _untrue_amid(case, seen["amid"]):
                 yield finding(case, rank, "sync_under_way", f"pause mode {mode}: {problem}")
-            for sample in found["then"]:
+            for sample in seen["then"]:
                 if not _are(sample["versions"], [1] * len(sample["tokens"])) or off(_folder(case, 1), sample) > CLOSE:
                     message = f"pause mode {mode}: after the update the engine does not serve version 1"
                     yield finding(case, rank, "sync_under_way", message, expected=1, got=sample["versions"])
@@ -288,10 +288,10 @@ def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
             for problem in filter(None, (_misrouted(folder, sample) for sample in samples)):
                 yield finding(case, rank, "sync", f"{phase}: {problem}")
     for rank, value in values(case, "sync_under_way"):
-        for mode, found in value.items():
-            for problem in filter(None, (_misrouted(_folder(case, 1), sample) for sample in found["then"])):
+        for mode, seen in value.items():
+            for problem in filter(None, (_misrouted(_folder(case, 1), sample) for sample in seen["then"])):
                 yield finding(case, rank, "sync_under_way", f"pause mode {mode}: after the update {problem}")
-            with_routes = (sample for sample in found["meanwhile"] if sample["routes"] is not None)
+            with_routes = (sample for sample in seen["meanwhile"] if sample["routes"] is not None)
             for problem in filter(None, (_misrouted_amid(case, sample) for sample in with_routes)):
                 yield finding(case, rank, "sync_under_way", f"pause mode {mode}: amid the update {problem}")
 
@@ -301,9 +301,9 @@ def _misrouted_amid(case: Case, sample: dict[str, Any]) -> str:
     labels = sample["versions"]
     if not {*map(repr, labels)} <= {"0", "1"}:
         return f"routes have tokens of versions {labels}"
-    of = [sync.routes(_folder(case, version), sample["prompt"], sample["tokens"]) for version in (0, 1)]
+    by_version = [sync.routes(_folder(case, version), sample["prompt"], sample["tokens"]) for version in (0, 1)]
     versions = [labels[0]] * (len(sample["prompt"]) - 1) + labels
-    return _other_routes(sample, [of[version][row] for row, version in enumerate(versions)])
+    return _other_routes(sample, [by_version[version][row] for row, version in enumerate(versions)])
 
 
 def _misrouted(folder: Path, sample: dict[str, Any]) -> str:
@@ -313,21 +313,21 @@ def _misrouted(folder: Path, sample: dict[str, Any]) -> str:
 
 def _other_routes(sample: dict[str, Any], want: list[list[frozenset[int]]]) -> str:
     """What is wrong with the routes of a sample that has to have these; empty if nothing is."""
-    if (found := sample["routes"]) is None:
+    if (routes := sample["routes"]) is None:
         return "no routes came, which the target claims"
-    if [len(row) for row in found] != [len(row) for row in want]:
-        layers = sorted({len(row) for row in found})
-        return f"routes have {len(found)} rows of {layers} layers, not {len(want)} of {len(want[0])}"
+    if [len(row) for row in routes] != [len(row) for row in want]:
+        layers = sorted({len(row) for row in routes})
+        return f"routes have {len(routes)} rows of {layers} layers, not {len(want)} of {len(want[0])}"
     wrong = [
         (token, layer)
         for token, row in enumerate(want)
         for layer, taken in enumerate(row)
-        if sorted(found[token][layer]) != sorted(taken)  # an expert that comes twice is none of the set's
+        if sorted(routes[token][layer]) != sorted(taken)  # an expert that comes twice is none of the set's
     ]
     if not wrong:
         return ""
     token, layer = wrong[0]
-    pairs = f"{sorted(found[token][layer])}, not {sorted(want[token][layer])}"
+    pairs = f"{sorted(routes[token][layer])}, not {sorted(want[token][layer])}"
     return f"{len(wrong)} routes are others, first that of token {token} in MoE layer {layer}: {pairs}"
 
 
@@ -386,8 +386,8 @@ def _tempered(case: Case, samples: list[dict[str, Any]], temperature: float) -> 
         off += float(sync.logprobs(*asked, temperature).sum() - mean_G.sum())
         variance += float(variance_G.sum())
     if not far <= (CLOSE / temperature if processed else CLOSE):
-        of = "logits divided by the temperature" if processed else "the model's logits"
-        return f"logprobs are {far:.2g} off those of {of}, which the target claims"
+        whose = "logits divided by the temperature" if processed else "the model's logits"
+        return f"logprobs are {far:.2g} off those of {whose}, which the target claims"
     sigmas = off / variance**0.5
     side = "more" if off > 0 else "less"
     return f"samples are {side} likely by {abs(sigmas):.2g} standard deviations" if abs(sigmas) > DEVIATIONS else ""

@@ -38,6 +38,11 @@ def groups(layout: Layout) -> dict[str, list[list[int]]]:
     return {kind: [list(group) for group in found] for kind, found in _groups(layout).items()}
 
 
+def group(layout: Layout, kind: str, rank: int) -> list[int]:
+    """The ranks of the group of this kind that `rank` is in, in its order."""
+    return list(next(ranks for ranks in _groups(layout)[kind] if rank in ranks))
+
+
 def coords(layout: Layout, rank: int) -> dict[str, int]:
     """The coordinates of `rank`: its index in its group of each of AXES. Raises ValueError for a rank out of range."""
     if not 0 <= rank < layout.world:
@@ -62,9 +67,9 @@ def replica_rows(cell: Cell, rank: int, samples: int) -> range:
 
     All replicas take whole microbatches and the same number, so the mean over replicas is that over all rows.
     """
-    group = next(ranks for ranks in groups(cell.layout)["dp"] if rank in ranks)
-    parts = math.gcd(samples // cell.rows, len(group))
-    return range(group.index(rank) % parts, samples, parts)
+    replicas = group(cell.layout, "dp", rank)
+    parts = math.gcd(samples // cell.rows, len(replicas))
+    return range(replicas.index(rank) % parts, samples, parts)
 
 
 def step_order(rows: int, cell: Cell) -> list[int]:

@@ -187,7 +187,7 @@ def rows_come_back_as_the_loop_has_them(case: Case) -> Outcome:
 def _unsent(case: Case, exchange: Exchange, rank: int, got: Counter[bytes]) -> str:
     """How many of the rows an expert got are not as any rank of the group sent them; empty if all are."""
     layout, dispatcher = case.cell.layout, case.cell.dispatcher
-    group = next(ranks for ranks in topology.groups(layout)["etp_ep"] if rank in ranks)
+    group = topology.group(layout, "etp_ep", rank)
     sent = torch.cat([given(exchange, layout, dispatcher, member).rows.x_TH.detach() for member in group])
     strange = got.keys() - set(map(row_bytes, sent))
     rounded = strange <= set(map(row_bytes, sent.bfloat16().double()))
@@ -321,7 +321,7 @@ def malformed_routes_are_refused(case: Case) -> list[Finding]:
 
 def _group(case: Case, rank: int) -> int:
     """The first rank of the etp·ep group."""
-    return next(group[0] for group in topology.groups(case.cell.layout)["etp_ep"] if rank in group)
+    return topology.group(case.cell.layout, "etp_ep", rank)[0]
 
 
 def _apart(have: torch.Tensor, want: torch.Tensor, rows: torch.Tensor | None = None) -> str:

@@ -436,9 +436,8 @@ def _of_groups(case: Case, rank: int, key: str, phase: str, rows: int) -> Iterat
     """Each axis of which all ranks of a rank's group have this gradient in one shape, and the `rows` of each."""
     step = phase if phase in TRAINING_STEPS else "replay"
     have = {r.rank: g for r in records(case, step) if (g := gradients_of(r, phase).get(key)) is not None}
-    groups = topology.groups(case.cell.layout)
     for axis in topology.AXES:
-        group = next(ranks for ranks in groups[axis] if rank in ranks)
+        group = topology.group(case.cell.layout, axis, rank)
         parts = [have[r][:rows].double() for r in group if r in have and have[r].shape == have[rank].shape]
         if len(parts) == len(group) > 1:
             yield axis, parts

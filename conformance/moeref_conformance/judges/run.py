@@ -67,7 +67,6 @@ def groups_are_megatrons(case: Case) -> list[Finding]:
 
 def _other_groups(case: Case) -> Iterator[Finding]:
     layout = case.cell.layout
-    groups = topology.groups(layout)
     for rank, value in values(case, "topology"):
         if value is None:
             yield finding(case, rank, "topology", "megatron.core.parallel_state is not initialised")
@@ -75,8 +74,7 @@ def _other_groups(case: Case) -> Iterator[Finding]:
         coords = topology.coords(layout, rank)
         pairs: list[tuple[str, Any, Any]] = [(f"{axis} rank", want, value[axis]) for axis, want in coords.items()]
         for kind, members in value["groups"].items():
-            right = next(group for group in groups[kind] if rank in group)
-            pairs.append((f"{kind} group", right, list(members)))
+            pairs.append((f"{kind} group", topology.group(layout, kind, rank), list(members)))
         for what, want, got in pairs:
             if got != want:
                 yield finding(case, rank, "topology", f"{what} is {got}, expected {want}", expected=want, got=got)

@@ -126,8 +126,7 @@ def row_bytes(row_H: torch.Tensor) -> bytes:
 
 def looped(layout: Layout, dispatcher: str, exchange: int, rank: int) -> Looped:
     """Exchange number `exchange` for `rank`, from one loop over the rows of its whole etp·ep group."""
-    groups = topology.groups(layout)["etp_ep"]
-    return _group(layout, dispatcher, exchange, tuple(next(group for group in groups if rank in group)))[rank]
+    return _group(layout, dispatcher, exchange, tuple(topology.group(layout, "etp_ep", rank)))[rank]
 
 
 @lru_cache(maxsize=256)

@@ -283,11 +283,8 @@ class _CachedRoutes(_Wrong):
         self.seen: dict[tuple[int, ...], Any] = {}
 
     def sample(self, prompts: Sequence[list[int]], *asked: Any) -> Sequence[Sampled]:
-        found = []
-        for prompt, one in zip(prompts, self.good.sample(prompts, *asked), strict=True):
-            then = self.seen.setdefault(tuple(prompt), one.routes)
-            found.append(_with_rows(one, then, len(prompt)))
-        return found
+        now = zip(prompts, self.good.sample(prompts, *asked), strict=True)
+        return [_with_rows(one, self.seen.setdefault(tuple(prompt), one.routes), len(prompt)) for prompt, one in now]
 
 
 class _RoutesOfBefore(_Wrong):
@@ -302,11 +299,8 @@ class _RoutesOfBefore(_Wrong):
             before = zip(prompts, self.good.sample(prompts, tokens), strict=True)
             self.kept = {tuple(prompt): one.routes for prompt, one in before}
             return list(self.good.sample(prompts, tokens, during))
-        found = []
-        for prompt, one in zip(prompts, self.good.sample(prompts, tokens, None, *more), strict=True):
-            then = self.kept.get(tuple(prompt))
-            found.append(_with_rows(one, then, len(prompt)))
-        return found
+        now = zip(prompts, self.good.sample(prompts, tokens, None, *more), strict=True)
+        return [_with_rows(one, self.kept.get(tuple(prompt)), len(prompt)) for prompt, one in now]
 
 
 class _EvenlyCut(_Wrong):

@@ -40,8 +40,7 @@ from moeref_conformance.oracles import adapters as oracle
 from moeref_conformance.oracles import expert_tensors, routed
 
 #: How far a step may be off what transformers' gradients say, relative to the largest move of the same factor.
-#: Measured: 1.1e-5, of DeepSeek-V3 under
-#: TP and EP.
+#: Measured: 1.1e-5, of DeepSeek-V3 under TP and EP.
 LIMIT = 1e-4
 #: Of logits, relative to the largest of transformers'. Measured: 1.3e-6.
 LOGITS = 2e-5
@@ -74,6 +73,7 @@ def _streams(case: Case) -> list[_Sent]:
 
 
 def _together(ranks: list[RankRecord]) -> _Sent:
+    """What these ranks were given, as the records of one receiver."""
     values = [record.value("adapters") for record in ranks]
     tensors = {name: tensor for record in ranks for name, tensor in record.tensors("adapters").items()}
 

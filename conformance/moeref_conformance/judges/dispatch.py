@@ -40,7 +40,7 @@ def _paddings(case: Case) -> Iterator[tuple[int, PadRequest, dict[str, Any]]]:
 
 
 def _answered(case: Case) -> Iterator[tuple[int, PadRequest, Padding]]:
-    """Those that were answered for every rank of the request."""
+    """Rank, request and padding, of the requests that were answered for every rank of theirs."""
     for rank, request, answer in _paddings(case):
         if not _unfit(request, answer):
             samples = tuple(tuple(lengths) for lengths in answer["samples"])
@@ -103,7 +103,7 @@ def equal_pieces(case: Case) -> Iterator[Finding]:
 
 @judges("DSP-004")
 def kept_or_refused(case: Case) -> Iterator[Finding]:
-    """Both fields, as asked for."""
+    """Kind and backend of the dispatcher, as asked for."""
     yield from unanswered(case, "dispatchers")
     for rank, answers in values(case, "dispatchers"):
         for title, answer in answers.items():

@@ -72,12 +72,12 @@ def _wanted(case: Case, how: str) -> dict[str, torch.Tensor]:
 
 
 def _changed(case: Case, temperature: float) -> dict[str, torch.Tensor]:
-    """Those of weights that have changed, with a head that is multiplied by `WIDER`."""
+    """What is expected of weights that have changed, with a head that is multiplied by `WIDER`."""
     return _anew(case, temperature, WIDER * of_changed_weights(expected(case)))
 
 
 def _anew(case: Case, temperature: float, logits_BSV: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """Those of the tokens that are asked for once weights have changed."""
+    """The values that logits, by default of the first weights, give for the tokens asked for after a change."""
     return logprobs.of_tokens(expected(case), temperature, logits_BSV, _tokens(case, CHANGED))
 
 
@@ -88,7 +88,7 @@ def _tokens(case: Case, how: str) -> torch.Tensor:
 
 
 def _of_rank(case: Case, rank: int, of_BS: torch.Tensor, how: str) -> torch.Tensor:
-    """Of the rows as a rank was asked for them."""
+    """Tokens or values of the kit's rows in the order in which a rank was asked for them."""
     return rolled(of_BS, case.cell, rank) if how else of_BS
 
 
@@ -199,7 +199,7 @@ def _trial(case: Case, rank: int, which: str, how: str, got_BS: torch.Tensor, li
 
 
 def _logits(case: Case, how: str) -> torch.Tensor:
-    """What the values that are expected are made of."""
+    """The logits that the expected values are made of."""
     if how == CHANGED:
         return WIDER * of_changed_weights(expected(case))
     return oracle(case, ROUTES).logits_BSV if how == ROUTES else expected(case).logits_BSV
@@ -270,7 +270,7 @@ def _far_by_half(case: Case, rank: int, which: str, got_BS: torch.Tensor, how: s
 
 @judges("LGP-004")
 def logprobs_under_routes_are_transformers(case: Case) -> Outcome:
-    """And entropies, of a target that has them, in fp32. Tokens without a route take transformers' own choice."""
+    """And entropies of a target that has them, in fp32. Tokens without a route take transformers' own choice."""
     if no := unmeasured(case):
         return no
     compared, findings = _Comparison(case, "replayed_logprobs"), list[Finding]()

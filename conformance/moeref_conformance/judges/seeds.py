@@ -30,7 +30,7 @@ def formula(at: dict[str, int], seed: int, per_dp: bool) -> dict[str, int]:
 
 @judges("SED-001")
 def planned_seeds_are_related(case: Case) -> Iterator[Finding]:
-    """Both ways."""
+    """With one seed for all replicas, and with one for each."""
     yield from missing_records(case, "seeds_planned")
     yield from _relations(case, "seeds_planned")
 

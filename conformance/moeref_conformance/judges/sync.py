@@ -235,7 +235,7 @@ def a_killed_engine_is_noticed(case: Case) -> Iterable[Finding]:
 
 @judges("SYN-009")
 def a_failed_update_changes_nothing(case: Case) -> Iterable[Finding]:
-    """Or the engine is dead. What comes twice, is unknown or a draft's may also be taken, with the whole rest."""
+    """Or the engine is dead. A tensor that comes twice, is unknown or a draft's may be taken too, with the rest."""
     yield from unanswered(case, "sync_failed")
     for rank, value in values(case, "sync_failed"):
         for what, state in value.items():
@@ -297,7 +297,7 @@ def routes_are_those_of_the_weights(case: Case) -> Iterable[Finding]:
 
 
 def _misrouted_amid(case: Case, sample: dict[str, Any]) -> str:
-    """The same of a sample that an update has met: a row is of the weights that the next token was sampled with."""
+    """As `_misrouted`, of a sample that an update has met: a row is of the weights that sampled the next token."""
     labels = sample["versions"]
     if not {*map(repr, labels)} <= {"0", "1"}:
         return f"routes have tokens of versions {labels}"

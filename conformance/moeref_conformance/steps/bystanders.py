@@ -99,9 +99,8 @@ def _buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Every buffer by name: a digest, or a `_Table`."""
     for prefix, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            of = _digest(buffer)
-            key = f"{prefix}.{name}" if prefix else name
-            yield key, _Table(buffer.numel(), of) if name in module._non_persistent_buffers_set else of
+            held, key = _digest(buffer), f"{prefix}.{name}" if prefix else name
+            yield key, _Table(buffer.numel(), held) if name in module._non_persistent_buffers_set else held
 
 
 def modes(chunks: Sequence[torch.nn.Module]) -> dict[tuple[str, str], Any]:
@@ -142,7 +141,7 @@ def changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any
 
 
 def _generators() -> Iterator[tuple[tuple[str, str], str]]:
-    """Those of torch, numpy and Python, and Megatron's trackers if Megatron is there."""
+    """The states of torch's, numpy's and Python's generators, and of Megatron's trackers if Megatron is there."""
     yield ("generator", "torch's on the CPU"), _digest(torch.get_rng_state())
     numpy = numpy_random.get_state(legacy=False)["state"]
     yield ("generator", "numpy's"), str(hash((numpy["pos"], numpy["key"].tobytes())))
@@ -156,15 +155,15 @@ def _generators() -> Iterator[tuple[tuple[str, str], str]]:
 
 
 def _settings() -> Iterator[tuple[tuple[str, str], str]]:
-    """Those of torch that all later code is under, and where Megatron says that this rank is."""
+    """The settings of torch that hold for all later code, and where Megatron says that this rank is."""
     yield ("setting", "torch.is_grad_enabled()"), str(torch.is_grad_enabled())
     yield ("setting", "torch.get_default_dtype()"), str(torch.get_default_dtype())
     yield ("setting", "torch.get_default_device()"), str(torch.get_default_device())
     yield ("setting", "torch.get_float32_matmul_precision()"), _precision()
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.model_parallel_is_initialized():
-        for group, of in itertools.product(_GROUPS, ("rank", "world_size")):
-            name = f"get_{group}_{of}"
+        for group, what in itertools.product(_GROUPS, ("rank", "world_size")):
+            name = f"get_{group}_{what}"
             yield ("setting", f"parallel_state.{name}()"), str(getattr(state, name)())
 
 

@@ -50,13 +50,13 @@ def begun(export: Export, context: Context) -> list[dict[str, Any]] | None:
     for chunk, name, _, tensor in module_tensors(export.chunks()):
         values = copied(tensor)  # a storage that numpy has seen cannot be given new memory later
         ends = [float(end) for end in values.aminmax()] if values.numel() and values.is_floating_point() else [0.0, 0.0]
-        told = {"finite": all(map(math.isfinite, ends)), "constant": ends[0] == ends[1]}
-        rows.append({"chunk": chunk, "local": name, "shape": list(tensor.shape), "digest": digest(values), **told})
+        row = {"chunk": chunk, "local": name, "shape": list(tensor.shape), "digest": digest(values)}
+        rows.append({**row, "finite": all(map(math.isfinite, ends)), "constant": ends[0] == ends[1]})
     return rows
 
 
 def loading(name: str) -> Callable[[Export, Context], None]:
-    """A step that loads an input of the cell. What it has changed beside weights, if it raises too, is for `around`."""
+    """A step that loads an input of the cell. What it changed beside weights, also where it raised, is for `around`."""
     return lambda export, context: _load(export, context, name)
 
 
@@ -146,8 +146,8 @@ def streamed(step: str, keep: bool = False) -> Callable[[Export, Context], list[
         earlier = Earlier()
         for meta, tensor in items(export.stream(), "stream"):
             graph = tensor is not None and tensor.grad_fn is not None
-            told = {"materialised": tensor is not None, "alive": earlier.alive(), "graph": graph}
-            rows.append({**to_plain(meta), **told})
+            given = {"materialised": tensor is not None, "alive": earlier.alive(), "graph": graph}
+            rows.append({**to_plain(meta), **given})
             if tensor is not None:
                 key = free_key(copies, meta.name)
                 copies[key] = copied(tensor)
@@ -215,11 +215,12 @@ def move(export: Export, context: Context) -> None:
 
 
 def own(export: Export, context: Context) -> dict[str, list[str] | None]:
-    """Zero every tensor of another stream. Returns the tensors of model and stream that this has changed.
+    """Zero every tensor of another stream, and say what that has changed: by `chunk:local` of the model in `changed`,
+    and by name of the stream in `later`.
 
-    `outdated` are tensors of the stream that are not what the modules hold since `move`, for another reason, `lost`
-    those that this rank was given before and is not any more, `again` those of one more stream, in which nothing
-    changed, and `stale` those of the model that another load leaves as they are.
+    `outdated` are tensors of the stream that for another reason are not what the modules hold since `move`, and `lost`
+    those that this rank was given before and not now. `again` are the names of one more stream, before which nothing
+    changed, and `stale` the tensors of the model that another load leaves as they are.
     """
     before = {(c, n): copied(t) for c, n, _, t in module_tensors(export.chunks())}
     later, outdated, lost = _zeroed(export, context)

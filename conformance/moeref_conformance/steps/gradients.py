@@ -36,8 +36,8 @@ def of_replica(tokens_BS: torch.Tensor, cell: Cell, rank: int) -> torch.Tensor:
 def twice(cell: Cell) -> bool:
     """Whether a cell takes two steps, to see that the second one begins without what is left of the first.
 
-    Gradients may be left, copies of weights, which are others in the first step, where those of the last layer and the
-    head are `scaled`, and numbers of tokens and microbatches, which are less there.
+    What may be left: gradients; copies of weights, where the first step has those of the last layer and the head
+    `scaled`; and numbers of tokens and microbatches, of which the first step has fewer.
 
     On one rank, and on two with EP or ETP, where Megatron keeps gradients of experts in buffers of their own.
     """
@@ -70,11 +70,11 @@ def answers(context: Context, names: Sequence[str] = ("logits", "logprobs")) -> 
         found["logits"] = context.facet("forward").logits(tokens_BS)
     of_policy = {"logprobs", "policy"} <= facets and cell.loss_mask and cell.replay == "off"
     if of_policy and "logprobs" in names:
-        told = context.facet("logprobs").logprobs(tokens_BS, TEMPERATURE)
-        found["logprobs"] = None if told is None else told.logprobs_BS
+        given = context.facet("logprobs").logprobs(tokens_BS, TEMPERATURE)
+        found["logprobs"] = None if given is None else given.logprobs_BS
     here_BS = tokens_BS >= 0  # what stands after the end of a row counts for nothing
     where = {"logits": here_BS[..., None], "logprobs": here_BS[:, 1:]}
-    return {name: of.detach().cpu().where(where[name], 0.0) for name, of in found.items() if of is not None}
+    return {name: held.detach().cpu().where(where[name], 0.0) for name, held in found.items() if held is not None}
 
 
 def off(before: Mapping[str, torch.Tensor], context: Context) -> dict[str, float]:
@@ -84,8 +84,8 @@ def off(before: Mapping[str, torch.Tensor], context: Context) -> dict[str, float
 
 def apart(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """How far answers are off those before, relative to the largest of each; `inf` where there is none any more."""
-    both = {name: (of, after.get(name, torch.full_like(of, torch.inf))) for name, of in before.items()}
-    return {name: float((now - of).abs().max() / of.abs().max().clamp_min(1e-30)) for name, (of, now) in both.items()}
+    both = {name: (was, after.get(name, torch.full_like(was, torch.inf))) for name, was in before.items()}
+    return {n: float((now - was).abs().max() / was.abs().max().clamp_min(1e-30)) for n, (was, now) in both.items()}
 
 
 def step(facet: Gradients, context: Context) -> dict[str, Any]:

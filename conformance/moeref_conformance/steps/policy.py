@@ -116,7 +116,7 @@ def _asked(
 
 
 def _routes(context: Context) -> list[replay.Sample]:
-    """Those of the rows of this rank's step, of one of them in turns."""
+    """The routes of the rows of this rank's step; those of the first row come in turns."""
     cell, of_all, recomputed = context.cell, *(replay.given(context, name) for name in (ROUTES, OTHER_ROUTES))
     rows = topology.step_rows(cell, context.rank, len(of_all))
     return replay.in_turns([of_all[row] for row in rows], [recomputed[row] for row in rows])

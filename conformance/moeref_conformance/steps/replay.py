@@ -106,7 +106,7 @@ class _Phases:
             self._take(SHORTER, replay.replay, self._one_BS[:, :length].contiguous(), begun)
         if self._cell.bias_update:  # its tokens do not count in the step, and their experts are others
             replay.replay(self.tokens_BS, b)
-        self._take("step-a", replay.step, rows_BS, in_turns(*([of[row] for row in self._own] for of in (a, b))))
+        self._take("step-a", replay.step, rows_BS, in_turns(*([routes[row] for row in self._own] for routes in (a, b))))
         with self._recomputed(self._chunks):
             self._take("recompute-b", replay.step, rows_BS, [b[row] for row in self._own])
         self._take("native-after", self._forward.logits, self._one_BS)
@@ -162,7 +162,6 @@ def aborted(whole: Routes) -> list[Turn]:
 
 def malformed(routes: Sequence[Routes]) -> dict[str, list[Routes]]:
     """Routes that replay must refuse, by what is wrong with them."""
-
     first_TLK = routes[0]
     row_K = first_TLK[3, -1]
     absent = next(expert for expert in range(len(row_K) + 1) if expert not in row_K)
@@ -206,8 +205,8 @@ def under(call: Callable[..., Any], *arguments: Any, routes: Sequence[Any]) -> A
         return call(*arguments, routes)
     except TypeError as error:
         name = getattr(call, "__name__", "the method")
-        told = f"{name}() is given `routes` as its last argument in a cell with replay R3, and does not take it"
-        raise TypeError(f"{told}: {error}") from error
+        problem = f"{name}() is given `routes` as its last argument in a cell with replay R3, and does not take it"
+        raise TypeError(f"{problem}: {error}") from error
     return call(*arguments, routes)
 
 

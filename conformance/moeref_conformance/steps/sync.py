@@ -118,8 +118,8 @@ def said(given: Sequence[list[int]], sampled: Any, numbers: range) -> list[dict[
         tokens, logprobs, versions = len(one.tokens), len(one.logprobs), len(one.versions)
         if tokens not in numbers or not tokens == logprobs == versions:
             asked = f"{numbers.start} to {numbers[-1]}" if len(numbers) > 1 else numbers.start
-            told = f"sample {number} has {tokens} tokens, {logprobs} logprobs and {versions} versions"
-            raise ValueError(f"{told}; asked for {asked} of each")
+            counts = f"{tokens} tokens, {logprobs} logprobs and {versions} versions"
+            raise ValueError(f"sample {number} has {counts}; asked for {asked} of each")
     return [{"prompt": prompt, **to_plain(one)} for prompt, one in pairs]
 
 
@@ -179,7 +179,7 @@ def under_way(sync: Sync, context: Context) -> dict[str, Any]:
 
 
 def _amid(engine: Engine, context: Context, prompt: list[int]) -> dict[str, Any]:
-    """What another thread is told that asks for a sample amid an update back to the first weights, as version 2.
+    """What another thread gets that asks for a sample amid an update back to the first weights, as version 2.
 
     After it the same prompt again, in `behind`: what a cache kept of it may be of half-updated weights. `sampled` is
     None for a thread that got no answer.
@@ -253,7 +253,7 @@ def killed(sync: Sync, context: Context) -> dict[str, Any]:
 
 
 def _outlive(pids: Sequence[int]) -> list[int]:
-    """Those that still run after a while: who was killed closes connections first, and gives memory back later."""
+    """The processes that still run after a while: a killed one closes its connections first, and frees memory later."""
     until = time.monotonic() + LEAVING
     while (left := list(filter(_runs, pids))) and time.monotonic() < until:
         time.sleep(0.02)
@@ -296,7 +296,7 @@ def _changed(what: str, sent: Iterable[Named]) -> Iterator[Named]:
 
 
 def _with_draft(sent: Iterable[Named]) -> Iterator[Named]:
-    """These, and as the layer after the last one what a draft (a multi-token prediction layer) has under its name."""
+    """These, and then a draft (a multi-token prediction layer), which is named as the layer after the last one."""
     layers: dict[int, list[Named]] = {}
     for name, tensor in sent:
         yield name, tensor

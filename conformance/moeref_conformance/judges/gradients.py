@@ -1,6 +1,6 @@
 """GRD: gradients of training steps against transformers' autograd, cut into shards by brute force.
 
-RPL-008 judges steps under given or recorded routes, which transformers takes too; RPL-010 that sums are made in fp32.
+RPL-008 judges steps under given or recorded routes, which transformers takes too.
 """
 
 from __future__ import annotations
@@ -55,12 +55,8 @@ LIMIT = 1e-4
 #: In bf16, of one parameter: how many times as far from fp32 it may be as transformers' own tensors of its kind.
 #: Measured: gpt-oss up to 2.0 (in its first layer under TP2), Qwen3 1.2, DeepSeek-V3 1.4.
 OF_A_KIND = 3.0
-#: Of the elements of gradients that two microbatches add up in fp32, this share at most are numbers of bf16.
-ROUNDED = 0.9
 #: What an error names that refuses a step which trains on no token, one of these at least.
 OF_NO_TOKEN = ("mask", "token", "label", "sample", "batch", "loss")
-_EXPERTS = ".experts"
-_VECTORS = "norms and other vectors"
 
 
 @judges("GRD-001")
@@ -71,8 +67,8 @@ def gradients_are_transformers(case: Case) -> Outcome:
     if no := _no_loss(case) or unmeasured(case):
         return no
     want = native_gradients(case, case.cell.router_loss)
-    found = _compared(case, "gradients", {"gradients": want}, _against)
-    return outcome([*found.findings, *changed_answers(case, "gradients")], met=found.met)
+    compared = _compared(case, "gradients", {"gradients": want}, _against)
+    return outcome([*compared.findings, *changed_answers(case, "gradients")], met=compared.met)
 
 
 @judges("GRD-003")
@@ -113,9 +109,9 @@ def gradients_of_a_policy_are_transformers(case: Case) -> Outcome:
     """
     if no := _no_policy(case) or unmeasured(case):
         return no
-    found = _compared(case, "policy", {"policy": _of_policy(case, "")}, _against)
-    findings = [*found.findings, *changed_answers(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
-    return outcome(findings, met=found.met)
+    compared = _compared(case, "policy", {"policy": _of_policy(case, "")}, _against)
+    findings = [*compared.findings, *changed_answers(case, "policy"), *_on_no_token(case, "policy_on_no_token")]
+    return outcome(findings, met=compared.met)
 
 
 @judges("GRD-005")
@@ -173,60 +169,6 @@ def replayed_gradients_are_transformers(case: Case) -> Outcome:
     whole = _compared(case, "replay", phases, partial(_together, roundings))
     each = _compared(case, "replay", phases, partial(_against, measure=partial(_by_length, roundings)))
     return outcome([*whole.findings, *each.findings], met=f"{whole.met}; each tensor {each.met}")
-
-
-@judges("RPL-010")
-def gradients_are_added_up_in_fp32(case: Case) -> Outcome:
-    """Of microbatches and replicas, in a model in bf16: by the digits of each matrix, and of all experts of a layer.
-
-    An expert may have tokens of one microbatch alone. So has a row of the embedding, which is left out. Norms and other
-    vectors are few elements each, and counted together.
-    """
-    judged = _summed(case)
-    if not judged:
-        return Outcome(untested="gradients are of one microbatch of one replica, and computed in bf16")
-    findings, most = missing_records(case, "replay"), 0.0
-    for record in records(case, "replay"):
-        held = _digits(gradients_of(record, "step-a"))
-        if not held.keys() - {_VECTORS}:
-            findings.append(finding(case, record.rank, "replay", "step-a: every gradient of a matrix is zero"))
-        for name in (name for name in held if name.endswith(_EXPERTS) in judged):
-            elements = held[name]
-            share = float((elements == elements.bfloat16()).double().mean())
-            most = max(most, share)
-            if share > ROUNDED:
-                message = f"step-a: {share:.0%} of {len(elements)} elements of the gradient of {name} are bfloat16's"
-                details = {"local_name": name, "diagnosis": "added up in bfloat16"}
-                findings.append(finding(case, record.rank, "replay", message, **details))
-    return outcome(findings, met=f"{most:.0%} of a gradient are numbers of bfloat16, at most {ROUNDED:.0%}")
-
-
-def _summed(case: Case) -> set[bool]:
-    """Whether gradients of several microbatches or replicas are added up: of experts (True), of the rest (False)."""
-    rows = topology.replica_rows(case.cell, 0, len(expected(case).tokens_BS))
-    groups = topology.groups(case.cell.layout)
-    of_rest = len(groups["dp"][0]) * len(groups["cp"][0])
-    replicas = {True: len(groups["edp"][0]), False: of_rest}
-    return {experts for experts, number in replicas.items() if number * len(rows) > case.cell.rows}
-
-
-def _digits(have: Have) -> dict[str, torch.Tensor]:
-    """The elements but 0 of each matrix, but the embedding, by local name; those of a layer's experts are one.
-
-    Those of all vectors outside of experts are one too.
-    """
-    elements: dict[str, list[torch.Tensor]] = {}
-    for key, gradient in have.items():
-        name = key.partition(":")[2]
-        layer, is_expert, _ = name.partition(f"{_EXPERTS}.")
-        if is_expert:
-            name = f"{layer}{_EXPERTS}"
-        elif gradient.dim() == 1:
-            name = _VECTORS
-        counts = gradient.dim() == 2 or name == _VECTORS
-        if counts and "word_embeddings" not in name and gradient.any():
-            elements.setdefault(name, []).append(gradient[gradient != 0])
-    return {name: torch.cat(parts).double() for name, parts in elements.items()}
 
 
 Roundings = Mapping[int | str, float]

@@ -51,7 +51,7 @@ ROUNDED = 2.0**-23
 #: How much larger or smaller fresh factors of a module may be than on one rank: by the width of half a matrix they are
 #: drawn 1.37 times as large, and of few elements by chance 1.06 times.
 SIZE = 1.3
-#: Phases whose tensors LRA-001 and LRA-002 read; `again` is for LRA-004.
+#: The phases before the merged stream; `again` comes after it, for LRA-004.
 TRAINED = ("fresh", "step1", "step2")
 
 

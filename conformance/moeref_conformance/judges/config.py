@@ -208,10 +208,10 @@ def _weights_of_rounded_logits(case: Case) -> Iterator[Finding]:
     off by one factor, which counts after the experts: RPL-004 judges it.
     """
     reported = set[tuple[int, int]]()
-    of_both = [one for phase in ("native-before", "replay-a") for one in weights(case, phase)]
-    factors = _factors(of_both)
-    for rank, layer, expert, weight, one in of_both:
-        want = factors[layer] * one
+    rows = [row for phase in ("native-before", "replay-a") for row in weights(case, phase)]
+    factors = _factors(rows)
+    for rank, layer, expert, weight, right in rows:
+        want = factors[layer] * right
         off = abs(float(weight) - want) / max(want, 1e-6)
         rounded_late = bool(weight == weight.bfloat16()) and off <= _ROUNDED_LATE
         if not off <= _OF_FP32 and not rounded_late and (rank, layer) not in reported:
@@ -220,12 +220,12 @@ def _weights_of_rounded_logits(case: Case) -> Iterator[Finding]:
             yield finding(case, rank, "replay", message, layer=layer, expert=expert, expected=want, got=float(weight))
 
 
-def _factors(of_both: Iterable[tuple[int, int, int, torch.Tensor, float]]) -> dict[int, float]:
-    """By layer, how many times the right weights those are that experts are given; 1 where that is no such factor."""
+def _factors(rows: Iterable[tuple[int, int, int, torch.Tensor, float]]) -> dict[int, float]:
+    """By layer, how many times the right weights experts are given, in the middle of all rows; 1 for 0 or infinity."""
     times: dict[int, list[float]] = {}
-    for _, layer, _, weight, want in of_both:
-        times.setdefault(layer, []).append(float(weight) / want if want else 1.0)
-    middles = {layer: median(of) for layer, of in times.items()}
+    for _, layer, _, weight, right in rows:
+        times.setdefault(layer, []).append(float(weight) / right if right else 1.0)
+    middles = {layer: median(of_layer) for layer, of_layer in times.items()}
     return {layer: middle if 0 < middle < math.inf else 1.0 for layer, middle in middles.items()}
 
 
